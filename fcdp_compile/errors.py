@@ -1,0 +1,21 @@
+"""Every error class of fcdp, so that a caller can catch one without knowing who raises it."""
+
+
+class FcdpError(RuntimeError):
+    """Base of the errors that are not plain misuse of an argument (those are ValueError, TypeError)."""
+
+
+class StaleParameterError(FcdpError):
+    """A gathered copy no longer belongs to the values that a computation was started with."""
+
+
+class PlanMismatchError(FcdpError):
+    """Ranks compiled plans that differ; the message holds the difference."""
+
+
+class PlanFormatError(FcdpError, ValueError):
+    """A file is not a plan, or a damaged one; the message names the file and the field."""
+
+
+class UnshardedParameterError(FcdpError):
+    """A compiled graph reads a parameter that `shard` has not seen while several processes run."""

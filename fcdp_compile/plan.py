@@ -1,0 +1,188 @@
+"""The plan: what a compiled graph communicates, when, and why - as data.
+
+A plan is made at compile time without running or communicating anything, is the same on every rank,
+serialises to JSON (`plan_json`), and says of every step what it moves and what it waits for.  The
+executed graph carries the same steps, one to one.
+
+Letters: N nodes, g ranks per node, G = N*g ranks; a bucket's slot is P/G elements of `dtype`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import Enum
+
+from fcdp_compile.layout import ParamLayout
+
+SCHEMA = "fcdp.plan/1"
+
+
+class Lane(Enum):
+    """The five resources a step can occupy."""
+
+    COMPUTE = "compute"
+    INTER = "inter"
+    INTRA = "intra"
+    H2D = "h2d"
+    D2H = "d2h"
+
+
+class Kind(Enum):
+    """What a step does; the name of its graph op, its counter, its profiler range and its dump line."""
+
+    COMPUTE = "compute"
+    INTER_ALL_GATHER = "inter_all_gather"
+    INTRA_ALL_GATHER = "intra_all_gather"
+    STORE = "store"
+    LOAD = "load"
+    WAIT = "wait"
+    FREE = "free"
+    INTRA_REDUCE_SCATTER = "intra_reduce_scatter"
+    INTER_REDUCE_SCATTER = "inter_reduce_scatter"
+
+
+class Tier(Enum):
+    """Where the node shard of a bucket waits between its uses."""
+
+    NONE = "none"
+    GPU = "gpu"
+    HOST = "host"
+
+
+class Direction(Enum):
+    """Which graph of a training step a schedule belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+class Variant(Enum):
+    """cold: trainable buckets have changed, gather them; warm: everything is cached, load it."""
+
+    COLD = "cold"
+    WARM = "warm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketParam:
+    """One parameter of a bucket: qualified name, layout, and where its slot starts in the bucket's slot.
+
+    offset: elements of the bucket's dtype.
+    """
+
+    name: str
+    layout: ParamLayout
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters that travel together.
+
+    id: number within the model.  dtype: what travels in all-gathers.  reduce_dtype: what travels in
+    reduce-scatters.  frozen: no parameter of it requires a gradient.  tier: where its node shard waits.
+    why: the reason for its composition and tier, for people.
+    """
+
+    id: int
+    params: tuple[BucketParam, ...]
+    dtype: str
+    itemsize: int
+    reduce_dtype: str
+    reduce_itemsize: int
+    frozen: bool
+    tier: Tier
+    why: str
+
+    @property
+    def slot_elements(self) -> int:
+        """P/G: elements that a rank contributes."""
+        return sum(p.layout.slot_elements for p in self.params)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one rank's slot, padding included."""
+        return self.slot_elements * self.itemsize
+
+    def node_bytes(self, nodes: int) -> int:
+        """Bytes of the node shard, W/g."""
+        return self.slot_bytes * nodes
+
+    def full_bytes(self, nodes: int, ranks_per_node: int) -> int:
+        """Bytes of the gathered bucket, W."""
+        return self.slot_bytes * nodes * ranks_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a schedule.
+
+    index: position.  bytes: what this rank sends over the lane's link, or copies over H2D or D2H; 0 for
+    steps that move nothing.  waits: indices of the steps whose results it needs.  label: for people.
+    """
+
+    index: int
+    kind: Kind
+    lane: Lane
+    bucket: int | None
+    bytes: int
+    waits: tuple[int, ...]
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The ordered steps of one graph in one variant."""
+
+    direction: Direction
+    variant: Variant
+    steps: tuple[Step, ...]
+
+    def bytes_by_kind(self) -> dict[Kind, int]:
+        """Bytes that one run moves, by kind; kinds that move nothing are left out."""
+        totals: dict[Kind, int] = {}
+        for step in self.steps:
+            if step.bytes:
+                totals[step.kind] = totals.get(step.kind, 0) + step.bytes
+        return totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that one compiled graph will do.
+
+    graph: number of the compilation within the model; the only field that ranks may disagree on.
+    refresh: buckets that must be valid in the cache before the forward starts; a stale one is gathered
+    between nodes and stored first.
+    """
+
+    strategy: str
+    nodes: int
+    ranks_per_node: int
+    graph: int
+    buckets: tuple[Bucket, ...]
+    refresh: tuple[int, ...]
+    schedules: tuple[Schedule, ...]
+
+    def bucket(self, bucket_id: int) -> Bucket:
+        """The bucket with that number; KeyError if there is none."""
+        for bucket in self.buckets:
+            if bucket.id == bucket_id:
+                return bucket
+        raise KeyError(f"plan has no bucket {bucket_id}")
+
+    def digest(self) -> str:
+        """A hash of everything that ranks must agree on before they communicate.
+
+        Compute steps are left out: a rank that recompiled for dynamic shapes sends and receives the same.
+        """
+        parts: list[object] = [SCHEMA, self.strategy, self.nodes, self.ranks_per_node, self.refresh]
+        parts += self.buckets
+        for schedule in self.schedules:
+            parts.append((schedule.direction, schedule.variant))
+            parts += [
+                (s.kind, s.bucket, s.bytes) for s in schedule.steps if s.kind is not Kind.COMPUTE
+            ]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()

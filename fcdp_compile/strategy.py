@@ -1,0 +1,97 @@
+"""Strategies of sharded data parallel training as points of one space: home x cache x gradient.
+
+Scopes: `NONE` whole on every rank, `INTRA` sharded within a node, `GLOBAL` sharded over all ranks
+(PaRO's N, I, G).  A preset is a line of `PRESETS`; nothing else in the code knows a strategy by name.
+
+Sources: ZeRO (Rajbhandari et al., 2020), ZeRO++ (Wang et al., 2023), PaRO (Wu et al., 2023),
+FCDP (Park et al.).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Scope(Enum):
+    """Over which ranks something is sharded."""
+
+    NONE = "none"
+    INTRA = "intra"
+    GLOBAL = "global"
+
+
+class Cache(Enum):
+    """Where a gathered node shard waits for its next use."""
+
+    NONE = "none"
+    GPU = "gpu"
+    HOST = "host"
+
+
+class Life(Enum):
+    """How long a cached node shard is kept."""
+
+    UNTIL_BACKWARD = "until-backward"
+    UNTIL_CHANGED = "until-changed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One point of the space.
+
+    name: the preset's name, for people.
+    home: scope of the shards that the optimizer owns and steps.
+    cache, life: where a gathered node shard waits, and until when.
+    gradient: scope at which gradients accumulate between micro-batches.
+    """
+
+    name: str
+    home: Scope
+    cache: Cache
+    life: Life
+    gradient: Scope
+
+    def __post_init__(self) -> None:
+        if self.home is not Scope.GLOBAL or self.gradient is not Scope.GLOBAL:
+            raise ValueError(
+                f"strategy {self.name!r}: home {self.home.value} with gradient "
+                f"{self.gradient.value} is not available; use scope global for both"
+            )
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether a cached node shard outlives the backward, so that the next forward may reuse it."""
+        return self.cache is not Cache.NONE and self.life is Life.UNTIL_CHANGED
+
+    @staticmethod
+    def parse(name: str | Strategy) -> Strategy:
+        """Look a preset up by name.
+
+        Raises: TypeError for anything but a name or a Strategy, ValueError for an unknown name (with the
+        known ones and the nearest).
+        """
+        if isinstance(name, Strategy):
+            return name
+        if not isinstance(name, str):
+            raise TypeError(f"strategy must be a name or a Strategy, not {type(name).__name__}")
+        if name in PRESETS:
+            return PRESETS[name]
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown strategy {name!r}; choose one of {', '.join(PRESETS)}{hint}")
+
+
+def _preset(name: str, cache: Cache, life: Life) -> Strategy:
+    return Strategy(name=name, home=Scope.GLOBAL, cache=cache, life=life, gradient=Scope.GLOBAL)
+
+
+PRESETS: dict[str, Strategy] = {
+    s.name: s
+    for s in (
+        _preset("zero3", Cache.NONE, Life.UNTIL_BACKWARD),
+        _preset("zero++", Cache.GPU, Life.UNTIL_BACKWARD),
+        _preset("fcdp", Cache.HOST, Life.UNTIL_CHANGED),
+    )
+}
