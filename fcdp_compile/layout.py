@@ -28,6 +28,12 @@ def chunk_rows(rows: int, chunks: int) -> list[int]:
     return [max(0, min(size, rows - i * size)) for i in range(chunks)]
 
 
+def largest_chunk(rows: int, nodes: int, ranks_per_node: int) -> int:
+    """Rows of the first chunk of [Note: chunk order], which no other chunk exceeds."""
+    piece = -(-rows // ranks_per_node)
+    return -(-piece // nodes)
+
+
 def choose_dim(shape: Sequence[int], nodes: int, ranks_per_node: int) -> int | None:
     """Choose the dimension to shard: the least padding, then the first; None for a scalar.
 
@@ -38,7 +44,7 @@ def choose_dim(shape: Sequence[int], nodes: int, ranks_per_node: int) -> int | N
         return None
 
     def padded(dim: int) -> int:
-        slot = -(-(-(-shape[dim] // ranks_per_node)) // nodes)
+        slot = largest_chunk(shape[dim], nodes, ranks_per_node)
         others = math.prod(s for i, s in enumerate(shape) if i != dim)
         return slot * nodes * ranks_per_node * others
 
@@ -59,7 +65,9 @@ class ParamLayout:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:
-            raise ValueError(f"layout needs at least one rank, not {self.nodes} x {self.ranks_per_node}")
+            raise ValueError(
+                f"layout needs at least one rank, not {self.nodes} x {self.ranks_per_node}"
+            )
         if (self.dim is None) != (not self.shape) or not (
             self.dim is None or 0 <= self.dim < len(self.shape)
         ):
@@ -96,7 +104,9 @@ class ParamLayout:
     @property
     def slot_rows(self) -> int:
         """Rows of a slot, the largest chunk."""
-        return max(self.rows)
+        if self.dim is None:
+            return 1
+        return largest_chunk(self.shape[self.dim], self.nodes, self.ranks_per_node)
 
     @property
     def slot_elements(self) -> int:
