@@ -1,0 +1,181 @@
+"""What pip installs: every module in its place, nothing else, and a backend that torch finds unaided.
+
+The wheel and the editable install are made from a copy of the checkout, so that neither an old build
+folder nor the environment that runs the tests can stand in for a missing file.
+"""
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {
+    "fcdp_compile": ROOT / "fcdp_compile",
+    "fcdp_compile/passes": ROOT / "passes",
+    "fcdp_compile/runtime": ROOT / "runtime",
+}
+PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
+OFFLINE = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, sys
+from pathlib import Path
+import fcdp_compile
+names = [m.name for m in pkgutil.walk_packages(fcdp_compile.__path__, "fcdp_compile.")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+for name, module in sorted(sys.modules.items()):
+    if name.partition(".")[0] == "fcdp_compile":
+        print(name, Path(module.__file__).resolve())
+"""
+
+IMPORT_NAMED = """
+import importlib, sys
+from pathlib import Path
+for name in sys.argv[1:]:
+    print(Path(importlib.import_module(name).__file__).resolve())
+"""
+
+FIND_BACKEND = """
+import sys
+from pathlib import Path
+from torch._dynamo import list_backends, lookup_backend
+assert "fcdp" in list_backends(), list_backends()
+assert "fcdp_compile" not in sys.modules, "listing the backends must not import fcdp_compile"
+backend = lookup_backend("fcdp")
+print(Path(sys.modules[backend.__module__].__file__).resolve())
+"""
+
+
+def run(python: str | Path, *arguments: str, cwd: Path, path: Path | None = None) -> str:
+    """Run a Python that sees its own environment and `path` only, and return what it printed."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        [str(python), *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def python_files() -> list[Path]:
+    """Every Python file of the package, where it lies in site-packages."""
+    return sorted(
+        Path(package, file.relative_to(folder))
+        for package, folder in PACKAGES.items()
+        for file in folder.rglob("*.py")
+    )
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of all that setuptools needs, in a folder that nothing was built in."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("fcdp_compile", "passes", "runtime", "tests", "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, *PIP, "wheel", *OFFLINE, "-w", str(folder), str(checkout), cwd=folder)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the wheel, and nothing else, is installed in."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, *PIP, "install", *OFFLINE, "--target", str(folder), str(wheel), cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with an editable install that borrows our dependencies.
+
+    Their folder is named in a .pth file; .pth files within that folder are not read, so an editable
+    install of fcdp in the environment that runs the tests stays out of sight.
+    """
+    folder = tmp_path_factory.mktemp("editable")
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    ours = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+    (site / "borrowed.pth").write_text("\n".join(ours) + "\n")
+    python = folder / "bin" / "python"
+    run(python, *PIP, "install", *OFFLINE, "--editable", str(checkout), cwd=folder)
+    return python
+
+
+def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.partition("/")[0] for name in names} == {
+        "fcdp_compile",
+        f"{wheel.name.partition('-py3')[0]}.dist-info",
+    }
+    assert sorted(Path(name) for name in names if name.endswith(".py")) == python_files()
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_wheel_declares_backend_and_command(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("/entry_points.txt"))
+        points = configparser.ConfigParser()
+        points.read_string(archive.read(name).decode())
+    assert dict(points["torch_dynamo_backends"]) == {"fcdp": "fcdp_compile.backend:fcdp"}
+    assert dict(points["console_scripts"]) == {"fcdp": "fcdp_compile.cli:main"}
+
+
+def test_wheel_imports_from_where_it_is_installed(installed: Path, tmp_path: Path) -> None:
+    printed = run(sys.executable, "-c", IMPORT_EVERYTHING, cwd=tmp_path, path=installed)
+    files = [Path(line.split(maxsplit=1)[1]) for line in printed.splitlines()]
+    expected = {installed / file for file in python_files() if file.name != "__main__.py"}
+    assert set(files) == expected
+
+
+def test_torch_finds_the_backend_of_a_wheel(installed: Path, tmp_path: Path) -> None:
+    printed = run(sys.executable, "-c", FIND_BACKEND, cwd=tmp_path, path=installed)
+    assert Path(printed.strip()) == installed / "fcdp_compile" / "backend.py"
+
+
+def test_editable_install_runs_the_checkout(editable: Path, checkout: Path, tmp_path: Path) -> None:
+    added_later = checkout / "passes" / "added_later.py"
+    added_later.write_text('"""A module that did not exist when pip ran."""\n')
+    expected = {
+        "fcdp_compile": checkout / "fcdp_compile" / "__init__.py",
+        "fcdp_compile.runtime": checkout / "runtime" / "__init__.py",
+        "fcdp_compile.passes.added_later": added_later,
+    }
+    # In the checkout, fcdp_compile comes from the current folder and only the rest from the finder.
+    for cwd in (tmp_path, checkout):
+        printed = run(editable, "-c", IMPORT_NAMED, *expected, cwd=cwd)
+        assert [Path(line) for line in printed.splitlines()] == list(expected.values())
+    added_later.unlink()
+
+
+def test_torch_finds_the_backend_of_an_editable_install(
+    editable: Path, checkout: Path, tmp_path: Path
+) -> None:
+    printed = run(editable, "-c", FIND_BACKEND, cwd=tmp_path)
+    assert Path(printed.strip()) == checkout / "fcdp_compile" / "backend.py"
+
+
+def test_command_runs(editable: Path, tmp_path: Path) -> None:
+    assert "dump" in run(
+        editable.parent / "python", str(editable.parent / "fcdp"), "--help", cwd=tmp_path
+    )
