@@ -1,0 +1,69 @@
+# Everything on a fresh machine with Python 3.11+ and make: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+# 1: the demo runs the checkout (pip install --editable).  0: it runs what a user of a wheel gets.
+EDITABLE ?= 1
+# Passed on to examples/lora_finetune.py and to pytest.
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.fcdp
+MODE := $(if $(filter 0,$(EDITABLE)),regular,editable)
+SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
+
+# Four ranks on few cores: more threads a rank would only take turns.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types clean
+# Two pips must not write to one environment at a time.
+.NOTPARALLEL:
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMPS)/$(MODE)-examples  ## fine-tune with LoRA on 2 x 2 simulated ranks
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=4 \
+	    examples/lora_finetune.py --nodes 2 $(DEMO_ARGS)
+
+# Always the checkout: Python started here imports fcdp_compile from this folder, and only the editable
+# install's finder adds passes/ and runtime/ to it.
+test: $(STAMPS)/editable-test  ## run all tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMPS)/editable-dev  ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMPS)/editable-dev  ## repair style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# See [Note: types of the installed package] in pyproject.toml.  build/ goes first, because setuptools
+# would install what an earlier build left there and has since been deleted.
+types: $(STAMPS)/editable-dev  ## check types, on the installed package
+	rm -rf build
+	$(BIN)/python -m pip install --quiet --no-deps --target build/installed .
+	cd build/installed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml \
+	    --cache-dir $(CURDIR)/.mypy_cache -p fcdp_compile
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo '$(PYTHON) is not Python 3.11 or newer; use make PYTHON=...' >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per way of installing and extra; whoever installs takes back the stamps of the other way.
+# torch's range is part of every install, so no extra can pull in another torch.
+$(STAMPS)/editable-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --editable '.[$*]'
+	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/regular-* && touch $@
+
+$(STAMPS)/regular-%: pyproject.toml $(SOURCES) | $(BIN)/python
+	rm -rf build
+	$(BIN)/python -m pip install '.[$*]'
+	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/editable-* && touch $@
