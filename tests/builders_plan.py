@@ -1,0 +1,220 @@
+"""Plans made by hand and by hypothesis; the only place where tests build one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+
+from fcdp_compile.layout import ParamLayout
+from fcdp_compile.plan import (
+    Bucket,
+    BucketParam,
+    Direction,
+    Kind,
+    Lane,
+    Plan,
+    Schedule,
+    Step,
+    Tier,
+    Variant,
+)
+
+# Written out once more, independently of plan.LANES.
+LANE_OF: dict[Kind, Lane] = {
+    Kind.COMPUTE: Lane.COMPUTE,
+    Kind.WAIT: Lane.COMPUTE,
+    Kind.FREE: Lane.COMPUTE,
+    Kind.INTER_ALL_GATHER: Lane.INTER,
+    Kind.INTER_REDUCE_SCATTER: Lane.INTER,
+    Kind.INTRA_ALL_GATHER: Lane.INTRA,
+    Kind.INTRA_REDUCE_SCATTER: Lane.INTRA,
+    Kind.STORE: Lane.D2H,
+    Kind.LOAD: Lane.H2D,
+}
+
+DTYPES = (("float64", 8), ("float32", 4), ("bfloat16", 2), ("float16", 2), ("int8", 1))
+
+
+def make_params(
+    named_shapes: Sequence[tuple[str, Sequence[int]]], nodes: int, ranks_per_node: int
+) -> tuple[BucketParam, ...]:
+    """Parameters with their slots one behind the other."""
+    params: list[BucketParam] = []
+    offset = 0
+    for name, shape in named_shapes:
+        layout = ParamLayout.of(shape, nodes, ranks_per_node)
+        params.append(BucketParam(name=name, layout=layout, offset=offset))
+        offset += layout.slot_elements
+    return tuple(params)
+
+
+def make_bucket(
+    bucket_id: int,
+    named_shapes: Sequence[tuple[str, Sequence[int]]],
+    *,
+    nodes: int = 2,
+    ranks_per_node: int = 2,
+    dtype: tuple[str, int] = ("bfloat16", 2),
+    frozen: bool = False,
+    tier: Tier = Tier.HOST,
+    why: str = "one layer",
+) -> Bucket:
+    """A bucket that reduces in fp32."""
+    return Bucket(
+        id=bucket_id,
+        params=make_params(named_shapes, nodes, ranks_per_node),
+        dtype=dtype[0],
+        itemsize=dtype[1],
+        reduce_dtype="float32",
+        reduce_itemsize=4,
+        frozen=frozen,
+        tier=tier,
+        why=why,
+    )
+
+
+def make_steps(
+    entries: Sequence[tuple[Kind, int | None, int]], *, label: str = ""
+) -> tuple[Step, ...]:
+    """Steps of (kind, bucket, bytes), each waiting for the one before it."""
+    return tuple(
+        Step(
+            index=i,
+            kind=kind,
+            lane=LANE_OF[kind],
+            bucket=bucket,
+            bytes=size_bytes,
+            waits=(i - 1,) if i else (),
+            label=label,
+        )
+        for i, (kind, bucket, size_bytes) in enumerate(entries)
+    )
+
+
+def make_plan(*, graph: int = 0, layers: int = 8, width: int = 512) -> Plan:
+    """A LoRA step on 2 x 2: a frozen bucket with all layers, a trainable one with all adapters."""
+    frozen = make_bucket(
+        0,
+        [(f"layers.{i}.q_proj.weight", (width, width)) for i in range(layers)],
+        frozen=True,
+        why="frozen together",
+    )
+    adapters = make_bucket(
+        1,
+        [
+            (f"layers.{i}.q_proj.lora_{side}.weight", shape)
+            for i in range(layers)
+            for side, shape in (("A", (4, width)), ("B", (width, 4)))
+        ],
+        why="all adapters",
+    )
+    gathers = [
+        (Kind.LOAD, 0, frozen.node_bytes(2)),
+        (Kind.INTRA_ALL_GATHER, 0, frozen.node_bytes(2)),
+        (Kind.WAIT, 0, 0),
+        (Kind.COMPUTE, None, 0),
+        (Kind.FREE, 0, 0),
+    ]
+    cold = [
+        (Kind.INTER_ALL_GATHER, 1, adapters.slot_bytes),
+        (Kind.WAIT, 1, 0),
+        (Kind.STORE, 1, adapters.node_bytes(2)),
+        *gathers,
+    ]
+    backward = [
+        *gathers,
+        (Kind.INTRA_REDUCE_SCATTER, 1, 2 * adapters.node_bytes(2)),
+        (Kind.INTER_REDUCE_SCATTER, 1, 2 * adapters.slot_bytes),
+    ]
+    return Plan(
+        strategy="fcdp",
+        nodes=2,
+        ranks_per_node=2,
+        graph=graph,
+        buckets=(frozen, adapters),
+        refresh=(0,),
+        schedules=(
+            Schedule(
+                direction=Direction.FORWARD,
+                variant=Variant.COLD,
+                steps=make_steps(cold, label="forward cold"),
+            ),
+            Schedule(direction=Direction.FORWARD, variant=Variant.WARM, steps=make_steps(gathers)),
+            Schedule(
+                direction=Direction.BACKWARD, variant=Variant.WARM, steps=make_steps(backward)
+            ),
+        ),
+    )
+
+
+# Hypothesis.
+
+ranks = st.tuples(st.integers(1, 5), st.integers(1, 5))
+"""N and g."""
+
+shapes = st.lists(st.integers(0, 17), max_size=3).map(tuple)
+"""Shapes with scalars, empties and primes among them."""
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+"""Any text but halves of surrogate pairs, control characters included."""
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any legal plan, small."""
+    nodes, ranks_per_node = draw(ranks)
+    ids = draw(st.lists(st.integers(0, 40), max_size=3, unique=True))
+    keys = st.tuples(st.sampled_from(Direction), st.sampled_from(Variant))
+    return Plan(
+        strategy=draw(texts.filter(bool)),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        graph=draw(st.integers(0, 2**63 - 1)),
+        buckets=tuple(draw(_buckets(bucket_id, nodes, ranks_per_node)) for bucket_id in ids),
+        refresh=tuple(draw(st.lists(st.sampled_from(ids), unique=True))) if ids else (),
+        schedules=tuple(
+            Schedule(direction=direction, variant=variant, steps=draw(_steps(ids)))
+            for direction, variant in draw(st.lists(keys, max_size=3, unique=True))
+        ),
+    )
+
+
+@st.composite
+def _buckets(draw: st.DrawFn, bucket_id: int, nodes: int, ranks_per_node: int) -> Bucket:
+    names = draw(st.lists(texts.filter(bool), min_size=1, max_size=3, unique=True))
+    (dtype, itemsize), (reduce_dtype, reduce_itemsize) = draw(
+        st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES))
+    )
+    return Bucket(
+        id=bucket_id,
+        params=make_params([(name, draw(shapes)) for name in names], nodes, ranks_per_node),
+        dtype=dtype,
+        itemsize=itemsize,
+        reduce_dtype=reduce_dtype,
+        reduce_itemsize=reduce_itemsize,
+        frozen=draw(st.booleans()),
+        tier=draw(st.sampled_from(Tier)),
+        why=draw(texts),
+    )
+
+
+@st.composite
+def _steps(draw: st.DrawFn, ids: list[int]) -> tuple[Step, ...]:
+    kinds = st.sampled_from(Kind) if ids else st.just(Kind.COMPUTE)
+    steps: list[Step] = []
+    for i, kind in enumerate(draw(st.lists(kinds, max_size=5))):
+        moves = LANE_OF[kind] is not Lane.COMPUTE
+        waits = draw(st.lists(st.integers(0, i - 1), max_size=2, unique=True)) if i else []
+        steps.append(
+            Step(
+                index=i,
+                kind=kind,
+                lane=LANE_OF[kind],
+                bucket=None if kind is Kind.COMPUTE else draw(st.sampled_from(ids)),
+                bytes=draw(st.integers(0, 2**63 - 1)) if moves else 0,
+                waits=tuple(waits),
+                label=draw(texts),
+            )
+        )
+    return tuple(steps)
