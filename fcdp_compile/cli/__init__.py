@@ -1,0 +1,112 @@
+"""The `fcdp` command: results on stdout, everything else on stderr, no torch needed.
+
+Exit codes: 0 fine, 1 the answer is "no", 2 bad input, told in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from fcdp_compile.cli import dump
+from fcdp_compile.cli.answer import Answer
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.plan_json import one_line
+
+
+class _Command(Protocol):
+    """What a module of a subcommand offers."""
+
+    SUMMARY: str
+    DESCRIPTION: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+
+    def run(self, options: argparse.Namespace) -> Answer:
+        """Find the answer; FcdpError or OSError for bad input."""
+
+
+_COMMANDS: dict[str, _Command] = {"dump": dump}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Raises: SystemExit where argparse ends the process (help, bad usage).
+    """
+    try:
+        options = _parse(sys.argv[1:] if argv is None else argv)
+        answer = _COMMANDS[options.command].run(options)
+        return _print(answer)
+    except (FcdpError, OSError) as error:
+        print(f"fcdp: {one_line(_explain(error))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad usage in one line; argparse would print the usage as well."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with exit code 2."""
+        self.exit(2, one_line(f"{self.prog}: {message} (see {self.prog} --help)") + "\n")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="fcdp",
+        description="Look at what the fcdp backend compiled.",
+        epilog='Exit codes: 0 fine, 1 the answer is "no", 2 bad input.',
+        allow_abbrev=False,
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in _COMMANDS.items():
+        sub = subparsers.add_parser(
+            name, help=command.SUMMARY, description=command.DESCRIPTION, allow_abbrev=False
+        )
+        command.add_arguments(sub)
+    named = next((arg for arg in argv if not arg.startswith("-")), None)
+    if named is not None and named not in _COMMANDS:
+        near = difflib.get_close_matches(named.lower(), _COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        parser.error(f"unknown command {named!r}; choose one of {', '.join(_COMMANDS)}{hint}")
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.error(f"no command given; choose one of {', '.join(_COMMANDS)}")
+    return options
+
+
+def _print(answer: Answer) -> int:
+    if sys.stdout is None:  # closed by the caller, who wants the exit code only
+        return answer.code
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a letter
+    try:
+        print(answer.text, flush=True)
+    except BrokenPipeError:
+        _discard_stdout()
+    except OSError:
+        _discard_stdout()
+        raise
+    return answer.code
+
+
+def _discard_stdout() -> None:
+    """Let the interpreter's own flush at exit go nowhere instead of failing once more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _explain(error: FcdpError | OSError) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        what = "standard output" if error.filename is None else error.filename
+        return f"{what}: {error.strerror}"
+    return str(error)

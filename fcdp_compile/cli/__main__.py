@@ -1,0 +1,7 @@
+"""`python -m fcdp_compile.cli`, for where the `fcdp` command is not on the PATH."""
+
+import sys
+
+from fcdp_compile.cli import main
+
+sys.exit(main())

@@ -1,0 +1,364 @@
+"""`fcdp dump`: what it prints for good folders, what it says about bad ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from builders_plan import make_bucket, make_params, make_plan
+from fcdp_compile.cli import main
+from fcdp_compile.cli.fold import fold_numbers, fold_params
+from fcdp_compile.plan import Lane, Plan
+from fcdp_compile.plan_json import from_json, to_json, write_plan
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A dump of one graph, with a printed graph beside it."""
+    write_plan(tmp_path / "graph-000.plan.json", make_plan())
+    (tmp_path / "graph-000.forward.cold.txt").write_text("def forward(self): ...\n")
+    return tmp_path
+
+
+def run(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "fcdp_compile.cli", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | changes,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def cells(text: str, start: str) -> list[str]:
+    """The columns of the first line that starts with a word."""
+    line = next(line for line in text.splitlines() if line.split()[:1] == [start])
+    return line.split()
+
+
+# Tables.
+
+
+def test_table_of_buckets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("graph-000: graph 0, strategy fcdp, 2 x 2 ranks (N x g), digest ")
+    assert "layers.{0-7}.q_proj.weight  x8" in out
+    assert "layers.{0-7}.q_proj.lora_A.weight  x8" in out
+    assert "layers.3" not in out
+    frozen, adapters = make_plan().buckets
+    mib = [frozen.slot_bytes / 2**20, frozen.node_bytes(2) / 2**20, frozen.full_bytes(2, 2) / 2**20]
+    row = cells(out, "0")
+    assert row[3:7] == ["8", *(f"{x:.3f}" for x in mib)]
+    assert row[7:] == ["bfloat16", "float32", "yes", "host", "frozen", "together"]
+    total = (frozen.slot_bytes + adapters.slot_bytes) / 2**20
+    assert cells(out, "total") == ["total", "24", *(f"{total * k:.3f}" for k in (1, 2, 4))]
+    assert "refresh before a forward: 0\n" in out
+
+
+def test_table_of_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["dump", str(folder)])
+    out = capsys.readouterr().out
+    plan = make_plan()
+    titles = [f"{s.direction.value} {s.variant.value}" for s in plan.schedules]
+    starts = [out.index(f"\n{title}\n") for title in titles]
+    assert starts == sorted(starts)
+    for schedule, start, end in zip(plan.schedules, starts, [*starts[1:], len(out)], strict=True):
+        part = out[start:end]
+        for step in schedule.steps:
+            row = cells(part, str(step.index))
+            bucket = [] if step.bucket is None else [str(step.bucket)]
+            waits = [str(w) for w in step.waits]
+            expected = [step.kind.value, step.lane.value, *bucket, str(step.bytes), *waits]
+            assert row[1 : 1 + len(expected)] == expected
+        moved = sum(step.bytes for step in schedule.steps)
+        assert cells(part, "total") == ["total", str(len(schedule.steps)), "steps", str(moved)]
+        for lane in (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H):
+            on_lane = [step.bytes for step in schedule.steps if step.lane is lane]
+            assert cells(part, lane.value)[1:3] == [str(len(on_lane)), str(sum(on_lane))]
+
+
+def test_numbers_stand_right_below_their_header(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["dump", str(folder)])
+    lines = capsys.readouterr().out.splitlines()
+    header = next(i for i, line in enumerate(lines) if "waits for" in line)
+    end = lines[header].index("bytes") + len("bytes")
+    steps = make_plan().schedules[0].steps
+    for line, step in zip(lines[header + 2 :], steps, strict=False):
+        assert line[:end].endswith(f" {step.bytes}")
+
+
+def test_no_line_ends_in_spaces_and_the_text_is_plain(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["dump", str(folder)])
+    out = capsys.readouterr().out
+    assert all(line == line.rstrip() for line in out.splitlines())
+    assert "\x1b" not in out
+    assert out.isascii()
+
+
+def test_graphs_are_printed_in_the_order_of_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stems = ["graph-002", "graph-999", "graph-1000"]
+    stems += [f"model-{model}-graph-000" for model in (1, 2, 10)]
+    for i in (1, 5, 2, 0, 4, 3):
+        write_plan(tmp_path / f"{stems[i]}.plan.json", make_plan(graph=i, layers=1))
+    main(["dump", str(tmp_path)])
+    heads = [x for x in capsys.readouterr().out.splitlines() if ": graph " in x]
+    assert [x.split(",")[0] for x in heads] == [f"{s}: graph {i}" for i, s in enumerate(stems)]
+
+
+def test_a_plan_without_buckets_or_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan()
+    bare = dataclasses.replace(
+        plan,
+        buckets=(),
+        refresh=(),
+        schedules=(dataclasses.replace(plan.schedules[0], steps=()),),
+    )
+    write_plan(tmp_path / "graph-000.plan.json", bare)
+    assert main(["dump", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "refresh before a forward: none" in out
+    assert "0 steps" in out
+
+
+def test_something_small_is_never_printed_as_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = dataclasses.replace(
+        make_plan(), buckets=(make_bucket(0, [("bias", (3,))]),), refresh=(), schedules=()
+    )
+    write_plan(tmp_path / "graph-000.plan.json", plan)
+    main(["dump", str(tmp_path)])
+    assert cells(capsys.readouterr().out, "0")[3:6] == ["<0.001"] * 3
+
+
+def test_names_cannot_break_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan()
+    bucket = make_bucket(0, [("a\nb\x1b[31m", (4,))], why="x\ny")
+    plan = dataclasses.replace(plan, buckets=(bucket, plan.buckets[1]), strategy="s\nt")
+    write_plan(tmp_path / "graph-000.plan.json", plan)
+    main(["dump", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert r"a\nb\x1b[31m" in out
+    assert r"x\ny" in out
+    assert r"strategy s\nt," in out
+
+
+# Folding.
+
+
+def fold(*names: str) -> list[str]:
+    return fold_params(make_params([(name, (4, 4)) for name in names], 1, 1))
+
+
+def test_layers_fold_and_the_rest_stays() -> None:
+    assert fold("embed.weight", "layers.0.w", "layers.1.w", "layers.2.w", "head.weight") == [
+        "embed.weight",
+        "layers.{0-2}.w  x3",
+        "head.weight",
+    ]
+
+
+def test_gaps_are_shown() -> None:
+    assert fold("h.0.w", "h.1.w", "h.5.w", "h.7.w") == ["h.{0-1,5,7}.w  x4"]
+
+
+def test_two_numbers_fold_if_every_combination_exists() -> None:
+    names = [f"layers.{i}.experts.{j}.w" for i in range(3) for j in range(4)]
+    assert fold(*names) == ["layers.{0-2}.experts.{0-3}.w  x12"]
+    assert fold(*names[:-1]) == [
+        "layers.0.experts.{0-3}.w  x4",
+        "layers.1.experts.{0-3}.w  x4",
+        "layers.2.experts.{0-2}.w  x3",
+    ]
+
+
+def test_other_shapes_and_other_spellings_do_not_fold() -> None:
+    params = make_params([("layers.0.w", (4,)), ("layers.1.w", (5,))], 1, 1)
+    assert fold_params(params) == ["layers.0.w", "layers.1.w"]
+    assert fold("layers.01.w", "layers.1.w") == ["layers.01.w", "layers.1.w"]
+    assert fold("w1", "w2") == ["w1", "w2"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([4], "4"), ([4, 5], "4-5"), ([0, 2, 3, 4, 9], "0,2-4,9")]
+)
+def test_runs_of_numbers(numbers: list[int], text: str) -> None:
+    assert fold_numbers(numbers) == text
+
+
+# JSON.
+
+
+def test_json_of_one_plan_is_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", str(folder), "--format", "json"]) == 0
+    out = capsys.readouterr().out
+    assert from_json(out, source="stdout") == make_plan()
+    assert out == (folder / "graph-000.plan.json").read_text()
+
+
+def test_json_of_several_plans_is_a_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans: list[Plan] = [make_plan(), make_plan(graph=1, layers=2)]
+    write_plan(folder / "graph-001.plan.json", plans[1])
+    main(["dump", str(folder), "--format=json"])
+    items = json.loads(capsys.readouterr().out)
+    assert [from_json(json.dumps(item), source="stdout") for item in items] == plans
+
+
+# Bad input.
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr of a command that ends with 2 and prints no result."""
+    try:
+        code: object = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "fcdp: no command given; choose one of dump"),
+        (("dmup", "x"), "fcdp: unknown command 'dmup'; choose one of dump; did you mean 'dump'?"),
+        (("Dump",), "did you mean 'dump'?"),
+        (("frobnicate",), "fcdp: unknown command 'frobnicate'; choose one of dump"),
+        (("du\nmp",), r"unknown command 'du\nmp'"),
+        (("dump",), "fcdp dump: the following arguments are required: FOLDER"),
+        (("dump", "x", "--format", "xml"), "invalid choice: 'xml'"),
+        (("dump", "x", "--form", "json"), "unrecognized arguments: --form"),
+        (("--verbose",), "fcdp: "),
+    ],
+)
+def test_bad_usage(
+    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in refusal(capsys, *arguments)
+
+
+def test_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing, file = tmp_path / "missing", tmp_path / "file.txt"
+    file.touch()
+    assert f"{missing}: no such folder; pass" in refusal(capsys, "dump", str(missing))
+    assert f"{file}: not a folder; pass" in refusal(capsys, "dump", str(file))
+    assert "holds no graph-*.plan.json; compile" in refusal(capsys, "dump", str(tmp_path))
+    assert "File name too long" in refusal(capsys, "dump", "x" * 5000)
+
+
+@pytest.mark.parametrize("table_format", ["table", "json"])
+def test_one_damaged_plan_stops_it_all(
+    folder: Path, table_format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "graph-001.plan.json"
+    path.write_text(to_json(make_plan()).replace('"lane": "inter"', '"lane": "intra"'))
+    line = refusal(capsys, "dump", str(folder), "--format", table_format)
+    assert line.startswith(f"fcdp: {path}: schedules[0].steps[0].lane: is intra, but")
+
+
+def test_a_plan_that_is_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "graph-001.plan.json").mkdir()
+    assert "is not a regular file" in refusal(capsys, "dump", str(folder))
+
+
+def test_help_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["dump", "--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 0
+        out, err = capsys.readouterr()
+        assert "usage: fcdp" in out
+        assert err == ""
+
+
+# As a process.
+
+
+def test_as_a_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run("dump", folder, NO_COLOR="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    main(["dump", str(folder)])
+    assert done.stdout == capsys.readouterr().out
+    failed = run("dump", folder / "missing")
+    assert failed.returncode == 2
+    assert failed.stdout == ""
+    assert failed.stderr.count("\n") == 1
+
+
+def test_it_needs_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; from fcdp_compile.cli import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "dump", str(folder)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0
+
+
+def test_a_terminal_that_cannot_show_a_name(tmp_path: Path) -> None:
+    plan = dataclasses.replace(make_plan(), strategy="Größe")
+    write_plan(tmp_path / "graph-000.plan.json", plan)
+    done = run("dump", tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert r"strategy Gr\xf6\xdfe," in done.stdout
+
+
+@pytest.mark.parametrize("layers", [1, 300])  # less and more than what a pipe holds
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path, layers: int) -> None:
+    plan = make_plan(layers=layers)
+    write_plan(tmp_path / "graph-000.plan.json", plan)
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "fcdp_compile.cli", "dump", str(tmp_path), "--format", "json"],
+            cwd=ROOT,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told(folder: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fcdp_compile.cli", "dump", str(folder)],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "fcdp: standard output: No space left on device\n"
