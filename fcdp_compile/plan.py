@@ -42,6 +42,20 @@ class Kind(Enum):
     INTER_REDUCE_SCATTER = "inter_reduce_scatter"
 
 
+LANES: dict[Kind, Lane] = {
+    Kind.COMPUTE: Lane.COMPUTE,
+    Kind.INTER_ALL_GATHER: Lane.INTER,
+    Kind.INTRA_ALL_GATHER: Lane.INTRA,
+    Kind.STORE: Lane.D2H,
+    Kind.LOAD: Lane.H2D,
+    Kind.WAIT: Lane.COMPUTE,
+    Kind.FREE: Lane.COMPUTE,
+    Kind.INTRA_REDUCE_SCATTER: Lane.INTRA,
+    Kind.INTER_REDUCE_SCATTER: Lane.INTER,
+}
+"""The lane that a step of each kind occupies."""
+
+
 class Tier(Enum):
     """Where the node shard of a bucket waits between its uses."""
 

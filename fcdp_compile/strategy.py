@@ -10,7 +10,7 @@ FCDP (Park et al.).
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -64,6 +64,10 @@ class Strategy:
     def is_resident(self) -> bool:
         """Whether a cached node shard outlives the backward, so that the next forward may reuse it."""
         return self.cache is not Cache.NONE and self.life is Life.UNTIL_CHANGED
+
+    def without_cache(self) -> Strategy:
+        """The same strategy where caching gains nothing: on one node."""
+        return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
 
     @staticmethod
     def parse(name: str | Strategy) -> Strategy:

@@ -1,0 +1,254 @@
+"""`torch.compile(model, backend="fcdp")`: the pipeline from a Dynamo graph to a bound program.
+
+    Dynamo graph -> AOTAutograd's joint graph -> partition -> bucket -> stamp
+                 -> for each direction and variant: place -> lower -> segment -> describe
+                 -> plan -> programs
+
+The only part that knows both the passes and the runtime.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, GraphModule, Node
+
+from fcdp_compile import registry
+from fcdp_compile.compute import Compute
+from fcdp_compile.dump import Dump
+from fcdp_compile.errors import FcdpError, UnshardedParameterError
+from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
+from fcdp_compile.options import Options
+from fcdp_compile.passes.bucket import bucket, buckets_of
+from fcdp_compile.passes.context import PassContext, Source, use_of
+from fcdp_compile.passes.describe import describe
+from fcdp_compile.passes.lower import lower
+from fcdp_compile.passes.partition import partition
+from fcdp_compile.passes.place import place
+from fcdp_compile.passes.segment import segment
+from fcdp_compile.passes.stamp import stamp
+from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Variant
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.program import Program
+from fcdp_compile.runtime.run import CompiledPlan
+from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
+
+log = logging.getLogger(__name__)
+
+
+def fcdp(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph; torch.compile calls this.
+
+    Raises: ValueError or TypeError for bad options, UnshardedParameterError for a parameter that `shard` has
+    not seen while several processes run.
+    """
+    checked = Options.parse({**(options or {}), **more})
+    _refuse_unsharded(gm, example_inputs)
+    return _Compilation(checked, example_inputs).compile(gm, example_inputs)
+
+
+def _refuse_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+        if isinstance(value, nn.Parameter) and not isinstance(value, DTensor):
+            raise UnshardedParameterError(
+                f"{node.name}, a parameter of shape {tuple(value.shape)}, is not sharded but "
+                f"{dist.get_world_size()} processes run, so nothing would average its gradient; call "
+                "fcdp_compile.shard on the whole model, after adding adapters and before torch.compile"
+            )
+
+
+class _Compilation:
+    """One Dynamo graph on its way through AOTAutograd, which calls back for each part."""
+
+    def __init__(self, options: Options, example_inputs: Sequence[Any]) -> None:
+        self._options = options
+        device_type = _device_type(example_inputs)
+        self._compute = Compute(options.compute_on(device_type))
+        self._bound: CompiledPlan | None = None
+        self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
+
+    def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiler = aot_autograd(
+            fw_compiler=partial(self._compile, Direction.FORWARD),
+            bw_compiler=partial(self._compile, Direction.BACKWARD),
+            inference_compiler=partial(self._compile, Direction.INFERENCE),
+            partition_fn=self._partition,
+            decompositions=self._compute.decompositions(),
+            keep_inference_input_mutations=True,
+        )
+        compiled: Callable[..., Any] = compiler(gm, example_inputs)
+        return compiled
+
+    # --- planning: no communication, nothing runs ---------------------------------------------------------
+
+    def _partition(
+        self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        fw, bw = partition(
+            self._compute.prepare_joint(joint),
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            partitioner=min_cut_rematerialization_partition,
+            **options,
+        )
+        model = _model_of(fw)
+        if model is not None:
+            model.adopt(buckets_of(bucket(fw, self._context(model, Direction.FORWARD))))
+            model.adopt(buckets_of(bucket(bw, self._context(model, Direction.BACKWARD))))
+            stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
+            self._plan(model, {Direction.FORWARD: fw, Direction.BACKWARD: bw})
+        return fw, bw
+
+    def _context(self, model: ShardedModel, direction: Direction) -> PassContext:
+        t = model.topology
+        return PassContext(
+            strategy=model.strategy,
+            nodes=t.nodes,
+            ranks_per_node=t.ranks_per_node,
+            node=t.node,
+            place=t.place,
+            specs={key: record.spec for key, record in model.records.items()},
+            frozen=frozenset(
+                key for key, r in model.records.items() if not r.parameter().requires_grad
+            ),
+            known=dict(model.buckets),
+            next_bucket=model.next_bucket,
+            bucket_bytes=self._options.bucket_bytes,
+            direction=direction,
+        )
+
+    def _plan(self, model: ShardedModel, graphs: dict[Direction, GraphModule]) -> None:
+        """Lower every variant of the graphs and describe them all in one plan."""
+        backward = graphs.get(Direction.BACKWARD)
+        used_again = tuple(b.id for b in buckets_of(backward)) if backward else ()
+        buckets: dict[int, Bucket] = {}
+        schedules: list[Schedule] = []
+        refresh: dict[int, None] = {}
+        for direction, gm in graphs.items():
+            base = replace(self._context(model, direction), backward_buckets=used_again)
+            buckets |= {b.id: b for b in buckets_of(gm)}
+            buckets |= {b.id: b for b in _reduced(gm, base)}
+            for variant in _variants(gm, base):
+                ctx = replace(base, variant=variant)
+                placed = place(_clone(gm), ctx)
+                if direction is not Direction.BACKWARD and model.strategy.is_resident:
+                    refresh |= dict.fromkeys(_only_loaded(placed, base))
+                lowered = segment(lower(placed, ctx))
+                self._lowered[direction, variant] = lowered
+                schedules.append(describe(lowered, direction, variant))
+        plan = Plan(
+            strategy=model.strategy.name,
+            nodes=model.topology.nodes,
+            ranks_per_node=model.topology.ranks_per_node,
+            graph=model.next_graph(),
+            buckets=tuple(buckets[i] for i in sorted(buckets)),
+            refresh=tuple(refresh),
+            schedules=tuple(schedules),
+        )
+        self._bound = CompiledPlan(plan, model)
+        log.info("%s", _summary(plan))
+        if self._options.dump is not None:
+            Dump(self._options.dump, model.number).write(plan, self._lowered)
+
+    # --- compiling ----------------------------------------------------------------------------------------
+
+    def _compile(self, direction: Direction, gm: GraphModule, inputs: Any) -> Callable[..., Any]:
+        model = _model_of(gm)
+        if model is not None and direction is Direction.INFERENCE:
+            model.adopt(buckets_of(bucket(gm, self._context(model, direction))))
+            self._plan(model, {direction: gm})
+        bound = self._bound
+        if bound is None:
+            return _as_boxed(self._compute.compile(gm))
+        buckets = {b.id: b for b in bound.plan.buckets}
+        for (of, variant), lowered in self._lowered.items():
+            if of is direction:
+                names = [str(n.target) for n in lowered.graph.find_nodes(op="call_module")]
+                segments = {
+                    name: self._compute.compile(lowered.get_submodule(name)) for name in names
+                }
+                bound.programs[of, variant] = Program(lowered, segments, bound.model, buckets)
+        if direction is Direction.BACKWARD:
+            return _as_boxed(bound.backward)
+        return _as_boxed(partial(bound.forward, direction))
+
+
+def _as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        return function(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows that it may pass a list
+    return call
+
+
+def _device_type(example_inputs: Sequence[Any]) -> str:
+    tensors = [v for v in example_inputs if isinstance(v, Tensor)]
+    return next((t.device.type for t in tensors if t.device.type != "cpu"), "cpu")
+
+
+def _model_of(gm: GraphModule) -> ShardedModel | None:
+    """The sharded model whose parameters a graph reads, if any."""
+    nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
+    owners = list({id(o): o for o in (registry.owner_of(str(n.args[1])) for n in nodes)}.values())
+    if len(owners) > 1:
+        raise FcdpError(
+            "one compiled graph reads parameters of two sharded models; compile each model on its own"
+        )
+    if not owners:
+        return None
+    assert isinstance(owners[0], ShardedModel)
+    return owners[0]
+
+
+def _reduced(gm: GraphModule, ctx: PassContext) -> list[Bucket]:
+    """The buckets whose gradients a graph reduces."""
+    nodes = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    return [ctx.known[str(n.args[1])] for n in nodes]
+
+
+def _variants(gm: GraphModule, ctx: PassContext) -> list[Variant]:
+    """Cold alone where nothing outlives the backward; warm alone where the cold one would gather nothing."""
+    if ctx.direction is Direction.BACKWARD or not ctx.strategy.is_resident:
+        return [Variant.COLD]
+    gathers = len(_only_loaded(place(_clone(gm), ctx), ctx)) < len(buckets_of(gm))
+    return [Variant.COLD, Variant.WARM] if gathers else [Variant.WARM]
+
+
+def _only_loaded(placed: GraphModule, ctx: PassContext) -> list[int]:
+    """The buckets that a graph loads even when it is cold."""
+    cold = place(_clone(placed), replace(ctx, variant=Variant.COLD))
+    uses = [use_of(n) for n in cold.graph.find_nodes(op="call_function", target=UNSHARD)]
+    return list(dict.fromkeys(u.bucket.id for u in uses if u.source is Source.LOAD))
+
+
+def _clone(gm: GraphModule) -> GraphModule:
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    results = graph.graph_copy(gm.graph, env)  # type: ignore[arg-type]
+    graph.output(results)
+    return GraphModule(gm, graph)
+
+
+def _summary(plan: Plan) -> str:
+    steps = sum(len(s.steps) for s in plan.schedules)
+    frozen = sum(b.frozen for b in plan.buckets)
+    return (
+        f"graph {plan.graph}: {plan.strategy} on {plan.nodes} x {plan.ranks_per_node} ranks, "
+        f"{len(plan.buckets)} buckets ({frozen} frozen), {len(plan.schedules)} schedules, {steps} steps"
+    )

@@ -1,0 +1,122 @@
+"""Which rank sits where: the mesh a user makes, and the topology that everything else reads from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+INTER, INTRA = "inter", "intra"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """N nodes of g ranks, where this rank is, and the groups it talks in.
+
+    node, place: n and l of this rank.  home_mesh: the ("intra", "inter") mesh of the DTensors (`layout`,
+    [Note: chunk order]).  control: a CPU group over all ranks for small agreements.  In one process without
+    torch.distributed there are no groups and no mesh.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    node: int
+    place: int
+    device_type: str
+    home_mesh: DeviceMesh | None
+    inter: dist.ProcessGroup | None
+    intra: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+
+    @property
+    def ranks(self) -> int:
+        """G, the number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+
+def make_mesh(nodes: int | None = None) -> DeviceMesh | None:
+    """Make the ("inter", "intra") mesh from torchrun's environment.
+
+    Initialises torch.distributed if torchrun started this process and nobody has done so.  In a single
+    process without torchrun it returns None, which `shard` takes as one node of one rank.
+
+    nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
+
+    Raises: ValueError if the ranks cannot be divided into nodes.
+    """
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        if nodes not in (None, 1):
+            raise ValueError(
+                f"nodes={nodes} needs several processes and this is a single one; start it with torchrun"
+            )
+        return None
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    count = _count_nodes(world, nodes)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cuda" and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+    return init_device_mesh(device_type, (count, world // count), mesh_dim_names=(INTER, INTRA))
+
+
+def _count_nodes(world: int, nodes: int | None) -> int:
+    if nodes is not None:
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise ValueError(f"nodes must be a positive whole number, not {nodes!r}")
+        if world % nodes:
+            raise ValueError(
+                f"world size {world} cannot be split into {nodes} nodes; pass nodes=… so that it divides {world}"
+            )
+        return nodes
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % per_node:
+        raise ValueError(
+            f"world size {world} cannot be split into nodes of {per_node} ranks (LOCAL_WORLD_SIZE); "
+            f"start the same number of ranks on every node or pass nodes=… so that it divides {world}"
+        )
+    return world // per_node
+
+
+def topology_of(mesh: DeviceMesh | None) -> Topology:
+    """Read the topology off a mesh; makes the control group, so every rank of the mesh must call it.
+
+    Raises: TypeError for anything but a DeviceMesh, ValueError if it lacks "inter" and "intra", or if there
+    is no mesh though several processes run.
+    """
+    if mesh is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"{dist.get_world_size()} processes run but shard got no mesh; pass fcdp_compile.make_mesh()"
+            )
+        return Topology(
+            nodes=1, ranks_per_node=1, node=0, place=0, device_type="cpu",
+            home_mesh=None, inter=None, intra=None, control=None,
+        )  # fmt: skip
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh or None, not {type(mesh).__name__}")
+    names = mesh.mesh_dim_names or ()
+    if tuple(names) != (INTER, INTRA):
+        raise ValueError(
+            f"mesh has dimensions {tuple(names) or 'without names'}, expected ('inter', 'intra'); "
+            "make it with fcdp_compile.make_mesh()"
+        )
+    inter, intra = mesh.get_group(INTER), mesh.get_group(INTRA)
+    nodes, ranks_per_node = mesh.mesh.shape
+    ranks = mesh.mesh.flatten().tolist()
+    return Topology(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        node=mesh.get_local_rank(INTER),
+        place=mesh.get_local_rank(INTRA),
+        device_type=mesh.device_type,
+        home_mesh=DeviceMesh.from_group(
+            [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
+        ),
+        inter=inter,
+        intra=intra,
+        control=dist.new_group(ranks, backend="gloo", use_local_synchronization=True),
+    )

@@ -1,0 +1,126 @@
+"""The ops of fcdp: two that tracing sees, and the explicit ones that the passes put in their place.
+
+`fcdp::unshard` and `fcdp::reduce_grad` are real ops: correct when run eagerly, so that a graph break, a
+skipped frame or an uncompiled model is slow and never wrong.  The explicit ops mark places in a lowered
+graph; only the executor gives them meaning, so calling one is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fcdp_compile import registry
+from fcdp_compile.plan import Kind
+
+
+@torch.library.custom_op("fcdp::unshard", mutates_args=())
+def unshard(shard: Tensor, key: str) -> Tensor:
+    """Gather the parameter `key` from every rank's `shard`; shape of the full parameter, gather dtype."""
+    registry.check_shard(registry.spec_of(key), shard)
+    return registry.owner_of(key).gather_eagerly(key, shard)
+
+
+@unshard.register_fake
+def _(shard: Tensor, key: str) -> Tensor:
+    spec = registry.spec_of(key)
+    registry.check_shard(spec, shard)
+    return shard.new_empty(spec.layout.shape, dtype=spec.gather_dtype)
+
+
+@torch.library.custom_op("fcdp::reduce_grad", mutates_args=())
+def reduce_grad(grad: Tensor, key: str) -> Tensor:
+    """Average the full gradient of parameter `key` over all ranks; returns this rank's shard of it."""
+    return registry.owner_of(key).reduce_eagerly(key, grad)
+
+
+@reduce_grad.register_fake
+def _(grad: Tensor, key: str) -> Tensor:
+    spec = registry.spec_of(key)
+    return grad.new_empty(spec.local_shape, dtype=spec.home_dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.key = inputs[1]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.fcdp.reduce_grad(grad, ctx.key), None
+
+
+unshard.register_autograd(_backward, setup_context=_setup)
+
+UNSHARD = torch.ops.fcdp.unshard.default
+REDUCE_GRAD = torch.ops.fcdp.reduce_grad.default
+
+
+def _only_in_a_graph(name: str) -> NoReturn:
+    raise RuntimeError(f"{name} is a step of a lowered graph; only the executor can run it")
+
+
+def inter_all_gather(home: Tensor, bucket: int) -> Any:
+    """Home buffer [S] of every node's rank at this place -> node shard [N*S], pending."""
+    _only_in_a_graph("inter_all_gather")
+
+
+def intra_all_gather(node: Tensor, bucket: int) -> Any:
+    """Node shard [N*S] of every rank of this node -> full buffer [g*N*S], pending."""
+    _only_in_a_graph("intra_all_gather")
+
+
+def store(node: Tensor, bucket: int) -> Any:
+    """Put the node shard into the bucket's tier; pending."""
+    _only_in_a_graph("store")
+
+
+def load(bucket: int) -> Any:
+    """Take the node shard [N*S] out of the bucket's tier; pending."""
+    _only_in_a_graph("load")
+
+
+def wait(pending: Any, bucket: int) -> Any:
+    """The result of a pending step."""
+    _only_in_a_graph("wait")
+
+
+def free(*buffers: Tensor, bucket: int) -> None:
+    """The last use of a gathered bucket is over."""
+    _only_in_a_graph("free")
+
+
+def intra_reduce_scatter(grads: Tensor, bucket: int) -> Any:
+    """Gradient buffer [g*N*S] of every rank of this node -> averaged part of this place [N*S], pending."""
+    _only_in_a_graph("intra_reduce_scatter")
+
+
+def inter_reduce_scatter(grads: Tensor, bucket: int) -> Any:
+    """Node-level gradient [N*S] of every node's rank at this place -> averaged slot [S], pending."""
+    _only_in_a_graph("inter_reduce_scatter")
+
+
+def stamp(buckets: tuple[int, ...]) -> Tensor:
+    """The generations that this forward uses, int64 [len(buckets)] on the CPU, saved for its backward."""
+    _only_in_a_graph("stamp")
+
+
+def check(generations: Tensor, buckets: tuple[int, ...]) -> None:
+    """Refuse to go on unless the buckets still have the generations that the forward stamped."""
+    _only_in_a_graph("check")
+
+
+EXPLICIT: dict[Callable[..., Any], Kind | None] = {
+    inter_all_gather: Kind.INTER_ALL_GATHER,
+    intra_all_gather: Kind.INTRA_ALL_GATHER,
+    store: Kind.STORE,
+    load: Kind.LOAD,
+    wait: Kind.WAIT,
+    free: Kind.FREE,
+    intra_reduce_scatter: Kind.INTRA_REDUCE_SCATTER,
+    inter_reduce_scatter: Kind.INTER_REDUCE_SCATTER,
+    stamp: None,
+    check: None,
+}
+"""The explicit ops and the kind of step each is; `stamp` and `check` are bookkeeping, not steps."""

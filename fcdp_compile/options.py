@@ -1,0 +1,85 @@
+"""The options of `torch.compile(..., backend="fcdp", options={...})`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_DEFAULT_BUCKET_MB = 25.0  # DDP's bucket size, large enough to hide a message's latency at 1 Gbit/s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Checked options.
+
+    compute: "inductor", "eager" (ATen kernels) or None for the device's default.
+    dump: folder for plans and printed graphs, or None.
+    bucket_mb: size of a full bucket in MiB (2**20 bytes) of gathered parameters.
+    """
+
+    compute: str | None = None
+    dump: Path | None = None
+    bucket_mb: float = _DEFAULT_BUCKET_MB
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a full bucket in bytes."""
+        return int(self.bucket_mb * 2**20)
+
+    def compute_on(self, device_type: str) -> str:
+        """What compiles the segments: on CPUs compiling takes longer than a trial run."""
+        return self.compute or ("inductor" if device_type == "cuda" else "eager")
+
+    @staticmethod
+    def parse(options: Mapping[str, Any] | None) -> Options:
+        """Check a user's options.
+
+        Raises: ValueError for an unknown name or value, TypeError for a wrong type, each with the known ones.
+        """
+        known = [f.name for f in fields(Options)]
+        given = dict(options or {})
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"unknown option {name!r} of backend 'fcdp'; known are {', '.join(known)}{hint}"
+                )
+        dump = given.get("dump", os.environ.get("FCDP_DUMP") or None)
+        return Options(
+            compute=_compute(given.get("compute")),
+            dump=_folder(dump),
+            bucket_mb=_size(given.get("bucket_mb", _DEFAULT_BUCKET_MB)),
+        )
+
+
+def _compute(value: Any) -> str | None:
+    if value in (None, "inductor", "eager"):
+        return None if value is None else str(value)
+    if not isinstance(value, str):
+        raise TypeError(
+            f"option 'compute' must be 'inductor' or 'eager', not {type(value).__name__}"
+        )
+    raise ValueError(f"option 'compute' must be 'inductor' or 'eager', not {value!r}")
+
+
+def _folder(value: Any) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"option 'dump' must be a folder's path, not {type(value).__name__}")
+    return Path(value)
+
+
+def _size(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"option 'bucket_mb' must be a number of MiB, not {type(value).__name__}"
+        )
+    if not 0 < value < 2**20:
+        raise ValueError(f"option 'bucket_mb' must be between 0 and {2**20} MiB, not {value}")
+    return float(value)

@@ -1,0 +1,275 @@
+"""`shard(model)`: replace every parameter by its home shard and its attribute by a property.
+
+A sharded module's class is a subclass of its own, of the same name.  Within the forward of any module of
+the sharded model, and in every graph that Dynamo traces, reading a parameter's attribute gathers it
+(`fcdp::unshard`).  Elsewhere the attribute is the parameter itself, so that freezing, optimizers, merging
+adapters and `state_dict` see what they would see without fcdp.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fcdp_compile import registry
+from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.layout import ParamLayout
+from fcdp_compile.mesh import Topology, topology_of
+from fcdp_compile.registry import ParamSpec
+from fcdp_compile.replicas import agree_on_replicas
+from fcdp_compile.runtime.model import ParamRecord, ShardedModel
+from fcdp_compile.shardable import check_model
+from fcdp_compile.strategy import Strategy
+from fcdp_compile.torch_compat import tree_map_only
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=nn.Module)
+
+_STATE = "_fcdp"
+
+
+class _Gate:
+    """Whether a forward of any module of the model is running; shared by all its modules."""
+
+    def __init__(self) -> None:
+        self.inside = False
+
+
+class _ModuleState:
+    """What a sharded module knows: its model, the keys of its own parameters, the gate."""
+
+    def __init__(self, model: ShardedModel, gate: _Gate, keys: dict[str, str]) -> None:
+        self.model = model
+        self.gate = gate
+        self.keys = keys
+
+
+def shard(
+    model: M,
+    mesh: DeviceMesh | None = None,
+    *,
+    strategy: str | Strategy = "fcdp",
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> M:
+    """Shard `model` in place over all ranks of `mesh` and return it.
+
+    Every parameter becomes a DTensor `nn.Parameter` that holds this rank's part; names, ties and
+    requires_grad stay.  Where ranks hold different values rank 0's are taken.  Build the optimizer after.
+
+    mesh: from `make_mesh`; None in a single process.
+    strategy: a preset's name (`fcdp_compile.strategy.PRESETS`) or a Strategy.
+    param_dtype: what floating point parameters are gathered and computed in, and floating point inputs of
+    the model are cast to; by default each parameter's own dtype.  Home shards keep theirs.
+    reduce_dtype: what their gradients are reduced in; by default param_dtype.
+
+    Raises: ValueError or TypeError, before anything is communicated, for a mesh without "inter" and
+    "intra", an unknown strategy, and a model that cannot be sharded (`shardable.check_model`); ValueError
+    on every rank if ranks build different models.
+    """
+    root = model_of(model)
+    chosen = Strategy.parse(strategy)
+    check_model(root, param_dtype, reduce_dtype, mesh)
+    topology = topology_of(mesh)
+    number = registry.new_model_number()
+    owners = _owners(root)
+    records = {
+        parameter: ParamRecord(
+            _spec(f"m{number}:{name}", name, parameter, topology, param_dtype, reduce_dtype),
+            module,
+            attribute,
+        )
+        for parameter, (name, module, attribute) in owners.items()
+    }
+    device = next(iter(owners)).device
+    state = ShardedModel(number, topology, chosen, records.values(), device)
+    named = [(name, p) for p, (name, _, _) in owners.items()]
+    buffers = list(root.named_buffers())
+    description = [f"strategy {chosen}, param_dtype {param_dtype}, reduce_dtype {reduce_dtype}"]
+    description += [
+        f"{name}: {t.dtype} {tuple(t.shape)}, requires_grad={t.requires_grad}"
+        for name, t in [*named, *buffers]
+    ]
+    agree_on_replicas(topology, state.collectives, description, [*named, *buffers])
+    _warn_of_older_optimizers(list(owners))
+    _install(root, state, records, param_dtype)
+    for record in records.values():
+        registry.register(record.spec.key, state)
+    root.register_load_state_dict_post_hook(_state_dict_loaded)
+    return model
+
+
+def model_of(model: nn.Module) -> nn.Module:
+    """The module itself, whether it was given compiled or not."""
+    return getattr(model, "_orig_mod", model)
+
+
+def state_of(model: nn.Module) -> ShardedModel:
+    """The run-time state of a sharded model, compiled or not.
+
+    Raises: ValueError if it is not sharded.
+    """
+    state = vars(model_of(model)).get(_STATE)
+    if state is None:
+        raise ValueError("the model is not sharded; call fcdp_compile.shard(model, mesh) first")
+    found: ShardedModel = state.model
+    return found
+
+
+def _owners(root: nn.Module) -> dict[nn.Parameter, tuple[str, nn.Module, str]]:
+    """Each parameter with its first name, its module and its attribute there; ties count once."""
+    found: dict[nn.Parameter, tuple[str, nn.Module, str]] = {}
+    for prefix, module in root.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and parameter not in found:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                found[parameter] = (name, module, attribute)
+    return found
+
+
+def _spec(
+    key: str,
+    name: str,
+    parameter: nn.Parameter,
+    topology: Topology,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> ParamSpec:
+    layout = ParamLayout.of(parameter.shape, topology.nodes, topology.ranks_per_node)
+    gathers_as = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
+    reduces_as = reduce_dtype if reduce_dtype and parameter.is_floating_point() else gathers_as
+    return ParamSpec(
+        key=key,
+        name=name,
+        layout=layout,
+        home_dtype=parameter.dtype,
+        gather_dtype=gathers_as,
+        reduce_dtype=reduces_as,
+        local_shape=layout.local_shape(topology.node, topology.place),
+    )
+
+
+def _install(
+    root: nn.Module,
+    state: ShardedModel,
+    records: dict[nn.Parameter, ParamRecord],
+    input_dtype: torch.dtype | None,
+) -> None:
+    """Put home shards in the place of parameters and subclasses in the place of the modules' classes."""
+    gate = _Gate()
+    homes = {p: _home_shard(p, r.spec.layout, state.topology) for p, r in records.items()}
+    classes: dict[tuple[type, tuple[str, ...], torch.dtype | None], type] = {}
+    for module in root.modules():
+        held = {n: p for n, p in module._parameters.items() if p is not None}
+        for name, parameter in held.items():
+            module._parameters[name] = homes[parameter]
+        keys = {name: records[p].spec.key for name, p in held.items()}
+        cast = input_dtype if module is root else None
+        kind = (type(module), tuple(keys), cast)
+        if kind not in classes:
+            classes[kind] = _sharded_class(*kind)
+        vars(module)[_STATE] = _ModuleState(state, gate, keys)
+        module.__class__ = classes[kind]
+
+
+def _home_shard(parameter: nn.Parameter, layout: ParamLayout, topology: Topology) -> nn.Parameter:
+    if topology.home_mesh is None:
+        return parameter
+    local = _part(parameter.detach(), layout, topology)
+    home = HomeShard.of(local, layout, topology.home_mesh, requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():  # marks that frameworks leave, such as "no weight decay"
+        setattr(home, name, value)
+    if parameter.grad is not None:
+        grad = _part(parameter.grad, layout, topology)
+        home.grad = HomeShard.of(grad, layout, topology.home_mesh, requires_grad=False)
+    return home  # type: ignore[return-value]
+
+
+def _part(whole: Tensor, layout: ParamLayout, topology: Topology) -> Tensor:
+    if layout.dim is None:
+        return whole.clone()
+    start = layout.local_start(topology.node, topology.place)
+    rows = layout.local_shape(topology.node, topology.place)[layout.dim]
+    return whole.narrow(layout.dim, start, rows).clone(memory_format=torch.contiguous_format)
+
+
+def _sharded_class(cls: type, names: tuple[str, ...], input_dtype: torch.dtype | None) -> type:
+    members: dict[str, Any] = {name: _gathering_property(name) for name in names}
+    members["__reduce_ex__"] = _refuse_to_copy
+    if cls.forward is not nn.Module.forward:  # type: ignore[attr-defined]
+        members["forward"] = _forward_within_gate(cls.forward, input_dtype)  # type: ignore[attr-defined]
+    members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
+    return type(cls.__name__, (cls,), members)
+
+
+def _gathering_property(name: str) -> property:
+    def get(self: nn.Module) -> Tensor:
+        parameter = self._parameters.get(name)
+        state = self._fcdp
+        if parameter is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no parameter {name!r}")
+        if not (torch.compiler.is_compiling() or state.gate.inside):  # type: ignore[union-attr]
+            return parameter
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return torch.ops.fcdp.unshard(local, state.keys[name])  # type: ignore[union-attr, index, no-any-return]
+
+    return property(get)
+
+
+def _forward_within_gate(
+    inner: Callable[..., Any], input_dtype: torch.dtype | None
+) -> Callable[..., Any]:
+    # A graph break inside makes Dynamo leave this frame to Python, which then sets the gate for what
+    # runs eagerly; without one the assignments cancel out and cost nothing.
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        gate = self._fcdp.gate  # type: ignore[union-attr]
+        was_inside = gate.inside
+        gate.inside = True  # type: ignore[union-attr]
+        try:
+            if input_dtype is not None:
+                args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
+            return inner(self, *args, **kwargs)
+        finally:
+            gate.inside = was_inside  # type: ignore[union-attr]
+
+    return forward
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _refuse_to_copy(self: nn.Module, protocol: Any) -> NoReturn:
+    raise TypeError(
+        f"a sharded {type(self).__name__} cannot be copied or pickled, its copy would share caches with it; "
+        "save its state_dict with torch.distributed.checkpoint instead"
+    )
+
+
+def _state_dict_loaded(module: nn.Module, incompatible: Any) -> None:
+    state_of(module).values_loaded()
+
+
+def _warn_of_older_optimizers(parameters: list[nn.Parameter]) -> None:
+    """Warn if a living optimizer owns parameters that are about to be replaced."""
+    replaced = {id(p) for p in parameters}
+    for candidate in gc.get_objects():
+        if isinstance(type(candidate), type) and issubclass(type(candidate), Optimizer):
+            owned = (p for group in candidate.param_groups for p in group["params"])
+            if any(id(p) in replaced for p in owned):
+                log.warning(
+                    "%s was built before fcdp_compile.shard: its parameters are no longer the model's and "
+                    "stepping it changes nothing; build the optimizer after sharding",
+                    type(candidate).__name__,
+                )

@@ -1,0 +1,73 @@
+"""Every private name of torch that fcdp uses, in one place.  Tried on torch 2.13 (CPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._guards import detect_fake_mode, tracing
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "CheckpointPolicy",
+    "DTensorSpec",
+    "aot_autograd",
+    "boxed",
+    "compile_with_inductor",
+    "detect_fake_mode",
+    "inductor_decompositions",
+    "is_opaque",
+    "joint_graph_passes",
+    "min_cut_rematerialization_partition",
+    "saved_output_descriptor",
+    "tree_map_only",
+]
+
+
+def is_opaque(node: Node) -> bool:
+    """Whether a node stands for an object that is neither tensor nor number, such as a DeviceMesh."""
+    return isinstance(node.meta.get("val"), FakeScriptObject)
+
+
+def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:
+    """What AOTAutograd wants to know of the forward's output that is saved as number `index`."""
+    return SavedForBackwardsAOTOutput(index)
+
+
+def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """The graph as a function that takes its arguments as a list and empties it."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    return gm.forward
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """The decompositions that Inductor's lowerings rely on."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def joint_graph_passes(joint: GraphModule) -> GraphModule:
+    """Inductor's passes over a joint graph: patterns such as attention, and its own random numbers."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes as inductors
+
+    inductors(joint)
+    return joint
+
+
+def compile_with_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Compile an ATen graph of fake inputs; its outputs must be a tuple."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs))
+    return compiled

@@ -1,0 +1,73 @@
+"""What a pass may read besides its graph, and the one record it leaves on nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from torch.fx import Node
+
+from fcdp_compile.plan import Bucket, Direction, Step, Variant
+from fcdp_compile.registry import ParamSpec
+from fcdp_compile.strategy import Strategy
+
+META = "fcdp"
+"""The one key of fcdp in node meta; its value is one of the records below."""
+
+
+class Source(Enum):
+    """How a graph comes by a bucket's node shard."""
+
+    HOME = "home"  # one node only: the home shard is the node shard
+    GATHER = "gather"  # between nodes, used and forgotten
+    GATHER_AND_STORE = "gather-and-store"
+    LOAD = "load"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """On an `unshard` node: the bucket it belongs to and, once placed, how the bucket is come by."""
+
+    bucket: Bucket
+    source: Source | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeta:
+    """On an explicit node: its step, before the schedule numbers it."""
+
+    step: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassContext:
+    """Read-only input of every pass.
+
+    node, place: this rank's position, which only the sizes of its own shards depend on.
+    specs: of every parameter of the model, by key.  frozen: keys of those that need no gradient now.
+    known: the buckets that parameters are in already, by key.  next_bucket: the first unused bucket number.
+    bucket_bytes: a bucket is full when its gathered parameters take this many bytes.
+    backward_buckets: ids of the buckets that the backward of this graph uses.
+    """
+
+    strategy: Strategy
+    nodes: int
+    ranks_per_node: int
+    node: int
+    place: int
+    specs: Mapping[str, ParamSpec]
+    frozen: frozenset[str]
+    known: Mapping[str, Bucket]
+    next_bucket: int
+    bucket_bytes: int
+    direction: Direction = Direction.FORWARD
+    variant: Variant = Variant.COLD
+    backward_buckets: tuple[int, ...] = ()
+
+
+def use_of(node: Node) -> Use:
+    """The record that `bucket` left on an `unshard` node."""
+    use = node.meta.get(META)
+    assert isinstance(use, Use), f"{node} belongs to no bucket; run `bucket` first"
+    return use

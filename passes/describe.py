@@ -1,0 +1,57 @@
+"""Read the schedule off a finished graph."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+from torch.fx import GraphModule, Node
+
+from fcdp_compile.passes.context import META, StepMeta
+from fcdp_compile.plan import LANES, Direction, Kind, Schedule, Step, Variant
+
+
+def describe(gm: GraphModule, direction: Direction, variant: Variant) -> Schedule:
+    """The steps of a graph, one for each explicit node and each segment, in the order they run.
+
+    Requires: `segment`.
+    """
+    numbered: dict[Node, int] = {}
+    steps: list[Step] = []
+    for node in gm.graph.nodes:
+        step = _step_of(node, gm)
+        if step is None:
+            continue
+        waits = sorted({numbered[p] for p in _producers(node) if p in numbered})
+        numbered[node] = len(steps)
+        steps.append(replace(step, index=len(steps), waits=tuple(waits)))
+    return Schedule(direction=direction, variant=variant, steps=tuple(steps))
+
+
+def _step_of(node: Node, gm: GraphModule) -> Step | None:
+    meta = node.meta.get(META)
+    if isinstance(meta, StepMeta) and node.target is not operator.getitem:
+        return meta.step
+    if node.op != "call_module":
+        return None
+    inner = gm.get_submodule(str(node.target)).graph
+    ops = len([n for n in inner.nodes if n.op == "call_function"])  # type: ignore[union-attr]
+    return Step(
+        index=0,
+        kind=Kind.COMPUTE,
+        lane=LANES[Kind.COMPUTE],
+        bucket=None,
+        bytes=0,
+        waits=(),
+        label=f"{node.target} ({ops} ops)",
+    )
+
+
+def _producers(node: Node) -> list[Node]:
+    """The nodes that an explicit node or segment takes its arguments from, past getitems."""
+    producers = []
+    for source in node.all_input_nodes:
+        while source.target is operator.getitem:
+            (source,) = source.all_input_nodes
+        producers.append(source)
+    return producers

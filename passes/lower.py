@@ -1,0 +1,255 @@
+"""Replace the two traced ops by explicit communication nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fcdp_compile import ops
+from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
+from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
+from fcdp_compile.passes.context import META, PassContext, Source, StepMeta, use_of
+from fcdp_compile.passes.inline import fake_flat, inline
+from fcdp_compile.plan import LANES, Bucket, Kind, Step, Tier
+from fcdp_compile.registry import ParamSpec
+
+
+def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Replace each `unshard` and `reduce_grad` by explicit communication nodes.
+
+        GATHER            shards -> pack [S] -> inter_all_gather -> wait [N*S] -> intra_all_gather -> wait
+                          [G*S] -> unpack -> parameters ... last use -> free
+        GATHER_AND_STORE  the same, and the node shard [N*S] -> store ... end of graph -> wait
+        LOAD              load -> wait [N*S] -> intra_all_gather -> wait -> unpack -> parameters ... free
+        HOME              shards -> pack [S] -> intra_all_gather -> ...
+        gradients         pack [G*S] -> intra_reduce_scatter -> wait [N*S] -> inter_reduce_scatter -> wait
+                          [S] -> unpack -> gradient shards
+
+    Everything is placed just in time: gathers before the first use of the bucket, reductions after its last
+    gradient.  With one rank in a group the node of that group is left out.
+
+    Requires: every `unshard` has a `Use` with a source; equal keys read equal shards.
+    Leaves: no `unshard`, no `reduce_grad`; a `free` after the last use of each gathered bucket; a `StepMeta`
+    on every explicit node.  A loaded bucket has no inter-node all-gather in this graph.
+    """
+    _merge_unshards(gm.graph)
+    _sink_unshards(gm.graph)
+    stores: list[Node] = []
+    for bucket, nodes in _by_bucket(gm.graph).items():
+        _gather(gm.graph, bucket, nodes, stores, ctx)
+    _reduce(gm.graph, ctx)
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        for pending in stores:
+            _wait(gm.graph, pending, None)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _merge_unshards(graph: Graph) -> None:
+    """One `unshard` a key: a second read of a parameter (a tied weight) is the same gather."""
+    first: dict[object, Node] = {}
+    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+        kept = first.setdefault(node.args[1], node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+
+
+def _sink_unshards(graph: Graph) -> None:
+    """Move each `unshard` before its first user: a recomputed one may stand at the top of a backward."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+        if node.users:
+            min(node.users, key=order.__getitem__).prepend(node)
+        else:
+            graph.erase_node(node)
+
+
+def _by_bucket(graph: Graph) -> dict[Bucket, list[Node]]:
+    groups: dict[Bucket, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is UNSHARD:
+            groups.setdefault(use_of(node).bucket, []).append(node)
+    return groups
+
+
+def _explicit(
+    graph: Graph, op: Callable[..., Any], args: Sequence[Node], bucket: Bucket, sent_bytes: int
+) -> Node:
+    node = graph.call_function(op, tuple(args), {"bucket": bucket.id})
+    kind = ops.EXPLICIT[op]
+    assert kind is not None
+    step = Step(
+        index=0, kind=kind, lane=LANES[kind], bucket=bucket.id, bytes=sent_bytes, waits=(), label=""
+    )
+    node.meta[META] = StepMeta(step=step)
+    return node
+
+
+def _wait(graph: Graph, pending: Node, val: Tensor | None) -> Node:
+    meta = pending.meta[META]
+    node = graph.call_function(ops.wait, (pending,), {"bucket": meta.step.bucket})
+    node.meta[META] = StepMeta(
+        step=Step(
+            index=0,
+            kind=Kind.WAIT,
+            lane=LANES[Kind.WAIT],
+            bucket=meta.step.bucket,
+            bytes=0,
+            waits=(),
+            label=meta.step.kind.value,
+        )
+    )
+    if val is not None:
+        node.meta["val"] = val
+    return node
+
+
+def _placeholder_of(node: Node) -> Node:
+    """The graph input that a shard argument is; `to_local` leaves a view of the same shape between."""
+    while node.op != "placeholder":
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _gather(
+    graph: Graph, bucket: Bucket, unshards: list[Node], stores: list[Node], ctx: PassContext
+) -> None:
+    anchor, source = unshards[0], use_of(unshards[0]).source
+    assert source is not None, f"bucket {bucket.id} has no source; run `place` first"
+    shards = {ctx.specs[str(n.args[1])].name: _placeholder_of(n.args[0]) for n in unshards}  # type: ignore[arg-type]
+    dtype = getattr(torch, bucket.dtype)
+    layouts = [p.layout for p in bucket.params]
+    with graph.inserting_before(anchor):
+        if source is Source.LOAD:
+            tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
+            load = _explicit(graph, ops.load, [], bucket, tier_bytes)
+            val = fake_flat(next(iter(shards.values())), bucket.slot_elements * ctx.nodes, dtype)
+            buffer = _wait(graph, load, val)
+        else:
+            missing = [p.name for p in bucket.params if p.name not in shards]
+            assert not missing, f"bucket {bucket.id} cannot be gathered in a graph without {missing}"
+            members = [shards[p.name] for p in bucket.params]
+            (buffer,) = inline(graph, lambda s: [pack_home(s, layouts, dtype)], members)
+        if source in (Source.GATHER, Source.GATHER_AND_STORE):
+            sent = (ctx.nodes - 1) * bucket.slot_bytes
+            pending = _explicit(graph, ops.inter_all_gather, [buffer], bucket, sent)
+            buffer = _wait(graph, pending, fake_flat(buffer, bucket.slot_elements * ctx.nodes, dtype))
+        if source is Source.GATHER_AND_STORE:
+            tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
+            stores.append(_explicit(graph, ops.store, [buffer], bucket, tier_bytes))
+        if ctx.ranks_per_node > 1:
+            sent = (ctx.ranks_per_node - 1) * bucket.node_bytes(ctx.nodes)
+            pending = _explicit(graph, ops.intra_all_gather, [buffer], bucket, sent)
+            ranks = ctx.nodes * ctx.ranks_per_node
+            buffer = _wait(graph, pending, fake_flat(buffer, bucket.slot_elements * ranks, dtype))
+        full = inline(graph, lambda b: unpack_full(b[0], layouts), [buffer])
+    params = dict(zip([p.name for p in bucket.params], full, strict=True))
+    used = [params[ctx.specs[str(n.args[1])].name] for n in unshards]
+    for node, param in zip(unshards, used, strict=True):
+        param.meta |= {k: v for k, v in node.meta.items() if k != META}
+        node.replace_all_uses_with(param)
+        graph.erase_node(node)
+    _erase_unused([p for p in full if not p.users])
+    _free(graph, bucket, used)
+
+
+def _erase_unused(nodes: list[Node]) -> None:
+    """Drop what was unpacked for nobody, and the views that only it needed."""
+    for node in nodes:
+        if not node.users and node.op == "call_function" and node.target not in ops.EXPLICIT:
+            inputs = node.all_input_nodes
+            node.graph.erase_node(node)
+            _erase_unused(inputs)
+
+
+def _free(graph: Graph, bucket: Bucket, params: list[Node]) -> None:
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    last = max((order[u], u) for p in params for u in _uses_of_storage(p))[1]
+    if last.op == "output":
+        return  # the model returns a parameter: whoever receives it frees it
+    alive = [p for p in params if order[p] <= order[last]]
+    with graph.inserting_after(last):
+        _explicit(graph, ops.free, alive, bucket, 0)
+
+
+def _uses_of_storage(node: Node) -> list[Node]:
+    """The users of a value and of all its views; the value itself if it has none."""
+    uses = [node]
+    for user in node.users:
+        uses.append(user)
+        if is_view(user):
+            uses += _uses_of_storage(user)
+    return uses
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's result shares memory with an argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    return any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def _reduce(graph: Graph, ctx: PassContext) -> None:
+    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    _sink_results(graph, nodes)
+    groups: dict[Bucket, list[Node]] = {}
+    for node in nodes:
+        groups.setdefault(ctx.known[str(node.args[1])], []).append(node)
+    for bucket, members in groups.items():
+        by_position = {p.name: i for i, p in enumerate(bucket.params)}
+        members.sort(key=lambda n: by_position[ctx.specs[str(n.args[1])].name])
+        _reduce_bucket(graph, bucket, members, ctx)
+
+
+def _sink_results(graph: Graph, reductions: list[Node]) -> None:
+    """Move reductions and what depends on them to the end, so that a bucket's may be done in one."""
+    moved = dict.fromkeys(reductions)
+    for node in graph.nodes:
+        if node.op != "output" and any(a in moved for a in node.all_input_nodes):
+            moved[node] = None
+    end = graph.output_node()
+    for node in [n for n in graph.nodes if n in moved]:
+        end.prepend(node)
+
+
+def _reduce_bucket(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -> None:
+    specs: list[ParamSpec] = [ctx.specs[str(n.args[1])] for n in members]
+    layouts = [s.layout for s in specs]
+    dtype = getattr(torch, bucket.reduce_dtype)
+    slot = sum(layout.slot_elements for layout in layouts)
+    grads: list[Node] = [n.args[0] for n in members]  # type: ignore[misc]
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    last = max(grads, key=order.__getitem__)
+    with graph.inserting_before(_after_placeholders(last)):
+        (buffer,) = inline(graph, lambda g: [pack_grads(g, layouts, dtype)], grads)
+        if ctx.ranks_per_node > 1:
+            elements = slot * ctx.nodes
+            sent = (ctx.ranks_per_node - 1) * elements * bucket.reduce_itemsize
+            pending = _explicit(graph, ops.intra_reduce_scatter, [buffer], bucket, sent)
+            buffer = _wait(graph, pending, fake_flat(buffer, elements, dtype))
+        if ctx.nodes > 1:
+            sent = (ctx.nodes - 1) * slot * bucket.reduce_itemsize
+            pending = _explicit(graph, ops.inter_reduce_scatter, [buffer], bucket, sent)
+            buffer = _wait(graph, pending, fake_flat(buffer, slot, dtype))
+    with graph.inserting_before(min(members, key=order.__getitem__)):
+        shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
+        shards = inline(graph, lambda b: unpack_grads(b[0], layouts, shapes, homes), [buffer])
+    for node, result in zip(members, shards, strict=True):
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _after_placeholders(node: Node) -> Node:
+    """The first place after `node` where something other than an input may stand."""
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following

@@ -1,0 +1,259 @@
+"""Cut the joint graph into forward and backward, and keep gathered parameters out of what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
+from fcdp_compile.passes.lower import is_view
+from fcdp_compile.torch_compat import CheckpointPolicy, is_opaque, saved_output_descriptor
+
+Partitioner = Callable[..., tuple[GraphModule, GraphModule]]
+
+_RECOMPUTE_FIRST = 1 << 30
+"""An `ac_graph_id` above every checkpointed region's: torch saves a recomputed node that a later region
+uses, and later means a larger number."""
+
+
+def partition(
+    joint: GraphModule,
+    joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    partitioner: Partitioner,
+    **options: Any,
+) -> tuple[GraphModule, GraphModule]:
+    """Partition with torch's `partitioner`, then save shards instead of anything made of parameters alone.
+
+        forward: unshard(w) -> t -> mm ... saves t(w) [P]       saves w's shard [P/G]
+        backward:           t(w) -> mm                     =>   unshard(shard) -> t -> mm
+
+    Under activation checkpointing the partitioner's own tags do not achieve this (a region's tag wins), and
+    with opaque inputs (DTensor's meshes) torch 2.13 puts saved RNG states behind them, where AOTAutograd
+    does not look; both are mended here.
+
+    Requires: a joint graph of `unshard` and `reduce_grad` ops.
+    Leaves: nothing saved for backward is a gathered parameter or a function of parameters alone; at most
+    one `reduce_grad` a key and sum.
+    """
+    _merge_reductions(joint.graph)
+    if not _has_backward(joint.graph, num_fwd_outputs):
+        return partitioner(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    _prefer_recomputing(joint.graph)
+    fw, bw = partitioner(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    _order_saved(fw.graph, bw.graph, num_fwd_outputs)
+    _save_shards(fw.graph, bw.graph, num_fwd_outputs)
+    for gm in (fw, bw):
+        gm.graph.lint()
+        gm.recompile()
+    check_saved(fw, num_fwd_outputs)
+    return fw, bw
+
+
+def check_saved(fw: GraphModule, num_fwd_outputs: int) -> None:
+    """Assert the invariant: no saved value is made of parameters alone."""
+    derived = _made_of_parameters(fw.graph)
+    kept = [n for n in _outputs(fw.graph)[num_fwd_outputs:] if n in derived]
+    if kept:
+        raise AssertionError(f"gathered parameters are saved for backward: {kept}")
+
+
+def _outputs(graph: Graph) -> list[Any]:
+    (outputs,) = graph.output_node().args
+    return list(outputs)  # type: ignore[arg-type]
+
+
+def _has_backward(graph: Graph, num_fwd_outputs: int) -> bool:
+    return any(isinstance(o, Node) and not is_opaque(o) for o in _outputs(graph)[num_fwd_outputs:])
+
+
+def _merge_reductions(graph: Graph) -> None:
+    """reduce(a) + reduce(b) of one parameter becomes reduce(a + b): a tied weight is reduced once."""
+    for add in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        if len(add.args) != 2 or add.kwargs or not all(isinstance(a, Node) for a in add.args):
+            continue
+        left, right = (_reduction_behind(a) for a in add.args)
+        if left is None or right is None or left is right or left.args[1] != right.args[1]:
+            continue
+        with graph.inserting_before(add):
+            total = graph.call_function(torch.ops.aten.add.Tensor, (left.args[0], right.args[0]))
+            total.meta = dict(left.args[0].meta)  # type: ignore[union-attr]
+            reduced = graph.call_function(REDUCE_GRAD, (total, left.args[1]))
+            reduced.meta = dict(left.meta)
+        add.replace_all_uses_with(reduced)
+        for end in (add, *add.all_input_nodes):
+            _erase_chain(end)
+
+
+def _reduction_behind(node: Node) -> Node | None:
+    """The `reduce_grad` that a value is an exclusive view of."""
+    while len(node.users) == 1:
+        if node.target is REDUCE_GRAD:
+            return node
+        if not is_view(node):
+            return None
+        node = node.all_input_nodes[0]
+    return None
+
+
+def _erase_chain(node: Node) -> None:
+    while not node.users and node.op == "call_function":
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        if len(inputs) != 1:
+            return
+        (node,) = inputs
+
+
+def _made_of_parameters(graph: Graph) -> dict[Node, None]:
+    """The values that are computed from gathered parameters, and constants, alone."""
+    derived: dict[Node, None] = {}
+    constant: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            constant.add(node)
+        if node.op != "call_function":
+            continue
+        inputs = node.all_input_nodes
+        if node.target is UNSHARD:
+            derived[node] = None
+        elif _is_random(node) or not all(i in derived or i in constant for i in inputs):
+            continue
+        elif any(i in derived for i in inputs):
+            derived[node] = None
+        else:
+            constant.add(node)
+    return derived
+
+
+def _is_random(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def _prefer_recomputing(graph: Graph) -> None:
+    """Tell the partitioner that gathered parameters cost nothing to have again in the backward."""
+    for node in _made_of_parameters(graph):
+        if "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = _RECOMPUTE_FIRST
+
+
+def _order_saved(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
+    """Put saved values as AOTAutograd reads them: (tensors, opaque, symbols) and (symbols, tensors, opaque)."""
+    outputs = _outputs(fw)
+    saved = outputs[num_fwd_outputs:]
+    inputs = bw.find_nodes(op="placeholder")
+
+    def rank(node: Any) -> int:
+        return 1 if is_opaque(node) else 0 if isinstance(node.meta["val"], Tensor) else 2
+
+    order = sorted(range(len(saved)), key=lambda i: rank(saved[i]))
+    _set_outputs(fw, outputs[:num_fwd_outputs] + [saved[i] for i in order])
+    first = inputs[: len(saved)]
+    after = inputs[len(saved)] if len(inputs) > len(saved) else None
+    for node in sorted(first, key=lambda n: (rank(n) + 1) % 3):
+        if after is not None:
+            after.prepend(node)
+
+
+def _set_outputs(graph: Graph, outputs: list[Any]) -> None:
+    output = graph.output_node()
+    descriptions = output.meta.get("desc")
+    output.args = (tuple(outputs),)
+    if descriptions is not None and len(descriptions) < len(outputs):
+        added = range(len(descriptions), len(outputs))
+        output.meta["desc"] = [*descriptions, *(saved_output_descriptor(i) for i in added)]
+
+
+def _save_shards(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
+    """Replace each saved value made of parameters by its recomputation from saved shards."""
+    derived = _made_of_parameters(fw)
+    outputs = _outputs(fw)
+    saved = outputs[num_fwd_outputs:]
+    inputs = _saved_inputs(bw, saved)
+    rebuilt = {n: inputs.pop(n) for n in list(saved) if n in derived}
+    if not rebuilt:
+        return
+    added = _add_inputs(bw, rebuilt, inputs)
+    for node, placeholder in rebuilt.items():
+        # A copy of its own for each: a shared one would have to stand before the first user of all, which
+        # `lower` finds anyway when it merges the copies of an `unshard`.
+        env = dict(inputs)
+        with bw.inserting_before(_first_user(bw, placeholder)):
+            for needed in _chain(node):
+                if needed not in env:
+                    env[needed] = _copy(bw, needed, env)
+        placeholder.replace_all_uses_with(env[node])
+        bw.erase_node(placeholder)
+    tensors = [n for n in saved if n not in rebuilt and isinstance(n.meta["val"], Tensor)]
+    others = [n for n in saved if n not in rebuilt and not isinstance(n.meta["val"], Tensor)]
+    _set_saved(fw, bw, outputs[:num_fwd_outputs], [*tensors, *added, *others], inputs)
+
+
+def _add_inputs(bw: Graph, rebuilt: dict[Node, Node], inputs: dict[Node, Node]) -> list[Node]:
+    """Give the backward an input for each shard that it lacks; returns the forward's nodes of those."""
+    added: list[Node] = []
+    first = next(iter(rebuilt.values()))
+    for node in rebuilt:
+        for needed in _chain(node):
+            if needed.op == "placeholder" and needed not in inputs:
+                with bw.inserting_before(first):
+                    inputs[needed] = bw.placeholder(needed.name)
+                inputs[needed].meta = dict(needed.meta)
+                added.append(needed)
+    return added
+
+
+def _copy(bw: Graph, node: Node, env: dict[Node, Node]) -> Node:
+    if node.op == "get_attr":
+        name = str(node.target)
+        setattr(bw.owning_module, name, getattr(node.graph.owning_module, name))
+    return bw.node_copy(node, env.__getitem__)
+
+
+def _saved_inputs(bw: Graph, saved: list[Node]) -> dict[Node, Node]:
+    """The backward's input for each saved value; in the backward symbols come first."""
+    placeholders = bw.find_nodes(op="placeholder")[: len(saved)]
+    tensors = [n for n in saved if isinstance(n.meta["val"], Tensor)]
+    opaque = [n for n in saved if is_opaque(n)]
+    symbols = [n for n in saved if n not in tensors and n not in opaque]
+    return dict(zip([*symbols, *tensors, *opaque], placeholders, strict=True))
+
+
+def _chain(node: Node) -> list[Node]:
+    """Everything a value is computed from, in order, itself last."""
+    found: dict[Node, None] = {}
+
+    def visit(n: Node) -> None:
+        if n not in found:
+            for i in n.all_input_nodes:
+                visit(i)
+            found[n] = None
+
+    visit(node)
+    return list(found)
+
+
+def _first_user(graph: Graph, node: Node) -> Node:
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    return min(node.users, key=order.__getitem__)
+
+
+def _set_saved(
+    fw: Graph, bw: Graph, results: list[Any], saved: list[Node], inputs: dict[Node, Node]
+) -> None:
+    _set_outputs(fw, results + saved)
+    tensors = [n for n in saved if isinstance(n.meta["val"], Tensor)]
+    opaque = [n for n in saved if is_opaque(n)]
+    symbols = [n for n in saved if n not in tensors and n not in opaque]
+    start = next(iter(bw.nodes))
+    for node in reversed([*symbols, *tensors, *opaque]):
+        if inputs[node] is not start:
+            start.prepend(inputs[node])
+            start = inputs[node]

@@ -1,0 +1,73 @@
+"""Fuse the compute between explicit nodes into submodules."""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Graph, GraphModule, Node
+
+from fcdp_compile.ops import EXPLICIT
+
+
+def segment(gm: GraphModule) -> GraphModule:
+    """Replace each run of compute nodes by a call of a submodule `segment_<i>`.
+
+        wait, mm, gelu, mm, free, ...  ->  wait, segment_0, free, ...
+
+    A segment takes what it needs from outside and returns a tuple of what is needed after it, so that it
+    can be compiled on its own, and compiled once if another is equal to it.
+
+    Requires: `lower`.
+    Leaves: placeholders, explicit nodes, calls of segments, getitems of their results, the output.
+    """
+    runs: list[list[Node]] = [[]]
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output") or node.target in EXPLICIT:
+            runs.append([])
+        elif node.op != "get_attr":
+            runs[-1].append(node)
+    for number, run in enumerate(r for r in runs if r):
+        _extract(gm, run, f"segment_{number}")
+    for node in gm.graph.find_nodes(op="get_attr"):
+        if not node.users:
+            gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _extract(gm: GraphModule, run: list[Node], name: str) -> None:
+    inside = set(run)
+    inner = Graph()
+    env: dict[Node, Node] = {}
+    inputs: dict[Node, None] = {}
+    for outer in (a for node in run for a in node.all_input_nodes if a not in inside):
+        if outer.op != "get_attr":
+            inputs[outer] = None
+    for outer in inputs:
+        env[outer] = inner.placeholder(outer.name)
+        env[outer].meta = dict(outer.meta)
+
+    def inner_of(node: Node) -> Node:
+        if node not in env:  # a constant: a copy in every segment that reads it
+            env[node] = inner.node_copy(node)
+        return env[node]
+
+    for node in run:
+        env[node] = inner.node_copy(node, inner_of)
+    results = [n for n in run if any(u not in inside for u in n.users)]
+    inner.output(tuple(env[n] for n in results))
+    gm.add_submodule(name, GraphModule(gm, inner, class_name=name))
+    with gm.graph.inserting_after(run[-1]):
+        call = gm.graph.call_module(name, tuple(inputs))
+    _take_results(gm.graph, call, results, inside)
+    for node in reversed(run):
+        gm.graph.erase_node(node)
+
+
+def _take_results(graph: Graph, call: Node, results: list[Node], inside: set[Node]) -> None:
+    with graph.inserting_after(call):
+        for index, node in reversed(list(enumerate(results))):
+            taken = graph.call_function(operator.getitem, (call, index))
+            taken.meta = dict(node.meta)
+            node.replace_all_uses_with(taken, delete_user_cb=lambda user: user not in inside)

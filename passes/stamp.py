@@ -1,0 +1,50 @@
+"""Let a backward know which generation of each parameter its forward saw."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fcdp_compile import ops
+from fcdp_compile.passes.bucket import buckets_of
+from fcdp_compile.torch_compat import detect_fake_mode, is_opaque, saved_output_descriptor
+
+
+def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
+    """Save one more value: the generations of the buckets that the backward uses.
+
+        forward:  generations = stamp(buckets), returned among the saved tensors
+        backward: check(generations, buckets), first of all
+
+    Requires: `partition`, and `bucket` on both graphs.
+    Leaves: a `stamp` and a `check`; both graphs unchanged if the backward gathers nothing.
+    """
+    buckets = tuple(b.id for b in buckets_of(bw))
+    if not buckets:
+        return
+    output = fw.graph.output_node()
+    outputs: list[Node] = list(output.args[0])  # type: ignore[arg-type]
+    saved = outputs[num_fwd_outputs:]
+    tensors = [n for n in saved if isinstance(n.meta["val"], Tensor)]
+    symbols = [n for n in saved if n not in tensors and not is_opaque(n)]
+    with fw.graph.inserting_before(output):
+        node = fw.graph.call_function(ops.stamp, (buckets,))
+    mode = detect_fake_mode([n.meta.get("val") for n in fw.graph.nodes])
+    assert mode is not None, "graphs are traced with fake tensors"
+    with mode:
+        node.meta["val"] = torch.zeros(len(buckets), dtype=torch.int64)
+    at = num_fwd_outputs + len(tensors)
+    output.args = ((*outputs[:at], node, *outputs[at:]),)
+    if (descriptions := output.meta.get("desc")) is not None:
+        output.meta["desc"] = [*descriptions, saved_output_descriptor(len(saved))]
+    placeholders = bw.graph.find_nodes(op="placeholder")
+    before = placeholders[len(symbols) + len(tensors)]
+    with bw.graph.inserting_before(before):
+        generations = bw.graph.placeholder("generations")
+    generations.meta["val"] = node.meta["val"]
+    with bw.graph.inserting_before(placeholders[-1].next):
+        bw.graph.call_function(ops.check, (generations, buckets))
+    for gm in (fw, bw):
+        gm.graph.lint()
+        gm.recompile()

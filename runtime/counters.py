@@ -1,0 +1,37 @@
+"""Bytes by link and kind, counted where they are issued; cheap enough to be always on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fcdp_compile.plan import Kind
+
+AGREE = "agree"
+"""Counter of the small messages by which ranks agree on a plan and on what is stale; not a plan step."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals of one model on this rank.
+
+    sent: bytes by kind, those that this rank sends to others or copies over its own bus.
+    calls: how often each kind was issued.
+    """
+
+    sent: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    last_step: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    _mark: dict[str, int] = field(default_factory=dict)
+
+    def add(self, kind: Kind | str, sent_bytes: int) -> None:
+        """Count one issue of `kind`."""
+        name = kind if isinstance(kind, str) else kind.value
+        self.sent[name] = self.sent.get(name, 0) + sent_bytes
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def end_step(self) -> None:
+        """An optimizer has stepped: what was counted since the last time is the last step."""
+        self.last_step = {k: n - self._mark.get(k, 0) for k, n in self.sent.items()}
+        self._mark = dict(self.sent)
+        self.steps += 1

@@ -1,0 +1,98 @@
+"""Node shards that wait for their next use: in pinned host memory or on the device.
+
+A bucket has at most one entry, of one generation.  Host slabs have the exact size, are allocated once and
+written again and again; only `drop` gives them back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.errors import StaleParameterError
+from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.strategy import Life
+
+
+@dataclass(slots=True)
+class _Entry:
+    """uses: backwards that still want it, where the life ends with the backward."""
+
+    node_shard: Tensor
+    generation: int
+    uses: int
+
+
+class NodeShardCache:
+    """The cache of one model on this rank."""
+
+    def __init__(self, life: Life, device: torch.device, counters: Counters) -> None:
+        self._life = life
+        self._device = device
+        self._counters = counters
+        self._entries: dict[int, _Entry] = {}
+
+    def generation(self, bucket_id: int) -> int | None:
+        """The generation of the bucket's entry, None without one."""
+        entry = self._entries.get(bucket_id)
+        return None if entry is None else entry.generation
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the entries take."""
+        return sum(e.node_shard.nbytes for e in self._entries.values() if self._is_host(e))
+
+    def _is_host(self, entry: _Entry) -> bool:
+        return entry.node_shard.device.type == "cpu"
+
+    def store(self, bucket: Bucket, node_shard: Tensor, generation: int) -> Pending:
+        """Keep the node shard [N*S] of that generation in the bucket's tier."""
+        entry = self._entries.get(bucket.id)
+        uses = 1 + (entry.uses if entry is not None and entry.generation == generation else 0)
+        if bucket.tier is Tier.GPU:
+            self._entries[bucket.id] = _Entry(node_shard, generation, uses)
+            self._counters.add(Kind.STORE, 0)
+            return Pending(node_shard)
+        if entry is None:
+            entry = self._entries[bucket.id] = _Entry(self._slab(node_shard), generation, uses)
+        entry.generation, entry.uses = generation, uses
+        entry.node_shard.copy_(node_shard, non_blocking=True)
+        self._counters.add(Kind.STORE, node_shard.nbytes)
+        return Pending(entry.node_shard, held=node_shard)
+
+    def _slab(self, like: Tensor) -> Tensor:
+        # Evaluation may run under inference_mode, and what is allocated there can't be written elsewhere.
+        with torch.inference_mode(False):
+            return torch.empty(
+                like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda"
+            )
+
+    def load(self, bucket: Bucket, generation: int) -> Pending:
+        """The node shard [N*S] of that generation, on the device.
+
+        Raises: StaleParameterError if the entry is gone or of another generation.
+        """
+        entry = self._entries.get(bucket.id)
+        if entry is None or entry.generation != generation:
+            raise StaleParameterError(
+                f"bucket {bucket.id} ({bucket.params[0].name}, …) was gathered again or released since the "
+                "forward that this backward belongs to; run the backward before the next optimizer step"
+            )
+        if self._life is Life.UNTIL_BACKWARD:
+            entry.uses -= 1
+            if not entry.uses:
+                del self._entries[bucket.id]
+        if bucket.tier is Tier.GPU:
+            self._counters.add(Kind.LOAD, 0)
+            return Pending(entry.node_shard)
+        self._counters.add(Kind.LOAD, entry.node_shard.nbytes)
+        on_device = torch.empty_like(entry.node_shard, device=self._device)
+        on_device.copy_(entry.node_shard, non_blocking=True)
+        return Pending(on_device)
+
+    def drop(self, bucket_id: int) -> None:
+        """Give the bucket's entry back, if it has one."""
+        self._entries.pop(bucket_id, None)

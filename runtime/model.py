@@ -1,0 +1,232 @@
+"""A sharded model at run time: its parameters, groups, cache, generations and counters, under one owner."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fcdp_compile import plan_json
+from fcdp_compile.errors import FcdpError, PlanMismatchError
+from fcdp_compile.mesh import Topology
+from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
+from fcdp_compile.plan import Bucket, Kind
+from fcdp_compile.registry import ParamSpec, check_shard
+from fcdp_compile.runtime.collectives import Collectives
+from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.host_cache import NodeShardCache
+from fcdp_compile.runtime.validity import Fingerprints, Generations
+from fcdp_compile.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+
+class ParamRecord:
+    """One parameter: its spec and where the model keeps it.
+
+    The module is held weakly and the parameter looked up, because a user may put another one in its place.
+    """
+
+    __slots__ = ("_module", "_name", "spec")
+
+    def __init__(self, spec: ParamSpec, module: nn.Module, name: str) -> None:
+        self.spec = spec
+        self._module = weakref.ref(module)
+        self._name = name
+
+    def parameter(self) -> nn.Parameter:
+        """The parameter as it is now.
+
+        Raises: FcdpError if its module is gone or no longer has it.
+        """
+        module = self._module()
+        parameter = None if module is None else module._parameters.get(self._name)
+        if parameter is None:
+            raise FcdpError(
+                f"parameter {self.spec.name!r} was removed from the model after fcdp_compile.shard; "
+                "shard the model again after changing its structure"
+            )
+        return parameter
+
+    def local(self) -> Tensor:
+        """This rank's home shard, without autograd."""
+        parameter = self.parameter()
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        check_shard(self.spec, local)
+        return local.detach()
+
+
+class ShardedModel:
+    """What the executor of every compiled graph of one model shares."""
+
+    def __init__(
+        self,
+        number: int,
+        topology: Topology,
+        strategy: Strategy,
+        records: Iterable[ParamRecord],
+        device: torch.device,
+    ) -> None:
+        self.number = number
+        self.topology = topology
+        # Between one node there is nothing to avoid: caching would only cost copies.
+        self.strategy = strategy if topology.nodes > 1 else strategy.without_cache()
+        self.records = {r.spec.key: r for r in records}
+        self.device = device
+        self.counters = Counters()
+        self.collectives = Collectives(topology, self.counters)
+        self.cache = NodeShardCache(strategy.life, device, self.counters)
+        self.generations = Generations(self.records)
+        self.fingerprints = Fingerprints()
+        self.buckets: dict[str, Bucket] = {}
+        self.next_bucket = 0
+        self._graphs = 0
+        self._keys = {r.spec.name: key for key, r in self.records.items()}
+        self._handle = register_optimizer_step_post_hook(_optimizer_hook(weakref.ref(self)))
+        weakref.finalize(self, self._handle.remove)
+
+    # --- what the traced ops need (registry.Owner) -------------------------------------------------------
+
+    def spec(self, key: str) -> ParamSpec:
+        """The parameter's spec."""
+        return self.records[key].spec
+
+    def gather_eagerly(self, key: str, shard: Tensor) -> Tensor:
+        """Gather one parameter now, past buckets and cache."""
+        spec, t = self.spec(key), self.topology
+        layouts = [spec.layout]
+        buffer = pack_home([shard], layouts, spec.gather_dtype)
+        if t.nodes > 1:
+            buffer = self.collectives.all_gather(Kind.INTER_ALL_GATHER, buffer).wait()
+        if t.ranks_per_node > 1:
+            buffer = self.collectives.all_gather(Kind.INTRA_ALL_GATHER, buffer).wait()
+        full = unpack_full(buffer, layouts)[0]
+        # An op must not return its input, which is what nothing to gather and nothing to cast comes to.
+        return full.clone() if full.data_ptr() == shard.data_ptr() else full
+
+    def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
+        """Average one full gradient over all ranks now and return this rank's shard of it."""
+        spec, t = self.spec(key), self.topology
+        buffer = pack_grads([grad], [spec.layout], spec.reduce_dtype)
+        if t.ranks_per_node > 1:
+            buffer = self.collectives.reduce_scatter(Kind.INTRA_REDUCE_SCATTER, buffer).wait()
+        if t.nodes > 1:
+            buffer = self.collectives.reduce_scatter(Kind.INTER_REDUCE_SCATTER, buffer).wait()
+        shard = unpack_grads(buffer, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
+        return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
+
+    # --- buckets ------------------------------------------------------------------------------------------
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Make new buckets known; a cached copy of a bucket whose parameters all moved on is given back."""
+        before = {b.id for b in self.buckets.values()}
+        for bucket in buckets:
+            self.next_bucket = max(self.next_bucket, bucket.id + 1)
+            for param in bucket.params:
+                self.buckets[self._keys[param.name]] = bucket
+        for gone in before - {b.id for b in self.buckets.values()}:
+            self.cache.drop(gone)
+
+    def next_graph(self) -> int:
+        """Number the next compiled graph of this model."""
+        self._graphs += 1
+        return self._graphs - 1
+
+    def keys_of(self, bucket: Bucket) -> list[str]:
+        """The keys of a bucket's parameters."""
+        return [self._keys[p.name] for p in bucket.params]
+
+    def generation(self, bucket: Bucket) -> int:
+        """The generation of a bucket's parameters."""
+        return self.generations.of(self.keys_of(bucket))
+
+    def shards(self, bucket: Bucket) -> list[Tensor]:
+        """This rank's home shards of a bucket."""
+        return [self.records[key].local() for key in self.keys_of(bucket)]
+
+    # --- validity -----------------------------------------------------------------------------------------
+
+    def stale(
+        self, buckets: Sequence[Bucket], digest: str, describe: Callable[[], str]
+    ) -> list[Bucket]:
+        """Agree with all ranks on the plan, and on which of these buckets the cache lacks or has outdated.
+
+        digest: of the plan about to run.  describe: gives the plan as JSON, for a disagreement.
+
+        Raises: PlanMismatchError on every rank if ranks are about to run different plans.
+        """
+        mine = buckets if self.strategy.is_resident else []
+        changed = set(self.fingerprints.changed({b.id: self.shards(b) for b in mine}))
+        for bucket in mine:
+            if bucket.id in changed:
+                self.generations.change(self.keys_of(bucket))
+        verdicts = [self.cache.generation(b.id) != self.generation(b) for b in mine]
+        agreed = self._agree(digest, verdicts, describe)
+        stale = [b for b, is_stale in zip(mine, agreed, strict=True) if is_stale]
+        for bucket, mine_too, is_stale in zip(mine, verdicts, agreed, strict=True):
+            if is_stale and not mine_too:
+                # Another rank's shard changed: the copy here is as outdated as there.
+                self.generations.change(self.keys_of(bucket))
+        return stale
+
+    def _agree(
+        self, digest: str, flags: list[bool], describe: Callable[[], str]
+    ) -> list[bool]:
+        # One message of a fixed size, whatever the plan: ranks with different plans must not meet in
+        # collectives of different sizes.
+        head = int(digest[:15], 16)
+        words = [sum(f << i for i, f in enumerate(flags[w : w + 60])) for w in range(0, len(flags), 60)]
+        first = self.collectives.agree([head, *words[:7], *[0] * (7 - len(words[:7]))])
+        if any(row[0] != head for row in first):
+            texts = self.collectives.exchange_texts(describe())
+            raise PlanMismatchError(_mismatch(texts))
+        rows = [row[1:] for row in first]
+        if len(words) > 7:
+            more = self.collectives.agree(words[7:])
+            rows = [a + b for a, b in zip(rows, more, strict=True)]
+        return [any(row[i // 60] >> i % 60 & 1 for row in rows) for i in range(len(flags))]
+
+    def refresh(self, bucket: Bucket) -> None:
+        """Gather a bucket between nodes straight into the cache."""
+        dtype = getattr(torch, bucket.dtype)
+        home = pack_home(self.shards(bucket), [p.layout for p in bucket.params], dtype)
+        node_shard = self.collectives.all_gather(Kind.INTER_ALL_GATHER, home).wait()
+        self.cache.store(bucket, node_shard, self.generation(bucket)).wait()
+
+    def values_loaded(self) -> None:
+        """A state dict was loaded: every parameter may have changed."""
+        self.generations.change(self.records)
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Note which parameters an optimizer has just changed."""
+        keys = {id(r.parameter()): key for key, r in self.records.items()}
+        mine = [keys[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in keys]
+        stepped = [key for key in mine if self.records[key].parameter().grad is not None]
+        if stepped:
+            self.generations.change(stepped)
+        if mine:
+            self.counters.end_step()
+
+
+def _mismatch(texts: list[str]) -> str:
+    plans = [plan_json.from_json(text, source=f"plan of rank {i}") for i, text in enumerate(texts)]
+    other = next(i for i, plan in enumerate(plans) if plan.digest() != plans[0].digest())
+    lines = "\n  ".join(plan_json.diff(plans[0], plans[other]))
+    return (
+        f"ranks 0 and {other} compiled different plans (- rank 0, + rank {other}); make every rank run the "
+        f"same model with the same settings:\n  {lines}"
+    )
+
+
+def _optimizer_hook(model: weakref.ref[ShardedModel]) -> Any:
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (live := model()) is not None:
+            live.optimizer_stepped(optimizer)
+
+    return hook

@@ -1,0 +1,160 @@
+"""Run a lowered graph: a short loop over its nodes, with no policy in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fcdp_compile import ops
+from fcdp_compile.errors import StaleParameterError
+from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.pending import Pending
+
+_Call = Callable[[list[Any]], Any]
+
+
+class Program:
+    """A lowered graph bound to a model: explicit ops to the runtime, segments to compiled callables.
+
+    Values live in numbered places and are dropped right after their last use; segments get their arguments
+    as a list that is theirs to empty, so nothing outlives its last use inside them either.
+    """
+
+    def __init__(
+        self,
+        lowered: GraphModule,
+        segments: dict[str, Callable[[list[Any]], Sequence[Any]]],
+        model: ShardedModel,
+        buckets: dict[int, Bucket],
+    ) -> None:
+        self._model = model
+        self._buckets = buckets
+        self._segments = segments
+        nodes = list(lowered.graph.nodes)
+        self._place = {node: i for i, node in enumerate(nodes)}
+        self._inputs = [self._place[n] for n in nodes if n.op == "placeholder"]
+        dead = _last_uses(nodes)
+        self._instructions = [
+            (self._bind(n), self._place[n], [self._place[d] for d in dead.get(n, ())])
+            for n in nodes
+            if n.op not in ("placeholder", "output")
+        ]
+        (output,) = nodes[-1].args
+        self._outputs = [self._place[o] if isinstance(o, Node) else None for o in output]
+        self._constants = [None if isinstance(o, Node) else o for o in output]
+        self._unused = [self._place[n] for n in nodes if n.op == "placeholder" and not n.users]
+
+    def run(self, args: list[Any]) -> tuple[Any, ...]:
+        """Run on `args`, which is emptied."""
+        # The last place holds the generations of this run by bucket id.
+        values: list[Any] = [None] * len(self._place) + [{}]
+        for place, value in zip(self._inputs, args, strict=True):
+            values[place] = value
+        args.clear()
+        for place in self._unused:
+            values[place] = None
+        for call, place, dead in self._instructions:
+            values[place] = call(values)
+            for d in dead:
+                values[d] = None
+        return tuple(
+            constant if place is None else values[place]
+            for place, constant in zip(self._outputs, self._constants, strict=True)
+        )
+
+    def _bind(self, node: Node) -> _Call:
+        if node.op == "call_module":
+            return self._bind_segment(node)
+        if node.target in ops.EXPLICIT:
+            return self._bind_explicit(node)
+        function: Any = node.target  # what is left is a getitem on a segment's results
+        source, index = node.args
+        at = self._place[source]  # type: ignore[index]
+        return lambda values: function(values[at], index)
+
+    def _bind_segment(self, node: Node) -> _Call:
+        segment = self._segments[str(node.target)]
+        places = [self._place[a] for a in node.args]  # type: ignore[index]
+        last = {p for p in places if self._dies_at(node, p)}
+
+        def call(values: list[Any]) -> Any:
+            args = [values[p] for p in places]
+            for p in last:
+                values[p] = None
+            return segment(args)
+
+        return call
+
+    def _dies_at(self, node: Node, place: int) -> bool:
+        argument = next(a for a in node.args if isinstance(a, Node) and self._place[a] == place)
+        return all(self._place[user] <= self._place[node] for user in argument.users)
+
+    def _bind_explicit(self, node: Node) -> _Call:
+        target, kwargs = node.target, node.kwargs
+        first = self._place[node.args[0]] if node.args and isinstance(node.args[0], Node) else -1
+        if target is ops.stamp:
+            return partial(self._stamp, node.args[0])
+        if target is ops.check:
+            return partial(self._check, first, node.args[1])
+        if target is ops.free:
+            return _nothing
+        if target is ops.wait:
+            return lambda values: values[first].wait()
+        bucket = self._buckets[kwargs["bucket"]]  # type: ignore[index]
+        if target is ops.load:
+            return partial(self._load, bucket)
+        if target is ops.store:
+            return partial(self._store, bucket, first)
+        kind = ops.EXPLICIT[target]  # type: ignore[index]
+        collectives = self._model.collectives
+        gathers = kind in (Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER)
+        start = collectives.all_gather if gathers else collectives.reduce_scatter
+        return lambda values: start(kind, values[first])
+
+    def _generation(self, bucket: Bucket, values: list[Any]) -> int:
+        """The stamped generation in a backward, today's in a forward."""
+        of_run: dict[int, int] = values[-1]
+        return of_run[bucket.id] if bucket.id in of_run else self._model.generation(bucket)
+
+    def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
+        return self._model.cache.load(bucket, self._generation(bucket, values))
+
+    def _store(self, bucket: Bucket, first: int, values: list[Any]) -> Pending:
+        return self._model.cache.store(bucket, values[first], self._generation(bucket, values))
+
+    def _stamp(self, ids: Any, values: list[Any]) -> Tensor:
+        return torch.tensor([self._model.generation(self._buckets[i]) for i in ids])
+
+    def _check(self, first: int, ids: Any, values: list[Any]) -> None:
+        values[-1].update(zip(ids, values[first].tolist(), strict=True))
+        for bucket in (self._buckets[i] for i in ids):
+            # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
+            if bucket.tier is Tier.NONE and self._generation(bucket, values) != (
+                self._model.generation(bucket)
+            ):
+                raise StaleParameterError(
+                    f"parameters of bucket {bucket.id} ({bucket.params[0].name}, …) changed between the "
+                    "forward and its backward; run the backward before the optimizer steps"
+                )
+
+
+def _nothing(values: list[Any]) -> None:
+    return None
+
+
+def _last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """For each node, the nodes whose values nobody needs after it; outputs are needed for ever."""
+    dying: dict[Node, list[Node]] = {}
+    seen: set[Node] = set(nodes[-1].all_input_nodes)
+    for node in reversed(nodes[:-1]):
+        for used in [*node.all_input_nodes, node]:
+            if used not in seen:
+                seen.add(used)
+                dying.setdefault(node, []).append(used)
+    return dying

@@ -1,0 +1,65 @@
+"""A compiled plan bound to its model: choose the variant before a forward starts, then run its program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Variant
+from fcdp_compile.plan_json import to_json
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.program import Program
+
+ProgramKey = tuple[Direction, Variant]
+
+
+class CompiledPlan:
+    """What Dynamo calls instead of one graph of the model.
+
+    `programs` is filled by the backend, which compiles a backward only when it is first asked for.
+    """
+
+    def __init__(self, plan: Plan, model: ShardedModel) -> None:
+        self.plan = plan
+        self.model = model
+        self.programs: dict[ProgramKey, Program] = {}
+        self._digest = plan.digest()
+        self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
+        self._gathers = _gathered_when_cold(plan)
+
+    def forward(self, direction: Direction, args: list[Any]) -> tuple[Any, ...]:
+        """Run the forward (or inference) graph on `args`, which is emptied.
+
+        Raises: PlanMismatchError if another rank is about to run another plan.
+        """
+        return self.programs[direction, self._prepare(direction)].run(args)
+
+    def backward(self, args: list[Any]) -> tuple[Any, ...]:
+        """Run the backward graph on `args`, which is emptied."""
+        return self.programs[Direction.BACKWARD, Variant.COLD].run(args)
+
+    def _prepare(self, direction: Direction) -> Variant:
+        """Agree with the other ranks, refresh what must be valid before the start, choose the variant."""
+        model = self.model
+        relevant = [self._buckets[i] for i in (*self.plan.refresh, *self._gathers)]
+        stale = model.stale(relevant, self._digest, lambda: to_json(self.plan))
+        in_graph = [b for b in stale if b.id in self._gathers]
+        if not model.strategy.is_resident:
+            return Variant.COLD
+        # With only some of them stale (a tied weight gathered by an earlier graph of this step) the cold
+        # variant would gather the valid ones again.
+        cold = bool(in_graph) and len(in_graph) == len(self._gathers)
+        for bucket in stale:
+            if not (cold and bucket.id in self._gathers):
+                model.refresh(bucket)
+        return Variant.COLD if cold else Variant.WARM
+
+
+def _gathered_when_cold(plan: Plan) -> tuple[int, ...]:
+    """The buckets that the cold forward gathers and stores itself."""
+    return tuple(
+        step.bucket
+        for schedule in plan.schedules
+        if schedule.variant is Variant.COLD
+        for step in schedule.steps
+        if step.kind is Kind.STORE and step.bucket is not None
+    )
