@@ -1,0 +1,360 @@
+"""Who may import whom, read off the source: the arrows of the design hold.
+
+Looks at import statements, at `importlib.import_module("...")` and at dotted uses such as
+`torch._dynamo.reset()` after `import torch`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+DATA = ("plan", "plan_check", "plan_diff", "plan_json", "layout", "strategy", "errors", "cli")
+"""What works on a laptop: neither GPU nor process group, neither passes nor runtime."""
+
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "fcdp_compile.passes": ("torch.distributed", "fcdp_compile.runtime", "fcdp_compile.backend"),
+    "fcdp_compile.runtime": ("fcdp_compile.passes", "fcdp_compile.backend"),
+} | {
+    f"fcdp_compile.{name}": (
+        "torch.cuda",
+        "torch.distributed",
+        "fcdp_compile.passes",
+        "fcdp_compile.runtime",
+        "fcdp_compile.backend",
+    )
+    for name in DATA
+}
+"""What may not be imported, by the module or package that may not do it."""
+
+PRIVATE_ALLOWED_IN = "fcdp_compile.torch_compat"
+PRIVATE_OF = ("torch", "functorch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """One use of another module: who, whom, where, and whether inside a function."""
+
+    importer: str
+    target: str
+    line: int
+    is_inside_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.target}"
+
+
+def imports_of(module: str, source: str, *, is_package: bool = False) -> list[Import]:
+    """Every import of a module; `from a import b` counts as an import of a.b."""
+    tree = ast.parse(source)
+    package = module if is_package else module.rpartition(".")[0]
+    names = _bound_names(tree)
+    found: list[Import] = []
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        for target in _targets(node, package, names):
+            line: int = getattr(node, "lineno", 0)
+            found.append(
+                Import(importer=module, target=target, line=line, is_inside_function=inside)
+            )
+        if isinstance(node, ast.Attribute) and _dotted(node):
+            return
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside or function)
+
+    visit(tree, False)
+    return found
+
+
+def _bound_names(tree: ast.AST) -> dict[str, str]:
+    """What the names that absolute imports bind stand for: {"dist": "torch.distributed"}."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root = alias.name.partition(".")[0]
+                names[alias.asname or root] = alias.name if alias.asname else root
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def _targets(node: ast.AST, package: str, bound: dict[str, str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*parents, base] if base else parents)
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call) and _dotted(node.func) in (
+        "importlib.import_module",
+        "import_module",
+        "__import__",
+    ):
+        names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+        yield from (name for name in names if isinstance(name, str))
+    elif isinstance(node, ast.Attribute) and (dotted := _dotted(node)):
+        root, _, rest = dotted.partition(".")
+        if root in bound and is_within(bound[root], "torch"):
+            yield f"{bound[root]}.{rest}"
+
+
+def _dotted(node: ast.AST) -> str:
+    """`a.b.c` of a chain of names, else nothing."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def sources() -> dict[str, Path]:
+    """Every file of the project by the name of its module."""
+    files: dict[str, Path] = {}
+    for folder, package in (
+        ("fcdp_compile", "fcdp_compile"),
+        ("passes", "fcdp_compile.passes"),
+        ("runtime", "fcdp_compile.runtime"),
+        ("examples", "examples"),
+        ("benchmarks", "benchmarks"),
+    ):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            files[".".join([package, *(p for p in parts if p != "__init__")])] = path
+    return files
+
+
+def all_imports() -> list[Import]:
+    """Every import of the project."""
+    return [
+        found
+        for module, path in sources().items()
+        for found in imports_of(module, path.read_text(), is_package=path.stem == "__init__")
+    ]
+
+
+def is_within(name: str, package: str) -> bool:
+    """Whether a dotted name is a package or something inside it."""
+    return name == package or name.startswith(f"{package}.")
+
+
+def has_private_torch_name(target: str) -> bool:
+    """Whether a dotted name goes through an underscore below torch or functorch.
+
+    Operators are no private names, whatever they are called: torch.ops.aten._unsafe_view.
+    """
+    root, *parts = target.split(".")
+    if is_within(target, "torch.ops"):
+        return False
+    dunders = [p for p in parts if p.startswith("__") and p.endswith("__")]
+    return root in PRIVATE_OF and any(p.startswith("_") and p not in dunders for p in parts)
+
+
+def wrong_arrows(imports: list[Import]) -> list[str]:
+    """Imports that a layer forbids."""
+    return [
+        str(found)
+        for found in imports
+        for package, forbidden in FORBIDDEN.items()
+        if is_within(found.importer, package)
+        and any(is_within(found.target, other) for other in forbidden)
+    ]
+
+
+def private_names(imports: list[Import]) -> list[str]:
+    """Imports of private torch names outside the one file for them."""
+    return [
+        str(found)
+        for found in imports
+        if has_private_torch_name(found.target) and found.importer != PRIVATE_ALLOWED_IN
+    ]
+
+
+def hidden_imports(imports: list[Import]) -> list[str]:
+    """Imports of our own modules inside functions; the lazy names of the package itself excepted."""
+    return [
+        str(found)
+        for found in imports
+        if found.is_inside_function
+        and is_within(found.target, "fcdp_compile")
+        and found.importer != "fcdp_compile"
+    ]
+
+
+def reached(start: str, imports: list[Import], modules: set[str]) -> dict[str, str]:
+    """Our modules that importing one brings along, each with the module that asks for it."""
+    edges: dict[str, list[str]] = {}
+    for found in imports:
+        for target in (found.target, found.target.rpartition(".")[0]):
+            if target in modules and target != "fcdp_compile":
+                edges.setdefault(found.importer, []).append(target)
+    via: dict[str, str] = {}
+    waiting = [start]
+    while waiting:
+        module = waiting.pop()
+        for target in edges.get(module, []):
+            if target not in via and target != start:
+                via[target] = module
+                waiting.append(target)
+    return via
+
+
+def test_arrows_point_one_way() -> None:
+    assert wrong_arrows(all_imports()) == []
+
+
+def test_private_torch_names_live_in_one_file() -> None:
+    assert private_names(all_imports()) == []
+
+
+def test_no_import_hides_in_a_function() -> None:
+    assert hidden_imports(all_imports()) == []
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_does_not_reach_forbidden_modules_through_others(name: str) -> None:
+    imports, modules = all_imports(), set(sources())
+    inside = [m for m in modules if is_within(m, f"fcdp_compile.{name}")]
+    assert inside
+    for start in inside:
+        for module, asked_by in reached(start, imports, modules).items():
+            bad = [
+                str(found)
+                for found in imports
+                if found.importer == module
+                and any(is_within(found.target, x) for x in FORBIDDEN[f"fcdp_compile.{name}"])
+            ]
+            assert bad == [], f"{start} reaches {module} through {asked_by}"
+
+
+def test_the_project_is_really_read() -> None:
+    """Control: the parser saw every layer, and arrows that are known to exist."""
+    seen = {(found.importer, found.target) for found in all_imports()}
+    assert ("fcdp_compile.plan", "fcdp_compile.layout.ParamLayout") in seen
+    assert ("fcdp_compile.cli", "fcdp_compile.cli.dump") in seen
+    for package in ("passes", "runtime"):
+        assert any(is_within(importer, f"fcdp_compile.{package}") for importer, _ in seen)
+    assert any(
+        importer == PRIVATE_ALLOWED_IN and has_private_torch_name(target)
+        for importer, target in seen
+    )
+
+
+# Controls: each way to break a rule is caught.
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fcdp_compile.passes.lower", "import torch.distributed"),
+        ("fcdp_compile.passes.lower", "import torch.distributed as dist"),
+        ("fcdp_compile.passes.lower", "from torch import distributed as dist"),
+        ("fcdp_compile.passes.lower", "from torch.distributed import all_reduce"),
+        ("fcdp_compile.passes.lower", "import torch\ndef f(): torch.distributed.barrier()"),
+        ("fcdp_compile.passes.lower", "import torch\nx: torch.distributed.Work"),
+        ("fcdp_compile.passes.lower", "import torch as t\nt.distributed.barrier()"),
+        ("fcdp_compile.passes.lower", "from fcdp_compile.runtime.executor import run"),
+        ("fcdp_compile.passes.lower", "from fcdp_compile import runtime"),
+        ("fcdp_compile.passes.lower", "from ..runtime import executor"),
+        ("fcdp_compile.passes.lower", "from .. import runtime"),
+        ("fcdp_compile.passes.lower", "import fcdp_compile.backend"),
+        ("fcdp_compile.passes.lower", "def f():\n    from fcdp_compile.backend import fcdp"),
+        ("fcdp_compile.passes", "from torch.distributed import barrier"),
+        ("fcdp_compile.runtime.executor", "from fcdp_compile.passes.lower import lower"),
+        ("fcdp_compile.runtime.executor", "if TYPE_CHECKING:\n    import fcdp_compile.backend"),
+        (
+            "fcdp_compile.runtime.x",
+            "import importlib\nimportlib.import_module('fcdp_compile.passes')",
+        ),
+        ("fcdp_compile.plan", "import torch.cuda"),
+        ("fcdp_compile.plan_json", "import torch\ntorch.cuda.synchronize()"),
+        ("fcdp_compile.layout", "from torch.distributed.tensor import Shard"),
+        ("fcdp_compile.strategy", "from fcdp_compile.passes import lower"),
+        ("fcdp_compile.cli.dump", "from fcdp_compile.runtime.counters import traffic"),
+        ("fcdp_compile.cli", "from .. import backend"),
+    ],
+)
+def test_a_wrong_arrow_is_found(module: str, source: str) -> None:
+    is_package = module in ("fcdp_compile.passes", "fcdp_compile.cli")
+    assert len(wrong_arrows(imports_of(module, source, is_package=is_package))) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fcdp_compile.passes.lower", "import torch.fx\nfrom fcdp_compile.plan import Plan"),
+        ("fcdp_compile.passes.lower", "from fcdp_compile.passes.context import PassContext"),
+        ("fcdp_compile.passes.lower", "from . import context\nfrom .context import PassContext"),
+        ("fcdp_compile.runtime.executor", "import torch.distributed\nfrom fcdp_compile import ops"),
+        ("fcdp_compile.backend", "from fcdp_compile import passes, runtime"),
+        ("fcdp_compile.passes.lower", "def f(torch): torch.distributed.barrier()"),
+        ("fcdp_compile.plan", "import torch.distributed_is_another_name"),
+        ("fcdp_compile.planner", "import torch.distributed"),
+    ],
+)
+def test_a_right_arrow_is_left_alone(module: str, source: str) -> None:
+    assert wrong_arrows(imports_of(module, source)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "from torch import _guards",
+        "from torch._dynamo import reset",
+        "from torch.utils._pytree import tree_map",
+        "from torch.fx.graph import _PyTreeInfo",
+        "import torch\ntorch._C._log_api_usage_once('x')",
+        "import torch\ndef f(x):\n    return torch.fx._symbolic_trace.Tracer()(x)",
+        "import torch as t\nt._dynamo.reset()",
+        "from torch import fx as torch_fx\ntorch_fx._compatibility",
+        "from functorch._C import x",
+        "from functorch.compile import _private",
+    ],
+)
+def test_a_private_name_is_found(source: str) -> None:
+    assert len(private_names(imports_of("fcdp_compile.backend", source))) == 1
+    assert private_names(imports_of(PRIVATE_ALLOWED_IN, source)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.__version__\ntorch.library.custom_op",
+        "import torch\ntorch.ops.aten._unsafe_view.default",
+        "from torch import library\nfrom torch.library import register_fake",
+        "from functorch.compile import min_cut_rematerialization_partition",
+        "from fcdp_compile.torch_compat import fake_mode\nimport _thread",
+    ],
+)
+def test_a_public_name_is_left_alone(source: str) -> None:
+    assert private_names(imports_of("fcdp_compile.backend", source)) == []
+
+
+def test_an_import_inside_a_function_is_found() -> None:
+    source = "def f():\n    from fcdp_compile import plan\n    import json\n"
+    found = imports_of("fcdp_compile.layout", source + "import fcdp_compile.errors\n")
+    assert hidden_imports(found) == ["fcdp_compile.layout:2 imports fcdp_compile.plan"]
+    assert hidden_imports(imports_of("fcdp_compile", source, is_package=True)) == []
+
+
+def test_an_arrow_through_another_module_is_found() -> None:
+    imports = [
+        *imports_of("fcdp_compile.plan", "from fcdp_compile.sharding import shard"),
+        *imports_of("fcdp_compile.sharding", "from fcdp_compile import mesh"),
+    ]
+    modules = {f"fcdp_compile.{name}" for name in ("plan", "sharding", "mesh")}
+    assert reached("fcdp_compile.plan", imports, modules) == {
+        "fcdp_compile.sharding": "fcdp_compile.plan",
+        "fcdp_compile.mesh": "fcdp_compile.sharding",
+    }
