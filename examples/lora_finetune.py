@@ -1,0 +1,259 @@
+"""Train a small Llama with FCDP, then fine-tune it with LoRA, and count what crosses between nodes.
+
+    Python's standard library ──full-parameter training──▶ base weights
+    C headers, or --data      ──LoRA on q, k, v, o───────▶ adapters
+                                └──▶ bytes between nodes per step, against those of ZeRO-3
+
+On one machine as four processes that play two nodes (CPU or GPU), or as one plain process:
+
+    torchrun --standalone --nproc-per-node=4 examples/lora_finetune.py --nodes 2
+    python examples/lora_finetune.py
+
+Nothing is downloaded: the text is what Python and torch bring along, and --model takes a Hugging Face
+checkpoint from a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import fcdp_compile
+from arguments import HEAD_DIM, UserError, parse_arguments, refuse, user_mistakes
+from corpus import (
+    BYTE_VOCABULARY,
+    MIB,
+    CorpusError,
+    Encoder,
+    Windows,
+    base_text,
+    encode_bytes,
+    folder_text,
+    lora_text,
+)
+from measure import Phase, Place, local_device, report
+
+LORA_RANK = 8
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+WARMUP_STEPS = 5
+CORPUS_LIMIT_BYTES = 2 * MIB
+
+
+def main() -> int:
+    """Run the job; a mistake of the user's is one line and exit code 2."""
+    try:
+        run(parse_arguments())
+    except (UserError, CorpusError) as error:
+        refuse(str(error))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train the base model or load it, fine-tune it, report."""
+    # transformers deprecates what peft still calls; nothing a user could change
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    # Text first: a folder without any is refused before minutes of training, not after.
+    if args.data is None:
+        text = lora_text(seed=args.seed, limit_bytes=CORPUS_LIMIT_BYTES)
+    else:
+        text = folder_text(args.data, seed=args.seed, limit_bytes=CORPUS_LIMIT_BYTES)
+    device = local_device()
+    with user_mistakes():
+        mesh = fcdp_compile.make_mesh(**({} if args.nodes is None else {"nodes": args.nodes}))
+    place = Place.find(mesh, device)
+
+    phases: list[Phase] = []
+    encode: Encoder
+    if args.model is None:
+        base, encode = train_base(args, place, phases), encode_bytes
+    else:
+        base, encode = load_base(args)
+    windows = Windows.cut(text, encode, length=args.seq_len)
+    phases.append(fine_tune(base, windows, args, place))
+
+    if place.rank == 0:
+        print(report(phases, nodes=place.nodes, strategy=args.strategy), flush=True)
+    if dist.is_initialized():
+        dist.barrier()  # nobody takes the group down while another rank still works
+        dist.destroy_process_group()
+
+
+def train_base(args: argparse.Namespace, place: Place, phases: list[Phase]) -> nn.Module:
+    """Train a Llama from scratch, all parameters; return a fresh, unsharded one with its weights."""
+    text = base_text(seed=args.seed, limit_bytes=CORPUS_LIMIT_BYTES)
+    windows = Windows.cut(text, encode_bytes, length=args.seq_len)
+    model = small_llama(args)
+    phases.append(
+        train("base", model, windows, args, place, steps=args.base_steps, lr=args.base_lr)
+    )
+    # From the home shards to whole tensors, on every rank.
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    base = small_llama(args)
+    base.load_state_dict(weights)
+    return base
+
+
+def small_llama(args: argparse.Namespace) -> LlamaForCausalLM:
+    """Build a Llama with random weights, the same on every rank."""
+    torch.manual_seed(args.seed)
+    heads = args.hidden // HEAD_DIM
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=BYTE_VOCABULARY,
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 8 // 3,
+            num_hidden_layers=args.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=args.seq_len,
+            initializer_range=0.05,  # 0.02 is for wide models; a narrow one then learns slowly
+            use_cache=False,
+        )
+    )
+
+
+def load_base(args: argparse.Namespace) -> tuple[nn.Module, Encoder]:
+    """Load a checkpoint and its tokenizer from a folder."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model, local_files_only=True, dtype=torch.float32
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = textwrap.shorten(str(error), 200)
+        raise UserError(
+            f"--model {args.model} does not load as a causal language model with a tokenizer: {reason}"
+        ) from error
+    model.config.use_cache = False
+    longest = getattr(model.config, "max_position_embeddings", args.seq_len)
+    if args.seq_len > longest:
+        raise UserError(f"--seq-len {args.seq_len} is more than the {longest} of {args.model}")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer of {args.model} has {len(tokenizer)} tokens but the model embeds {rows}"
+        )
+
+    def encode(parts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = tokenizer(parts, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+        return ids
+
+    return model, encode
+
+
+def fine_tune(base: nn.Module, windows: Windows, args: argparse.Namespace, place: Place) -> Phase:
+    """Freeze the base model, add adapters and train these."""
+    torch.manual_seed(args.seed)  # the same adapters on every rank
+    layers = {name.rpartition(".")[2] for name, _ in base.named_modules()}
+    config = LoraConfig(
+        r=LORA_RANK,
+        lora_alpha=4 * LORA_RANK,
+        # Where layers have other names (GPT-2's c_attn), peft knows which ones to adapt.
+        target_modules=list(LORA_TARGETS) if layers.issuperset(LORA_TARGETS) else None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model = get_peft_model(base, config)
+    except ValueError as error:
+        raise UserError(f"peft cannot adapt this model: {error}") from error
+    return train("LoRA", model, windows, args, place, steps=args.steps, lr=args.lr)
+
+
+def train(
+    name: str,
+    model: nn.Module,
+    windows: Windows,
+    args: argparse.Namespace,
+    place: Place,
+    *,
+    steps: int,
+    lr: float,
+) -> Phase:
+    """Shard a model (in place), compile it and train what is not frozen."""
+    parameter_bytes = count_bytes(model.parameters())
+    trainable_bytes = count_bytes(p for p in model.parameters() if p.requires_grad)
+    model.to(place.device).train()
+    with user_mistakes():
+        fcdp_compile.shard(model, place.mesh, strategy=args.strategy)
+    options = {} if args.compute is None else {"compute": args.compute}
+    if args.dump is not None:
+        options["dump"] = str(args.dump / name.lower())
+    compiled = torch.compile(model, backend="fcdp", options=options)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
+
+    losses: list[float] = []
+    sent_bytes: list[int] = []
+    tokens_per_s = 0.0
+    step_tokens = args.batch_size * args.seq_len * place.world_size
+    compiled_at_s = 0.0
+    with tqdm(total=steps, desc=name, disable=place.rank != 0, dynamic_ncols=True) as bar:
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * lr_factor(step, steps)
+            batch = windows.batch(
+                step,
+                size=args.batch_size,
+                rank=place.rank,
+                world_size=place.world_size,
+                seed=args.seed,
+            ).to(place.device)
+            loss = compiled(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+            sent_bytes.append(fcdp_compile.traffic(model).last_step.bytes(link="inter"))
+            losses.append(place.average(loss.item()))
+            if step == 0:
+                compiled_at_s = time.perf_counter()
+            else:
+                tokens_per_s = step * step_tokens / (time.perf_counter() - compiled_at_s)
+            bar.set_postfix_str(
+                f"loss {losses[-1]:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False
+            )
+            bar.update()
+    return Phase(
+        name=name,
+        losses=losses,
+        sent_bytes=place.per_node(sent_bytes),
+        parameter_bytes=parameter_bytes,
+        trainable_bytes=trainable_bytes,
+        tokens_per_s=tokens_per_s,
+    )
+
+
+def lr_factor(step: int, steps: int) -> float:
+    """Warm up linearly, then fall to a tenth along a cosine."""
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP_STEPS) / max(steps - WARMUP_STEPS, 1))
+
+
+def count_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Add up whole parameters; a tied one counts once."""
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
