@@ -111,6 +111,7 @@ def report(phases: Sequence[Phase], *, nodes: int, strategy: str) -> str:
         ),
         floatfmt=("", ".2f", ".2f", "", ".3f", ".3f", ",.0f"),
         colalign=("left", *["right"] * 6),
+        missingval="",
     )
     if nodes == 1:
         return f"\n{training}\n\nThere is one node, so nothing crossed between nodes.\n"
@@ -145,7 +146,7 @@ def _training_row(phase: Phase) -> list[Any]:
         len(phase.losses),
         mean(phase.losses[:LOSS_STEPS]),
         mean(phase.losses[-LOSS_STEPS:]),
-        phase.tokens_per_s,
+        phase.tokens_per_s or None,  # one step only compiles
     ]
 
 
