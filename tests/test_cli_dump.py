@@ -308,20 +308,6 @@ def test_as_a_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert failed.stderr.count("\n") == 1
 
 
-def test_it_needs_no_torch(folder: Path) -> None:
-    code = (
-        "import sys; from fcdp_compile.cli import main; code = main(sys.argv[1:]); "
-        "sys.exit(code or 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "dump", str(folder)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )
-    assert done.returncode == 0
-
-
 def test_a_terminal_that_cannot_show_a_name(tmp_path: Path) -> None:
     plan = dataclasses.replace(make_plan(), strategy="Größe")
     write_plan(tmp_path / "graph-000.plan.json", plan)

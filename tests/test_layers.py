@@ -237,6 +237,19 @@ def test_data_does_not_reach_forbidden_modules_through_others(name: str) -> None
             assert bad == [], f"{start} reaches {module} through {asked_by}"
 
 
+@pytest.mark.parametrize("name", DATA)
+def test_data_and_the_command_need_no_torch(name: str) -> None:
+    """So that a plan can be read, and the command answers, without waiting for torch."""
+    imports, modules = all_imports(), set(sources())
+    starts = [m for m in modules if is_within(m, f"fcdp_compile.{name}")]
+    all_reached = {m for start in starts for m in [start, *reached(start, imports, modules)]}
+    assert [
+        str(found)
+        for found in imports
+        if found.importer in all_reached and is_within(found.target, "torch")
+    ] == []
+
+
 def test_the_project_is_really_read() -> None:
     """Control: the parser saw every layer, and arrows that are known to exist."""
     seen = {(found.importer, found.target) for found in all_imports()}

@@ -1,4 +1,4 @@
-"""The `fcdp` command: results on stdout, everything else on stderr, no torch needed.
+"""The `fcdp` command: results on stdout, everything else on stderr.
 
 Exit codes: 0 fine, 1 the answer is "no", 2 bad input, told in one line.
 """
