@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,7 @@ def sources() -> dict[str, Path]:
     return files
 
 
+@cache
 def all_imports() -> list[Import]:
     """Every import of the project."""
     return [
