@@ -107,15 +107,18 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
     inter, intra = mesh.get_group(INTER), mesh.get_group(INTRA)
     nodes, ranks_per_node = mesh.mesh.shape
     ranks = mesh.mesh.flatten().tolist()
+    # Flattening this mesh would spare DTensor a collective, and make it silently wrong: for uneven shards
+    # torch 2.13 then gathers as if the rows had been cut once over all ranks, not twice.
+    home_mesh = DeviceMesh.from_group(
+        [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
+    )
     return Topology(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         node=mesh.get_local_rank(INTER),
         place=mesh.get_local_rank(INTRA),
         device_type=mesh.device_type,
-        home_mesh=DeviceMesh.from_group(
-            [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
-        ),
+        home_mesh=home_mesh,
         inter=inter,
         intra=intra,
         control=dist.new_group(ranks, backend="gloo", use_local_synchronization=True),

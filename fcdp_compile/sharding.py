@@ -24,6 +24,7 @@ from fcdp_compile import registry
 from fcdp_compile.home_shard import HomeShard
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.mesh import Topology, topology_of
+from fcdp_compile.ops import UNSHARD
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.replicas import agree_on_replicas
 from fcdp_compile.runtime.model import ParamRecord, ShardedModel
@@ -221,7 +222,7 @@ def _gathering_property(name: str) -> property:
         if not (torch.compiler.is_compiling() or state.gate.inside):  # type: ignore[union-attr]
             return parameter
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return torch.ops.fcdp.unshard(local, state.keys[name])  # type: ignore[union-attr, index, no-any-return]
+        return UNSHARD(local, state.keys[name])  # type: ignore[union-attr, index, no-any-return]
 
     return property(get)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
-from torch._guards import detect_fake_mode, tracing
+from torch._guards import detect_fake_mode
 from torch._library.fake_class_registry import FakeScriptObject
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_map_only
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
-    "DTensorSpec",
+    "all_gather_single",
     "aot_autograd",
     "boxed",
     "compile_with_inductor",
@@ -28,9 +27,15 @@ __all__ = [
     "is_opaque",
     "joint_graph_passes",
     "min_cut_rematerialization_partition",
+    "reduce_scatter_single",
     "saved_output_descriptor",
     "tree_map_only",
 ]
+
+
+# torch 2.13 renamed them and warns of the older names, the only ones of 2.11.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def is_opaque(node: Node) -> bool:

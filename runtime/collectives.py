@@ -10,6 +10,7 @@ from fcdp_compile.mesh import Topology
 from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.counters import AGREE, Counters
 from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.torch_compat import all_gather_single, reduce_scatter_single
 
 _INTER = {Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER}
 
@@ -36,7 +37,7 @@ class Collectives:
             return Pending(send.repeat(size) if size > 1 else send)
         send = send.contiguous()
         out = send.new_empty(size * send.numel())
-        work = dist.all_gather_into_tensor(
+        work = all_gather_single(
             out.view(torch.uint8), send.view(torch.uint8), group=group, async_op=True
         )
         return Pending(out, work=work, held=send)
@@ -50,7 +51,7 @@ class Collectives:
         send = send.contiguous()
         if dist.get_backend(group) == "nccl":
             shard = send.new_empty(send.numel() // size)
-            work = dist.reduce_scatter_tensor(
+            work = reduce_scatter_single(
                 shard, send, op=dist.ReduceOp.AVG, group=group, async_op=True
             )
             return Pending(shard, work=work, held=send)
@@ -74,7 +75,7 @@ class Collectives:
         mine = torch.tensor(words, dtype=torch.int64)
         self._counters.add(AGREE, (t.ranks - 1) * mine.nbytes)
         everyone = torch.empty(t.ranks * len(words), dtype=torch.int64)
-        dist.all_gather_into_tensor(everyone, mine, group=t.control)
+        all_gather_single(everyone, mine, group=t.control)
         rows: list[list[int]] = everyone.view(t.ranks, -1).tolist()
         return rows
 
