@@ -8,17 +8,21 @@ An independent implementation of "FCDP: Fully Cached Data Parallel for Communica
 Training" (Park et al.) as a torch.compile backend.
 """
 
-from fcdp_compile.errors import (
-    FcdpError,
-    PlanFormatError,
-    PlanMismatchError,
-    StaleParameterError,
-    UnshardedParameterError,
-)
-from fcdp_compile.mesh import make_mesh
-from fcdp_compile.sharding import shard
-from fcdp_compile.strategy import Strategy
-from fcdp_compile.traffic import Traffic, traffic
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fcdp_compile.errors import (
+        FcdpError,
+        PlanFormatError,
+        PlanMismatchError,
+        StaleParameterError,
+        UnshardedParameterError,
+    )
+    from fcdp_compile.mesh import make_mesh
+    from fcdp_compile.sharding import shard
+    from fcdp_compile.strategy import Strategy
+    from fcdp_compile.traffic import Traffic, traffic
 
 __all__ = [
     "FcdpError",
@@ -32,3 +36,29 @@ __all__ = [
     "shard",
     "traffic",
 ]
+
+_HOMES = {
+    "FcdpError": "errors",
+    "PlanFormatError": "errors",
+    "PlanMismatchError": "errors",
+    "StaleParameterError": "errors",
+    "Strategy": "strategy",
+    "Traffic": "traffic",
+    "UnshardedParameterError": "errors",
+    "make_mesh": "mesh",
+    "shard": "sharding",
+    "traffic": "traffic",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: the `fcdp` command reads plans without torch, which takes seconds to import.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # a submodule of the same name must not hide it
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

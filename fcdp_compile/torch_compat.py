@@ -11,13 +11,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._guards import detect_fake_mode
 from torch._library.fake_class_registry import FakeScriptObject
-from torch.fx import Graph, GraphModule, Node
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
+    "OpOverload",
     "all_gather_single",
     "aot_autograd",
     "boxed",

@@ -16,6 +16,7 @@ from fcdp_compile.passes.context import META, PassContext, Source, StepMeta, use
 from fcdp_compile.passes.inline import fake_flat, inline
 from fcdp_compile.plan import LANES, Bucket, Kind, Step, Tier
 from fcdp_compile.registry import ParamSpec
+from fcdp_compile.torch_compat import OpOverload
 
 
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -190,7 +191,7 @@ def _uses_of_storage(node: Node) -> list[Node]:
 
 def is_view(node: Node) -> bool:
     """Whether a node's result shares memory with an argument."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     if node.target is torch.ops.aten._unsafe_view.default:
         return True

@@ -217,9 +217,9 @@ class ShardedModel:
 def _mismatch(texts: list[str]) -> str:
     plans = [plan_json.from_json(text, source=f"plan of rank {i}") for i, text in enumerate(texts)]
     other = next(i for i, plan in enumerate(plans) if plan.digest() != plans[0].digest())
-    lines = "\n  ".join(plan_json.diff(plans[0], plans[other]))
+    lines = "\n  ".join(plan_json.diff(plans[0], plans[other], names=("rank 0", f"rank {other}")))
     return (
-        f"ranks 0 and {other} compiled different plans (- rank 0, + rank {other}); make every rank run the "
+        f"ranks 0 and {other} compiled different plans; make every rank run the "
         f"same model with the same settings:\n  {lines}"
     )
 
