@@ -1,0 +1,114 @@
+"""Small models of the kinds that users train, each with a function that makes its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import peft
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 199
+
+
+class Odd(nn.Module):
+    """Sizes that divide by nothing, a scalar, an empty parameter, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 7)
+        self.first = nn.Linear(7, 13)
+        self.second = nn.Linear(13, 7)
+        self.norm = nn.LayerNorm(7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        hidden = hidden + self.second(nn.functional.gelu(self.first(hidden))) * self.scale
+        return self.norm(hidden) @ self.embedding.weight.t() + self.nothing.sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and its loss; `loss(model, ids)` with ids of shape [batch, length]."""
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Tensor], Tensor]
+    vocabulary: int
+
+
+def _language_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def _odd_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=48,
+            intermediate_size=100,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=64,
+            n_embd=48,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+        )
+    )
+
+
+def with_lora(base: nn.Module, *targets: str) -> nn.Module:
+    config = peft.LoraConfig(
+        r=8, lora_alpha=16, target_modules=list(targets), init_lora_weights=False
+    )
+    adapted: nn.Module = peft.get_peft_model(base, config)
+    return adapted
+
+
+def llama_lora() -> nn.Module:
+    return with_lora(llama(), "q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def gpt2_lora() -> nn.Module:
+    return with_lora(gpt2(), "c_attn", "c_proj")
+
+
+def odd_lora() -> nn.Module:
+    return with_lora(Odd(), "first", "second")
+
+
+CASES: dict[str, Case] = {
+    "odd": Case(model=Odd, loss=_odd_loss, vocabulary=17),
+    "odd-lora": Case(model=odd_lora, loss=_odd_loss, vocabulary=17),
+    "llama": Case(model=llama, loss=_language_loss, vocabulary=VOCABULARY),
+    "llama-lora": Case(model=llama_lora, loss=_language_loss, vocabulary=VOCABULARY),
+    "gpt2": Case(model=gpt2, loss=_language_loss, vocabulary=VOCABULARY),
+    "gpt2-lora": Case(model=gpt2_lora, loss=_language_loss, vocabulary=VOCABULARY),
+}
+
+
+def batch(case: Case, *, step: int, rank: int, size: int = 2, length: int = 16) -> Tensor:
+    """The ids that `rank` trains on in `step`; the same wherever they are made."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, case.vocabulary, (size, length), generator=generator)

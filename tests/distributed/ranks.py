@@ -1,0 +1,110 @@
+"""Run a function on several ranks: forked from a server that has torch imported, killed when late."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import fcdp_compile
+
+_PRELOAD = ["torch", "torch._dynamo", "transformers", "peft", "fcdp_compile.backend", "tests.distributed.models"]
+TIMEOUT_S = 150.0
+
+
+class RankError(AssertionError):
+    """At least one rank raised; the message holds every rank's traceback."""
+
+
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    nodes: int,
+    ranks_per_node: int,
+    timeout_s: float = TIMEOUT_S,
+) -> list[Any]:
+    """Call `function(mesh, *args)` on every rank and return what each returned (picklable).
+
+    Function and arguments must be picklable: module-level functions.  Each rank is a fresh process with one
+    thread, a gloo group and a mesh of nodes x ranks_per_node; all are killed when one fails or is late.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = nodes * ranks_per_node
+    processes, pipes = [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe()
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank % ranks_per_node),
+            "LOCAL_WORLD_SIZE": str(ranks_per_node),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        process = context.Process(
+            target=_rank, args=(theirs, environment, nodes, function, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        return _collect(pipes, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+
+
+def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
+    while open_pipes:
+        ready = wait(list(open_pipes), timeout=10.0 if errors else timeout_s)
+        if not ready:
+            late = sorted(open_pipes.values())
+            errors |= {rank: "did not answer in time" for rank in late}
+            break
+        for pipe in ready:
+            rank = open_pipes.pop(pipe)  # type: ignore[arg-type]
+            try:
+                is_error, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                is_error, value = True, "died without a word"
+            (errors if is_error else results)[rank] = value
+    if errors:
+        raise RankError("\n".join(f"--- rank {r}\n{text}" for r, text in sorted(errors.items())))
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(
+    pipe: Connection,
+    environment: dict[str, str],
+    nodes: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        mesh: DeviceMesh | None = fcdp_compile.make_mesh(nodes=nodes)
+        pipe.send((False, function(mesh, *args)))
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
