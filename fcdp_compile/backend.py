@@ -110,7 +110,8 @@ class _Compilation:
         model = _model_of(fw)
         if model is not None:
             model.adopt(buckets_of(bucket(fw, self._context(model, Direction.FORWARD))))
-            model.adopt(buckets_of(bucket(bw, self._context(model, Direction.BACKWARD))))
+            context = self._context(model, Direction.BACKWARD)
+            model.adopt(buckets_of(bucket(bw, context)), backward=True)
             stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
             self._plan(model, {Direction.FORWARD: fw, Direction.BACKWARD: bw})
         return fw, bw
@@ -127,7 +128,7 @@ class _Compilation:
             frozen=frozenset(
                 key for key, r in model.records.items() if not r.parameter().requires_grad
             ),
-            known=dict(model.buckets),
+            known=model.known_buckets(),
             next_bucket=model.next_bucket,
             bucket_bytes=self._options.bucket_bytes,
             direction=direction,
@@ -183,7 +184,7 @@ class _Compilation:
                 segments = {
                     name: self._compute.compile(lowered.get_submodule(name)) for name in names
                 }
-                bound.programs[of, variant] = Program(lowered, segments, bound.model, buckets)
+                bound.programs[of, variant] = Program(lowered, segments, buckets)
         if direction is Direction.BACKWARD:
             return _as_boxed(bound.backward)
         return _as_boxed(partial(bound.forward, direction))
@@ -219,7 +220,7 @@ def _model_of(gm: GraphModule) -> ShardedModel | None:
 def _reduced(gm: GraphModule, ctx: PassContext) -> list[Bucket]:
     """The buckets whose gradients a graph reduces."""
     nodes = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    return [ctx.known[str(n.args[1])] for n in nodes]
+    return [ctx.known[str(n.args[1])][0] for n in nodes]
 
 
 def _variants(gm: GraphModule, ctx: PassContext) -> list[Variant]:

@@ -39,7 +39,9 @@ class HomeShard(DTensor):
             dtensor._spec,
             requires_grad=dtensor.requires_grad,
         )
-        shard._is_param = True  # what makes isinstance(shard, nn.Parameter) true for a tensor subclass
+        shard._is_param = (
+            True  # what makes isinstance(shard, nn.Parameter) true for a tensor subclass
+        )
         return shard
 
     @staticmethod

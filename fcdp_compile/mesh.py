@@ -69,7 +69,8 @@ def _count_nodes(world: int, nodes: int | None) -> int:
             raise ValueError(f"nodes must be a positive whole number, not {nodes!r}")
         if world % nodes:
             raise ValueError(
-                f"world size {world} cannot be split into {nodes} nodes; pass nodes=… so that it divides {world}"
+                f"world size {world} cannot be split into {nodes} nodes; "
+                f"pass nodes=… so that it divides {world}"
             )
         return nodes
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))

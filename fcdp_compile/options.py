@@ -77,9 +77,7 @@ def _folder(value: Any) -> Path | None:
 
 def _size(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"option 'bucket_mb' must be a number of MiB, not {type(value).__name__}"
-        )
+        raise TypeError(f"option 'bucket_mb' must be a number of MiB, not {type(value).__name__}")
     if not 0 < value < 2**20:
         raise ValueError(f"option 'bucket_mb' must be between 0 and {2**20} MiB, not {value}")
     return float(value)

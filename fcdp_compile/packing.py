@@ -42,7 +42,9 @@ def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
 
 
-def pack_home(shards: Sequence[Tensor], layouts: Sequence[ParamLayout], dtype: torch.dtype) -> Tensor:
+def pack_home(
+    shards: Sequence[Tensor], layouts: Sequence[ParamLayout], dtype: torch.dtype
+) -> Tensor:
     """Line up this rank's home shards as one slot of shape [S] in `dtype`."""
     return _joined(
         [
@@ -73,7 +75,9 @@ def unpack_full(full: Tensor, layouts: Sequence[ParamLayout]) -> list[Tensor]:
     return params
 
 
-def pack_grads(grads: Sequence[Tensor], layouts: Sequence[ParamLayout], dtype: torch.dtype) -> Tensor:
+def pack_grads(
+    grads: Sequence[Tensor], layouts: Sequence[ParamLayout], dtype: torch.dtype
+) -> Tensor:
     """Line up full gradients as G slots, [G*S] in `dtype`: slot i is what chunk i's owner shall receive."""
     return _joined(
         [_grad_slots(g.to(dtype), layout) for g, layout in zip(grads, layouts, strict=True)], 1

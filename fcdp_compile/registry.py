@@ -87,6 +87,6 @@ def check_shard(spec: ParamSpec, shard: torch.Tensor) -> None:
     """
     if shard.dtype != spec.home_dtype or tuple(shard.shape) != spec.local_shape:
         raise FcdpError(
-            f"parameter {spec.name!r} is now {shard.dtype} {tuple(shard.shape)} on this rank, but was sharded "
-            f"as {spec.home_dtype} {spec.local_shape}; convert the model before fcdp_compile.shard"
+            f"parameter {spec.name!r} is now {shard.dtype} {tuple(shard.shape)} on this rank, but was "
+            f"sharded as {spec.home_dtype} {spec.local_shape}; convert the model before fcdp_compile.shard"
         )

@@ -41,8 +41,8 @@ def check_model(
             )
         if isinstance(module, nn.RNNBase):
             raise ValueError(
-                f"{name or 'the model'} is an {type(module).__name__}, which keeps a list of its own parameters "
-                "that sharding cannot reach; use a cell-based or attention-based module"
+                f"{name or 'the model'} is an {type(module).__name__}, which keeps a list of its own "
+                "parameters that sharding cannot reach; use a cell-based or attention-based module"
             )
     parameters = dict(model.named_parameters())
     if not parameters:
@@ -54,7 +54,9 @@ def check_model(
 
 def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:
     if isinstance(parameter, DTensor):
-        return "is a DTensor already (FSDP2 or tensor parallelism); pass a model with plain parameters"
+        return (
+            "is a DTensor already (FSDP2 or tensor parallelism); pass a model with plain parameters"
+        )
     if isinstance(parameter, UninitializedParameter):
         return "is not initialised; run one forward before shard"
     if parameter.is_meta:
@@ -62,10 +64,16 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:
     if parameter.layout is not torch.strided:
         return f"is sparse ({parameter.layout}); make it dense before shard"
     if parameter.is_complex():
-        return f"is complex ({parameter.dtype}); store its real view (torch.view_as_real) before shard"
+        return (
+            f"is complex ({parameter.dtype}); store its real view (torch.view_as_real) before shard"
+        )
     if parameter.is_quantized:
         return f"is quantised ({parameter.dtype}); dequantise it before shard"
-    if mesh is not None and isinstance(mesh, DeviceMesh) and parameter.device.type != mesh.device_type:
+    if (
+        mesh is not None
+        and isinstance(mesh, DeviceMesh)
+        and parameter.device.type != mesh.device_type
+    ):
         return (
             f"is on {parameter.device} but the mesh is of {mesh.device_type} devices; "
             f"call model.to({mesh.device_type!r}) before shard"

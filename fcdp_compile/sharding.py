@@ -188,7 +188,9 @@ def _home_shard(parameter: nn.Parameter, layout: ParamLayout, topology: Topology
         return parameter
     local = _part(parameter.detach(), layout, topology)
     home = HomeShard.of(local, layout, topology.home_mesh, requires_grad=parameter.requires_grad)
-    for name, value in vars(parameter).items():  # marks that frameworks leave, such as "no weight decay"
+    for name, value in vars(
+        parameter
+    ).items():  # marks that frameworks leave, such as "no weight decay"
         setattr(home, name, value)
     if parameter.grad is not None:
         grad = _part(parameter.grad, layout, topology)

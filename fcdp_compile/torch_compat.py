@@ -9,9 +9,14 @@ import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
-from torch._guards import detect_fake_mode
+from torch._guards import detect_fake_mode, tracing
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes as inductor_joint_graph_passes
+from torch._inductor.virtualized import V
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_map_only
@@ -59,22 +64,25 @@ def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
 
 def inductor_decompositions() -> dict[Any, Any]:
     """The decompositions that Inductor's lowerings rely on."""
-    from torch._inductor.decomposition import select_decomp_table
-
     return dict(select_decomp_table())
 
 
 def joint_graph_passes(joint: GraphModule) -> GraphModule:
     """Inductor's passes over a joint graph: patterns such as attention, and its own random numbers."""
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes as inductors
-
-    inductors(joint)
+    with V.set_fake_mode(_fake_mode_of(joint)):
+        inductor_joint_graph_passes(joint)
     return joint
 
 
 def compile_with_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Compile an ATen graph of fake inputs; its outputs must be a tuple."""
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs))
+    # Without a tracing context of its own a segment would report its output strides as the whole graph's.
+    with tracing(None), V.set_fake_mode(_fake_mode_of(gm)):
+        compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs))
     return compiled
+
+
+def _fake_mode_of(gm: GraphModule) -> FakeTensorMode:
+    """The mode of a graph's values; a new one for a graph without tensors."""
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    return detect_fake_mode(values) or FakeTensorMode()

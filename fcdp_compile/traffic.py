@@ -60,7 +60,9 @@ class Traffic:
                 self.last_step.rows, self.total.rows, strict=True
             )
         ]
-        return tabulate(rows, headers=["link", "kind", "last step [B]", "total [B]"], tablefmt="simple")
+        return tabulate(
+            rows, headers=["link", "kind", "last step [B]", "total [B]"], tablefmt="simple"
+        )
 
 
 def traffic(model: nn.Module) -> Traffic:

@@ -43,17 +43,20 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Bucket]:
-    present = {ctx.specs[k].name for k in keys}
+    by_name = {ctx.specs[k].name: k for k in keys}
     loads = ctx.strategy.is_resident or (
         ctx.direction is Direction.BACKWARD and ctx.strategy.cache is not Cache.NONE
     )
 
     def is_reusable(bucket: Bucket) -> bool:
-        members = [k for k in keys if ctx.known.get(k) == bucket]
-        unchanged = all((k in ctx.frozen) == bucket.frozen for k in members)
-        return unchanged and (loads or all(p.name in present for p in bucket.params))
+        members = [by_name[p.name] for p in bucket.params if p.name in by_name]
+        unchanged = all(
+            bucket in ctx.known.get(k, ()) and (k in ctx.frozen) == bucket.frozen for k in members
+        )
+        return unchanged and (loads or len(members) == len(bucket.params))
 
-    return {k: ctx.known[k] for k in keys if k in ctx.known and is_reusable(ctx.known[k])}
+    found = {k: next(filter(is_reusable, ctx.known.get(k, ())), None) for k in keys}
+    return {k: bucket for k, bucket in found.items() if bucket is not None}
 
 
 class _Filling:
@@ -114,7 +117,11 @@ def _make(number: int, keys: list[str], ctx: PassContext) -> Bucket:
 
 def _reason(made: Bucket, ctx: PassContext) -> str:
     alone = made.full_bytes(ctx.nodes, ctx.ranks_per_node) >= ctx.bucket_bytes
-    size = "fills a bucket alone" if len(made.params) == 1 and alone else "shared by order of first use"
+    size = (
+        "fills a bucket alone"
+        if len(made.params) == 1 and alone
+        else "shared by order of first use"
+    )
     if made.tier is Tier.NONE:
         kept = "one node, nothing to cache" if ctx.nodes == 1 else "strategy caches nothing"
     else:

@@ -20,9 +20,7 @@ def inline(
     """
     values = [n.meta["val"] for n in inputs]
     traced = make_fx(lambda *tensors: list(function(list(tensors))))(*values)
-    env: dict[Node, Any] = dict(
-        zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    )
+    env: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     results = graph.graph_copy(traced.graph, env)
     for old, new in env.items():
         if old.op == "call_function" and "val" in old.meta:

@@ -134,13 +134,17 @@ def _gather(
             buffer = _wait(graph, load, val)
         else:
             missing = [p.name for p in bucket.params if p.name not in shards]
-            assert not missing, f"bucket {bucket.id} cannot be gathered in a graph without {missing}"
+            assert not missing, (
+                f"bucket {bucket.id} cannot be gathered in a graph without {missing}"
+            )
             members = [shards[p.name] for p in bucket.params]
             (buffer,) = inline(graph, lambda s: [pack_home(s, layouts, dtype)], members)
         if source in (Source.GATHER, Source.GATHER_AND_STORE):
             sent = (ctx.nodes - 1) * bucket.slot_bytes
             pending = _explicit(graph, ops.inter_all_gather, [buffer], bucket, sent)
-            buffer = _wait(graph, pending, fake_flat(buffer, bucket.slot_elements * ctx.nodes, dtype))
+            buffer = _wait(
+                graph, pending, fake_flat(buffer, bucket.slot_elements * ctx.nodes, dtype)
+            )
         if source is Source.GATHER_AND_STORE:
             tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
             stores.append(_explicit(graph, ops.store, [buffer], bucket, tier_bytes))
@@ -203,7 +207,7 @@ def _reduce(graph: Graph, ctx: PassContext) -> None:
     _sink_results(graph, nodes)
     groups: dict[Bucket, list[Node]] = {}
     for node in nodes:
-        groups.setdefault(ctx.known[str(node.args[1])], []).append(node)
+        groups.setdefault(ctx.known[str(node.args[1])][0], []).append(node)
     for bucket, members in groups.items():
         by_position = {p.name: i for i, p in enumerate(bucket.params)}
         members.sort(key=lambda n: by_position[ctx.specs[str(n.args[1])].name])

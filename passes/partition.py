@@ -145,7 +145,10 @@ def _prefer_recomputing(graph: Graph) -> None:
 
 
 def _order_saved(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
-    """Put saved values as AOTAutograd reads them: (tensors, opaque, symbols) and (symbols, tensors, opaque)."""
+    """Order saved values as AOTAutograd reads them.
+
+    Forward outputs: tensors, opaque, symbols; backward inputs: symbols, tensors, opaque.
+    """
     outputs = _outputs(fw)
     saved = outputs[num_fwd_outputs:]
     inputs = bw.find_nodes(op="placeholder")

@@ -45,14 +45,17 @@ class ParamRecord:
 
         Raises: FcdpError if its module is gone or no longer has it.
         """
-        module = self._module()
-        parameter = None if module is None else module._parameters.get(self._name)
-        if parameter is None:
+        if (parameter := self.living()) is None:
             raise FcdpError(
                 f"parameter {self.spec.name!r} was removed from the model after fcdp_compile.shard; "
                 "shard the model again after changing its structure"
             )
         return parameter
+
+    def living(self) -> nn.Parameter | None:
+        """The parameter as it is now, None if there is none any more."""
+        module = self._module()
+        return None if module is None else module._parameters.get(self._name)
 
     def local(self) -> Tensor:
         """This rank's home shard, without autograd."""
@@ -85,6 +88,7 @@ class ShardedModel:
         self.generations = Generations(self.records)
         self.fingerprints = Fingerprints()
         self.buckets: dict[str, Bucket] = {}
+        self.backward_buckets: dict[str, Bucket] = {}
         self.next_bucket = 0
         self._graphs = 0
         self._keys = {r.spec.name: key for key, r in self.records.items()}
@@ -123,15 +127,26 @@ class ShardedModel:
 
     # --- buckets ------------------------------------------------------------------------------------------
 
-    def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """Make new buckets known; a cached copy of a bucket whose parameters all moved on is given back."""
+    def adopt(self, buckets: Sequence[Bucket], *, backward: bool = False) -> None:
+        """Make the buckets of a graph known; a cached bucket whose parameters all moved on is given back.
+
+        backward: of a backward graph; where it gathers for itself, it has buckets of its own.
+        """
         before = {b.id for b in self.buckets.values()}
         for bucket in buckets:
             self.next_bucket = max(self.next_bucket, bucket.id + 1)
-            for param in bucket.params:
-                self.buckets[self._keys[param.name]] = bucket
+            for key in self.keys_of(bucket):
+                if not backward:
+                    self.buckets[key] = bucket
+                elif bucket.id not in before:
+                    self.backward_buckets[key] = bucket
         for gone in before - {b.id for b in self.buckets.values()}:
             self.cache.drop(gone)
+
+    def known_buckets(self) -> dict[str, tuple[Bucket, ...]]:
+        """The buckets of each parameter, the forward's first."""
+        extra = self.backward_buckets
+        return {k: (b, extra[k]) if k in extra else (b,) for k, b in self.buckets.items()}
 
     def next_graph(self) -> int:
         """Number the next compiled graph of this model."""
@@ -175,13 +190,13 @@ class ShardedModel:
                 self.generations.change(self.keys_of(bucket))
         return stale
 
-    def _agree(
-        self, digest: str, flags: list[bool], describe: Callable[[], str]
-    ) -> list[bool]:
+    def _agree(self, digest: str, flags: list[bool], describe: Callable[[], str]) -> list[bool]:
         # One message of a fixed size, whatever the plan: ranks with different plans must not meet in
         # collectives of different sizes.
         head = int(digest[:15], 16)
-        words = [sum(f << i for i, f in enumerate(flags[w : w + 60])) for w in range(0, len(flags), 60)]
+        words = [
+            sum(f << i for i, f in enumerate(flags[w : w + 60])) for w in range(0, len(flags), 60)
+        ]
         first = self.collectives.agree([head, *words[:7], *[0] * (7 - len(words[:7]))])
         if any(row[0] != head for row in first):
             texts = self.collectives.exchange_texts(describe())
@@ -205,10 +220,10 @@ class ShardedModel:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note which parameters an optimizer has just changed."""
-        keys = {id(r.parameter()): key for key, r in self.records.items()}
+        living = {key: p for key, r in self.records.items() if (p := r.living()) is not None}
+        keys = {id(p): key for key, p in living.items()}
         mine = [keys[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in keys]
-        stepped = [key for key in mine if self.records[key].parameter().grad is not None]
-        if stepped:
+        if stepped := [key for key in mine if living[key].grad is not None]:
             self.generations.change(stepped)
         if mine:
             self.counters.end_step()

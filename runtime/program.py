@@ -19,6 +19,21 @@ from fcdp_compile.runtime.pending import Pending
 _Call = Callable[[list[Any]], Any]
 
 
+class _Run:
+    """The last place of a run's values: its model, and the generations its forward stamped by bucket id."""
+
+    __slots__ = ("generations", "model")
+
+    def __init__(self, model: ShardedModel) -> None:
+        self.model = model
+        self.generations: dict[int, int] = {}
+
+    def generation(self, bucket: Bucket) -> int:
+        """The stamped generation in a backward, today's in a forward."""
+        stamped = self.generations.get(bucket.id)
+        return self.model.generation(bucket) if stamped is None else stamped
+
+
 class Program:
     """A lowered graph bound to a model: explicit ops to the runtime, segments to compiled callables.
 
@@ -30,10 +45,8 @@ class Program:
         self,
         lowered: GraphModule,
         segments: dict[str, Callable[[list[Any]], Sequence[Any]]],
-        model: ShardedModel,
         buckets: dict[int, Bucket],
     ) -> None:
-        self._model = model
         self._buckets = buckets
         self._segments = segments
         nodes = list(lowered.graph.nodes)
@@ -50,10 +63,9 @@ class Program:
         self._constants = [None if isinstance(o, Node) else o for o in output]
         self._unused = [self._place[n] for n in nodes if n.op == "placeholder" and not n.users]
 
-    def run(self, args: list[Any]) -> tuple[Any, ...]:
+    def run(self, model: ShardedModel, args: list[Any]) -> tuple[Any, ...]:
         """Run on `args`, which is emptied."""
-        # The last place holds the generations of this run by bucket id.
-        values: list[Any] = [None] * len(self._place) + [{}]
+        values: list[Any] = [None] * len(self._place) + [_Run(model)]
         for place, value in zip(self._inputs, args, strict=True):
             values[place] = value
         args.clear()
@@ -112,32 +124,29 @@ class Program:
         if target is ops.store:
             return partial(self._store, bucket, first)
         kind = ops.EXPLICIT[target]  # type: ignore[index]
-        collectives = self._model.collectives
-        gathers = kind in (Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER)
-        start = collectives.all_gather if gathers else collectives.reduce_scatter
-        return lambda values: start(kind, values[first])
-
-    def _generation(self, bucket: Bucket, values: list[Any]) -> int:
-        """The stamped generation in a backward, today's in a forward."""
-        of_run: dict[int, int] = values[-1]
-        return of_run[bucket.id] if bucket.id in of_run else self._model.generation(bucket)
+        if kind in (Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER):
+            return lambda values: values[-1].model.collectives.all_gather(kind, values[first])
+        assert kind in (Kind.INTER_REDUCE_SCATTER, Kind.INTRA_REDUCE_SCATTER), kind
+        return lambda values: values[-1].model.collectives.reduce_scatter(kind, values[first])
 
     def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
-        return self._model.cache.load(bucket, self._generation(bucket, values))
+        run: _Run = values[-1]
+        return run.model.cache.load(bucket, run.generation(bucket))
 
     def _store(self, bucket: Bucket, first: int, values: list[Any]) -> Pending:
-        return self._model.cache.store(bucket, values[first], self._generation(bucket, values))
+        run: _Run = values[-1]
+        return run.model.cache.store(bucket, values[first], run.generation(bucket))
 
     def _stamp(self, ids: Any, values: list[Any]) -> Tensor:
-        return torch.tensor([self._model.generation(self._buckets[i]) for i in ids])
+        run: _Run = values[-1]
+        return torch.tensor([run.model.generation(self._buckets[i]) for i in ids])
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
-        values[-1].update(zip(ids, values[first].tolist(), strict=True))
+        run: _Run = values[-1]
+        run.generations.update(zip(ids, values[first].tolist(), strict=True))
         for bucket in (self._buckets[i] for i in ids):
             # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
-            if bucket.tier is Tier.NONE and self._generation(bucket, values) != (
-                self._model.generation(bucket)
-            ):
+            if bucket.tier is Tier.NONE and run.generation(bucket) != run.model.generation(bucket):
                 raise StaleParameterError(
                     f"parameters of bucket {bucket.id} ({bucket.params[0].name}, …) changed between the "
                     "forward and its backward; run the backward before the optimizer steps"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Variant
 from fcdp_compile.plan_json import to_json
 from fcdp_compile.runtime.model import ShardedModel
@@ -20,7 +22,8 @@ class CompiledPlan:
 
     def __init__(self, plan: Plan, model: ShardedModel) -> None:
         self.plan = plan
-        self.model = model
+        # Compiled code outlives the model in Dynamo's caches and must not keep its host memory alive.
+        self._model = weakref.ref(model)
         self.programs: dict[ProgramKey, Program] = {}
         self._digest = plan.digest()
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
@@ -31,15 +34,21 @@ class CompiledPlan:
 
         Raises: PlanMismatchError if another rank is about to run another plan.
         """
-        return self.programs[direction, self._prepare(direction)].run(args)
+        model = self._living_model()
+        return self.programs[direction, self._prepare(model)].run(model, args)
 
     def backward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run the backward graph on `args`, which is emptied."""
-        return self.programs[Direction.BACKWARD, Variant.COLD].run(args)
+        return self.programs[Direction.BACKWARD, Variant.COLD].run(self._living_model(), args)
 
-    def _prepare(self, direction: Direction) -> Variant:
+    def _living_model(self) -> ShardedModel:
+        model = self._model()
+        if model is None:
+            raise FcdpError("the sharded model no longer exists; its compiled function outlived it")
+        return model
+
+    def _prepare(self, model: ShardedModel) -> Variant:
         """Agree with the other ranks, refresh what must be valid before the start, choose the variant."""
-        model = self.model
         relevant = [self._buckets[i] for i in (*self.plan.refresh, *self._gathers)]
         stale = model.stale(relevant, self._digest, lambda: to_json(self.plan))
         in_graph = [b for b in stale if b.id in self._gathers]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 
-_PRELOAD = ["torch", "torch._dynamo", "transformers", "peft", "fcdp_compile.backend", "tests.distributed.models"]
+_PRELOAD = ["torch", "transformers", "peft", "fcdp_compile.backend", "tests.distributed.models"]
 TIMEOUT_S = 150.0
 
 
@@ -77,7 +77,7 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
         ready = wait(list(open_pipes), timeout=10.0 if errors else timeout_s)
         if not ready:
             late = sorted(open_pipes.values())
-            errors |= {rank: "did not answer in time" for rank in late}
+            errors |= dict.fromkeys(late, "did not answer in time")
             break
         for pipe in ready:
             rank = open_pipes.pop(pipe)  # type: ignore[arg-type]
