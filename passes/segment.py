@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fcdp_compile.ops import EXPLICIT
 
@@ -41,7 +43,8 @@ def _extract(gm: GraphModule, run: list[Node], name: str) -> None:
     inner = Graph()
     env: dict[Node, Node] = {}
     inputs: dict[Node, None] = {}
-    for outer in (a for node in run for a in node.all_input_nodes if a not in inside):
+    taken = [a for node in run for a in node.all_input_nodes if a not in inside]
+    for outer in [*_symbols(gm.graph, [*taken, *run]), *taken]:
         if outer.op != "get_attr":
             inputs[outer] = None
     for outer in inputs:
@@ -63,6 +66,21 @@ def _extract(gm: GraphModule, run: list[Node], name: str) -> None:
     _take_results(gm.graph, call, results, inside)
     for node in reversed(run):
         gm.graph.erase_node(node)
+
+
+def _symbols(graph: Graph, nodes: list[Node]) -> list[Node]:
+    """The graph's inputs that are the symbols in the sizes of `nodes`.
+
+    A compiler cannot solve an input of size 2*s for s; a segment is told every symbol it reads.
+    """
+    needed = {s for n in nodes if "val" in n.meta for s in free_symbols(n.meta["val"])}
+    return [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(val := node.meta.get("val"), torch.SymInt)
+        and val.node.expr.is_symbol
+        and val.node.expr in needed
+    ]
 
 
 def _take_results(graph: Graph, call: Node, results: list[Node], inside: set[Node]) -> None:
