@@ -56,6 +56,10 @@ def fcdp(
     Raises: ValueError or TypeError for bad options, UnshardedParameterError for a parameter that `shard` has
     not seen while several processes run.
     """
+    if mode not in (None, "default"):
+        raise ValueError(
+            f"backend 'fcdp' takes no mode={mode!r}; leave it out and use options={{...}} instead"
+        )
     checked = Options.parse({**(options or {}), **more})
     _refuse_unsharded(gm, example_inputs)
     return _Compilation(checked, example_inputs).compile(gm, example_inputs)
@@ -181,9 +185,7 @@ class _Compilation:
         for (of, variant), lowered in self._lowered.items():
             if of is direction:
                 names = [str(n.target) for n in lowered.graph.find_nodes(op="call_module")]
-                segments = {
-                    name: self._compute.compile(lowered.get_submodule(name)) for name in names
-                }
+                segments = {name: self._compute.compile(getattr(lowered, name)) for name in names}
                 bound.programs[of, variant] = Program(lowered, segments, buckets)
         if direction is Direction.BACKWARD:
             return _as_boxed(bound.backward)
@@ -241,7 +243,7 @@ def _only_loaded(placed: GraphModule, ctx: PassContext) -> list[int]:
 def _clone(gm: GraphModule) -> GraphModule:
     graph = Graph()
     env: dict[Node, Node] = {}
-    results = graph.graph_copy(gm.graph, env)  # type: ignore[arg-type]
+    results = graph.graph_copy(gm.graph, env)
     graph.output(results)
     return GraphModule(gm, graph)
 

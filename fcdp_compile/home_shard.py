@@ -30,14 +30,14 @@ class HomeShard(DTensor):
         dtensor = DTensor.from_local(
             local, mesh, placements_of(layout), run_check=False, shape=shape, stride=stride
         )
-        return HomeShard._like(dtensor).requires_grad_(requires_grad)
+        shard = HomeShard._like(dtensor)
+        shard.requires_grad_(requires_grad)
+        return shard
 
     @staticmethod
     def _like(dtensor: DTensor) -> HomeShard:
-        shard: HomeShard = HomeShard(  # type: ignore[call-arg]
-            dtensor._local_tensor,  # type: ignore[arg-type]
-            dtensor._spec,
-            requires_grad=dtensor.requires_grad,
+        shard: HomeShard = HomeShard(  # type: ignore[no-untyped-call]
+            dtensor._local_tensor, dtensor._spec, requires_grad=dtensor.requires_grad
         )
         shard._is_param = (
             True  # what makes isinstance(shard, nn.Parameter) true for a tensor subclass
@@ -54,7 +54,7 @@ class HomeShard(DTensor):
         )
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The values without autograd, sharing memory."""
         return DTensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 

@@ -215,16 +215,20 @@ def _sharded_class(cls: type, names: tuple[str, ...], input_dtype: torch.dtype |
     return type(cls.__name__, (cls,), members)
 
 
+def _state(module: nn.Module) -> _ModuleState:
+    return module._fcdp  # type: ignore[return-value]
+
+
 def _gathering_property(name: str) -> property:
     def get(self: nn.Module) -> Tensor:
         parameter = self._parameters.get(name)
-        state = self._fcdp
+        state = _state(self)
         if parameter is None:
             raise AttributeError(f"{type(self).__name__!r} object has no parameter {name!r}")
-        if not (torch.compiler.is_compiling() or state.gate.inside):  # type: ignore[union-attr]
+        if not (torch.compiler.is_compiling() or state.gate.inside):
             return parameter
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return UNSHARD(local, state.keys[name])  # type: ignore[union-attr, index, no-any-return]
+        return UNSHARD(local, state.keys[name])  # type: ignore[no-any-return]
 
     return property(get)
 
@@ -236,15 +240,15 @@ def _forward_within_gate(
     # runs eagerly; without one the assignments cancel out and cost nothing.
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        gate = self._fcdp.gate  # type: ignore[union-attr]
+        gate = _state(self).gate
         was_inside = gate.inside
-        gate.inside = True  # type: ignore[union-attr]
+        gate.inside = True
         try:
             if input_dtype is not None:
                 args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
             return inner(self, *args, **kwargs)
         finally:
-            gate.inside = was_inside  # type: ignore[union-attr]
+            gate.inside = was_inside
 
     return forward
 

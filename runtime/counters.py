@@ -31,7 +31,12 @@ class Counters:
         self.calls[name] = self.calls.get(name, 0) + 1
 
     def end_step(self) -> None:
-        """An optimizer has stepped: what was counted since the last time is the last step."""
+        """An optimizer has stepped: what was counted since the last time is the last step.
+
+        A second optimizer that steps right after the first one, with nothing moved between, ends no step.
+        """
+        if self.steps and self.sent == self._mark:
+            return
         self.last_step = {k: n - self._mark.get(k, 0) for k, n in self.sent.items()}
         self._mark = dict(self.sent)
         self.steps += 1

@@ -86,13 +86,14 @@ class Program:
         if node.target in ops.EXPLICIT:
             return self._bind_explicit(node)
         function: Any = node.target  # what is left is a getitem on a segment's results
+        source: Any
         source, index = node.args
-        at = self._place[source]  # type: ignore[index]
+        at = self._place[source]
         return lambda values: function(values[at], index)
 
     def _bind_segment(self, node: Node) -> _Call:
         segment = self._segments[str(node.target)]
-        places = [self._place[a] for a in node.args]  # type: ignore[index]
+        places = [self._place[a] for a in node.args]
         last = {p for p in places if self._dies_at(node, p)}
 
         def call(values: list[Any]) -> Any:
