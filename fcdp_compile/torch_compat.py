@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
@@ -25,7 +24,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 __all__ = [
     "CheckpointPolicy",
     "OpOverload",
-    "all_gather_single",
     "aot_autograd",
     "boxed",
     "compile_with_inductor",
@@ -34,15 +32,9 @@ __all__ = [
     "is_opaque",
     "joint_graph_passes",
     "min_cut_rematerialization_partition",
-    "reduce_scatter_single",
     "saved_output_descriptor",
     "tree_map_only",
 ]
-
-
-# torch 2.13 renamed them and warns of the older names, the only ones of 2.11.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def is_opaque(node: Node) -> bool:
@@ -76,6 +68,12 @@ def joint_graph_passes(joint: GraphModule) -> GraphModule:
 
 def compile_with_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Compile an ATen graph of fake inputs; its outputs must be a tuple."""
+    # Inductor may choose other strides for results that it takes to be nobody's; another segment was traced
+    # with, and checks for, these.
+    output = gm.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, tuple), results
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
     # Without a tracing context of its own a segment would report its output strides as the whole graph's.
     with tracing(None), V.set_fake_mode(_fake_mode_of(gm)):
         compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs))

@@ -22,6 +22,7 @@ def segment(gm: GraphModule) -> GraphModule:
     Requires: `lower`.
     Leaves: placeholders, explicit nodes, calls of segments, getitems of their results, the output.
     """
+    _raise_getitems(gm.graph)
     runs: list[list[Node]] = [[]]
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or node.target in EXPLICIT:
@@ -36,6 +37,15 @@ def segment(gm: GraphModule) -> GraphModule:
     gm.graph.lint()
     gm.recompile()
     return gm
+
+
+def _raise_getitems(graph: Graph) -> None:
+    """Move each getitem behind the node it takes from: a compiled segment cannot return a tuple of one op."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is operator.getitem:
+            source = node.args[0]
+            if isinstance(source, Node) and source.op == "call_function":
+                source.append(node)
 
 
 def _extract(gm: GraphModule, run: list[Node], name: str) -> None:

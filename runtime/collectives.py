@@ -10,7 +10,10 @@ from fcdp_compile.mesh import Topology
 from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.counters import AGREE, Counters
 from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.torch_compat import all_gather_single, reduce_scatter_single
+
+# torch 2.13 renamed these and warns of the older names, the only ones of 2.11.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 _INTER = {Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER}
 
@@ -37,7 +40,7 @@ class Collectives:
             return Pending(send.repeat(size) if size > 1 else send)
         send = send.contiguous()
         out = send.new_empty(size * send.numel())
-        work = all_gather_single(
+        work = _all_gather(
             out.view(torch.uint8), send.view(torch.uint8), group=group, async_op=True
         )
         return Pending(out, work=work, held=send)
@@ -51,9 +54,7 @@ class Collectives:
         send = send.contiguous()
         if dist.get_backend(group) == "nccl":
             shard = send.new_empty(send.numel() // size)
-            work = reduce_scatter_single(
-                shard, send, op=dist.ReduceOp.AVG, group=group, async_op=True
-            )
+            work = _reduce_scatter(shard, send, op=dist.ReduceOp.AVG, group=group, async_op=True)
             return Pending(shard, work=work, held=send)
         # Gloo's reduce_scatter is an all-reduce underneath and moves twice the bytes; all-to-all moves the
         # right ones, and leaves the sum to us.
@@ -75,7 +76,7 @@ class Collectives:
         mine = torch.tensor(words, dtype=torch.int64)
         self._counters.add(AGREE, (t.ranks - 1) * mine.nbytes)
         everyone = torch.empty(t.ranks * len(words), dtype=torch.int64)
-        all_gather_single(everyone, mine, group=t.control)
+        _all_gather(everyone, mine, group=t.control)
         rows: list[list[int]] = everyone.view(t.ranks, -1).tolist()
         return rows
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import peft
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 VOCABULARY = 199
 
@@ -25,10 +26,39 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.nothing = nn.Parameter(torch.zeros(0, 5))
 
+        self.checkpointing = False
+
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embedding(ids)
-        hidden = hidden + self.second(nn.functional.gelu(self.first(hidden))) * self.scale
+        if self.checkpointing:
+            hidden = checkpoint(self.block, hidden, use_reentrant=False)
+        else:
+            hidden = self.block(hidden)
         return self.norm(hidden) @ self.embedding.weight.t() + self.nothing.sum()
+
+    def block(self, hidden: Tensor) -> Tensor:
+        return hidden + self.second(nn.functional.gelu(self.first(hidden))) * self.scale
+
+
+class Broken(Odd):
+    """A graph break in the middle, with parameters that are used on both sides of it."""
+
+    def block(self, hidden: Tensor) -> Tensor:
+        hidden = super().block(hidden)
+        torch._dynamo.graph_break()
+        return super().block(hidden)
+
+
+class Floats(nn.Module):
+    """Floating point inputs, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 11), nn.SiLU(), nn.Linear(11, 3))
+        self.register_buffer("mean", torch.full((5,), 0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs - self.mean)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +77,11 @@ def _language_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 def _odd_loss(model: nn.Module, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def _floats_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    inputs = torch.stack([(ids * k).sin() for k in range(1, 6)], -1)
+    return model(inputs).float().square().mean()
 
 
 def llama() -> nn.Module:
@@ -78,6 +113,20 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
     )
 
 
+def gpt2_dropout() -> nn.Module:
+    return gpt2(dropout=0.1)
+
+
+def checkpointing(model: nn.Module) -> nn.Module:
+    """Recompute the model's blocks in the backward, without reentrant autograd; returns the model."""
+    for module in model.modules():
+        if isinstance(module, Odd):
+            module.checkpointing = True
+        elif isinstance(module, PreTrainedModel):
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 def with_lora(base: nn.Module, *targets: str) -> nn.Module:
     config = peft.LoraConfig(
         r=8, lora_alpha=16, target_modules=list(targets), init_lora_weights=False
@@ -99,11 +148,14 @@ def odd_lora() -> nn.Module:
 
 
 CASES: dict[str, Case] = {
+    "broken": Case(model=Broken, loss=_odd_loss, vocabulary=17),
+    "floats": Case(model=Floats, loss=_floats_loss, vocabulary=17),
     "odd": Case(model=Odd, loss=_odd_loss, vocabulary=17),
     "odd-lora": Case(model=odd_lora, loss=_odd_loss, vocabulary=17),
     "llama": Case(model=llama, loss=_language_loss, vocabulary=VOCABULARY),
     "llama-lora": Case(model=llama_lora, loss=_language_loss, vocabulary=VOCABULARY),
     "gpt2": Case(model=gpt2, loss=_language_loss, vocabulary=VOCABULARY),
+    "gpt2-dropout": Case(model=gpt2_dropout, loss=_language_loss, vocabulary=VOCABULARY),
     "gpt2-lora": Case(model=gpt2_lora, loss=_language_loss, vocabulary=VOCABULARY),
 }
 
