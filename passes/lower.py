@@ -58,7 +58,7 @@ def _merge_unshards(graph: Graph) -> None:
         kept = first.setdefault(node.args[1], node)
         if kept is not node:
             node.replace_all_uses_with(kept)
-            graph.erase_node(node)
+            _erase_unused([node])
 
 
 def _sink_unshards(graph: Graph) -> None:
@@ -68,7 +68,7 @@ def _sink_unshards(graph: Graph) -> None:
         if node.users:
             min(node.users, key=order.__getitem__).prepend(node)
         else:
-            graph.erase_node(node)
+            _erase_unused([node])
 
 
 def _by_bucket(graph: Graph) -> dict[Bucket, list[Node]]:
@@ -159,13 +159,13 @@ def _gather(
     for node, param in zip(unshards, used, strict=True):
         param.meta |= {k: v for k, v in node.meta.items() if k != META}
         node.replace_all_uses_with(param)
-        graph.erase_node(node)
+        _erase_unused([node])
     _erase_unused([p for p in full if not p.users])
     _free(graph, bucket, used)
 
 
 def _erase_unused(nodes: list[Node]) -> None:
-    """Drop what was unpacked for nobody, and the views that only it needed."""
+    """Drop what is computed for nobody, and the views that only it needed."""
     for node in nodes:
         if not node.users and node.op == "call_function" and node.target not in ops.EXPLICIT:
             inputs = node.all_input_nodes
