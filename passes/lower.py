@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -195,6 +196,8 @@ def _uses_of_storage(node: Node) -> list[Node]:
 
 def is_view(node: Node) -> bool:
     """Whether a node's result shares memory with an argument."""
+    if node.target is operator.getitem:  # a piece of what split, unbind or chunk return
+        return is_view(node.all_input_nodes[0])
     if not isinstance(node.target, OpOverload):
         return False
     if node.target is torch.ops.aten._unsafe_view.default:
