@@ -236,7 +236,7 @@ def _reduce_bucket(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassC
     grads: list[Node] = [n.args[0] for n in members]  # type: ignore[misc]
     order = {n: i for i, n in enumerate(graph.nodes)}
     last = max(grads, key=order.__getitem__)
-    with graph.inserting_before(_after_placeholders(last)):
+    with graph.inserting_before(_after(last)):
         (buffer,) = inline(graph, lambda g: [pack_grads(g, layouts, dtype)], grads)
         if ctx.ranks_per_node > 1:
             elements = slot * ctx.nodes
@@ -255,9 +255,9 @@ def _reduce_bucket(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassC
         graph.erase_node(node)
 
 
-def _after_placeholders(node: Node) -> Node:
-    """The first place after `node` where something other than an input may stand."""
+def _after(node: Node) -> Node:
+    """The first place after `node`, the inputs, and the frees of what it was the last to use."""
     following = node.next
-    while following.op == "placeholder":
+    while following.op == "placeholder" or following.target is ops.free:
         following = following.next
     return following
