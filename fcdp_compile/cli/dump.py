@@ -98,7 +98,11 @@ def _format_plan(path: Path, plan: Plan) -> str:
     )
     refresh = fold_numbers(sorted(plan.refresh)) or "none"
     sections = [header, _format_buckets(plan), f"refresh before a forward: {refresh}"]
-    sections += [_format_schedule(schedule) for schedule in plan.schedules]
+    directions = [schedule.direction for schedule in plan.schedules]
+    sections += [
+        _format_schedule(schedule, has_variants=directions.count(schedule.direction) > 1)
+        for schedule in plan.schedules
+    ]
     return "\n\n".join(sections)
 
 
@@ -131,8 +135,8 @@ def _sizes(slot_bytes: int, plan: Plan) -> tuple[str, ...]:
     return tuple(_mib(b) for b in (slot_bytes, node_bytes, node_bytes * plan.ranks_per_node))
 
 
-def _format_schedule(schedule: Schedule) -> str:
-    title = f"{schedule.direction.value} {schedule.variant.value}"
+def _format_schedule(schedule: Schedule, *, has_variants: bool) -> str:
+    title = schedule.direction.value + (f" {schedule.variant.value}" if has_variants else "")
     headers = ("step", "kind", "lane", "bucket", "bytes", "waits for", "label")
     rows = [_step_row(step) for step in schedule.steps]
     moved = sum(step.bytes for step in schedule.steps)

@@ -1,0 +1,154 @@
+"""Run lowered graphs of all ranks in one process, in lockstep, with collectives made of `torch.cat`.
+
+An interpreter of a few lines that shares nothing with the runtime.  It insists that all ranks meet in the
+same collectives, that every pending step is waited for once, and that nothing freed is read again: `free`
+fills buffers with nonsense.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from fcdp_compile import ops
+
+Call = tuple[Any, int, Tensor]
+_NONSENSE = 1e30
+
+
+class Pending:
+    """The result of a started step, to be taken once."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result: Tensor | None = result
+
+    def wait(self) -> Tensor:
+        result, self._result = self._result, None
+        assert result is not None, "waited for twice"
+        return result
+
+    @property
+    def is_waited(self) -> bool:
+        return self._result is None
+
+
+@dataclass(slots=True)
+class Rank:
+    """What one rank keeps between graphs: node shards by bucket; and what it did."""
+
+    cache: dict[int, Tensor] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
+
+
+def run(
+    graphs: Sequence[GraphModule],
+    args: Sequence[list[Any]],
+    memories: Sequence[Rank],
+    *,
+    nodes: int,
+    ranks_per_node: int,
+) -> list[tuple[Any, ...]]:
+    """Run one graph a rank; ranks are numbered n * g + l."""
+    running = [_steps(*each) for each in zip(graphs, args, memories, strict=True)]
+    results: list[Any] = [None] * len(running)
+    inbox: list[Tensor | None] = [None] * len(running)
+    while True:
+        sent: list[Call | None] = []
+        for i, rank in enumerate(running):
+            try:
+                sent.append(rank.send(inbox[i]))
+            except StopIteration as stop:
+                sent.append(None)
+                results[i] = stop.value
+        if not any(sent):
+            return results
+        assert all(sent), "a rank finished while others communicate"
+        (step,) = {s[:2] for s in sent if s}
+        inbox = _exchange(step[0], [s[2] for s in sent if s], nodes, ranks_per_node)
+
+
+def _exchange(op: Any, sent: list[Tensor], nodes: int, per_node: int) -> list[Tensor | None]:
+    received: list[Tensor | None] = [None] * len(sent)
+    inter = op in (ops.inter_all_gather, ops.inter_reduce_scatter)
+    groups = (
+        [[n * per_node + p for n in range(nodes)] for p in range(per_node)]
+        if inter
+        else [[n * per_node + p for p in range(per_node)] for n in range(nodes)]
+    )
+    for group in groups:
+        parts = [sent[r] for r in group]
+        for position, r in enumerate(group):
+            if op in (ops.inter_all_gather, ops.intra_all_gather):
+                received[r] = torch.cat(parts)
+            else:
+                mean = torch.stack(parts).sum(0) / len(parts)
+                received[r] = mean.view(len(parts), -1)[position].to(parts[0].dtype)
+    return received
+
+
+def _steps(gm: GraphModule, args: list[Any], rank: Rank) -> Generator[Call, Tensor, Any]:
+    inputs = iter(args)
+    env: dict[Node, Any] = {}
+    untouchable = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+    pending: list[Pending] = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(inputs)
+            continue
+        if node.op == "get_attr":
+            env[node] = getattr(gm, node.target)
+            continue
+        given, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.op == "output":
+            assert all(p.is_waited for p in pending), "a step was never waited for"
+            return given[0]
+        if node.op == "call_module":
+            env[node] = gm.get_submodule(node.target)(*given)
+            continue
+        if node.target in ops.EXPLICIT:
+            rank.done.append(node.target.__name__)
+        if node.target is ops.wait:
+            env[node] = given[0].wait()
+        elif node.target is ops.free:
+            for full in given:
+                if full.untyped_storage().data_ptr() not in untouchable:
+                    full.fill_(_NONSENSE)
+        elif node.target is ops.store:
+            rank.cache[kwargs["bucket"]] = given[0].clone()
+            pending.append(Pending(given[0]))
+            env[node] = pending[-1]
+        elif node.target is ops.load:
+            pending.append(Pending(rank.cache[kwargs["bucket"]].clone()))
+            env[node] = pending[-1]
+        elif node.target is ops.stamp:
+            env[node] = torch.tensor(given[0])
+        elif node.target is ops.check:
+            assert given[0].tolist() == list(given[1])
+        elif node.target in ops.EXPLICIT:
+            received = yield node.target, kwargs["bucket"], given[0].clone()
+            pending.append(Pending(received))
+            env[node] = pending[-1]
+        else:
+            env[node] = node.target(*given, **kwargs)
+
+
+def cut(full: Tensor, dim: int | None, nodes: int, per_node: int) -> list[Tensor]:
+    """The home shards of every rank n * g + l: cut over places, then over nodes, as torch.chunk cuts."""
+    if dim is None:
+        return [full.clone() for _ in range(nodes * per_node)]
+
+    def pieces(tensor: Tensor, count: int) -> list[Tensor]:
+        size = max(1, math.ceil(tensor.shape[dim] / count))
+        bounds = [min(i * size, tensor.shape[dim]) for i in range(count + 1)]
+        return [tensor.narrow(dim, a, b - a) for a, b in pairwise(bounds)]
+
+    by_place = [pieces(p, nodes) for p in pieces(full, per_node)]
+    return [by_place[p][n].clone() for n in range(nodes) for p in range(per_node)]

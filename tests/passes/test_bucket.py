@@ -1,0 +1,205 @@
+"""Which parameters travel together, and under which number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from builders_graph import (
+    GraphBuilder,
+    Where,
+    calls,
+    key_of,
+    make_context,
+    make_spec,
+    make_specs,
+    toy_forward,
+)
+from builders_plan import ranks, shapes
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.passes.bucket import bucket, buckets_of
+from fcdp_compile.passes.context import META, use_of
+from fcdp_compile.plan import Direction, Tier
+
+WHERE = Where()
+SHAPES = {"a": (4, 4), "big": (64, 16), "b": (8,), "c": (4, 8)}
+
+
+def names(gm):
+    return [[p.name for p in b.params] for b in buckets_of(gm)]
+
+
+def test_small_parameters_share_and_big_ones_travel_alone() -> None:
+    specs = make_specs(SHAPES, WHERE)
+    gm = bucket(toy_forward(specs), make_context(specs, WHERE, bucket_bytes=1024))
+    assert names(gm) == [["a", "b", "c"], ["big"]]
+    assert [b.id for b in buckets_of(gm)] == [0, 1]
+    assert "fills a bucket alone" in buckets_of(gm)[1].why
+
+
+@pytest.mark.parametrize(("bucket_bytes", "groups"), [(96, [["a", "b"]]), (97, [["a", "b", "c"]])])
+def test_a_bucket_is_full_at_exactly_its_size(bucket_bytes: int, groups: list[list[str]]) -> None:
+    specs = make_specs({"a": (4, 4), "b": (8,), "c": (4,)}, WHERE)  # 64, 32 and 16 bytes
+    gm = bucket(toy_forward(specs), make_context(specs, WHERE, bucket_bytes=bucket_bytes))
+    assert names(gm)[:1] == groups
+
+
+def test_numbers_follow_first_use_and_not_the_order_of_inputs() -> None:
+    specs = make_specs(SHAPES, WHERE)
+    gm = toy_forward(specs, uses=["c", "big", "a", "c", "b"])
+    assert names(bucket(gm, make_context(specs, WHERE, bucket_bytes=1024))) == [
+        ["c", "a", "b"],
+        ["big"],
+    ]
+
+
+def test_frozen_and_trainable_and_dtypes_travel_apart() -> None:
+    specs = make_specs({"a": (4,), "frozen": (4,), "b": (4,)}, WHERE)
+    half = make_spec("half", (4,), WHERE, gathers=torch.bfloat16)
+    wide = make_spec("wide", (4,), WHERE, reduces=torch.float64)
+    specs |= {half.key: half, wide.key: wide}
+    gm = bucket(toy_forward(specs), make_context(specs, WHERE, frozen=["frozen"]))
+    assert names(gm) == [["a", "b"], ["frozen"], ["half"], ["wide"]]
+    made = buckets_of(gm)
+    assert [b.frozen for b in made] == [False, True, False, False]
+    assert [(b.dtype, b.itemsize) for b in made[2:]] == [("bfloat16", 2), ("float32", 4)]
+    assert [(b.reduce_dtype, b.reduce_itemsize) for b in made[2:]] == [
+        ("bfloat16", 2),
+        ("float64", 8),
+    ]
+
+
+def test_every_use_of_a_key_has_the_same_bucket() -> None:
+    specs = make_specs({"a": (4,), "b": (4,)}, WHERE)
+    gm = bucket(toy_forward(specs, uses=["a", "b", "a"]), make_context(specs, WHERE))
+    nodes = calls(gm, UNSHARD)
+    assert len(nodes) == 3
+    assert len({use_of(n).bucket for n in nodes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tier"), [("zero3", Tier.NONE), ("zero++", Tier.GPU), ("fcdp", Tier.HOST)]
+)
+def test_the_strategy_names_the_tier_and_the_reason(strategy: str, tier: Tier) -> None:
+    specs = make_specs({"a": (4,)}, WHERE)
+    (made,) = buckets_of(bucket(toy_forward(specs), make_context(specs, WHERE, strategy=strategy)))
+    assert made.tier is tier
+    assert made.why
+
+
+def test_one_node_caches_nothing_and_says_so() -> None:
+    where = Where(nodes=1)
+    specs = make_specs({"a": (4,)}, where)
+    (made,) = buckets_of(bucket(toy_forward(specs), make_context(specs, where)))
+    assert made.tier is Tier.NONE
+    assert "one node" in made.why
+
+
+def test_only_records_are_left_behind() -> None:
+    specs = make_specs(SHAPES, WHERE)
+    gm = toy_forward(specs)
+    before = str(gm.graph)
+    bucket(gm, make_context(specs, WHERE))
+    assert str(gm.graph) == before
+    marked = [n for n in gm.graph.nodes if META in n.meta]
+    assert marked == calls(gm, UNSHARD)
+    assert len(marked) == 4
+
+
+def test_a_graph_without_parameters_stays_as_it_is() -> None:
+    b = GraphBuilder({})
+    gm = b.finish(b.call(torch.ops.aten.relu.default, b.input("x", (2,))))
+    before = str(gm.graph)
+    assert bucket(gm, make_context({}, WHERE)) is gm
+    assert str(gm.graph) == before
+    assert not any(META in n.meta for n in gm.graph.nodes)
+
+
+def test_two_runs_give_equal_buckets() -> None:
+    specs = make_specs(SHAPES, WHERE)
+    ctx = make_context(specs, WHERE, bucket_bytes=100)
+    assert repr(buckets_of(bucket(toy_forward(specs), ctx))) == repr(
+        buckets_of(bucket(toy_forward(specs), ctx))
+    )
+
+
+class TestKnown:
+    """A parameter stays in its bucket where that is possible."""
+
+    specs = make_specs({"a": (4,), "b": (4,), "c": (4,)}, WHERE)
+
+    def first(self, strategy: str):
+        gm = bucket(
+            toy_forward(self.specs, uses=["a", "b"]),
+            make_context(self.specs, WHERE, strategy=strategy),
+        )
+        (made,) = buckets_of(gm)
+        return made, {key_of("a"): (made,), key_of("b"): (made,)}
+
+    def again(self, strategy: str, uses: list[str], **more):
+        _, known = self.first(strategy)
+        ctx = make_context(self.specs, WHERE, strategy=strategy, known=known, next_bucket=1, **more)
+        return bucket(toy_forward(self.specs, uses=uses), ctx)
+
+    @pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
+    def test_whole_buckets_are_kept_and_new_ones_numbered_behind(self, strategy: str) -> None:
+        gm = self.again(strategy, ["b", "c", "a"])
+        assert [(b.id, [p.name for p in b.params]) for b in buckets_of(gm)] == [
+            (0, ["a", "b"]),
+            (1, ["c"]),
+        ]
+
+    @pytest.mark.parametrize(("strategy", "kept"), [("zero3", 1), ("zero++", 1), ("fcdp", 0)])
+    def test_a_forward_with_a_part_keeps_it_if_it_can_load_it(
+        self, strategy: str, kept: int
+    ) -> None:
+        (made,) = buckets_of(self.again(strategy, ["b"]))
+        assert made.id == kept
+
+    @pytest.mark.parametrize(("strategy", "kept"), [("zero3", 1), ("zero++", 0), ("fcdp", 0)])
+    def test_so_does_a_backward(self, strategy: str, kept: int) -> None:
+        (made,) = buckets_of(self.again(strategy, ["b"], direction=Direction.BACKWARD))
+        assert made.id == kept
+
+    @pytest.mark.parametrize("frozen", [["a"], ["a", "b"]])
+    def test_freezing_makes_new_ones(self, frozen: list[str]) -> None:
+        gm = self.again("fcdp", ["a", "b"], frozen=frozen)
+        assert 0 not in [b.id for b in buckets_of(gm)]
+        assert all(b.frozen == all(p.name in frozen for p in b.params) for b in buckets_of(gm))
+
+    def test_a_backward_finds_the_bucket_it_made_before(self) -> None:
+        made, known = self.first("zero3")
+        own = replace(made, id=5, params=made.params[1:])
+        known[key_of("b")] = (made, own)
+        ctx = make_context(self.specs, WHERE, strategy="zero3", known=known, next_bucket=6)
+        ctx = replace(ctx, direction=Direction.BACKWARD)
+        assert buckets_of(bucket(toy_forward(self.specs, uses=["b"]), ctx)) == [own]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(shapes, min_size=1, max_size=6), ranks, st.integers(1, 2000), st.data())
+def test_every_parameter_is_in_one_bucket_with_its_slot_behind_the_others(
+    drawn: list[tuple[int, ...]], size: tuple[int, int], bucket_bytes: int, data: st.DataObject
+) -> None:
+    where = Where(nodes=size[0], ranks_per_node=size[1])
+    specs = make_specs({f"p{i}": s for i, s in enumerate(drawn)}, where)
+    frozen = data.draw(st.sets(st.sampled_from([s.name for s in specs.values()])))
+    gm = toy_forward(specs)
+    made = buckets_of(
+        bucket(gm, make_context(specs, where, frozen=frozen, bucket_bytes=bucket_bytes))
+    )
+    assert sorted(p.name for b in made for p in b.params) == sorted(s.name for s in specs.values())
+    for b in made:
+        assert {p.name in frozen for p in b.params} == {b.frozen}
+        offset = 0
+        for p in b.params:
+            assert p.offset == offset
+            offset += p.layout.slot_elements
+        assert b.slot_elements == offset
+        full = [p.layout.slot_elements * p.layout.ranks * b.itemsize for p in b.params]
+        assert sum(full[:-1]) < bucket_bytes
+        assert len(b.params) == 1 or max(full) < bucket_bytes

@@ -1,0 +1,96 @@
+"""The generations that a forward hands to its backward."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from builders_graph import (
+    GraphBuilder,
+    Where,
+    calls,
+    lower_toy,
+    make_context,
+    make_specs,
+    toy_backward,
+    toy_forward,
+)
+from fcdp_compile import ops
+from fcdp_compile.passes.bucket import bucket, buckets_of
+from fcdp_compile.passes.stamp import stamp
+from fcdp_compile.plan import Variant
+
+WHERE = Where()
+SHAPES = {"a": (4, 4), "b": (64, 8)}
+
+
+def stamped():
+    specs = make_specs(SHAPES, WHERE)
+    ctx = make_context(specs, WHERE, bucket_bytes=512)
+    fw, bw = bucket(toy_forward(specs), ctx), bucket(toy_backward(specs), ctx)
+    stamp(fw, bw, num_fwd_outputs=1)
+    return fw, bw
+
+
+def test_forward_returns_what_the_backward_takes_in_the_same_place() -> None:
+    fw, bw = stamped()
+    (made,) = calls(fw, ops.stamp)
+    (checked,) = calls(bw, ops.check)
+    ids = tuple(b.id for b in buckets_of(bw))
+    assert len(ids) == 2
+    assert made.args == (ids,)
+    assert checked.args[1] == ids
+    saved = list(fw.graph.output_node().args[0])[1:]
+    inputs = bw.graph.find_nodes(op="placeholder")
+    assert saved[-1] is made
+    assert inputs.index(checked.args[0]) == saved.index(made)
+    assert inputs[-1].name == "tangent"
+    assert (made.meta["val"].dtype, made.meta["val"].shape) == (torch.int64, (2,))
+
+
+def test_the_check_comes_before_anything_else() -> None:
+    _, bw = stamped()
+    first = next(n for n in bw.graph.nodes if n.op != "placeholder")
+    assert first.target is ops.check
+
+
+def test_it_stands_behind_tensors_and_before_symbols() -> None:
+    specs = make_specs({"a": (4, 4)}, WHERE)
+    ctx = make_context(specs, WHERE)
+    with FakeTensorMode():
+        number = torch.empty(()).numel()  # what a symbol's value is: not a tensor
+    f = GraphBuilder(specs)
+    shard, size = f.shard("a"), f.input("size")
+    size.meta["val"] = number
+    full = f.unshard(shard, "a")
+    fw = f.finish(full, shard, size)
+    b = GraphBuilder(specs)
+    size, shard, tangent = b.input("size"), b.shard("a"), b.input("tangent", (4, 4))
+    size.meta["val"] = number
+    grad = b.call(torch.ops.aten.mul.Tensor, b.unshard(shard, "a"), tangent)
+    bw = b.finish(b.reduce_grad(grad, "a"), None)
+    stamp(bucket(fw, ctx), bucket(bw, ctx), num_fwd_outputs=1)
+    names = [n.name for n in fw.graph.output_node().args[0][1:]]
+    assert names == ["shard_a", "stamp", "size"]
+    inputs = [n.name for n in bw.graph.find_nodes(op="placeholder")]
+    assert inputs == ["size", "shard_a", "generations", "tangent"]
+
+
+def test_a_backward_that_gathers_nothing_needs_no_stamp() -> None:
+    specs = make_specs({"a": (4, 4)}, WHERE)
+    fw = bucket(toy_forward(specs), make_context(specs, WHERE))
+    b = GraphBuilder(specs)
+    bw = b.finish(b.reduce_grad(b.input("tangent", (4, 4)), "a"))
+    before = str(fw.graph), str(bw.graph)
+    stamp(fw, bw, num_fwd_outputs=1)
+    assert (str(fw.graph), str(bw.graph)) == before
+
+
+def test_both_variants_stamp_and_only_the_backward_checks() -> None:
+    made = lower_toy(SHAPES, WHERE)
+    counts = {
+        key: (len(calls(gm, ops.stamp)), len(calls(gm, ops.check)))
+        for key, gm in made.graphs.items()
+    }
+    assert [made.forward(v) in made.graphs.values() for v in Variant] == [True, True]
+    assert sorted(counts.values()) == [(0, 1), (1, 0), (1, 0)]
