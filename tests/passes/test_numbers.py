@@ -22,7 +22,7 @@ from tests.passes import lockstep
 COLD, WARM = Variant.COLD, Variant.WARM
 STRATEGIES = ("zero3", "zero++", "fcdp")
 
-quick = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Cluster:
