@@ -20,7 +20,8 @@ def segment(gm: GraphModule) -> GraphModule:
     can be compiled on its own, and compiled once if another is equal to it.
 
     Requires: `lower`.
-    Leaves: placeholders, explicit nodes, calls of segments, getitems of their results, the output.
+    Leaves: placeholders, explicit nodes, calls of segments, getitems of their results, constants that are
+    results themselves, the output.
     """
     _raise_getitems(gm.graph)
     runs: list[list[Node]] = [[]]

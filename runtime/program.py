@@ -83,6 +83,11 @@ class Program:
     def _bind(self, node: Node) -> _Call:
         if node.op == "call_module":
             return self._bind_segment(node)
+        if (
+            node.op == "get_attr"
+        ):  # a constant that is a result, such as the DeviceMesh of a gradient
+            constant = getattr(node.graph.owning_module, str(node.target))
+            return lambda values: constant
         if node.target in ops.EXPLICIT:
             return self._bind_explicit(node)
         function: Any = node.target  # what is left is a getitem on a segment's results
