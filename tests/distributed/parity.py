@@ -1,0 +1,181 @@
+"""Train a sharded model beside plain replicated ones, in every rank's process, and compare.
+
+The reference owes nothing to fcdp: each rank holds an unsharded copy of the model, runs every rank's batch
+through it and averages the gradients itself.
+
+[Note: tolerances]
+fp32: 1e-5 relative.  A loss is compared to itself; a gradient or parameter elementwise to the tensor's
+largest element, because sums in another order err by a fraction of their largest terms.  The floors say
+below which largest element a tensor counts as zero: gradients that are zero in exact arithmetic (a bias
+that softmax cancels) are rounding noise of about 1e-9.  For the same reason AdamW's eps is not its default
+of 1e-8: that would blow such noise up to full steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import fcdp_compile
+from tests.distributed.models import CASES, batch, checkpointing
+
+RELATIVE = 1e-5
+GRADIENT_FLOOR, PARAMETER_FLOOR = 1e-3, 1e-2  # see [Note: tolerances]
+LEARNING_RATE, EPSILON = 1e-3, 1e-5
+BUCKET_MB = 0.05  # several buckets even in these small models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One training run: compute None is the uncompiled model."""
+
+    case: str
+    compute: str | None = "eager"
+    strategy: str = "fcdp"
+    is_checkpointed: bool = False
+    steps: int = 20
+    gradients_compared: int = 3
+
+
+def rank_and_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
+    return (0, 1) if mesh is None else (dist.get_rank(), dist.get_world_size())
+
+
+def build(trial: Trial) -> nn.Module:
+    torch.manual_seed(0)
+    model = CASES[trial.case].model()
+    return checkpointing(model) if trial.is_checkpointed else model
+
+
+def compile_with(model: nn.Module, compute: str | None, **options: Any) -> Callable[..., Any]:
+    if compute is None:
+        return model
+    return torch.compile(
+        model, backend="fcdp", options={"compute": compute, "bucket_mb": BUCKET_MB, **options}
+    )
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of the full shape, whether it is sharded or not."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {n: whole(p) for n, p in model.named_parameters()}
+
+
+class Replica:
+    """Plain training on every rank's batch, in this process alone."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor]) -> None:
+        self.model = copy.deepcopy(model)
+        self._loss = loss
+        self._optimizer = adamw(self.model)
+
+    def backward(self, batches: Sequence[Tensor]) -> list[float]:
+        """Leave the gradients, averaged over the batches, in the model; returns each batch's loss."""
+        losses = []
+        for ids in batches:
+            loss = self._loss(self.model, ids)
+            (loss / len(batches)).backward()
+            losses.append(loss.item())
+        return losses
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def check_trial(mesh: DeviceMesh | None, trial: Trial) -> None:
+    """Train both, and compare losses at every step, gradients at first and parameters at last."""
+    fresh()
+    case = CASES[trial.case]
+    rank, ranks = rank_and_ranks(mesh)
+    model = build(trial)
+    replica = Replica(model, case.loss)
+    fcdp_compile.shard(model, mesh, strategy=trial.strategy)
+    net = compile_with(model, trial.compute)
+    optimizer = adamw(model)
+    for step in range(trial.steps):
+        batches = [batch(case, step=step, rank=r) for r in range(ranks)]
+        loss = case.loss(net, batches[rank])
+        loss.backward()
+        expected = replica.backward(batches)[rank]
+        about = f"{trial}, step {step}"
+        assert abs(loss.item() - expected) <= RELATIVE * abs(expected), (
+            f"{about}: loss {loss.item()}, expected {expected}"
+        )
+        if step < trial.gradients_compared:
+            check_close(about, gradients(model), gradients(replica.model), floor=GRADIENT_FLOOR)
+        optimizer.step()
+        optimizer.zero_grad()
+        replica.step()
+    check_close(f"{trial}, at last", values(model), values(replica.model), floor=PARAMETER_FLOOR)
+
+
+def check_trials(mesh: DeviceMesh | None, trials: Iterable[Trial]) -> None:
+    """One process group and one warm interpreter for many trials: starting them takes longer."""
+    for trial in trials:
+        check_trial(mesh, trial)
+
+
+def fresh() -> None:
+    """Forget compiled code and what it held."""
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def check_close(
+    about: str,
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    *,
+    floor: float,
+    relative: float = RELATIVE,
+) -> None:
+    assert actual.keys() == expected.keys(), f"{about}: {actual.keys() ^ expected.keys()}"
+    for name, value in expected.items():
+        assert actual[name].shape == value.shape, f"{about}: shape of {name}"
+        assert actual[name].dtype == value.dtype, f"{about}: dtype of {name}"
+        if not value.numel():
+            continue
+        error = (actual[name] - value).abs().max().item()
+        largest = max(value.abs().max().item(), floor)
+        assert error <= relative * largest, (
+            f"{about}: {name} differs by {error:.2e}, {error / largest:.1e} of its largest element"
+        )
+
+
+def check_equal(about: str, actual: Any, expected: Any) -> None:
+    """Bitwise."""
+    assert actual.keys() == expected.keys(), f"{about}: {actual.keys() ^ expected.keys()}"
+    different = [n for n in expected if not torch.equal(actual[n], expected[n])]
+    assert not different, f"{about}: {different} differ"
+
+
+def product(**axes: Sequence[Any]) -> list[Trial]:
+    """A trial for each combination."""
+    return [
+        Trial(**dict(zip(axes, chosen, strict=True)))
+        for chosen in itertools.product(*axes.values())
+    ]
