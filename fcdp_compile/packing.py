@@ -67,7 +67,7 @@ def unpack_full(full: Tensor, layouts: Sequence[ParamLayout]) -> list[Tensor]:
             params.append(mine[0].reshape(()))
             continue
         if layout.is_even:
-            flat = mine.reshape(-1)
+            flat = mine.reshape(-1).contiguous()  # slots of one element reshape to a strided view
         else:
             used = [r * layout.row_elements for r in layout.rows]
             flat = _joined([mine[i, :n] for i, n in enumerate(used) if n] or [mine[0, :0]], 0)

@@ -1,0 +1,137 @@
+"""Packing against slicing: what two all-gathers make of home shards, and two reduce-scatters of gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from builders_plan import ranks, shapes
+from fcdp_compile.layout import ParamLayout
+from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
+from tests.passes.lockstep import cut
+
+dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int8])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Parameters of one bucket on N x g ranks."""
+
+    nodes: int
+    per_node: int
+    full: list[Tensor]
+
+    @property
+    def layouts(self) -> list[ParamLayout]:
+        return [ParamLayout.of(w.shape, self.nodes, self.per_node) for w in self.full]
+
+    @property
+    def homes(self) -> list[list[Tensor]]:
+        """The shards of each rank n * g + l."""
+        cuts = [
+            cut(w, layout.dim, self.nodes, self.per_node)
+            for w, layout in zip(self.full, self.layouts, strict=True)
+        ]
+        return [list(shards) for shards in zip(*cuts, strict=True)]
+
+    def ranks_in_chunk_order(self) -> list[int]:
+        return [n * self.per_node + p for p in range(self.per_node) for n in range(self.nodes)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    nodes, per_node = draw(ranks)
+    drawn = draw(st.lists(shapes, min_size=1, max_size=4))
+    full = [torch.randint(-50, 50, s).to(draw(dtypes)) for s in drawn]
+    full = [w.mT.contiguous().mT if w.ndim > 1 and draw(st.booleans()) else w for w in full]
+    return Case(nodes=nodes, per_node=per_node, full=full)
+
+
+quick = settings(max_examples=60, deadline=None)
+
+
+@quick
+@given(cases(), dtypes)
+def test_gathered_slots_are_the_parameters(case: Case, dtype: torch.dtype) -> None:
+    slots = [pack_home(shards, case.layouts, dtype) for shards in case.homes]
+    assert {s.shape for s in slots} == {(sum(x.slot_elements for x in case.layouts),)}
+    n, g = case.nodes, case.per_node
+    node_shards = [torch.cat([slots[node * g + place] for node in range(n)]) for place in range(g)]
+    params = unpack_full(torch.cat(node_shards), case.layouts)
+    for got, want in zip(params, case.full, strict=True):
+        assert got.shape == want.shape
+        assert got.dtype == dtype
+        assert got.is_contiguous()
+        assert torch.equal(got, want.to(dtype))
+
+
+@quick
+@given(cases(), st.sampled_from([torch.float64, torch.float32]))
+def test_scattered_slots_are_the_gradients_shards(case: Case, dtype: torch.dtype) -> None:
+    buffer = pack_grads(case.full, case.layouts, dtype)
+    assert buffer.dtype == dtype
+    slots = buffer.chunk(case.nodes * case.per_node) if buffer.numel() else [buffer] * 25
+    for chunk, rank in enumerate(case.ranks_in_chunk_order()):
+        want = case.homes[rank]
+        got = unpack_grads(
+            slots[chunk],
+            case.layouts,
+            [tuple(w.shape) for w in want],
+            [w.dtype for w in want],
+        )
+        for shard, expected in zip(got, want, strict=True):
+            assert shard.dtype == expected.dtype
+            assert torch.equal(shard, expected)
+
+
+@quick
+@given(cases())
+def test_a_sum_of_packed_gradients_is_the_packed_sum(case: Case) -> None:
+    both = [pack_grads(case.full, case.layouts, torch.float64) for _ in range(2)]
+    doubled = pack_grads([w.double() * 2 for w in case.full], case.layouts, torch.float64)
+    assert torch.equal(both[0] + both[1], doubled)
+
+
+def test_slots_of_one_element_give_contiguous_parameters() -> None:
+    """A view of every other element would contradict what tracing was told of the parameter."""
+    layouts = [ParamLayout.of(s, 1, 2) for s in [(), (2,)]]
+    _, param = unpack_full(torch.arange(4.0), layouts)
+    assert param.tolist() == [1.0, 3.0]
+    assert param.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 3), (16, 2, 2)])
+def test_one_even_parameter_is_never_copied(shape: tuple[int, ...]) -> None:
+    layout = ParamLayout.of(shape, 2, 2)
+    assert layout.dim == 0
+    assert layout.is_even
+    shard = torch.randn(layout.local_shape(0, 0))
+    assert pack_home([shard], [layout], shard.dtype).data_ptr() == shard.data_ptr()
+    full = torch.randn(layout.slot_elements * 4)
+    (param,) = unpack_full(full, [layout])
+    assert param.data_ptr() == full.data_ptr()
+    grad = torch.randn(shape)
+    assert pack_grads([grad], [layout], grad.dtype).data_ptr() == grad.data_ptr()
+    slot = torch.randn(layout.slot_elements)
+    (shard,) = unpack_grads(slot, [layout], [tuple(shard.shape)], [slot.dtype])
+    assert shard.data_ptr() == slot.data_ptr()
+
+
+def test_padding_is_zero() -> None:
+    layout = ParamLayout.of(
+        (5,), 2, 2
+    )  # in slots of 2: 2 and 1 rows at the first place, 1 and 1 at the second
+    shards = cut(torch.ones(5), 0, 2, 2)
+    slots = [pack_home([s], [layout], torch.float32).tolist() for s in shards]
+    assert slots == [[1.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
+    assert pack_grads([torch.ones(5)], [layout], torch.float32).tolist() == [1, 1, 1, 0, 1, 0, 1, 0]
+
+
+def test_a_scalars_gradient_reaches_every_rank() -> None:
+    layout = ParamLayout.of((), 2, 3)
+    assert pack_grads([torch.tensor(7.0)], [layout], torch.float32).tolist() == [7.0] * 6
