@@ -1,0 +1,557 @@
+"""Every way to change a parameter: what was gathered before is not trained on afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fcdp_compile.errors import StaleParameterError
+from fcdp_compile.sharding import state_of
+from tests.distributed.beside import TOLERANCE, Beside, assert_close, sgd, whole
+from tests.distributed.models import CASES, Case, Odd, with_lora
+from tests.distributed.ranks import run
+
+pytestmark = pytest.mark.distributed
+
+STRATEGIES = ("zero3", "zero++", "fcdp")
+_OPTIONS = {
+    "bucket_mb": 300 / 2**20
+}  # several buckets, so that refreshing one and all are not the same
+
+
+# --- changes: each is applied to both models ------------------------------------------------------------
+
+
+def _weight(model: nn.Module, name: str) -> nn.Parameter:
+    """The parameter whose qualified name ends in `name`."""
+    (found,) = (p for n, p in model.named_parameters() if f".{n}".endswith(f".{name}"))
+    return found
+
+
+def _shifted(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value * 0.75 + 0.01 for name, value in model.state_dict().items()}
+
+
+def _each(pair: Beside, change: Callable[[nn.Module], Any]) -> None:
+    for model in pair.both:
+        change(model)
+
+
+def _step_with(make: Callable[..., torch.optim.Optimizer], pair: Beside, **options: Any) -> None:
+    """One optimizer step of this kind; a backward first, which changes no parameter."""
+    pair.use(lambda parameters: make(parameters, lr=0.05, **options))
+    pair.train()
+    pair.use(sgd)
+
+
+def _load_root(pair: Beside) -> None:
+    _each(pair, lambda m: m.load_state_dict(_shifted(m)))
+
+
+def _load_submodule(pair: Beside) -> None:
+    def load(model: nn.Module) -> None:
+        (inner,) = (m for n, m in model.named_modules() if n.split(".")[-1] == "second")
+        inner.load_state_dict(_shifted(inner))
+
+    _each(pair, load)
+
+
+def _in_place(pair: Beside, name: str) -> None:
+    with torch.no_grad():
+        _each(pair, lambda m: _weight(m, name).mul_(0.5))
+
+
+def _in_place_foreach(pair: Beside) -> None:
+    with torch.no_grad():
+        _each(pair, lambda m: torch._foreach_mul_([p for p in m.parameters() if p.numel()], 0.8))
+
+
+def _data_multiplied(pair: Beside, name: str) -> None:
+    _each(pair, lambda m: _weight(m, name).data.mul_(-1.5))
+
+
+def _data_added(pair: Beside, name: str) -> None:
+    def change(model: nn.Module) -> None:
+        _weight(model, name).data += 1.0
+
+    _each(pair, change)
+
+
+def _data_assigned(pair: Beside, name: str) -> None:
+    def change(model: nn.Module) -> None:
+        p = _weight(model, name)
+        p.data = p.detach() * 0.5
+
+    _each(pair, change)
+
+
+def _data_assigned_whole(pair: Beside, name: str) -> None:
+    def change(model: nn.Module) -> None:
+        p = _weight(model, name)
+        generator = torch.Generator().manual_seed(5)
+        p.data = torch.randn(p.shape, generator=generator)
+
+    _each(pair, change)
+
+
+def _local_on_one_rank(pair: Beside, name: str, by_attribute: bool) -> None:
+    mine, plain = (_weight(m, name) for m in pair.both)
+    if pair.rank == 0:  # the first chunk, which is never empty
+        with torch.no_grad():
+            (mine._local_tensor if by_attribute else mine.to_local()).mul_(-2.0).add_(1.0)
+    with torch.no_grad():
+        plain.copy_(whole(mine))
+
+
+def _local_on_all_ranks(pair: Beside, name: str) -> None:
+    with torch.no_grad():
+        _weight(pair.model, name).to_local().mul_(0.5)
+        _weight(pair.plain, name).mul_(0.5)
+
+
+def _swapped_rows(pair: Beside, name: str) -> None:
+    """A change that leaves every sum of the values as it was."""
+
+    def change(model: nn.Module) -> None:
+        p = _weight(model, name)
+        p.data = whole(p).flip(0)
+
+    _each(pair, change)
+
+
+def _freeze(pair: Beside, name: str) -> None:
+    _each(pair, lambda m: _weight(m, name).requires_grad_(False))
+    pair.use(sgd)
+    pair.train(2)
+
+
+def _unfreeze(pair: Beside, name: str) -> None:
+    _each(pair, lambda m: _weight(m, name).requires_grad_(True))
+    pair.use(sgd)
+    pair.train(2)
+
+
+def _merged(pair: Beside) -> None:
+    """Merge, compute with the merged weights, take the adapters out again."""
+    _each(pair, lambda m: m.merge_adapter())
+    compare_losses(pair)
+    pair.compare_parameters()
+    _each(pair, lambda m: m.unmerge_adapter())
+
+
+def _changed_while_merged(pair: Beside) -> None:
+    pair.train()
+    _each(pair, lambda m: m.merge_adapter())
+    compare_losses(pair)
+    _data_multiplied(pair, "second.base_layer.weight")
+    compare_losses(pair)
+    _each(pair, lambda m: m.unmerge_adapter())
+
+
+def _other_adapter(pair: Beside, name: str) -> None:
+    _each(pair, lambda m: m.set_adapter(name))
+    pair.use(sgd)
+
+
+def _changed_while_inactive(pair: Beside, name: str) -> None:
+    _data_multiplied(pair, f"first.lora_B.{name}.weight")
+    _other_adapter(pair, name)
+
+
+def _disabled(pair: Beside) -> None:
+    with pair.model.disable_adapter(), pair.plain.disable_adapter():
+        compare_losses(pair)
+    _data_multiplied(pair, "norm.weight")
+
+
+FULL: dict[str, Callable[[Beside], None]] = {
+    "sgd": partial(_step_with, torch.optim.SGD),
+    "adamw-for-loop": partial(_step_with, torch.optim.AdamW, foreach=False),
+    "adamw-foreach": partial(_step_with, torch.optim.AdamW, foreach=True),
+    "adamw-fused": partial(_step_with, torch.optim.AdamW, fused=True),
+    "load_state_dict": _load_root,
+    "load_state_dict of a submodule": _load_submodule,
+    "in place": partial(_in_place, name="first.weight"),
+    "in place, scalar": partial(_in_place, name="scale"),
+    "in place, bias": partial(_in_place, name="norm.bias"),
+    "in place, foreach": _in_place_foreach,
+    "data multiplied": partial(_data_multiplied, name="first.weight"),
+    "data added": partial(_data_added, name="first.bias"),
+    "data assigned": partial(_data_assigned, name="second.weight"),
+    "data assigned, whole tensor": partial(_data_assigned_whole, name="first.weight"),
+    "data assigned, whole scalar": partial(_data_assigned_whole, name="scale"),
+    "data assigned, rows swapped": partial(_swapped_rows, name="embedding.weight"),
+    "local tensor on all ranks": partial(_local_on_all_ranks, name="first.weight"),
+    "_local_tensor on one rank": partial(
+        _local_on_one_rank, name="second.weight", by_attribute=True
+    ),
+    "to_local() on one rank": partial(_local_on_one_rank, name="first.bias", by_attribute=False),
+    "freeze": partial(_freeze, name="first.weight"),
+    "change while frozen": partial(_data_multiplied, name="first.weight"),
+    "unfreeze": partial(_unfreeze, name="first.weight"),
+    "freeze again": partial(_freeze, name="first.weight"),
+    "change while frozen again": partial(_data_added, name="first.weight"),
+    "unfreeze again": partial(_unfreeze, name="first.weight"),
+}
+
+LORA: dict[str, Callable[[Beside], None]] = {
+    "adamw-for-loop": partial(_step_with, torch.optim.AdamW, foreach=False),
+    "adamw-foreach": partial(_step_with, torch.optim.AdamW, foreach=True),
+    "adamw-fused": partial(_step_with, torch.optim.AdamW, fused=True),
+    "load_state_dict": _load_root,
+    "load_state_dict of a submodule": _load_submodule,
+    "frozen in place": partial(_in_place, name="embedding.weight"),
+    "frozen data multiplied": partial(_data_multiplied, name="first.base_layer.weight"),
+    "frozen data added": partial(_data_added, name="first.base_layer.bias"),
+    "frozen data assigned": partial(_data_assigned, name="norm.weight"),
+    "frozen data assigned, whole": partial(_data_assigned_whole, name="embedding.weight"),
+    "frozen _local_tensor on one rank": partial(
+        _local_on_one_rank, name="embedding.weight", by_attribute=True
+    ),
+    "adapter data multiplied": partial(_data_multiplied, name="first.lora_B.default.weight"),
+    "adapter on one rank": partial(
+        _local_on_one_rank, name="first.lora_A.default.weight", by_attribute=False
+    ),
+    "merge and unmerge": _merged,
+    "change while merged": _changed_while_merged,
+    "set_adapter": partial(_other_adapter, name="other"),
+    "change while inactive": partial(_changed_while_inactive, name="default"),
+    "disable_adapter": _disabled,
+    "unfreeze": partial(_unfreeze, name="embedding.weight"),
+    "freeze": partial(_freeze, name="embedding.weight"),
+}
+
+
+def _two_adapters() -> nn.Module:
+    model = with_lora(Odd(), "first", "second")
+    model.add_adapter("other", model.peft_config["default"])  # type: ignore[operator, union-attr, index]
+    return model
+
+
+_TWO_ADAPTERS = Case(
+    model=_two_adapters, loss=CASES["odd-lora"].loss, vocabulary=CASES["odd"].vocabulary
+)
+
+
+# --- the job --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one change did on one rank.
+
+    before, after: loss on one batch.  expected: the plain model's after.  idle_bytes: all-gathered between
+    nodes by a forward without a change.  refreshed_bytes: by change and forward.  expected_bytes: slots of
+    the buckets whose parameters changed; None where a change trains or compiles on the way.
+    """
+
+    before: float
+    after: float
+    expected: float
+    idle_bytes: int
+    refreshed_bytes: int
+    expected_bytes: int | None
+
+
+def compare_losses(pair: Beside) -> tuple[float, float]:
+    loss, expected = pair.losses(1000)
+    assert_close(loss, expected, "loss")
+    return loss, expected
+
+
+def _inter(pair: Beside) -> int:
+    sent: int = pair.counters.sent.get("inter_all_gather", 0)
+    return sent
+
+
+def _slots_of_changed(pair: Beside, before: dict[str, Tensor]) -> int:
+    """What a rank must send to refresh the buckets of the parameters that differ."""
+    state = state_of(pair.model)
+    changed = [n for n, p in pair.plain.named_parameters() if not torch.equal(p, before[n])]
+    keys = {record.spec.name: key for key, record in state.records.items()}
+    buckets = {state.buckets[keys[n]] for n in changed if keys[n] in state.buckets}
+    return sum(b.slot_bytes * (state.topology.nodes - 1) for b in buckets)
+
+
+def _apply(pair: Beside, change: Callable[[Beside], None]) -> Seen:
+    pair.losses(1000)  # the last change's optimizer steps are refreshed here
+    sent = _inter(pair)
+    before, _ = pair.losses(1000)
+    idle = _inter(pair) - sent
+    values = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
+    graphs, steps = state_of(pair.model)._graphs, pair.step
+    sent = _inter(pair)
+    change(pair)
+    after, expected = pair.losses(1000)
+    refreshed = _inter(pair) - sent
+    is_simple = state_of(pair.model)._graphs == graphs and pair.step == steps
+    seen = Seen(
+        before=before,
+        after=after,
+        expected=expected,
+        idle_bytes=idle,
+        refreshed_bytes=refreshed,
+        expected_bytes=_slots_of_changed(pair, values) if is_simple else None,
+    )
+    pair.train(2)
+    pair.compare_parameters()
+    pair.forget_rounding()
+    return seen
+
+
+def _all_changes(mesh: DeviceMesh, kind: str) -> dict[str, Seen]:
+    torch._dynamo.config.recompile_limit = 64
+    case, changes = {"full": (CASES["odd"], FULL), "lora": (_TWO_ADAPTERS, LORA)}[kind]
+    pair = Beside(mesh, case, options=_OPTIONS)
+    pair.train(2)
+    seen = {}
+    for name, change in changes.items():
+        try:
+            seen[name] = _apply(pair, change)
+        except Exception as error:
+            raise AssertionError(f"change {name!r}") from error
+    return seen
+
+
+@pytest.fixture(scope="module")
+def full() -> list[dict[str, Seen]]:
+    return run(_all_changes, "full", nodes=2, ranks_per_node=2)
+
+
+@pytest.fixture(scope="module")
+def lora() -> list[dict[str, Seen]]:
+    return run(_all_changes, "lora", nodes=2, ranks_per_node=2)
+
+
+def _check(ranks: Iterable[Seen], *, changes_loss: bool = True) -> None:
+    for seen in ranks:
+        assert seen.idle_bytes == 0, "a forward without a change uses what is cached"
+        assert seen.after == pytest.approx(seen.expected, rel=TOLERANCE)
+        if changes_loss:
+            assert abs(seen.after - seen.before) > 10 * TOLERANCE * abs(seen.before)
+            assert seen.refreshed_bytes > 0
+        if seen.expected_bytes is not None:
+            assert seen.refreshed_bytes == seen.expected_bytes
+
+
+@pytest.mark.parametrize("change", FULL)
+def test_a_changed_parameter_is_gathered_again(full: list[dict[str, Seen]], change: str) -> None:
+    _check(seen[change] for seen in full)
+
+
+_SAME_LOSS = {"merge and unmerge"}  # it ends with what it began with, rounding apart
+
+
+@pytest.mark.parametrize("change", LORA)
+def test_a_changed_parameter_of_an_adapted_model_is_gathered_again(
+    lora: list[dict[str, Seen]], change: str
+) -> None:
+    _check((seen[change] for seen in lora), changes_loss=change not in _SAME_LOSS)
+    if change in _SAME_LOSS:
+        assert all(seen[change].refreshed_bytes > 0 for seen in lora)
+
+
+# --- between a forward and its backward -----------------------------------------------------------------
+
+
+def _fresh(pair: Beside) -> None:
+    """Train on: whatever a case left behind must not matter."""
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.zero_grad()
+    pair.train(2)
+    pair.compare_parameters()
+
+
+def _loss(pair: Beside, step: int) -> Tensor:
+    return pair.case.loss(pair.net, pair.data(step))
+
+
+def _gradients_at_forward(pair: Beside, *steps: int) -> None:
+    pair.plain_optimizer.zero_grad()
+    pair.plain_backward(*steps)
+
+
+def _step_between(pair: Beside) -> str:
+    """An optimizer step between forward and backward; "raised", or "forward" for the forward's gradient."""
+    loss = _loss(pair, 50)
+    loss.backward()
+    pair.plain_backward(50)
+    loss = _loss(pair, 51)
+    kept = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.plain_optimizer.step()
+    try:
+        loss.backward()
+        verdict = "forward"
+    except StaleParameterError:
+        pair.optimizer.zero_grad()
+        verdict = "raised"
+    stepped = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
+    if verdict == "forward":
+        _set_plain(pair, kept)
+        _gradients_at_forward(pair, 51)
+        pair.compare_gradients()
+        _set_plain(pair, stepped)
+    _fresh(pair)
+    return verdict
+
+
+def _set_plain(pair: Beside, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in pair.plain.named_parameters():
+            parameter.copy_(values[name])
+
+
+def _edit_between(pair: Beside, with_second_forward: bool) -> str:
+    """An edit that no version counter sees; "raised", or "forward" for the forward's gradient."""
+    kept = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
+    loss = _loss(pair, 52)
+    _each(pair, lambda m: _weight(m, "norm.weight").data.mul_(2.0))
+    if with_second_forward:
+        _loss(pair, 53)
+    edited = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
+    try:
+        loss.backward()
+        verdict = "forward"
+    except StaleParameterError:
+        pair.optimizer.zero_grad()
+        verdict = "raised"
+    if verdict == "forward":
+        _set_plain(pair, kept)
+        _gradients_at_forward(pair, 52)
+        pair.compare_gradients()
+        _set_plain(pair, edited)
+    _fresh(pair)
+    return verdict
+
+
+def _two_backwards(pair: Beside, *, first_first: bool) -> None:
+    losses = [_loss(pair, 54), _loss(pair, 55)]
+    for loss in losses if first_first else reversed(losses):
+        loss.backward()
+    _gradients_at_forward(pair, 54, 55)
+    pair.compare_gradients()
+    _fresh(pair)
+
+
+def _twice_in_one_loss(pair: Beside) -> None:
+    (_loss(pair, 56) + _loss(pair, 57)).backward()
+    _gradients_at_forward(pair, 56, 57)
+    pair.compare_gradients()
+    _fresh(pair)
+
+
+def _forward_alone(pair: Beside) -> None:
+    _loss(pair, 58)
+    _loss(pair, 59)
+    _fresh(pair)
+
+
+def _older_backward(pair: Beside) -> str:
+    """forward, step, forward, and then the first one's backward."""
+    older = _loss(pair, 60)
+    _loss(pair, 61).backward()
+    pair.plain_backward(61)
+    kept = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
+    pair.optimize()
+    stepped = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
+    newer = _loss(pair, 62)
+    try:
+        older.backward()
+        verdict = "forward"
+    except StaleParameterError:
+        verdict = "raised"
+        pair.optimizer.zero_grad()
+    if verdict == "forward":
+        _set_plain(pair, kept)
+        _gradients_at_forward(pair, 60)
+        pair.compare_gradients()
+        _set_plain(pair, stepped)
+        pair.optimizer.zero_grad()
+    newer.backward()
+    _gradients_at_forward(pair, 62)
+    pair.compare_gradients()
+    _fresh(pair)
+    return verdict
+
+
+def _between(mesh: DeviceMesh, name: str, strategy: str) -> dict[str, str]:
+    pair = Beside(mesh, CASES[name], strategy=strategy, options=_OPTIONS)
+    pair.train(2)
+    _two_backwards(pair, first_first=True)
+    _two_backwards(pair, first_first=False)
+    _twice_in_one_loss(pair)
+    _forward_alone(pair)
+    return {
+        "step": _step_between(pair),
+        "older backward": _older_backward(pair),
+        "edit": _attempt(partial(_edit_between, pair, with_second_forward=False)),
+        "edit and forward": _attempt(partial(_edit_between, pair, with_second_forward=True)),
+    }
+
+
+def _attempt(case: Callable[[], str]) -> str:
+    try:
+        return case()
+    except AssertionError as error:
+        return f"wrong: {error}"
+
+
+def _between_all(mesh: DeviceMesh) -> dict[tuple[str, str], dict[str, str]]:
+    return {
+        (name, strategy): _between(mesh, name, strategy)
+        for name in ("odd", "odd-lora")
+        for strategy in STRATEGIES
+    }
+
+
+@pytest.fixture(scope="module")
+def between() -> list[dict[tuple[str, str], dict[str, str]]]:
+    return run(_between_all, nodes=2, ranks_per_node=2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["odd", "odd-lora"])
+def test_a_backward_uses_what_its_forward_saw(
+    between: list[dict[tuple[str, str], dict[str, str]]], name: str, strategy: str
+) -> None:
+    """Two forwards and backwards in both orders, two calls in one loss, and a step in between."""
+    for rank in between:
+        verdicts = rank[name, strategy]
+        assert verdicts["step"] == ("raised" if strategy == "zero3" else "forward")
+        assert verdicts["older backward"] == "raised"
+
+
+_UNSEEN = pytest.mark.xfail(
+    strict=True,
+    reason="without a resident cache no fingerprint is taken: a silent write between a forward and its "
+    "backward goes unnoticed, and the backward mixes old activations with new weights",
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "case"),
+    [
+        ("fcdp", "edit"),
+        ("fcdp", "edit and forward"),
+        ("zero++", "edit"),
+        pytest.param("zero++", "edit and forward", marks=_UNSEEN),
+        pytest.param("zero3", "edit", marks=_UNSEEN),
+        pytest.param("zero3", "edit and forward", marks=_UNSEEN),
+    ],
+)
+@pytest.mark.parametrize("name", ["odd", "odd-lora"])
+def test_a_silent_write_before_the_backward_is_not_trained_on(
+    between: list[dict[tuple[str, str], dict[str, str]]], name: str, strategy: str, case: str
+) -> None:
+    for rank in between:
+        assert rank[name, strategy][case] in ("forward", "raised")
