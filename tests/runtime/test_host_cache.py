@@ -1,0 +1,167 @@
+"""Node shards between their uses: tiers, lives, generations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from builders_plan import make_bucket
+from fcdp_compile.errors import StaleParameterError
+from fcdp_compile.plan import Kind, Tier
+from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.host_cache import NodeShardCache
+from fcdp_compile.strategy import Life
+
+HOST = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4))
+GPU = replace(HOST, tier=Tier.GPU)
+OTHER = make_bucket(1, [("v", (8,))], dtype=("float32", 4))
+SHARD_BYTES = 8 * 4
+
+
+def make(life: Life = Life.UNTIL_CHANGED) -> tuple[NodeShardCache, Counters]:
+    counters = Counters()
+    return NodeShardCache(life, torch.device("cpu"), counters), counters
+
+
+def shard(value: float) -> torch.Tensor:
+    return torch.full((8,), float(value))
+
+
+@pytest.mark.parametrize("bucket", [HOST, GPU])
+def test_what_was_stored_is_loaded(bucket) -> None:
+    cache, _ = make()
+    assert cache.generation(0) is None
+    assert torch.equal(cache.store(bucket, shard(1), 3).wait(), shard(1))
+    assert cache.generation(0) == 3
+    for _ in range(3):
+        assert torch.equal(cache.load(bucket, 3).wait(), shard(1))
+
+
+def test_the_host_keeps_a_copy_and_hands_out_copies() -> None:
+    cache, _ = make()
+    given_shard = shard(1)
+    cache.store(HOST, given_shard, 1).wait()
+    given_shard.fill_(7)
+    loaded = cache.load(HOST, 1).wait()
+    assert torch.equal(loaded, shard(1))
+    loaded.fill_(9)
+    assert torch.equal(cache.load(HOST, 1).wait(), shard(1))
+
+
+def test_the_gpu_keeps_the_very_tensor() -> None:
+    cache, _ = make()
+    kept = shard(1)
+    cache.store(GPU, kept, 1).wait()
+    assert cache.load(GPU, 1).wait() is kept
+
+
+def test_a_slab_is_written_again_and_not_allocated_again() -> None:
+    cache, _ = make()
+    first = cache.store(HOST, shard(1), 1).wait().data_ptr()
+    assert cache.store(HOST, shard(2), 2).wait().data_ptr() == first
+    assert torch.equal(cache.load(HOST, 2).wait(), shard(2))
+    assert cache.host_bytes() == SHARD_BYTES
+
+
+@pytest.mark.parametrize("bucket", [HOST, GPU])
+@pytest.mark.parametrize("generation", [0, 2])
+def test_another_generation_is_refused(bucket, generation: int) -> None:
+    cache, _ = make()
+    cache.store(bucket, shard(1), 1).wait()
+    with pytest.raises(StaleParameterError, match=r"bucket 0 \(w, …\)"):
+        cache.load(bucket, generation)
+    assert torch.equal(cache.load(bucket, 1).wait(), shard(1))
+
+
+def test_what_was_never_stored_or_was_dropped_is_refused() -> None:
+    cache, _ = make()
+    with pytest.raises(StaleParameterError):
+        cache.load(HOST, 0)
+    cache.store(HOST, shard(1), 1).wait()
+    cache.store(OTHER, torch.ones(4), 1).wait()
+    cache.drop(0)
+    cache.drop(5)  # never there
+    assert cache.generation(0) is None
+    with pytest.raises(StaleParameterError):
+        cache.load(HOST, 1)
+    assert torch.equal(cache.load(OTHER, 1).wait(), torch.ones(4))
+
+
+def test_bytes_are_counted_by_tier() -> None:
+    cache, counters = make()
+    cache.store(HOST, shard(1), 1)
+    cache.load(HOST, 1)
+    cache.load(HOST, 1)
+    assert counters.sent == {Kind.STORE.value: SHARD_BYTES, Kind.LOAD.value: 2 * SHARD_BYTES}
+    cache, counters = make()
+    cache.store(GPU, shard(1), 1)
+    cache.load(GPU, 1)
+    assert counters.sent == {Kind.STORE.value: 0, Kind.LOAD.value: 0}
+    assert counters.calls == {Kind.STORE.value: 1, Kind.LOAD.value: 1}
+
+
+class TestUntilBackward:
+    """Life ends with the last backward that wants it."""
+
+    def test_one_backward_takes_it(self) -> None:
+        cache, _ = make(Life.UNTIL_BACKWARD)
+        cache.store(GPU, shard(1), 1).wait()
+        cache.load(GPU, 1).wait()
+        assert cache.generation(0) is None
+        with pytest.raises(StaleParameterError):
+            cache.load(GPU, 1)
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.lists(st.booleans(), max_size=30), st.sampled_from([HOST, GPU]))
+    def test_each_forward_gives_one_backward_a_use(self, runs: list[bool], bucket) -> None:
+        """Forwards (True) and backwards (False) of one generation in any order."""
+        cache, _ = make(Life.UNTIL_BACKWARD)
+        pending = 0
+        for is_forward in runs:
+            if is_forward:
+                cache.store(bucket, shard(1), 1).wait()
+                pending += 1
+            elif pending:
+                assert torch.equal(cache.load(bucket, 1).wait(), shard(1))
+                pending -= 1
+            else:
+                with pytest.raises(StaleParameterError):
+                    cache.load(bucket, 1)
+            assert (cache.generation(0) is None) == (pending == 0)
+
+    @pytest.mark.parametrize("bucket", [HOST, GPU])
+    def test_a_new_generation_takes_the_place_of_the_old(self, bucket) -> None:
+        cache, _ = make(Life.UNTIL_BACKWARD)
+        cache.store(bucket, shard(1), 1).wait()  # of a forward whose backward never comes
+        cache.store(bucket, shard(2), 2).wait()
+        with pytest.raises(StaleParameterError):
+            cache.load(bucket, 1)
+        assert torch.equal(cache.load(bucket, 2).wait(), shard(2))
+        assert cache.generation(0) is None
+
+
+@pytest.mark.parametrize("bucket", [HOST, GPU])
+def test_what_evaluation_stored_training_may_load_and_write_again(bucket) -> None:
+    cache, _ = make()
+    with torch.inference_mode():
+        cache.store(bucket, shard(1), 1).wait()
+    assert torch.equal(cache.load(bucket, 1).wait(), shard(1))
+    cache.store(bucket, shard(2), 2).wait()
+    loaded = cache.load(bucket, 2).wait()
+    weight = torch.ones(8, requires_grad=True)
+    (weight * loaded).sum().backward()
+    assert torch.equal(weight.grad, shard(2))
+
+
+def test_training_then_evaluation_then_training() -> None:
+    cache, _ = make()
+    cache.store(HOST, shard(1), 1).wait()
+    with torch.inference_mode():
+        cache.store(HOST, shard(2), 2).wait()
+        assert torch.equal(cache.load(HOST, 2).wait(), shard(2))
+    cache.store(HOST, shard(3), 3).wait()
+    assert torch.equal(cache.load(HOST, 3).wait(), shard(3))

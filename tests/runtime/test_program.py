@@ -1,0 +1,242 @@
+"""The loop over a lowered graph: right values, dropped right after their last use."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from builders_graph import Lowered, Where, lower_toy
+from fcdp_compile.errors import StaleParameterError
+from fcdp_compile.layout import choose_dim
+from fcdp_compile.plan import Bucket, Direction, Kind, Variant
+from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.host_cache import NodeShardCache
+from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.program import Program
+from fcdp_compile.strategy import Strategy
+from fcdp_compile.torch_compat import boxed
+from tests.passes.lockstep import cut
+
+WHERE = Where()
+
+
+class Collectives:
+    """2 x 2 ranks of which every other one holds and sends what this one does."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def all_gather(self, kind: Kind, send: Tensor) -> Pending:
+        self._counters.add(kind, send.nbytes)
+        return Pending(send.repeat(2))
+
+    def reduce_scatter(self, kind: Kind, send: Tensor) -> Pending:
+        self._counters.add(kind, send.nbytes // 2)
+        return Pending(send[: send.numel() // 2].clone())
+
+
+def fake_model(strategy: str = "fcdp") -> Any:
+    """The part of a ShardedModel that programs use."""
+    counters = Counters()
+    cache = NodeShardCache(Strategy.parse(strategy).life, torch.device("cpu"), counters)
+    model = SimpleNamespace(
+        collectives=Collectives(counters), cache=cache, counters=counters, current=0
+    )
+    model.generation = lambda bucket: model.current
+    return model
+
+
+def program(
+    made: Lowered,
+    direction: Direction,
+    variant: Variant = Variant.COLD,
+    wrap: Callable[[Any], Any] = lambda f: f,
+) -> Program:
+    gm: GraphModule = made.graphs[direction, variant]
+    names = [str(n.target) for n in gm.graph.find_nodes(op="call_module")]
+    segments = {n: wrap(boxed(gm.get_submodule(n))) for n in names}
+    return Program(gm, segments, made.buckets)
+
+
+def same_on_all_ranks() -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Parameters of which every rank owns the same shard, and that shard."""
+    full = {"w": torch.full((8, 4), 3.0), "b": torch.full((4,), 2.0)}
+    homes = [cut(w, choose_dim(w.shape, 2, 2), 2, 2)[0] for w in full.values()]
+    return full, homes
+
+
+EVEN = {"w": (8, 4), "b": (4,)}
+X, T = torch.tensor(3.0), torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_forward_and_backward_compute_the_toy_model(strategy: str, bucket_bytes: int) -> None:
+    made = lower_toy(EVEN, WHERE, strategy=strategy, bucket_bytes=bucket_bytes, segmented=True)
+    model = fake_model(strategy)
+    full, homes = same_on_all_ranks()
+    y, *saved = program(made, Direction.FORWARD).run(model, [*homes, X])
+    squares = sum((w * w).sum() for w in full.values())
+    assert torch.equal(y, X * squares)
+    dx, *grads = program(made, Direction.BACKWARD).run(model, [*saved, T])
+    assert torch.equal(dx, T * squares)
+    for grad, home in zip(grads, homes, strict=True):
+        assert torch.equal(grad, 2 * T * X * home)
+    gathers = model.counters.calls[Kind.INTER_ALL_GATHER.value]
+    assert gathers == len(made.buckets) * (2 if strategy == "zero3" else 1)
+
+
+def test_warm_loads_what_cold_stored() -> None:
+    made = lower_toy(EVEN, WHERE, segmented=True)
+    model = fake_model()
+    _, homes = same_on_all_ranks()
+    cold = program(made, Direction.FORWARD).run(model, [*homes, X])
+    before = model.counters.calls[Kind.INTER_ALL_GATHER.value]
+    warm = program(made, Direction.FORWARD, Variant.WARM).run(model, [*homes, X])
+    assert torch.equal(warm[0], cold[0])
+    assert model.counters.calls[Kind.INTER_ALL_GATHER.value] == before == 1
+
+
+def test_the_arguments_are_emptied_and_nothing_is_kept() -> None:
+    made = lower_toy(EVEN, WHERE, strategy="zero3", segmented=True)
+    model = fake_model("zero3")
+    running = program(made, Direction.FORWARD)
+    _, homes = same_on_all_ranks()
+    alive = [weakref.ref(h) for h in homes]
+    args = [*homes, X.clone()]
+    del homes
+    results = running.run(model, args)
+    assert args == []
+    assert all(a() is not None for a in alive)  # saved for the backward
+    alive += [weakref.ref(r) for r in results if r is not X]
+    del results
+    assert [a() for a in alive] == [None] * len(alive)
+
+
+class Watch:
+    """Wraps segments to see which of their arguments live on when the next one starts."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def __call__(self, segment: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        def call(args: list[Any]) -> Any:
+            living = [t for s in self.seen if (t := s()) is not None]
+            self.alive.append(len({t.untyped_storage().data_ptr() for t in living}))
+            del living
+            result = segment(args)
+            assert args == []
+            self.seen += [
+                weakref.ref(r) for r in result if isinstance(r, Tensor) and r.numel() == 32
+            ]
+            return result
+
+        return call
+
+
+def test_full_parameters_die_before_the_next_bucket_is_unpacked() -> None:
+    """Three parameters of 32 elements in buckets of their own: never two alive."""
+    shapes = {"a": (8, 4), "b": (4, 8), "c": (32,)}
+    made = lower_toy(shapes, WHERE, strategy="zero3", bucket_bytes=1, segmented=True)
+    homes = [torch.ones(2, 4), torch.ones(1, 8), torch.ones(8)]
+    for direction in (Direction.FORWARD, Direction.BACKWARD):
+        watch = Watch()
+        running = program(made, direction, wrap=watch)
+        if direction is Direction.FORWARD:
+            args = [*homes, X]
+        else:
+            generations = torch.zeros(3, dtype=torch.int64)
+            args = [X, *homes, generations, T]
+        running.run(fake_model("zero3"), args)
+        assert len(watch.alive) > 2
+        assert max(watch.alive) <= 1
+
+
+def test_an_argument_that_nobody_reads_is_dropped_before_the_start() -> None:
+    made = lower_toy({"w": (8, 4)}, WHERE, segmented=True)
+    gm = made.forward(Variant.WARM)
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        gm.graph.placeholder("unused")
+    unused = torch.ones(3)
+    alive = weakref.ref(unused)
+    seen = []
+
+    def wrap(segment: Any) -> Any:
+        def call(args: list[Any]) -> Any:
+            seen.append(alive())
+            return segment(args)
+
+        return call
+
+    model = fake_model()
+    model.cache.store(made.buckets[0], torch.ones(16), 0).wait()
+    running = program(made, Direction.FORWARD, Variant.WARM, wrap=wrap)
+    args = [unused, torch.ones(2, 4), X]
+    del unused
+    running.run(model, args)
+    assert seen
+    assert seen == [None] * len(seen)
+
+
+def test_wrong_number_of_arguments() -> None:
+    made = lower_toy(EVEN, WHERE, segmented=True)
+    with pytest.raises(ValueError, match="zip"):
+        program(made, Direction.FORWARD).run(fake_model(), [X])
+
+
+class TestGenerations:
+    """A backward uses what its forward saw, or refuses."""
+
+    def start(self, strategy: str) -> tuple[Any, Program, Program, list[Tensor]]:
+        made = lower_toy(EVEN, WHERE, strategy=strategy, segmented=True)
+        forward = program(made, Direction.FORWARD)
+        backward = program(made, Direction.BACKWARD)
+        return fake_model(strategy), forward, backward, same_on_all_ranks()[1]
+
+    @pytest.mark.parametrize("strategy", ["zero++", "fcdp"])
+    def test_a_backward_loads_the_generation_its_forward_stored(self, strategy: str) -> None:
+        model, forward, backward, homes = self.start(strategy)
+        y, *saved = forward.run(model, [*homes, X])
+        model.current = 1  # an optimizer stepped, the copy is of generation 0
+        dx, *_ = backward.run(model, [*saved, T])
+        assert torch.equal(dx * X, y * T)
+
+    @pytest.mark.parametrize("strategy", ["zero++", "fcdp"])
+    def test_it_refuses_a_copy_that_was_gathered_since(self, strategy: str) -> None:
+        model, forward, backward, homes = self.start(strategy)
+        _, *saved = forward.run(model, [*homes, X])
+        model.current = 1
+        forward.run(model, [*homes, X])
+        with pytest.raises(StaleParameterError):
+            backward.run(model, [*saved, T])
+
+    def test_it_refuses_to_gather_changed_parameters(self) -> None:
+        model, forward, backward, homes = self.start("zero3")
+        _, *saved = forward.run(model, [*homes, X])
+        model.current = 1
+        with pytest.raises(StaleParameterError, match="changed between the forward"):
+            backward.run(model, [*saved, T])
+
+    @pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
+    def test_two_forwards_before_their_backwards(self, strategy: str) -> None:
+        model, forward, backward, homes = self.start(strategy)
+        first = forward.run(model, [*homes, X])
+        second = forward.run(model, [*homes, 2 * X])
+        for y, *saved in (first, second):
+            dx, *_ = backward.run(model, [*saved, T])
+            assert torch.equal(dx * saved[0], y * T)
+
+
+def test_buckets_are_looked_up_when_the_program_is_made() -> None:
+    made = lower_toy(EVEN, WHERE, segmented=True)
+    buckets: dict[int, Bucket] = {}
+    with pytest.raises(KeyError):
+        Program(made.backward, {}, buckets)

@@ -1,0 +1,121 @@
+"""Which variant runs, and what is refreshed before it."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from builders_graph import Where, lower_toy
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.passes.describe import describe
+from fcdp_compile.plan import Bucket, Direction, Plan, Variant
+from fcdp_compile.runtime.run import CompiledPlan
+from fcdp_compile.strategy import Strategy
+
+COLD, WARM = Variant.COLD, Variant.WARM
+
+
+class Model:
+    """Says what is stale and notes what is refreshed."""
+
+    def __init__(self, strategy: str) -> None:
+        self.strategy = Strategy.parse(strategy)
+        self.stale_ids: list[int] = []
+        self.asked: list[int] = []
+        self.refreshed: list[int] = []
+
+    def stale(self, buckets: list[Bucket], digest: str, plan: Any) -> list[Bucket]:
+        self.asked = [b.id for b in buckets]
+        return [b for b in buckets if b.id in self.stale_ids]
+
+    def refresh(self, bucket: Bucket) -> None:
+        self.refreshed.append(bucket.id)
+
+
+def compiled(strategy: str) -> tuple[CompiledPlan, Model, list[str]]:
+    """Buckets 0 and 2 trainable, 1 frozen; programs that only say their name."""
+    made = lower_toy(
+        {"a": (4,), "frozen": (4,), "b": (4,)},
+        Where(),
+        strategy=strategy,
+        frozen=["frozen"],
+        bucket_bytes=1,
+        segmented=True,
+    )
+    model, ran = Model(strategy), []
+    plan = Plan(
+        strategy=strategy,
+        nodes=2,
+        ranks_per_node=2,
+        graph=0,
+        buckets=tuple(made.buckets[i] for i in sorted(made.buckets)),
+        refresh=(1,) if strategy == "fcdp" else (),
+        schedules=tuple(describe(gm, d, v) for (d, v), gm in made.graphs.items()),
+    )
+    assert [b.frozen for b in plan.buckets] == [False, True, False]
+    bound = CompiledPlan(plan, model)
+
+    def program(name: str) -> Any:
+        def run(model: Model, args: list[Any]) -> tuple[Any, ...]:
+            ran.append(name)
+            args.clear()
+            return ()
+
+        return SimpleNamespace(run=run)
+
+    for direction, variant in made.graphs:
+        bound.programs[direction, variant] = program(f"{direction.value} {variant.value}")
+    return bound, model, ran
+
+
+@pytest.mark.parametrize(
+    ("stale", "variant", "refreshed"),
+    [
+        ([0, 1, 2], "cold", [1]),
+        ([0, 2], "cold", []),
+        ([1], "warm", [1]),
+        ([0], "warm", [0]),
+        ([2, 1], "warm", [1, 2]),
+        ([], "warm", []),
+    ],
+)
+def test_resident_copies(stale: list[int], variant: str, refreshed: list[int]) -> None:
+    bound, model, ran = compiled("fcdp")
+    model.stale_ids = stale
+    args = [object()]
+    bound.forward(Direction.FORWARD, args)
+    assert args == []
+    assert sorted(model.asked) == [0, 1, 2]
+    assert ran == [f"forward {variant}"]
+    assert model.refreshed == refreshed
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero++"])
+def test_others_always_run_cold(strategy: str) -> None:
+    bound, model, ran = compiled(strategy)
+    bound.forward(Direction.FORWARD, [])
+    bound.forward(Direction.FORWARD, [])
+    assert ran == ["forward cold"] * 2
+    assert model.refreshed == []
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
+def test_a_backward_asks_nobody(strategy: str) -> None:
+    bound, model, ran = compiled(strategy)
+    model.stale_ids = [0, 1, 2]
+    bound.backward([])
+    assert ran == ["backward cold"]
+    assert (model.asked, model.refreshed) == ([], [])
+
+
+def test_the_model_is_held_weakly() -> None:
+    bound, model, ran = compiled("fcdp")
+    del model
+    gc.collect()
+    for call in (lambda: bound.forward(Direction.FORWARD, []), lambda: bound.backward([])):
+        with pytest.raises(FcdpError, match="no longer exists"):
+            call()
+    assert ran == []
