@@ -161,8 +161,20 @@ def _gather(
         param.meta |= {k: v for k, v in node.meta.items() if k != META}
         node.replace_all_uses_with(param)
         _erase_unused([node])
+    if ctx.ranks_per_node == 1:
+        _copy_returned(graph, used)
     _erase_unused([p for p in full if not p.users])
     _free(graph, bucket, used)
+
+
+def _copy_returned(graph: Graph, params: list[Node]) -> None:
+    """Return copies: without an intra-node gather a parameter may be the home or the cached shard itself."""
+    output = graph.output_node()
+    for param in (p for p in params if output in p.users):
+        with graph.inserting_before(output):
+            copy = graph.call_function(torch.ops.aten.clone.default, (param,))
+        copy.meta = dict(param.meta)
+        output.replace_input_with(param, copy)
 
 
 def _erase_unused(nodes: list[Node]) -> None:

@@ -418,6 +418,22 @@ def test_a_parameter_that_is_returned_is_not_freed(viewed: bool) -> None:
     assert not calls(after, ops.free)
 
 
+@pytest.mark.parametrize(("per_node", "copies"), [(1, 1), (2, 0)])
+def test_a_returned_one_is_a_copy_where_it_might_be_the_shard_itself(
+    per_node: int, copies: int
+) -> None:
+    where = Where(ranks_per_node=per_node)
+    specs = make_specs({"w": (4, 4)}, where)
+    b = GraphBuilder(specs)
+    full = b.unshard(b.shard("w"), "w")
+    ctx = make_context(specs, where)
+    before = place(bucket(b.finish(b.call(aten.neg.default, full), full), ctx), ctx)
+    after = lower(clone(before), ctx)
+    check(after, before)
+    assert len(calls(after, aten.clone.default)) == copies
+    assert len(calls(after, ops.free)) == copies
+
+
 def test_unused_members_are_neither_unpacked_nor_freed() -> None:
     specs = make_specs({"a": (4, 4), "b": (5, 3)}, WHERE)
     ctx = make_context(specs, WHERE)
