@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 from fcdp_compile.plan import Kind
@@ -23,6 +24,7 @@ class Counters:
     last_step: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     _mark: dict[str, int] = field(default_factory=dict)
+    _stepped: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
 
     def add(self, kind: Kind | str, sent_bytes: int) -> None:
         """Count one issue of `kind`."""
@@ -30,13 +32,15 @@ class Counters:
         self.sent[name] = self.sent.get(name, 0) + sent_bytes
         self.calls[name] = self.calls.get(name, 0) + 1
 
-    def end_step(self) -> None:
+    def end_step(self, optimizer: object) -> None:
         """An optimizer has stepped: what was counted since the last time is the last step.
 
         A second optimizer that steps right after the first one, with nothing moved between, ends no step.
         """
-        if self.steps and self.sent == self._mark:
+        if self.steps and self.sent == self._mark and optimizer not in self._stepped:
+            self._stepped.add(optimizer)
             return
         self.last_step = {k: n - self._mark.get(k, 0) for k, n in self.sent.items()}
         self._mark = dict(self.sent)
+        self._stepped = weakref.WeakSet([optimizer])
         self.steps += 1

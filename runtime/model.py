@@ -226,7 +226,7 @@ class ShardedModel:
         if stepped := [key for key in mine if living[key].grad is not None]:
             self.generations.change(stepped)
         if mine:
-            self.counters.end_step()
+            self.counters.end_step(optimizer)
 
 
 def _mismatch(texts: list[str]) -> str:
