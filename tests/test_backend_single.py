@@ -1,0 +1,150 @@
+"""One process without torch.distributed: a laptop's first try."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fcdp_compile
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    assert not dist.is_initialized()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    """Odd sizes, a tie, a scalar, an empty parameter, one that is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.inner = nn.Linear(6, 7)
+        self.outer = nn.Linear(7, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 5))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.embed(tokens)
+        hidden = hidden + self.outer(torch.relu(self.inner(hidden))) * self.scale
+        return self.head(hidden), self.scale + self.empty.sum()
+
+
+def losses(model: Callable, parameters: list, steps: int = 4) -> list[float]:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 11, (2, 5), generator=generator)
+        logits, extra = model(tokens)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + extra**2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("compute", ["eager", "inductor"])
+def test_an_unsharded_model_simply_compiles(compute: str) -> None:
+    model, plain = Net(), None
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="fcdp", fullgraph=True, options={"compute": compute})
+    expected = losses(plain, list(plain.parameters()))
+    torch.testing.assert_close(losses(compiled, list(model.parameters())), expected)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
+def test_a_sharded_one_trains_like_the_plain_one(strategy: str) -> None:
+    model = Net()
+    plain = copy.deepcopy(model)
+    fcdp_compile.shard(model, strategy=strategy)
+    compiled = torch.compile(model, backend="fcdp", fullgraph=True)
+    expected = losses(plain, list(plain.parameters()))
+    assert losses(compiled, list(model.parameters())) == expected
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_a_sharded_one_trains_under_inductor() -> None:
+    model = Net()
+    plain = copy.deepcopy(model)
+    fcdp_compile.shard(model)
+    compiled = torch.compile(model, backend="fcdp", fullgraph=True, options={"compute": "inductor"})
+    expected = losses(plain, list(plain.parameters()))
+    torch.testing.assert_close(losses(compiled, list(model.parameters())), expected)
+
+
+def test_uncompiled_it_does_too() -> None:
+    model = Net()
+    plain = copy.deepcopy(model)
+    fcdp_compile.shard(model)
+    expected = losses(plain, list(plain.parameters()))
+    assert losses(model, list(model.parameters())) == expected
+
+
+def test_a_returned_parameter_is_a_copy() -> None:
+    """Compiled or not, writing to what a model returns must not change the model."""
+
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * self.weight, self.weight
+
+    for backend in (None, "fcdp"):
+        model = fcdp_compile.shard(Returns())
+        run = model if backend is None else torch.compile(model, backend=backend)
+        for context in (torch.enable_grad, torch.no_grad):
+            with context():
+                _, weight = run(torch.ones(4))
+            weight.detach().fill_(9)
+            assert next(model.parameters()).tolist() == [1.0] * 4, (backend, context)
+
+
+def test_nothing_moves_and_every_step_is_counted() -> None:
+    model = fcdp_compile.shard(Net())
+    losses(torch.compile(model, backend="fcdp"), list(model.parameters()), steps=3)
+    moved = fcdp_compile.traffic(model)
+    assert moved.steps == 3
+    assert [row[2] for row in moved.total.rows] == [0] * len(moved.total.rows)
+
+
+def test_evaluation_after_training() -> None:
+    model = fcdp_compile.shard(Net())
+    compiled = torch.compile(model, backend="fcdp", fullgraph=True)
+    losses(compiled, list(model.parameters()), steps=1)
+    tokens = torch.arange(5)[None]
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.testing.assert_close(compiled(tokens), model(tokens))
+
+
+def test_the_backend_is_found_by_name() -> None:
+    assert "fcdp" in torch.compiler.list_backends(exclude_tags=())
+
+
+def compile_with(**settings: object) -> Tensor:
+    return torch.compile(nn.Linear(2, 2), backend="fcdp", **settings)(torch.ones(1, 2))
+
+
+def test_an_unknown_option_lists_the_known_ones() -> None:
+    with pytest.raises(Exception, match=r"unknown option 'comptue'.*compute, dump, bucket_mb"):
+        compile_with(options={"comptue": "eager"})
+
+
+def test_the_default_mode_is_taken_and_others_are_refused() -> None:
+    assert compile_with(mode="default").shape == (1, 2)
+    with pytest.raises(Exception, match="takes no mode='max-autotune'"):
+        compile_with(mode="max-autotune")

@@ -1,0 +1,79 @@
+"""What torch.compile's options may say, and what it says back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fcdp_compile.options import Options
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FCDP_DUMP", raising=False)
+
+
+def test_defaults() -> None:
+    assert Options.parse(None) == Options.parse({}) == Options()
+    assert Options().bucket_bytes == 25 * 2**20
+    assert (Options().compute_on("cpu"), Options().compute_on("cuda")) == ("eager", "inductor")
+
+
+@pytest.mark.parametrize("compute", ["inductor", "eager"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_chosen_compute_holds_for_every_device(compute: str, device: str) -> None:
+    assert Options.parse({"compute": compute}).compute_on(device) == compute
+
+
+@pytest.mark.parametrize("folder", ["here", Path("here")])
+def test_a_folder_may_be_text_or_path(folder: str | Path) -> None:
+    assert Options.parse({"dump": folder}).dump == Path("here")
+
+
+def test_the_environment_names_the_folder_unless_an_option_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FCDP_DUMP", "there")
+    assert Options.parse({}).dump == Path("there")
+    assert Options.parse({"dump": "here"}).dump == Path("here")
+    monkeypatch.setenv("FCDP_DUMP", "")
+    assert Options.parse({}).dump is None
+
+
+@pytest.mark.parametrize(("mb", "size"), [(1, 2**20), (0.5, 2**19), (25.0, 25 * 2**20)])
+def test_sizes_are_in_mib(mb: float, size: int) -> None:
+    assert Options.parse({"bucket_mb": mb}).bucket_bytes == size
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown option 'bucket_mib'") as caught:
+        Options.parse({"bucket_mib": 3})
+    message = str(caught.value)
+    assert all(known in message for known in ("compute", "dump", "bucket_mb"))
+    assert message.endswith("did you mean 'bucket_mb'?")
+    with pytest.raises(ValueError, match="unknown option 'zzz'") as caught:
+        Options.parse({"zzz": 3})
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"compute": "fast"}, ValueError, "'inductor' or 'eager', not 'fast'"),
+        ({"compute": 1}, TypeError, "'inductor' or 'eager', not int"),
+        ({"compute": True}, TypeError, "not bool"),
+        ({"dump": 3}, TypeError, "a folder's path, not int"),
+        ({"bucket_mb": "25"}, TypeError, "a number of MiB, not str"),
+        ({"bucket_mb": True}, TypeError, "a number of MiB, not bool"),
+        ({"bucket_mb": None}, TypeError, "a number of MiB, not NoneType"),
+        ({"bucket_mb": 0}, ValueError, "between 0 and"),
+        ({"bucket_mb": -1}, ValueError, "not -1"),
+        ({"bucket_mb": float("nan")}, ValueError, "not nan"),
+        ({"bucket_mb": float("inf")}, ValueError, "not inf"),
+        ({3: 1}, ValueError, "unknown option 3"),
+    ],
+)
+def test_bad_values(options: dict, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        Options.parse(options)
