@@ -1,9 +1,9 @@
 """`shard(model)`: replace every parameter by its home shard and its attribute by a property.
 
 A sharded module's class is a subclass of its own, of the same name.  Within the forward of any module of
-the sharded model, and in every graph that Dynamo traces, reading a parameter's attribute gathers it
-(`fcdp::unshard`).  Elsewhere the attribute is the parameter itself, so that freezing, optimizers, merging
-adapters and `state_dict` see what they would see without fcdp.
+the sharded model, when activation checkpointing recomputes, and in every graph that Dynamo traces,
+reading a parameter's attribute gathers it (`fcdp::unshard`).  Elsewhere the attribute is the parameter
+itself, so that freezing, optimizers, merging adapters and `state_dict` see what they would see without fcdp.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fcdp_compile.replicas import agree_on_replicas
 from fcdp_compile.runtime.model import ParamRecord, ShardedModel
 from fcdp_compile.shardable import check_model
 from fcdp_compile.strategy import Strategy
-from fcdp_compile.torch_compat import tree_map_only
+from fcdp_compile.torch_compat import is_recomputing, tree_map_only
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,8 @@ def _gathering_property(name: str) -> property:
         state = _state(self)
         if parameter is None:
             raise AttributeError(f"{type(self).__name__!r} object has no parameter {name!r}")
-        if not (torch.compiler.is_compiling() or state.gate.inside):
+        # A checkpointed function that a backward runs again is outside of every forward.
+        if not (torch.compiler.is_compiling() or state.gate.inside or is_recomputing()):
             return parameter
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return UNSHARD(local, state.keys[name])  # type: ignore[no-any-return]

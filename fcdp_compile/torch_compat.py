@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
@@ -30,6 +31,7 @@ __all__ = [
     "detect_fake_mode",
     "inductor_decompositions",
     "is_opaque",
+    "is_recomputing",
     "joint_graph_passes",
     "min_cut_rematerialization_partition",
     "saved_output_descriptor",
@@ -40,6 +42,14 @@ __all__ = [
 def is_opaque(node: Node) -> bool:
     """Whether a node stands for an object that is neither tensor nor number, such as a DeviceMesh."""
     return isinstance(node.meta.get("val"), FakeScriptObject)
+
+
+def is_recomputing() -> bool:
+    """Whether activation checkpointing runs a forward again: in a backward, but recording gradients.
+
+    Hooks of a backward run with gradients off, unless it is itself to be differentiated.
+    """
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:
