@@ -201,15 +201,15 @@ def _uses_of_storage(node: Node) -> list[Node]:
     uses = [node]
     for user in node.users:
         uses.append(user)
-        if is_view(user):
+        if _is_view(user):
             uses += _uses_of_storage(user)
     return uses
 
 
-def is_view(node: Node) -> bool:
+def _is_view(node: Node) -> bool:
     """Whether a node's result shares memory with an argument."""
     if node.target is operator.getitem:  # a piece of what split, unbind or chunk return
-        return is_view(node.all_input_nodes[0])
+        return _is_view(node.all_input_nodes[0])
     if not isinstance(node.target, OpOverload):
         return False
     if node.target is torch.ops.aten._unsafe_view.default:

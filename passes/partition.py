@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
-from fcdp_compile.passes.lower import is_view
 from fcdp_compile.torch_compat import CheckpointPolicy, is_opaque, saved_output_descriptor
 
 Partitioner = Callable[..., tuple[GraphModule, GraphModule]]
@@ -18,6 +17,13 @@ Partitioner = Callable[..., tuple[GraphModule, GraphModule]]
 _RECOMPUTE_FIRST = 1 << 30
 """An `ac_graph_id` above every checkpointed region's: torch saves a recomputed node that a later region
 uses, and later means a larger number."""
+
+_SAME_ORDER = (
+    torch.ops.aten.view.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+)
+"""Views whose elements are in the same order as before."""
 
 
 def partition(
@@ -91,14 +97,19 @@ def _merge_reductions(graph: Graph) -> None:
 
 
 def _reduction_behind(node: Node) -> Node | None:
-    """The `reduce_grad` that a value is an exclusive view of."""
+    """The `reduce_grad` whose only use a value is, past views that change nothing (`to_local`'s)."""
     while len(node.users) == 1:
         if node.target is REDUCE_GRAD:
             return node
-        if not is_view(node):
+        if node.target not in _SAME_ORDER or not _keeps_shape(node):
             return None
         node = node.all_input_nodes[0]
     return None
+
+
+def _keeps_shape(node: Node) -> bool:
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return tuple(before.shape) == tuple(after.shape)
 
 
 def _erase_chain(node: Node) -> None:
