@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from builders_plan import ranks, shapes
@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(nodes=nodes, per_node=per_node, full=full)
 
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @quick

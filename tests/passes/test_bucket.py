@@ -7,7 +7,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 from builders_graph import (
     GraphBuilder,
@@ -180,7 +180,7 @@ class TestKnown:
         assert buckets_of(bucket(toy_forward(self.specs, uses=["b"]), ctx)) == [own]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(shapes, min_size=1, max_size=6), ranks, st.integers(1, 2000), st.data())
 def test_every_parameter_is_in_one_bucket_with_its_slot_behind_the_others(
     drawn: list[tuple[int, ...]], size: tuple[int, int], bucket_bytes: int, data: st.DataObject

@@ -7,7 +7,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 from builders_plan import make_bucket
 from fcdp_compile.errors import StaleParameterError
@@ -115,7 +115,7 @@ class TestUntilBackward:
         with pytest.raises(StaleParameterError):
             cache.load(GPU, 1)
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(st.booleans(), max_size=30), st.sampled_from([HOST, GPU]))
     def test_each_forward_gives_one_backward_a_use(self, runs: list[bool], bucket) -> None:
         """Forwards (True) and backwards (False) of one generation in any order."""

@@ -7,13 +7,13 @@ import random
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool]
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def of(*shards: Tensor) -> int:
