@@ -1,0 +1,111 @@
+"""The bytes that really cross between the nodes of a simulated cluster, read from the nodes' cards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TOOL = Path(os.environ.get("FCDP_CLUSTER_TOOL", _ROOT.parent / "shared" / "tools" / "cluster.py"))
+_NODES, _RANKS_PER_NODE = 2, 2
+_SLACK = 64 * 2**10
+"""What barriers and agreements may cost on top, per step and node."""
+
+
+def _missing() -> str | None:
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not all(shutil.which(tool) for tool in ("ip", "tc")):
+        return "ip and tc (iproute2) are not installed"
+    if not _TOOL.is_file():
+        return f"no cluster tool at {_TOOL}; set FCDP_CLUSTER_TOOL"
+    return None
+
+
+if (_reason := _missing()) is not None:
+    pytestmark = [pytest.mark.cluster, pytest.mark.skip(reason=_reason)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """Sizes of the model, and bytes that one node sent in each training step and evaluation batch."""
+
+    all_bytes: int
+    trainable_bytes: int
+    steps: list[int]
+    evaluation: list[int]
+
+
+@pytest.fixture(scope="module")
+def wire(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Wire]]:
+    """Train in one mode under the cluster and return what each node sent; each mode once."""
+    found: dict[str, list[Wire]] = {}
+
+    def measure(mode: str) -> list[Wire]:
+        if mode not in found:
+            found[mode] = _run(mode, tmp_path_factory.mktemp("wire"))
+        return found[mode]
+
+    return measure
+
+
+def _run(mode: str, folder: Path) -> list[Wire]:
+    worker = Path(__file__).with_name("wire_worker.py")
+    command = [sys.executable, str(_TOOL), "--nodes", str(_NODES)]
+    command += ["--gpus-per-node", str(_RANKS_PER_NODE), "--timeout", "240", "--python"]
+    command += [sys.executable, "--", str(worker), str(folder), mode]
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    # Killing the tool outright would leave its namespaces behind; its own timeout cleans up.
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [
+        Wire(**json.loads((folder / f"{mode}-{node}.json").read_text())) for node in range(_NODES)
+    ]
+
+
+def _report(what: str, sent: int, limit: float) -> None:
+    print(f"{what}: {sent} bytes sent by the node, at most {int(limit)} allowed")  # noqa: T201
+
+
+def test_full_fine_tuning_gathers_and_reduces_once(wire: Callable[[str], list[Wire]]) -> None:
+    for node, found in enumerate(wire("full")):
+        assert found.trainable_bytes == found.all_bytes
+        limit = 1.02 * 2 * found.all_bytes * (_NODES - 1) / _NODES + _SLACK
+        for number, sent in enumerate(found.steps):
+            _report(f"full, node {node}, step {number} (W = {found.all_bytes})", sent, limit)
+            assert sent <= limit
+            assert sent >= limit / 2, "the control: what must cross has crossed"
+
+
+def test_lora_sends_adapters_only(wire: Callable[[str], list[Wire]]) -> None:
+    for node, found in enumerate(wire("lora")):
+        trained = found.trainable_bytes
+        limit = 1.05 * 2 * trained * (_NODES - 1) / _NODES + _SLACK
+        for number, sent in enumerate(found.steps):
+            _report(f"lora, node {node}, step {number} (W_trainable = {trained})", sent, limit)
+        frozen = (found.all_bytes - trained) * (_NODES - 1) / _NODES
+        assert found.steps[0] >= frozen, "the control: the first step gathers the frozen weights"
+        assert all(sent <= limit for sent in found.steps[1:])
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_evaluation_sends_nothing_after_its_first_batch(
+    wire: Callable[[str], list[Wire]], mode: str
+) -> None:
+    for node, found in enumerate(wire(mode)):
+        for number, sent in enumerate(found.evaluation):
+            _report(f"{mode}, node {node}, evaluation batch {number}", sent, _SLACK)
+        assert found.evaluation[0] > found.evaluation[1], (
+            "the control: the last step made them stale"
+        )
+        assert all(sent <= _SLACK for sent in found.evaluation[1:])

@@ -1,0 +1,123 @@
+"""Ranks that disagree stop with a readable difference, on every rank, and do not hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fcdp_compile
+from fcdp_compile.errors import FcdpError, PlanMismatchError
+from tests.distributed.beside import whole
+from tests.distributed.models import CASES, batch
+from tests.distributed.ranks import run
+
+pytestmark = pytest.mark.distributed
+
+_LIMIT_S = 60.0
+
+
+def _message(error: type[Exception], function: Any) -> str:
+    try:
+        function()
+    except error as raised:
+        return str(raised)
+    return "nothing was raised"
+
+
+def _different_plans(mesh: DeviceMesh) -> list[str]:
+    messages = []
+    case, rank = CASES["odd"], dist.get_rank()
+    for strategy in ("zero3", "zero++", "fcdp"):
+        torch._dynamo.reset()
+        model = fcdp_compile.shard(case.model(), mesh, strategy=strategy)
+        options = {"bucket_mb": 0.0003 if rank == 1 else 1.0}
+        net = torch.compile(model, backend="fcdp", options=options)
+        ids = batch(case, step=0, rank=rank)
+        messages.append(_message(PlanMismatchError, lambda: case.loss(net, ids).backward()))  # noqa: B023
+    # The ranks are still in step: the next collective finds every one of them.
+    dist.barrier()
+    return messages
+
+
+def test_different_plans_stop_before_the_first_step() -> None:
+    for messages in run(_different_plans, nodes=2, ranks_per_node=2, timeout_s=_LIMIT_S):
+        for message in messages:
+            assert message.startswith("ranks 0 and 1 compiled different plans; make every rank run")
+            lines = message.splitlines()[1:]
+            assert lines, "and how they differ"
+            assert any("rank 0" in line and "rank 1" in line for line in lines), message
+            assert any("bucket" in line for line in lines), message
+
+
+def _frozen_on_one_rank(mesh: DeviceMesh) -> str:
+    case = CASES["odd"]
+    model = fcdp_compile.shard(case.model(), mesh)
+    net = torch.compile(model, backend="fcdp")
+    ids = batch(case, step=0, rank=dist.get_rank())
+    case.loss(net, ids).backward()
+    if dist.get_rank() == 2:
+        model.first.weight.requires_grad_(False)
+    return _message(FcdpError, lambda: case.loss(net, ids).backward())
+
+
+def test_freezing_on_one_rank_alone_is_found_before_the_next_step() -> None:
+    for message in run(_frozen_on_one_rank, nodes=2, ranks_per_node=2, timeout_s=_LIMIT_S):
+        assert message.startswith("ranks 0 and 2 compiled different plans")
+        assert "rank 2" in message.split("\n", 1)[1]
+
+
+class _Deep(nn.Module):
+    def __init__(self, layers: int, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for _ in range(layers))
+
+
+def _different_models(mesh: DeviceMesh) -> list[str]:
+    odd_one = dist.get_rank() == 3
+    frozen = _Deep(3)
+    frozen.layers[1].weight.requires_grad_(not odd_one)
+    trials: list[tuple[nn.Module, dict[str, Any]]] = [
+        (_Deep(3 if odd_one else 4), {}),
+        (_Deep(3, dtype=torch.float64 if odd_one else torch.float32), {}),
+        (frozen, {}),
+        (_Deep(3), {"strategy": "zero3" if odd_one else "fcdp"}),
+        (_Deep(3), {"param_dtype": torch.bfloat16 if odd_one else None}),
+    ]
+    messages = [
+        _message(ValueError, lambda: fcdp_compile.shard(model, mesh, **options))  # noqa: B023
+        for model, options in trials
+    ]
+    dist.barrier()
+    return messages
+
+
+def test_different_models_are_not_sharded() -> None:
+    expected = ["layers.3", "float64", "requires_grad=False", "zero3", "bfloat16"]
+    for messages in run(_different_models, nodes=2, ranks_per_node=2, timeout_s=_LIMIT_S):
+        for message, what in zip(messages, expected, strict=True):
+            assert message.startswith(
+                "ranks 0 and 3 are about to shard different models; build the"
+            )
+            assert what in message
+
+
+def _different_values(mesh: DeviceMesh) -> tuple[list[Any], list[Any]]:
+    torch.manual_seed(dist.get_rank())
+    model = CASES["odd"].model()
+    model.register_buffer("mark", torch.rand(3))
+    before = [*model.parameters(), model.mark]
+    before = [t.detach().tolist() for t in before]
+    fcdp_compile.shard(model, mesh)
+    return before, [whole(t).tolist() for t in [*model.parameters(), model.mark]]
+
+
+def test_rank_0_has_the_values() -> None:
+    results = run(_different_values, nodes=2, ranks_per_node=2)
+    expected = results[0][0]
+    assert results[1][0] != expected
+    assert all(after == expected for _, after in results)

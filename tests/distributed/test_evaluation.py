@@ -1,0 +1,119 @@
+"""Evaluation between training steps: it uses what is cached, and training goes on as if it had not been."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests import formulas
+from tests.distributed.beside import Beside, assert_close
+from tests.distributed.models import CASES
+from tests.distributed.ranks import run
+from tests.distributed.test_bytes import MOVING, STRATEGIES, formula_model
+
+pytestmark = pytest.mark.distributed
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What each of three batches moved, and how many graphs there were after them."""
+
+    batches: tuple[formulas.Moved, ...]
+    graphs: int
+
+
+def _evaluate(pair: Beside, mode: str, folder: Path) -> Evaluated:
+    batches = []
+    for model in pair.both:
+        model.eval()
+    for step in range(100, 103):
+        sent, calls = dict(pair.counters.sent), dict(pair.counters.calls)
+        with MODES[mode]():
+            loss = pair.case.loss(pair.net, pair.data(step)).item()
+            assert_close(loss, pair.case.loss(pair.plain, pair.data(step)).item(), mode)
+        batches.append(
+            formulas.Moved(
+                bytes={
+                    k: n - sent.get(k, 0)
+                    for k, n in pair.counters.sent.items()
+                    if k in MOVING and n != sent.get(k, 0)
+                },
+                calls={
+                    k: n - calls.get(k, 0)
+                    for k, n in pair.counters.calls.items()
+                    if k in MOVING and n != calls.get(k, 0)
+                },
+            )
+        )
+    for model in pair.both:
+        model.train()
+    dist.barrier()
+    return Evaluated(batches=tuple(batches), graphs=len(list(folder.glob("*.plan.json"))))
+
+
+def _train_and_evaluate(mesh: DeviceMesh, name: str, strategy: str, mode: str) -> Evaluated:
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders)
+    pair = Beside(mesh, CASES[name], strategy=strategy, options={"dump": folders[0]})
+    _evaluate(pair, mode, Path(folders[0]))  # before anything is trained: slabs are allocated here
+    for _ in range(2):
+        pair.train(2)
+        evaluated = _evaluate(pair, mode, Path(folders[0]))
+    pair.train(2)
+    pair.compare_parameters()
+    return evaluated
+
+
+def _all(mesh: DeviceMesh, mode: str) -> dict[tuple[str, str], Evaluated]:
+    return {
+        (name, strategy): _train_and_evaluate(mesh, name, strategy, mode)
+        for name in ("odd", "odd-lora")
+        for strategy in STRATEGIES
+    }
+
+
+@pytest.fixture(scope="module", params=list(MODES))
+def evaluated(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Evaluated]]:
+    return run(_all, request.param, nodes=2, ranks_per_node=2)
+
+
+def test_the_second_batch_moves_nothing_between_nodes(
+    evaluated: list[dict[tuple[str, str], Evaluated]],
+) -> None:
+    """With fcdp; the control is that the first one does, the last training step having changed parameters."""
+    for rank in evaluated:
+        for (_, strategy), found in rank.items():
+            first, *others = (b.bytes.get("inter_all_gather", 0) for b in found.batches)
+            assert first > 0
+            assert all(n == (0 if strategy == "fcdp" else first) for n in others)
+
+
+def test_evaluation_moves_what_the_formula_says(
+    evaluated: list[dict[tuple[str, str], Evaluated]],
+) -> None:
+    for rank in evaluated:
+        for (name, strategy), found in rank.items():
+            model = formula_model(name, together=True)
+            for number, batch in enumerate(found.batches):
+                expected = formulas.evaluation_batch(model, strategy, 2, 2, first=number == 0)
+                assert batch == expected, f"{name}, {strategy}, batch {number}"
+
+
+def test_evaluation_compiles_one_graph_more(
+    evaluated: list[dict[tuple[str, str], Evaluated]],
+) -> None:
+    for rank in evaluated:
+        assert {found.graphs for found in rank.values()} == {2}

@@ -1,0 +1,137 @@
+"""What a training step must move, from the layout's arithmetic alone; shares no code with fcdp.
+
+N nodes, g ranks per node.  All numbers are bytes per rank: sent to others (inter, intra) or copied (store,
+load).  A parameter is cut in g pieces, each in N chunks; every rank contributes a slot of the largest
+chunk, so a bucket of slots with S elements of b bytes costs
+
+    inter_all_gather      (N - 1) * S * b       intra_all_gather      (g - 1) * N * S * b
+    inter_reduce_scatter  (N - 1) * S * b       intra_reduce_scatter  (g - 1) * N * S * b
+    store, load                 N * S * b       where a host cache is used
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+
+Shape = Sequence[int]
+Bucket = tuple[str, ...]
+
+AGREE_WORDS = 8
+"""Words of 8 bytes that every rank sends every other one before a graph runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Bytes and numbers of messages or copies, by kind."""
+
+    bytes: Mapping[str, int]
+    calls: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the formulas need to know of a model.
+
+    shapes: of all parameters.  trainable: their names.  backward: names that derivatives with respect to
+    activations, or of products with them, need again.  buckets: how parameters travel.
+    """
+
+    shapes: Mapping[str, Shape]
+    trainable: frozenset[str]
+    backward: frozenset[str]
+    buckets: Sequence[Bucket]
+    itemsize: int = 4
+
+
+def slot_elements(shape: Shape, nodes: int, ranks_per_node: int) -> int:
+    """Elements of the largest chunk when the dimension with the least padding is cut."""
+    if not shape:
+        return 1
+    sizes = []
+    for dim, rows in enumerate(shape):
+        others = prod(s for i, s in enumerate(shape) if i != dim)
+        sizes.append(ceil(ceil(rows / ranks_per_node) / nodes) * others)
+    return min(sizes)
+
+
+class _Tally:
+    def __init__(self, model: Model, nodes: int, ranks_per_node: int) -> None:
+        self._model, self._nodes, self._g = model, nodes, ranks_per_node
+        self._bytes: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+
+    def _slot(self, names: Iterable[str]) -> int:
+        shapes = [self._model.shapes[n] for n in names]
+        return sum(slot_elements(s, self._nodes, self._g) for s in shapes) * self._model.itemsize
+
+    def _add(self, kind: str, sent: int) -> None:
+        self._bytes[kind] += sent
+        self._calls[kind] += 1
+
+    def inter(self, kind: str, names: Bucket) -> None:
+        if self._nodes > 1:
+            self._add(f"inter_{kind}", (self._nodes - 1) * self._slot(names))
+
+    def intra(self, kind: str, names: Bucket) -> None:
+        if self._g > 1:
+            self._add(f"intra_{kind}", (self._g - 1) * self._nodes * self._slot(names))
+
+    def copy(self, kind: str, names: Bucket, *, to_host: bool) -> None:
+        self._add(kind, self._nodes * self._slot(names) if to_host else 0)
+
+    def moved(self) -> Moved:
+        return Moved(bytes={k: n for k, n in self._bytes.items() if n}, calls=dict(self._calls))
+
+
+def training_step(
+    model: Model, strategy: str, nodes: int, ranks_per_node: int, *, first: bool
+) -> Moved:
+    """One forward and backward after all trainable parameters changed; at first nothing is cached."""
+    tally = _Tally(model, nodes, ranks_per_node)
+    caches = nodes > 1 and strategy != "zero3"
+    on_host = strategy == "fcdp"
+    for bucket in model.buckets:
+        is_frozen = not set(bucket) & model.trainable
+        again = tuple(n for n in bucket if n in model.backward)
+        resident = caches and strategy == "fcdp" and is_frozen
+        if not resident or first:
+            tally.inter("all_gather", bucket)
+            if caches and (resident or again or strategy == "fcdp"):
+                tally.copy("store", bucket, to_host=on_host)
+        if resident:
+            tally.copy("load", bucket, to_host=on_host)
+        tally.intra("all_gather", bucket)
+        if again and caches:
+            tally.copy("load", bucket, to_host=on_host)
+            tally.intra("all_gather", bucket)
+        elif again:  # gathered between nodes once more, and only what is needed
+            tally.inter("all_gather", again)
+            tally.intra("all_gather", again)
+        if not is_frozen:
+            tally.intra("reduce_scatter", bucket)
+            tally.inter("reduce_scatter", bucket)
+    return tally.moved()
+
+
+def evaluation_batch(
+    model: Model, strategy: str, nodes: int, ranks_per_node: int, *, first: bool
+) -> Moved:
+    """One forward without gradients after training; the first finds the trainable buckets changed."""
+    tally = _Tally(model, nodes, ranks_per_node)
+    resident = nodes > 1 and strategy == "fcdp"
+    for bucket in model.buckets:
+        stale = first and bool(set(bucket) & model.trainable)
+        if not resident or stale:
+            tally.inter("all_gather", bucket)
+        if resident:
+            tally.copy("store" if stale else "load", bucket, to_host=True)
+        tally.intra("all_gather", bucket)
+    return tally.moved()
+
+
+def agreement_bytes(nodes: int, ranks_per_node: int) -> int:
+    """What a rank sends before each graph runs."""
+    return (nodes * ranks_per_node - 1) * AGREE_WORDS * 8
