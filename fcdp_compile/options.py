@@ -72,6 +72,8 @@ def _folder(value: Any) -> Path | None:
         return None
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"option 'dump' must be a folder's path, not {type(value).__name__}")
+    if not str(value):
+        raise ValueError("option 'dump' is empty; give the path of a folder or leave it out")
     return Path(value)
 
 

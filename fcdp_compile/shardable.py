@@ -41,7 +41,7 @@ def check_model(
             )
         if isinstance(module, nn.RNNBase):
             raise ValueError(
-                f"{name or 'the model'} is an {type(module).__name__}, which keeps a list of its own "
+                f"{name or 'the model'} is of type {type(module).__name__}, which keeps a list of its own "
                 "parameters that sharding cannot reach; use a cell-based or attention-based module"
             )
     parameters = dict(model.named_parameters())
