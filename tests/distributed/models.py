@@ -50,7 +50,7 @@ class Broken(Odd):
 
 
 class Floats(nn.Module):
-    """Floating point inputs, and a buffer."""
+    """Floating point inputs, and a buffer, which keeps its dtype whatever the parameters are cast to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Floats(nn.Module):
         self.register_buffer("mean", torch.full((5,), 0.5))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs - self.mean)
+        return self.layers(inputs - self.mean.to(inputs.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

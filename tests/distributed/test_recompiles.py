@@ -1,0 +1,132 @@
+"""Sequence lengths vary, evaluation comes between, models die: what fcdp compiles, and what it leaves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import optimizer as torch_optimizer
+
+import fcdp_compile
+from fcdp_compile.sharding import state_of
+from tests.distributed.models import CASES, batch
+from tests.distributed.parity import (
+    GRADIENT_FLOOR,
+    PARAMETER_FLOOR,
+    RELATIVE,
+    Replica,
+    Trial,
+    adamw,
+    build,
+    check_close,
+    compile_with,
+    fresh,
+    gradients,
+    rank_and_ranks,
+    values,
+)
+from tests.distributed.ranks import run
+
+pytestmark = pytest.mark.distributed
+
+LENGTHS = [[16, 16, 16, 16], [24, 24, 24, 24], [9, 9, 9, 9], [31, 31, 31, 31]]
+UNEQUAL_LENGTHS = [[16, 16, 16, 16], [16, 16, 24, 16], [9, 24, 16, 31], [31, 9, 9, 12], [20] * 4]
+"""By step and rank: rank 2 meets a second length before the others do."""
+
+
+def _plans(folder: Path) -> int:
+    return len(list(folder.glob("*.plan.json")))
+
+
+def _train(
+    mesh: DeviceMesh | None, name: str, lengths: list[list[int]], folder: Path, strategy: str
+) -> list[int]:
+    """Train with these lengths and compare; the graphs there were after each step and evaluation."""
+    fresh()
+    case = CASES[name]
+    rank, ranks = rank_and_ranks(mesh)
+    model = build(Trial(case=name))
+    replica = Replica(model, case.loss)
+    fcdp_compile.shard(model, mesh, strategy=strategy)
+    net: Any = compile_with(model, "eager", dump=folder / f"{name}-{strategy}")
+    optimizer = adamw(model)
+    counts = []
+    for step, by_rank in enumerate(lengths):
+        batches = [batch(case, step=step, rank=r, length=by_rank[r]) for r in range(ranks)]
+        loss = case.loss(net, batches[rank])
+        loss.backward()
+        expected = replica.backward(batches)[rank]
+        assert abs(loss.item() - expected) <= RELATIVE * expected, f"{name}, step {step}"
+        check_close(name, gradients(model), gradients(replica.model), floor=GRADIENT_FLOOR)
+        optimizer.step()
+        optimizer.zero_grad()
+        replica.step()
+        counts.append(state_of(model)._graphs)
+    check_close(name, values(model), values(replica.model), floor=PARAMETER_FLOOR)
+    for length in (16, 24, 9):
+        ids = batch(case, step=100, rank=rank, length=length)
+        with torch.no_grad():
+            expected = case.loss(replica.model, ids).item()
+            assert abs(case.loss(net, ids).item() - expected) <= RELATIVE * expected
+        counts.append(state_of(model)._graphs)
+    if rank == 0:
+        assert counts[-1] == _plans(folder / f"{name}-{strategy}")
+    return counts
+
+
+def _train_each(mesh: DeviceMesh | None, names: list[str], *args: Any) -> list[list[int]]:
+    return [_train(mesh, name, *args) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("names", "strategy"), [(["odd", "llama-lora"], "fcdp"), (["odd"], "zero++")]
+)
+def test_lengths_recompile_at_most_once(tmp_path: Path, names: list[str], strategy: str) -> None:
+    ranks = run(_train_each, names, LENGTHS, tmp_path, strategy, nodes=2, ranks_per_node=1)
+    for name, counts in ((n, c) for of_rank in ranks for n, c in zip(names, of_rank, strict=True)):
+        assert counts == [1, 2, 2, 2, 3, 3, 3], f"{name}: graphs after each step {counts}"
+
+
+@pytest.mark.parametrize(("names", "strategy"), [(["odd", "gpt2"], "fcdp"), (["odd"], "zero3")])
+def test_ranks_may_recompile_in_different_steps(
+    tmp_path: Path, names: list[str], strategy: str
+) -> None:
+    ranks = run(_train_each, names, UNEQUAL_LENGTHS, tmp_path, strategy, nodes=2, ranks_per_node=2)
+    for name, counts in ((n, c) for of_rank in ranks for n, c in zip(names, of_rank, strict=True)):
+        assert counts[-1] <= 3, f"{name}: graphs after each step {counts}"
+
+
+def _train_and_forget(mesh: DeviceMesh | None, name: str, compute: str | None) -> None:
+    hooks = len(torch_optimizer._global_optimizer_post_hooks)
+    state = _train_once(mesh, name, compute)
+    fresh()
+    gc.collect()
+    assert state() is None, f"still referred to by {gc.get_referrers(state())}"
+    assert len(torch_optimizer._global_optimizer_post_hooks) == hooks
+
+
+def _train_once(mesh: DeviceMesh | None, name: str, compute: str | None) -> weakref.ref[Any]:
+    case = CASES[name]
+    rank, _ = rank_and_ranks(mesh)
+    model = fcdp_compile.shard(build(Trial(case=name)), mesh)
+    net: Any = compile_with(model, compute)
+    optimizer = adamw(model)
+    for step in range(2):
+        case.loss(net, batch(case, step=step, rank=rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weakref.ref(state_of(model))
+
+
+@pytest.mark.parametrize("compute", ["eager", None])
+def test_a_dead_model_leaves_nothing(compute: str | None) -> None:
+    run(_train_and_forget, "llama", compute, nodes=2, ranks_per_node=1)
+
+
+def test_a_dead_model_leaves_nothing_in_one_process() -> None:
+    _train_and_forget(None, "odd", "eager")
