@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp_compile import registry
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.home_shard import HomeShard
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.mesh import Topology, topology_of
@@ -209,6 +210,7 @@ def _part(whole: Tensor, layout: ParamLayout, topology: Topology) -> Tensor:
 def _sharded_class(cls: type, names: tuple[str, ...], input_dtype: torch.dtype | None) -> type:
     members: dict[str, Any] = {name: _gathering_property(name) for name in names}
     members["__reduce_ex__"] = _refuse_to_copy
+    members["_apply"] = _apply_to_buffers(cls._apply)  # type: ignore[attr-defined]
     if cls.forward is not nn.Module.forward:  # type: ignore[attr-defined]
         members["forward"] = _forward_within_gate(cls.forward, input_dtype)  # type: ignore[attr-defined]
     members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
@@ -256,6 +258,39 @@ def _forward_within_gate(
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    # nn.Module._apply, which is what half(), to() and the like call, would put another tensor in the place
+    # of every parameter, even where nothing changes, and cannot make a Parameter of a HomeShard.
+    @functools.wraps(inner)
+    def apply(
+        self: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        held = self._parameters
+        for name, parameter in held.items():
+            if isinstance(parameter, HomeShard):
+                _refuse_to_convert(f"{type(self).__name__}.{name}", parameter, convert)
+        homes = {n: p for n, p in held.items() if isinstance(p, HomeShard)}
+        self._parameters = {n: p for n, p in held.items() if n not in homes}
+        try:
+            return inner(self, convert, *args, **kwargs)
+        finally:
+            self._parameters = {n: homes.get(n, self._parameters.get(n)) for n in held}
+
+    return apply
+
+
+def _refuse_to_convert(
+    name: str, parameter: HomeShard, convert: Callable[[Tensor], Tensor]
+) -> None:
+    local = parameter.to_local().detach()
+    converted = convert(local)
+    if (converted.dtype, converted.device) != (local.dtype, local.device):
+        raise FcdpError(
+            f"{name} is sharded as {local.dtype} on {local.device} and cannot become {converted.dtype} on "
+            f"{converted.device}; convert the model before fcdp_compile.shard"
+        )
 
 
 def _refuse_to_copy(self: nn.Module, protocol: Any) -> NoReturn:

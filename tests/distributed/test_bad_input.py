@@ -1,0 +1,292 @@
+"""Each bad input gets one clear sentence, before any collective is started."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fcdp_compile
+from fcdp_compile.errors import FcdpError, UnshardedParameterError
+from tests.distributed.models import CASES, batch, with_lora
+from tests.distributed.ranks import run
+
+distributed = pytest.mark.distributed
+
+
+def _linear(weight: Tensor | None = None) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if weight is not None:
+        model[0].weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+    return model
+
+
+def _quantised() -> Tensor:
+    return torch.quantize_per_tensor(torch.rand(4, 4), 0.1, 0, torch.qint8)
+
+
+# --- one process ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: nn.Linear(4, 4, device="meta"), "'weight' is on the meta device; materialise it"),
+        (lambda: _linear(torch.eye(4).to_sparse()), "'0.weight' is sparse"),
+        (lambda: _linear(torch.eye(4).to_sparse_csr()), "'0.weight' is sparse"),
+        (lambda: _linear(torch.rand(4, 4, dtype=torch.complex64)), "'0.weight' is complex"),
+        (lambda: _linear(_quantised()), "'0.weight' is quantised"),
+        (lambda: nn.LazyLinear(4), "'weight' is not initialised; run one forward"),
+        (lambda: nn.Sequential(nn.LSTM(4, 4)), "0 is of type LSTM"),
+        (lambda: nn.Sequential(nn.GRU(4, 4)), "0 is of type GRU"),
+        (lambda: nn.ReLU(), "has no parameters"),
+        (lambda: fcdp_compile.shard(_linear()), "is sharded already"),
+        (lambda: nn.Sequential(fcdp_compile.shard(_linear())), "0 is sharded already"),
+        (lambda: nn.DataParallel(_linear()), "is wrapped in DataParallel"),
+    ],
+)
+def test_a_model_that_cannot_be_sharded(make: Callable[[], nn.Module], what: str) -> None:
+    _one_sentence(ValueError, lambda: fcdp_compile.shard(make()), what)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "what"),
+    [
+        ({"strategy": "zero+"}, ValueError, r"unknown strategy .zero\+.; .*did you mean .zero"),
+        ({"strategy": "FCDP"}, ValueError, "did you mean 'fcdp'"),
+        ({"strategy": "qqq"}, ValueError, "choose one of zero3, zero\\+\\+, fcdp"),
+        ({"strategy": 3}, TypeError, "strategy must be a name or a Strategy, not int"),
+        ({"mesh": 4}, TypeError, "mesh must be a DeviceMesh or None, not int"),
+        ({"param_dtype": "bf16"}, TypeError, "param_dtype must be a floating point torch.dtype"),
+        ({"param_dtype": torch.int8}, TypeError, "param_dtype must be a floating point"),
+        ({"reduce_dtype": torch.complex64}, TypeError, "reduce_dtype must be a floating point"),
+    ],
+)
+def test_an_option_of_shard(options: dict[str, Any], error: type[Exception], what: str) -> None:
+    _one_sentence(error, lambda: fcdp_compile.shard(_linear(), **options), what)
+
+
+@pytest.mark.parametrize("model", [3, "gpt2", lambda x: x, None, nn.Linear])
+def test_what_is_no_module(model: Any) -> None:
+    _one_sentence(TypeError, lambda: fcdp_compile.shard(model), "shard needs an nn.Module, not")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "what"),
+    [
+        ({"comput": "eager"}, ValueError, "unknown option 'comput'.*did you mean 'compute'"),
+        ({"bucket": 3}, ValueError, "known are compute, dump, bucket_mb"),
+        ({"compute": "cuda"}, ValueError, "'compute' must be 'inductor' or 'eager', not 'cuda'"),
+        ({"compute": True}, TypeError, "'compute' must be 'inductor' or 'eager', not bool"),
+        ({"dump": 3}, TypeError, "'dump' must be a folder's path, not int"),
+        ({"bucket_mb": "25"}, TypeError, "'bucket_mb' must be a number of MiB, not str"),
+        ({"bucket_mb": True}, TypeError, "'bucket_mb' must be a number of MiB, not bool"),
+        ({"bucket_mb": -1}, ValueError, "'bucket_mb' must be between"),
+        ({"bucket_mb": float("nan")}, ValueError, "'bucket_mb' must be between"),
+    ],
+)
+def test_an_option_of_the_backend(
+    options: dict[str, Any], error: type[Exception], what: str
+) -> None:
+    torch._dynamo.reset()
+    net = torch.compile(fcdp_compile.shard(_linear()), backend="fcdp", options=options)
+    with pytest.raises(Exception, match=what) as raised:
+        net(torch.rand(2, 4))
+    causes = [raised.value, raised.value.__cause__, raised.value.__context__]
+    assert any(isinstance(cause, error) for cause in causes)
+
+
+def test_a_world_that_does_not_divide_into_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    make = fcdp_compile.make_mesh
+    _one_sentence(ValueError, make, "world size 6 cannot be split into nodes of 4 ranks")
+    _one_sentence(ValueError, lambda: make(nodes=4), "world size 6 cannot be split into 4 nodes")
+    _one_sentence(ValueError, lambda: make(nodes=0), "nodes must be a positive whole number")
+    _one_sentence(ValueError, lambda: make(nodes=2.0), "nodes must be a positive whole number")  # type: ignore[arg-type]
+    monkeypatch.delenv("RANK")
+    _one_sentence(ValueError, lambda: make(nodes=2), "needs several processes and this is a single")
+
+
+def test_an_optimizer_built_before_shard(caplog: pytest.LogCaptureFixture) -> None:
+    """In one process parameters stay what they are, and nothing is to be warned of."""
+    model = _linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING):
+        fcdp_compile.shard(model)
+    kept = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert kept == {id(p) for p in model.parameters()} or "SGD was built before" in caplog.text
+
+
+def test_a_sharded_model_is_not_copied() -> None:
+    model = fcdp_compile.shard(_linear())
+    for attempt in (lambda: copy.deepcopy(model), lambda: pickle.dumps(model)):
+        _one_sentence(TypeError, attempt, "cannot be copied or pickled.*save its state_dict")
+
+
+def test_traffic_of_a_model_that_is_not_sharded() -> None:
+    _one_sentence(ValueError, lambda: fcdp_compile.traffic(_linear()), "not sharded")
+
+
+def _one_sentence(error: type[Exception], call: Callable[[], Any], what: str) -> None:
+    with pytest.raises(error, match=what) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+    assert not str(raised.value).endswith(".")
+
+
+# --- several processes ----------------------------------------------------------------------------------
+
+
+def _messages(mesh: DeviceMesh) -> dict[str, str]:
+    """What rank 0 is told, with rank 1 waiting far away: no collective can have been started."""
+    flat = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    nameless = init_device_mesh("cpu", (2, 1))
+    swapped = init_device_mesh("cpu", (2, 1), mesh_dim_names=("intra", "inter"))
+    wrapped = DistributedDataParallel(_linear())
+    fsdp = _linear()
+    fully_shard(fsdp, mesh=flat)
+    sharded = fcdp_compile.shard(CASES["odd"].model(), mesh)
+    adapted = with_lora(sharded, "first", "second")
+    replaced = fcdp_compile.shard(CASES["odd"].model(), mesh)
+    replaced.embedding.weight = nn.Parameter(torch.rand(17, 7))  # the first to be read
+    plain = fcdp_compile.shard(CASES["odd"].model(), mesh)
+    moved = fcdp_compile.shard(CASES["odd"].model(), mesh).to("cpu", torch.float32)
+    found: dict[str, str] = {}
+    if dist.get_rank() == 0:
+
+        def note(name: str, call: Callable[[], Any]) -> None:
+            torch._dynamo.reset()
+            try:
+                call()
+            except Exception as error:
+                found[name] = f"{type(error).__mro__[0].__name__}: {error}"
+            else:
+                found[name] = "nothing"
+
+        shard = fcdp_compile.shard
+        note("no mesh", lambda: shard(_linear()))
+        note("flat mesh", lambda: shard(_linear(), flat))
+        note("nameless mesh", lambda: shard(_linear(), nameless))
+        note("swapped mesh", lambda: shard(_linear(), swapped))
+        note("ddp", lambda: shard(wrapped, mesh))
+        note("fsdp", lambda: shard(fsdp, mesh))
+        note("inner ddp", lambda: shard(nn.Sequential(wrapped), mesh))
+        note("sharded", lambda: shard(sharded, mesh))
+        note("strategy", lambda: shard(_linear(), mesh, strategy="fdcp"))
+        note("meta", lambda: shard(nn.Linear(4, 4, device="meta"), mesh))
+        ids = batch(CASES["odd"], step=0, rank=0)
+        note("never sharded", lambda: torch.compile(_linear(), backend="fcdp")(torch.rand(2, 4)))
+        note("adapters after", lambda: torch.compile(adapted, backend="fcdp")(ids))
+        note("replaced", lambda: torch.compile(replaced, backend="fcdp")(ids))
+        note("replaced, eager", lambda: replaced(ids))
+        note("half", plain.half)
+        note("to", lambda: plain.to(torch.bfloat16))
+        note("to meta", lambda: plain.to("meta"))
+        note("copied", lambda: copy.deepcopy(moved))
+        note("pickled", lambda: pickle.dumps(moved))
+    dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def messages() -> dict[str, str]:
+    found: dict[str, str] = run(_messages, nodes=2, ranks_per_node=1)[0]
+    return found
+
+
+@distributed
+@pytest.mark.parametrize(
+    ("case", "error", "what"),
+    [
+        ("no mesh", ValueError, "2 processes run but shard got no mesh; pass"),
+        ("flat mesh", ValueError, "expected ('inter', 'intra')"),
+        ("nameless mesh", ValueError, "without names, expected ('inter', 'intra')"),
+        ("swapped mesh", ValueError, "expected ('inter', 'intra')"),
+        ("ddp", ValueError, "is wrapped in DistributedDataParallel; pass the bare module"),
+        ("fsdp", ValueError, "is a DTensor already (FSDP2 or tensor parallelism)"),
+        ("inner ddp", ValueError, "0 is wrapped in DistributedDataParallel"),
+        ("sharded", ValueError, "is sharded already"),
+        ("strategy", ValueError, "did you mean 'fcdp'"),
+        ("meta", ValueError, "is on the meta device"),
+        ("never sharded", UnshardedParameterError, "call fcdp_compile.shard on the whole model"),
+        pytest.param(
+            "adapters after",
+            UnshardedParameterError,
+            "after adding adapters and before torch.compile",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="PEFT sizes adapters of a DTensor by its local shard: tracing fails on that",
+            ),
+        ),
+        ("replaced", FcdpError, "'embedding.weight' is now torch.float32 (17, 7)"),
+        ("replaced, eager", FcdpError, "'embedding.weight' is now torch.float32 (17, 7)"),
+        ("half", FcdpError, "cannot become torch.float16 on cpu; convert the model before"),
+        ("to", FcdpError, "cannot become torch.bfloat16 on cpu; convert the model before"),
+        ("to meta", FcdpError, "cannot become torch.float32 on meta; convert the model before"),
+        ("copied", TypeError, "cannot be copied or pickled"),
+        ("pickled", TypeError, "cannot be copied or pickled"),
+    ],
+)
+def test_bad_input_with_several_processes(
+    messages: dict[str, str], case: str, error: type[Exception], what: str
+) -> None:
+    assert what in messages[case]
+    assert error.__name__ in messages[case], (
+        "Dynamo wraps what a backend raises, and keeps its name"
+    )
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _old_optimizer(mesh: DeviceMesh) -> list[str]:
+    heard = _Lines()
+    logging.getLogger("fcdp_compile").addHandler(heard)
+    model = _linear()
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(0)
+    fcdp_compile.shard(model, mesh)
+    del optimizer
+    return heard.lines
+
+
+@distributed
+def test_an_optimizer_built_before_shard_is_warned_of() -> None:
+    for lines in run(_old_optimizer, nodes=2, ranks_per_node=1):
+        (line,) = [x for x in lines if "AdamW" in x]
+        assert "was built before fcdp_compile.shard" in line
+        assert "build the optimizer after sharding" in line
+
+
+def _converted(mesh: DeviceMesh) -> float:
+    """`to` that changes nothing is allowed, and does nothing."""
+    model = fcdp_compile.shard(CASES["odd"].model(), mesh).to("cpu", torch.float32)
+    net = torch.compile(model, backend="fcdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(2):
+        loss = CASES["odd"].loss(net, batch(CASES["odd"], step=step, rank=dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@distributed
+def test_a_conversion_to_what_it_is() -> None:
+    assert all(isinstance(x, float) for x in run(_converted, nodes=2, ranks_per_node=1))
