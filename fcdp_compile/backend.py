@@ -130,7 +130,9 @@ class _Compilation:
             place=t.place,
             specs={key: record.spec for key, record in model.records.items()},
             frozen=frozenset(
-                key for key, r in model.records.items() if not r.parameter().requires_grad
+                key
+                for key, r in model.records.items()
+                if (p := r.living()) is not None and not p.requires_grad
             ),
             known=model.known_buckets(),
             next_bucket=model.next_bucket,

@@ -16,8 +16,8 @@ class HomeShard(DTensor):
     """A DTensor parameter whose `.data` can be assigned.
 
     A plain DTensor takes `p.data = other` without complaint and keeps its old values, silently (torch 2.11
-    to 2.13: assignment swaps the outer tensor, which has no storage).  Here `other` may be a DTensor of the
-    same placements or a whole tensor of the full shape, of which this rank keeps its part.
+    to 2.13: assignment swaps the outer tensor, which has no storage).  Here `other` may be a DTensor of any
+    placements and mesh or a whole tensor of the full shape, of which this rank keeps its part.
     """
 
     @staticmethod
@@ -65,6 +65,9 @@ class HomeShard(DTensor):
                 f"cannot assign {other.dtype} {tuple(other.shape)} to the .data of a sharded parameter of "
                 f"{self.dtype} {tuple(self.shape)}; assign a tensor of the same dtype and full shape"
             )
+        if isinstance(other, DTensor) and other.device_mesh != self.device_mesh:
+            # The same placements on another mesh, such as ("inter", "intra"), are other rows.
+            other = other.full_tensor()
         if not isinstance(other, DTensor):
             whole = DTensor.from_local(
                 other.detach().to(self._local_tensor.device),

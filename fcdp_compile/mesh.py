@@ -89,9 +89,11 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
     is no mesh though several processes run.
     """
     if mesh is None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        started = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+        world = dist.get_world_size() if dist.is_initialized() else started
+        if world > 1:
             raise ValueError(
-                f"{dist.get_world_size()} processes run but shard got no mesh; pass fcdp_compile.make_mesh()"
+                f"{world} processes run but shard got no mesh; pass fcdp_compile.make_mesh()"
             )
         return Topology(
             nodes=1, ranks_per_node=1, node=0, place=0, device_type="cpu",

@@ -14,7 +14,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fcdp_compile import plan_json
 from fcdp_compile.errors import FcdpError, PlanMismatchError
-from fcdp_compile.mesh import Topology
+from fcdp_compile.home_shard import placements_of
+from fcdp_compile.mesh import INTER, INTRA, Topology
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from fcdp_compile.plan import Bucket, Kind
 from fcdp_compile.registry import ParamSpec, check_shard
@@ -53,9 +54,26 @@ class ParamRecord:
         return parameter
 
     def living(self) -> nn.Parameter | None:
-        """The parameter as it is now, None if there is none any more."""
+        """The parameter as it is now, None if there is none any more.
+
+        Raises: FcdpError if a DTensor of another mesh or other placements was put in its place.
+        """
         module = self._module()
-        return None if module is None else module._parameters.get(self._name)
+        parameter = None if module is None else module._parameters.get(self._name)
+        if isinstance(parameter, DTensor):
+            self._check_home(parameter)
+        return parameter
+
+    def _check_home(self, parameter: DTensor) -> None:
+        # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on ("inter", "intra").
+        expected = placements_of(self.spec.layout)
+        names = parameter.device_mesh.mesh_dim_names
+        if names != (INTRA, INTER) or tuple(parameter.placements) != expected:
+            raise FcdpError(
+                f"parameter {self.spec.name!r} is now cut as {tuple(parameter.placements)} over mesh "
+                f"{names}, but was sharded as {expected} over {(INTRA, INTER)}; assign its .data or load a "
+                "state dict without assign=True, which both keep the cut"
+            )
 
     def local(self) -> Tensor:
         """This rank's home shard, without autograd."""
@@ -104,6 +122,7 @@ class ShardedModel:
     def gather_eagerly(self, key: str, shard: Tensor) -> Tensor:
         """Gather one parameter now, past buckets and cache."""
         spec, t = self.spec(key), self.topology
+        self.records[key].living()  # raises if what was put there holds other rows
         layouts = [spec.layout]
         buffer = pack_home([shard], layouts, spec.gather_dtype)
         if t.nodes > 1:
@@ -144,9 +163,19 @@ class ShardedModel:
             self.cache.drop(gone)
 
     def known_buckets(self) -> dict[str, tuple[Bucket, ...]]:
-        """The buckets of each parameter, the forward's first."""
-        extra = self.backward_buckets
-        return {k: (b, extra[k]) if k in extra else (b,) for k, b in self.buckets.items()}
+        """The buckets of each parameter, the forward's first; none that has lost a parameter since."""
+        living = {key for key, record in self.records.items() if record.living() is not None}
+        whole = {
+            b.id
+            for b in {*self.buckets.values(), *self.backward_buckets.values()}
+            if living.issuperset(self.keys_of(b))
+        }
+        known: dict[str, tuple[Bucket, ...]] = {}
+        for buckets in (self.buckets, self.backward_buckets):
+            for key, bucket in buckets.items():
+                if bucket.id in whole:
+                    known[key] = (*known.get(key, ()), bucket)
+        return known
 
     def next_graph(self) -> int:
         """Number the next compiled graph of this model."""
