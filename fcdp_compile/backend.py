@@ -138,6 +138,7 @@ class _Compilation:
             next_bucket=model.next_bucket,
             bucket_bytes=self._options.bucket_bytes,
             direction=direction,
+            decompositions=self._compute.decompositions(),
         )
 
     def _plan(self, model: ShardedModel, graphs: dict[Direction, GraphModule]) -> None:

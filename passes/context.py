@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch.fx import Node
 
@@ -50,6 +51,7 @@ class PassContext:
     gather on their own, the one of backwards.  next_bucket: the first unused bucket number.
     bucket_bytes: a bucket is full when its gathered parameters take this many bytes.
     backward_buckets: ids of the buckets that the backward of this graph uses.
+    decompositions: what the compiler of the segments wants decomposed, by op.
     """
 
     strategy: Strategy
@@ -65,6 +67,7 @@ class PassContext:
     direction: Direction = Direction.FORWARD
     variant: Variant = Variant.COLD
     backward_buckets: tuple[int, ...] = ()
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None
 
 
 def use_of(node: Node) -> Use:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def inline(
-    graph: Graph, function: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Node]
+    graph: Graph,
+    function: Callable[[list[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Node],
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> list[Node]:
     """Insert `function(inputs)` at the graph's insert point and return the nodes of its results.
 
     The function is traced on the inputs' fake tensors, so its shapes must not depend on their values.
+    decompositions: as for the rest of the graph, by AOTAutograd.
     """
     values = [n.meta["val"] for n in inputs]
-    traced = make_fx(lambda *tensors: list(function(list(tensors))))(*values)
+    table = dict(decompositions or {})
+    traced = make_fx(lambda *tensors: list(function(list(tensors))), table)(*values)
     env: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     results = graph.graph_copy(traced.graph, env)
     for old, new in env.items():

@@ -153,7 +153,9 @@ def _gather(
                 f"bucket {bucket.id} cannot be gathered in a graph without {missing}"
             )
             members = [shards[p.name] for p in bucket.params]
-            (buffer,) = inline(graph, lambda s: [pack_home(s, layouts, dtype)], members)
+            (buffer,) = inline(
+                graph, lambda s: [pack_home(s, layouts, dtype)], members, ctx.decompositions
+            )
         if source in (Source.GATHER, Source.GATHER_AND_STORE):
             sent = (ctx.nodes - 1) * bucket.slot_bytes
             pending = _explicit(graph, ops.inter_all_gather, [buffer], bucket, sent)
@@ -168,7 +170,7 @@ def _gather(
             pending = _explicit(graph, ops.intra_all_gather, [buffer], bucket, sent)
             ranks = ctx.nodes * ctx.ranks_per_node
             buffer = _wait(graph, pending, fake_flat(buffer, bucket.slot_elements * ranks, dtype))
-        full = inline(graph, lambda b: unpack_full(b[0], layouts), [buffer])
+        full = inline(graph, lambda b: unpack_full(b[0], layouts), [buffer], ctx.decompositions)
     params = dict(zip([p.name for p in bucket.params], full, strict=True))
     used = [params[ctx.specs[str(n.args[1])].name] for n in unshards]
     for node, param in zip(unshards, used, strict=True):
@@ -263,7 +265,9 @@ def _reduce_bucket(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassC
     order = {n: i for i, n in enumerate(graph.nodes)}
     last = max(grads, key=order.__getitem__)
     with graph.inserting_before(_after(last)):
-        (buffer,) = inline(graph, lambda g: [pack_grads(g, layouts, dtype)], grads)
+        (buffer,) = inline(
+            graph, lambda g: [pack_grads(g, layouts, dtype)], grads, ctx.decompositions
+        )
         if ctx.ranks_per_node > 1:
             elements = slot * ctx.nodes
             sent = (ctx.ranks_per_node - 1) * elements * bucket.reduce_itemsize
@@ -275,7 +279,12 @@ def _reduce_bucket(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassC
             buffer = _wait(graph, pending, fake_flat(buffer, slot, dtype))
     with graph.inserting_before(min(members, key=order.__getitem__)):
         shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
-        shards = inline(graph, lambda b: unpack_grads(b[0], layouts, shapes, homes), [buffer])
+        shards = inline(
+            graph,
+            lambda b: unpack_grads(b[0], layouts, shapes, homes),
+            [buffer],
+            ctx.decompositions,
+        )
     for node, result in zip(members, shards, strict=True):
         node.replace_all_uses_with(result)
         graph.erase_node(node)
