@@ -84,18 +84,16 @@ def shard(
     check_model(root, param_dtype, reduce_dtype, mesh)
     topology = topology_of(mesh)
     number = registry.new_model_number()
-    owners = _owners(root)
+    names = _names(root)
     records = {
         parameter: ParamRecord(
-            _spec(f"m{number}:{name}", name, parameter, topology, param_dtype, reduce_dtype),
-            module,
-            attribute,
+            _spec(f"m{number}:{name}", name, parameter, topology, param_dtype, reduce_dtype)
         )
-        for parameter, (name, module, attribute) in owners.items()
+        for parameter, name in names.items()
     }
-    device = next(iter(owners)).device
+    device = next(iter(names)).device
     state = ShardedModel(number, topology, chosen, records.values(), device)
-    named = [(name, p) for p, (name, _, _) in owners.items()]
+    named = [(name, p) for p, name in names.items()]
     buffers = list(root.named_buffers())
     description = [f"strategy {chosen}, param_dtype {param_dtype}, reduce_dtype {reduce_dtype}"]
     description += [
@@ -103,7 +101,7 @@ def shard(
         for name, t in [*named, *buffers]
     ]
     agree_on_replicas(topology, state.collectives, description, [*named, *buffers])
-    _warn_of_older_optimizers(list(owners))
+    _warn_of_older_optimizers(list(names))
     _install(root, state, records, param_dtype)
     for record in records.values():
         registry.register(record.spec.key, state)
@@ -128,15 +126,9 @@ def state_of(model: nn.Module) -> ShardedModel:
     return found
 
 
-def _owners(root: nn.Module) -> dict[nn.Parameter, tuple[str, nn.Module, str]]:
-    """Each parameter with its first name, its module and its attribute there; ties count once."""
-    found: dict[nn.Parameter, tuple[str, nn.Module, str]] = {}
-    for prefix, module in root.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None and parameter not in found:
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                found[parameter] = (name, module, attribute)
-    return found
+def _names(root: nn.Module) -> dict[nn.Parameter, str]:
+    """Each parameter with its first name; ties count once."""
+    return {parameter: name for name, parameter in root.named_parameters()}
 
 
 def _spec(
@@ -175,6 +167,7 @@ def _install(
         held = {n: p for n, p in module._parameters.items() if p is not None}
         for name, parameter in held.items():
             module._parameters[name] = homes[parameter]
+            records[parameter].add_place(module, name)
         keys = {name: records[p].spec.key for name, p in held.items()}
         cast = input_dtype if module is root else None
         kind = (type(module), tuple(keys), cast)

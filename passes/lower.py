@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile import ops
-from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from fcdp_compile.passes.context import META, PassContext, Source, StepMeta, use_of
 from fcdp_compile.passes.inline import fake_flat, inline
-from fcdp_compile.plan import LANES, Bucket, Direction, Kind, Step, Tier
+from fcdp_compile.plan import LANES, Bucket, Kind, Step, Tier
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.torch_compat import OpOverload
 
@@ -39,8 +38,6 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     Leaves: no `unshard`, no `reduce_grad`; a `free` after the last use of each gathered bucket; a `StepMeta`
     on every explicit node.  A loaded bucket has no inter-node all-gather in this graph.
     """
-    if ctx.direction is not Direction.BACKWARD:  # where one shard may be saved twice
-        _check_ties(gm.graph)
     _merge_unshards(gm.graph)
     _sink_unshards(gm.graph)
     stores: list[Node] = []
@@ -53,17 +50,6 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     gm.graph.lint()
     gm.recompile()
     return gm
-
-
-def _check_ties(graph: Graph) -> None:
-    inputs: dict[object, Node] = {}
-    for node in graph.find_nodes(op="call_function", target=UNSHARD):
-        shard = _placeholder_of(node.args[0])  # type: ignore[arg-type]
-        if inputs.setdefault(node.args[1], shard) is not shard:
-            raise FcdpError(
-                f"parameter {node.args[1]!r} was tied when it was sharded and now has two values; tie its "
-                "uses again, or untie them before fcdp_compile.shard"
-            )
 
 
 def _merge_unshards(graph: Graph) -> None:

@@ -29,17 +29,20 @@ log = logging.getLogger(__name__)
 
 
 class ParamRecord:
-    """One parameter: its spec and where the model keeps it.
+    """One parameter: its spec and where the model keeps it, several places if it is tied.
 
-    The module is held weakly and the parameter looked up, because a user may put another one in its place.
+    Modules are held weakly and the parameter looked up, because a user may put another one in its place.
     """
 
-    __slots__ = ("_module", "_name", "spec")
+    __slots__ = ("_places", "spec")
 
-    def __init__(self, spec: ParamSpec, module: nn.Module, name: str) -> None:
+    def __init__(self, spec: ParamSpec) -> None:
         self.spec = spec
-        self._module = weakref.ref(module)
-        self._name = name
+        self._places: list[tuple[weakref.ref[nn.Module], str]] = []
+
+    def add_place(self, module: nn.Module, name: str) -> None:
+        """Note a place of the parameter."""
+        self._places.append((weakref.ref(module), name))
 
     def parameter(self) -> nn.Parameter:
         """The parameter as it is now.
@@ -56,13 +59,24 @@ class ParamRecord:
     def living(self) -> nn.Parameter | None:
         """The parameter as it is now, None if there is none any more.
 
-        Raises: FcdpError if a DTensor of another mesh or other placements was put in its place.
+        Raises: FcdpError if a DTensor of another mesh or other placements was put in its place, or different
+        parameters in the places of a tied one.
         """
-        module = self._module()
-        parameter = None if module is None else module._parameters.get(self._name)
-        if isinstance(parameter, DTensor):
-            self._check_home(parameter)
-        return parameter
+        now = self.places()
+        if any(p is not now[0] for p in now):
+            raise FcdpError(
+                f"parameter {self.spec.name!r} was tied when it was sharded and now has two values; tie its "
+                "uses again, or untie them before fcdp_compile.shard"
+            )
+        if now and isinstance(now[0], DTensor):
+            self._check_home(now[0])
+        return now[0] if now else None
+
+    def places(self) -> list[nn.Parameter]:
+        """What is in each of its places now, unchecked."""
+        modules = [(ref(), name) for ref, name in self._places]
+        found = [m._parameters.get(name) for m, name in modules if m is not None]
+        return [p for p in found if p is not None]
 
     def _check_home(self, parameter: DTensor) -> None:
         # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on ("inter", "intra").
@@ -249,10 +263,9 @@ class ShardedModel:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note which parameters an optimizer has just changed."""
-        living = {key: p for key, r in self.records.items() if (p := r.living()) is not None}
-        keys = {id(p): key for key, p in living.items()}
-        mine = [keys[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in keys]
-        if stepped := [key for key in mine if living[key].grad is not None]:
+        owned = {id(p): (key, p) for key, r in self.records.items() for p in r.places()}
+        mine = [owned[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in owned]
+        if stepped := [key for key, p in mine if p.grad is not None]:
             self.generations.change(stepped)
         if mine:
             self.counters.end_step(optimizer)
