@@ -102,12 +102,15 @@ def inter_reduce_scatter(grads: Tensor, bucket: int) -> Any:
 
 
 def stamp(buckets: tuple[int, ...]) -> Tensor:
-    """The generations that this forward uses, int64 [len(buckets)] on the CPU, saved for its backward."""
+    """What this forward uses, saved for its backward: int64 [2, len(buckets)] on the CPU.
+
+    First row: the buckets' generations.  Second: fingerprints of the shards of those that no tier keeps.
+    """
     _only_in_a_graph("stamp")
 
 
-def check(generations: Tensor, buckets: tuple[int, ...]) -> None:
-    """Refuse to go on unless the buckets still have the generations that the forward stamped."""
+def check(stamps: Tensor, buckets: tuple[int, ...]) -> None:
+    """Refuse to go on unless the backward can have the values that the forward stamped."""
     _only_in_a_graph("check")
 
 

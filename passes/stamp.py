@@ -12,10 +12,10 @@ from fcdp_compile.torch_compat import detect_fake_mode, is_opaque, saved_output_
 
 
 def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
-    """Save one more value: the generations of the buckets that the backward uses.
+    """Save one more value: which values of its buckets the backward must use.
 
-        forward:  generations = stamp(buckets), returned among the saved tensors
-        backward: check(generations, buckets), first of all
+        forward:  stamps = stamp(buckets), returned among the saved tensors
+        backward: check(stamps, buckets), first of all
 
     Requires: `partition`, and `bucket` on both graphs.
     Leaves: a `stamp` and a `check`; both graphs unchanged if the backward gathers nothing.
@@ -33,7 +33,7 @@ def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
     mode = detect_fake_mode([n.meta.get("val") for n in fw.graph.nodes])
     assert mode is not None, "graphs are traced with fake tensors"
     with mode:
-        node.meta["val"] = torch.zeros(len(buckets), dtype=torch.int64)
+        node.meta["val"] = torch.zeros(2, len(buckets), dtype=torch.int64)
     at = num_fwd_outputs + len(tensors)
     output.args = ((*outputs[:at], node, *outputs[at:]),)
     if (descriptions := output.meta.get("desc")) is not None:
@@ -41,10 +41,10 @@ def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
     placeholders = bw.graph.find_nodes(op="placeholder")
     before = placeholders[len(symbols) + len(tensors)]
     with bw.graph.inserting_before(before):
-        generations = bw.graph.placeholder("generations")
-    generations.meta["val"] = node.meta["val"]
+        stamps = bw.graph.placeholder("stamps")
+    stamps.meta["val"] = node.meta["val"]
     with bw.graph.inserting_before(placeholders[-1].next):
-        bw.graph.call_function(ops.check, (generations, buckets))
+        bw.graph.call_function(ops.check, (stamps, buckets))
     for gm in (fw, bw):
         gm.graph.lint()
         gm.recompile()

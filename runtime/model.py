@@ -17,12 +17,12 @@ from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.home_shard import placements_of
 from fcdp_compile.mesh import INTER, INTRA, Topology
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
-from fcdp_compile.plan import Bucket, Kind
+from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.registry import ParamSpec, check_shard
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
-from fcdp_compile.runtime.validity import Fingerprints, Generations
+from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
 from fcdp_compile.strategy import Strategy
 
 log = logging.getLogger(__name__)
@@ -219,19 +219,38 @@ class ShardedModel:
 
         Raises: PlanMismatchError on every rank if ranks are about to run different plans.
         """
-        mine = buckets if self.strategy.is_resident else []
-        changed = set(self.fingerprints.changed({b.id: self.shards(b) for b in mine}))
-        for bucket in mine:
+        changed = set(self.fingerprints.changed({b.id: self.shards(b) for b in buckets}))
+        for bucket in buckets:
             if bucket.id in changed:
                 self.generations.change(self.keys_of(bucket))
-        verdicts = [self.cache.generation(b.id) != self.generation(b) for b in mine]
-        agreed = self._agree(digest, verdicts, describe)
-        stale = [b for b, is_stale in zip(mine, agreed, strict=True) if is_stale]
-        for bucket, mine_too, is_stale in zip(mine, verdicts, agreed, strict=True):
+        outdated = [
+            b.id in changed or self.cache.generation(b.id) != self.generation(b) for b in buckets
+        ]
+        agreed = self._agree(digest, outdated, describe)
+        for bucket, mine_too, is_stale in zip(buckets, outdated, agreed, strict=True):
             if is_stale and not mine_too:
                 # Another rank's shard changed: the copy here is as outdated as there.
                 self.generations.change(self.keys_of(bucket))
-        return stale
+        return [b for b, is_stale in zip(buckets, agreed, strict=True) if is_stale]
+
+    def fingerprints_of_uncached(self, buckets: Sequence[Bucket]) -> list[int]:
+        """Fingerprints of the home shards of those buckets that no tier keeps, 0 for the others.
+
+        With one rank there is nothing to gather again in a backward: autograd has saved the parameter.
+        """
+        if self.topology.ranks == 1:
+            return [0] * len(buckets)
+        marks = {b.id: fingerprint(self.shards(b)) for b in buckets if b.tier is Tier.NONE}
+        known = (
+            dict(zip(marks, torch.stack(list(marks.values())).tolist(), strict=True))
+            if marks
+            else {}
+        )
+        return [known.get(b.id, 0) for b in buckets]
+
+    def agree_on_any(self, found: Sequence[object]) -> bool:
+        """Whether any rank found something; all ranks must ask."""
+        return any(row[0] for row in self.collectives.agree([len(found)]))
 
     def _agree(self, digest: str, flags: list[bool], describe: Callable[[], str]) -> list[bool]:
         # One message of a fixed size, whatever the plan: ranks with different plans must not meet in

@@ -145,18 +145,34 @@ class Program:
 
     def _stamp(self, ids: Any, values: list[Any]) -> Tensor:
         run: _Run = values[-1]
-        return torch.tensor([run.model.generation(self._buckets[i]) for i in ids])
+        buckets = [self._buckets[i] for i in ids]
+        generations = [run.model.generation(b) for b in buckets]
+        return torch.tensor([generations, run.model.fingerprints_of_uncached(buckets)])
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
         run: _Run = values[-1]
-        run.generations.update(zip(ids, values[first].tolist(), strict=True))
-        for bucket in (self._buckets[i] for i in ids):
-            # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
-            if bucket.tier is Tier.NONE and run.generation(bucket) != run.model.generation(bucket):
-                raise StaleParameterError(
-                    f"parameters of bucket {bucket.id} ({bucket.params[0].name}, …) changed between the "
-                    "forward and its backward; run the backward before the optimizer steps"
-                )
+        generations, fingerprints = values[first].tolist()
+        # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
+        run.generations.update(zip(ids, generations, strict=True))
+        buckets = [self._buckets[i] for i in ids]
+        changed = [
+            bucket
+            for bucket, seen, now in zip(
+                buckets, fingerprints, run.model.fingerprints_of_uncached(buckets), strict=True
+            )
+            if seen != now
+        ]
+        if all(b.tier is not Tier.NONE for b in buckets) or not run.model.agree_on_any(changed):
+            return
+        where = (
+            f"bucket {changed[0].id} ({changed[0].params[0].name}, …)"
+            if changed
+            else "another rank"
+        )
+        raise StaleParameterError(
+            f"parameters of {where} changed between the forward and its backward; run the backward before "
+            "the optimizer steps or anything else writes to them"
+        )
 
 
 def _nothing(values: list[Any]) -> None:

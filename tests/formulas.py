@@ -132,6 +132,7 @@ def evaluation_batch(
     return tally.moved()
 
 
-def agreement_bytes(nodes: int, ranks_per_node: int) -> int:
-    """What a rank sends before each graph runs."""
-    return (nodes * ranks_per_node - 1) * AGREE_WORDS * 8
+def agreement_bytes(nodes: int, ranks_per_node: int, *, cached: bool) -> int:
+    """What a rank sends before a forward runs, and one word before a backward that gathers again."""
+    words = AGREE_WORDS + (0 if cached else 1)
+    return (nodes * ranks_per_node - 1) * words * 8

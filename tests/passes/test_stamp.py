@@ -45,7 +45,7 @@ def test_forward_returns_what_the_backward_takes_in_the_same_place() -> None:
     assert saved[-1] is made
     assert inputs.index(checked.args[0]) == saved.index(made)
     assert inputs[-1].name == "tangent"
-    assert (made.meta["val"].dtype, made.meta["val"].shape) == (torch.int64, (2,))
+    assert (made.meta["val"].dtype, made.meta["val"].shape) == (torch.int64, (2, 2))
 
 
 def test_the_check_comes_before_anything_else() -> None:
@@ -73,7 +73,7 @@ def test_it_stands_behind_tensors_and_before_symbols() -> None:
     names = [n.name for n in fw.graph.output_node().args[0][1:]]
     assert names == ["shard_a", "stamp", "size"]
     inputs = [n.name for n in bw.graph.find_nodes(op="placeholder")]
-    assert inputs == ["size", "shard_a", "generations", "tangent"]
+    assert inputs == ["size", "shard_a", "stamps", "tangent"]
 
 
 def test_a_backward_that_gathers_nothing_needs_no_stamp() -> None:
