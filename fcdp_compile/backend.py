@@ -38,6 +38,7 @@ from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Variant
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.run import CompiledPlan
+from fcdp_compile.strategy import Cache
 from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class _Compilation:
         device_type = _device_type(example_inputs)
         self._compute = Compute(options.compute_on(device_type))
         self._bound: CompiledPlan | None = None
+        self._forward_buckets: dict[str, Bucket] = {}
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -114,8 +116,8 @@ class _Compilation:
         model = _model_of(fw)
         if model is not None:
             model.adopt(buckets_of(bucket(fw, self._context(model, Direction.FORWARD))))
-            context = self._context(model, Direction.BACKWARD)
-            model.adopt(buckets_of(bucket(bw, context)), backward=True)
+            self._forward_buckets = _bucket_by_key(fw)
+            model.adopt(buckets_of(bucket(bw, self._context(model, Direction.BACKWARD))))
             stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
             self._plan(model, {Direction.FORWARD: fw, Direction.BACKWARD: bw})
         return fw, bw
@@ -134,12 +136,27 @@ class _Compilation:
                 for key, r in model.records.items()
                 if (p := r.living()) is not None and not p.requires_grad
             ),
-            known=model.known_buckets(),
+            known=self._known(model, direction),
             next_bucket=model.next_bucket,
             bucket_bytes=self._options.bucket_bytes,
             direction=direction,
             decompositions=self._compute.decompositions(),
         )
+
+    def _known(self, model: ShardedModel, direction: Direction) -> dict[str, tuple[Bucket, ...]]:
+        known = model.known_buckets()
+        if direction is not Direction.BACKWARD:
+            return known
+        # A backward loads what its own forward stored, or gathers for itself.
+        mine = self._forward_buckets
+        gathers = model.strategy.cache is Cache.NONE
+        return {
+            key: (
+                *((mine[key],) if key in mine else ()),
+                *(found if gathers or key not in mine else ()),
+            )
+            for key, found in known.items()
+        }
 
     def _plan(self, model: ShardedModel, graphs: dict[Direction, GraphModule]) -> None:
         """Lower every variant of the graphs and describe them all in one plan."""
@@ -220,6 +237,11 @@ def _model_of(gm: GraphModule) -> ShardedModel | None:
         return None
     assert isinstance(owners[0], ShardedModel)
     return owners[0]
+
+
+def _bucket_by_key(gm: GraphModule) -> dict[str, Bucket]:
+    nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
+    return {str(n.args[1]): use_of(n).bucket for n in nodes}
 
 
 def _reduced(gm: GraphModule, ctx: PassContext) -> list[Bucket]:

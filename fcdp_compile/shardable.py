@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +25,7 @@ def check_model(
 
     Raises: TypeError if it is no module or a dtype no floating point dtype; ValueError for a model that is
     wrapped or sharded already, has no parameters, or has one on `meta`, on another device than the mesh's,
-    uninitialised, sparse, complex or quantised.
+    uninitialised, sparse, complex, quantised, or sharing memory with another.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -50,6 +52,28 @@ def check_model(
     for name, parameter in parameters.items():
         if (problem := _problem(parameter, mesh)) is not None:
             raise ValueError(f"parameter {name!r} {problem}")
+    _check_memory(parameters)
+
+
+def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters that share memory: their home shards would be independent."""
+    spans = []
+    for name, p in parameters.items():
+        if p.numel():
+            elements = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+            if elements < p.numel():
+                raise ValueError(
+                    f"parameter {name!r} of shape {tuple(p.shape)} holds each value several times (expand); "
+                    "make it contiguous, or keep the smaller tensor as the parameter"
+                )
+            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + elements * p.itemsize, name))
+    spans.sort()
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            raise ValueError(
+                f"parameters {name!r} and {other!r} share memory but are two parameters; tie them "
+                "(assign one nn.Parameter to both) or give one of them memory of its own (clone)"
+            )
 
 
 def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:

@@ -53,7 +53,9 @@ def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Bucket]:
         unchanged = all(
             bucket in ctx.known.get(k, ()) and (k in ctx.frozen) == bucket.frozen for k in members
         )
-        return unchanged and (loads or len(members) == len(bucket.params))
+        # What a backward gathers for itself is cached by nobody.
+        kept = bucket.tier is _TIERS[ctx.strategy.cache] or ctx.direction is Direction.BACKWARD
+        return kept and unchanged and (loads or len(members) == len(bucket.params))
 
     found = {k: next(filter(is_reusable, ctx.known.get(k, ())), None) for k in keys}
     return {k: bucket for k, bucket in found.items() if bucket is not None}
@@ -109,7 +111,7 @@ def _make(number: int, keys: list[str], ctx: PassContext) -> Bucket:
         reduce_dtype=str(specs[0].reduce_dtype).removeprefix("torch."),
         reduce_itemsize=specs[0].reduce_dtype.itemsize,
         frozen=frozen,
-        tier=_TIERS[ctx.strategy.cache],
+        tier=Tier.NONE if ctx.direction is Direction.BACKWARD else _TIERS[ctx.strategy.cache],
         why="",
     )
     return replace(made, why=_reason(made, ctx))
@@ -123,7 +125,9 @@ def _reason(made: Bucket, ctx: PassContext) -> str:
         else "shared by order of first use"
     )
     if made.tier is Tier.NONE:
-        kept = "one node, nothing to cache" if ctx.nodes == 1 else "strategy caches nothing"
+        uncached = ctx.strategy.cache is Cache.NONE
+        kept = "strategy caches nothing" if uncached else "the forward does not gather it"
+        kept = "one node, nothing to cache" if ctx.nodes == 1 else kept
     else:
         life = "until it changes" if ctx.strategy.is_resident else "until the backward"
         kept = f"{ctx.strategy.name} keeps node shards on the {made.tier.value} {life}"

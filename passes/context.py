@@ -47,8 +47,8 @@ class PassContext:
 
     node, place: this rank's position, which only the sizes of its own shards depend on.
     specs: of every parameter of the model, by key.  frozen: keys of those that need no gradient now.
-    known: the buckets that parameters are in already, by key: the one of forwards, then, where backwards
-    gather on their own, the one of backwards.  next_bucket: the first unused bucket number.
+    known: the buckets that parameters are in already, by key; for a backward the one of its forward first,
+    which its gradients are reduced in.  next_bucket: the first unused bucket number.
     bucket_bytes: a bucket is full when its gathered parameters take this many bytes.
     backward_buckets: ids of the buckets that the backward of this graph uses.
     decompositions: what the compiler of the segments wants decomposed, by op.

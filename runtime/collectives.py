@@ -52,7 +52,9 @@ class Collectives:
         if size == 1 or not send.nbytes:
             return Pending(send[: send.numel() // size])
         send = send.contiguous()
-        if dist.get_backend(group) == "nccl":
+        if send.is_cuda and "nccl" in dist.get_backend(
+            group
+        ):  # "cpu:gloo,cuda:nccl" of make_mesh too
             shard = send.new_empty(send.numel() // size)
             work = _reduce_scatter(shard, send, op=dist.ReduceOp.AVG, group=group, async_op=True)
             return Pending(shard, work=work, held=send)

@@ -119,8 +119,7 @@ class ShardedModel:
         self.cache = NodeShardCache(strategy.life, device, self.counters)
         self.generations = Generations(self.records)
         self.fingerprints = Fingerprints()
-        self.buckets: dict[str, Bucket] = {}
-        self.backward_buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, list[Bucket]] = {}
         self.next_bucket = 0
         self._graphs = 0
         self._keys = {r.spec.name: key for key, r in self.records.items()}
@@ -160,36 +159,31 @@ class ShardedModel:
 
     # --- buckets ------------------------------------------------------------------------------------------
 
-    def adopt(self, buckets: Sequence[Bucket], *, backward: bool = False) -> None:
-        """Make the buckets of a graph known; a cached bucket whose parameters all moved on is given back.
-
-        backward: of a backward graph; where it gathers for itself, it has buckets of its own.
-        """
-        before = {b.id for b in self.buckets.values()}
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Make the buckets of a graph known."""
         for bucket in buckets:
             self.next_bucket = max(self.next_bucket, bucket.id + 1)
             for key in self.keys_of(bucket):
-                if not backward:
-                    self.buckets[key] = bucket
-                elif bucket.id not in before:
-                    self.backward_buckets[key] = bucket
-        for gone in before - {b.id for b in self.buckets.values()}:
-            self.cache.drop(gone)
+                if bucket not in self._buckets.setdefault(key, []):
+                    self._buckets[key].append(bucket)
 
     def known_buckets(self) -> dict[str, tuple[Bucket, ...]]:
-        """The buckets of each parameter, the forward's first; none that has lost a parameter since."""
+        """Every bucket of each parameter in the order of their making; none that lost a parameter since.
+
+        All of them, so that what a graph reuses does not depend on which graph was compiled before it.
+        """
         living = {key for key, record in self.records.items() if record.living() is not None}
-        whole = {
-            b.id
-            for b in {*self.buckets.values(), *self.backward_buckets.values()}
-            if living.issuperset(self.keys_of(b))
+        return {
+            key: tuple(b for b in buckets if living.issuperset(self.keys_of(b)))
+            for key, buckets in self._buckets.items()
         }
-        known: dict[str, tuple[Bucket, ...]] = {}
-        for buckets in (self.buckets, self.backward_buckets):
-            for key, bucket in buckets.items():
-                if bucket.id in whole:
-                    known[key] = (*known.get(key, ()), bucket)
-        return known
+
+    def release_rivals(self, bucket: Bucket) -> None:
+        """Give back the cached copies of buckets that this one replaces: of parameters frozen or unfrozen."""
+        for key in self.keys_of(bucket):
+            for other in self._buckets.get(key, ()):
+                if other.frozen != bucket.frozen:
+                    self.cache.drop(other.id)
 
     def next_graph(self) -> int:
         """Number the next compiled graph of this model."""

@@ -58,6 +58,7 @@ class CompiledPlan:
         # variant would gather the valid ones again.
         cold = bool(in_graph) and len(in_graph) == len(self._gathers)
         for bucket in stale:
+            model.release_rivals(bucket)
             if not (cold and bucket.id in self._gathers):
                 model.refresh(bucket)
         return Variant.COLD if cold else Variant.WARM

@@ -37,7 +37,8 @@ def sources(strategy: str, where: Where = WHERE, **more) -> list[Source | None]:
     """Of the trainable parameter and the frozen one."""
     specs = make_specs(SHAPES, where)
     ctx = make_context(specs, where, strategy=strategy, frozen=["frozen"], **more)
-    gm = place(bucket(toy_forward(specs), ctx), ctx)
+    # A backward's buckets are its forward's.
+    gm = place(bucket(toy_forward(specs), replace(ctx, direction=FORWARD)), ctx)
     return [use_of(n).source for n in calls(gm, UNSHARD)]
 
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from builders_graph import Lowered, Where, lower_toy
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.layout import choose_dim
-from fcdp_compile.plan import Bucket, Direction, Kind, Variant
+from fcdp_compile.plan import Bucket, Direction, Kind, Tier, Variant
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.pending import Pending
@@ -50,6 +50,11 @@ def fake_model(strategy: str = "fcdp") -> Any:
         collectives=Collectives(counters), cache=cache, counters=counters, current=0
     )
     model.generation = lambda bucket: model.current
+    # What stands for the values of the shards is the same number as their generation.
+    model.fingerprints_of_uncached = lambda buckets: [
+        model.current if b.tier is Tier.NONE else 0 for b in buckets
+    ]
+    model.agree_on_any = bool
     return model
 
 

@@ -31,6 +31,9 @@ class Model:
         self.asked = [b.id for b in buckets]
         return [b for b in buckets if b.id in self.stale_ids]
 
+    def release_rivals(self, bucket: Bucket) -> None:
+        assert bucket.id in self.stale_ids
+
     def refresh(self, bucket: Bucket) -> None:
         self.refreshed.append(bucket.id)
 
