@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
@@ -24,6 +23,7 @@ from fcdp_compile import registry
 from fcdp_compile.compute import Compute
 from fcdp_compile.dump import Dump
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
+from fcdp_compile.mesh import process_count
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.options import Options
 from fcdp_compile.passes.bucket import bucket, buckets_of
@@ -40,6 +40,7 @@ from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Cache
 from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
+from fcdp_compile.writes import refuse_writes
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def fcdp(
     """Compile one Dynamo graph; torch.compile calls this.
 
     Raises: ValueError or TypeError for bad options, UnshardedParameterError for a parameter that `shard` has
-    not seen while several processes run.
+    not seen while several processes run, FcdpError for a forward that writes to a parameter.
     """
     if mode not in (None, "default"):
         raise ValueError(
@@ -63,17 +64,18 @@ def fcdp(
         )
     checked = Options.parse({**(options or {}), **more})
     _refuse_unsharded(gm, example_inputs)
+    refuse_writes(gm)
     return _Compilation(checked, example_inputs).compile(gm, example_inputs)
 
 
 def _refuse_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if (world := process_count()) == 1:
         return
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
         if isinstance(value, nn.Parameter) and not isinstance(value, DTensor):
             raise UnshardedParameterError(
                 f"{node.name}, a parameter of shape {tuple(value.shape)}, is not sharded but "
-                f"{dist.get_world_size()} processes run, so nothing would average its gradient; call "
+                f"{world} processes run, so nothing would average its gradient; call "
                 "fcdp_compile.shard on the whole model, after adding adapters and before torch.compile"
             )
 

@@ -82,6 +82,13 @@ def _count_nodes(world: int, nodes: int | None) -> int:
     return world // per_node
 
 
+def process_count() -> int:
+    """How many processes run this job: torch.distributed's count, or torchrun's before it is initialised."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
 def topology_of(mesh: DeviceMesh | None) -> Topology:
     """Read the topology off a mesh; makes the control group, so every rank of the mesh must call it.
 
@@ -89,9 +96,7 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
     is no mesh though several processes run.
     """
     if mesh is None:
-        started = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-        world = dist.get_world_size() if dist.is_initialized() else started
-        if world > 1:
+        if (world := process_count()) > 1:
             raise ValueError(
                 f"{world} processes run but shard got no mesh; pass fcdp_compile.make_mesh()"
             )

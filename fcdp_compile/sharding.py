@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp_compile import registry
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.home_shard import HomeShard
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.mesh import Topology, topology_of
@@ -162,17 +162,18 @@ def _install(
     """Put home shards in the place of parameters and subclasses in the place of the modules' classes."""
     gate = _Gate()
     homes = {p: _home_shard(p, r.spec.layout, state.topology) for p, r in records.items()}
-    classes: dict[tuple[type, tuple[str, ...], torch.dtype | None], type] = {}
+    classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
     for module in root.modules():
         held = {n: p for n, p in module._parameters.items() if p is not None}
         for name, parameter in held.items():
             module._parameters[name] = homes[parameter]
             records[parameter].add_place(module, name)
         keys = {name: records[p].spec.key for name, p in held.items()}
-        cast = input_dtype if module is root else None
-        kind = (type(module), tuple(keys), cast)
+        kind = (type(module), tuple(keys), module is root)
         if kind not in classes:
-            classes[kind] = _sharded_class(*kind)
+            classes[kind] = _sharded_class(
+                type(module), tuple(keys), input_dtype if module is root else None, module is root
+            )
         vars(module)[_STATE] = _ModuleState(state, gate, keys)
         module.__class__ = classes[kind]
 
@@ -200,12 +201,14 @@ def _part(whole: Tensor, layout: ParamLayout, topology: Topology) -> Tensor:
     return whole.narrow(layout.dim, start, rows).clone(memory_format=torch.contiguous_format)
 
 
-def _sharded_class(cls: type, names: tuple[str, ...], input_dtype: torch.dtype | None) -> type:
+def _sharded_class(
+    cls: type, names: tuple[str, ...], input_dtype: torch.dtype | None, is_root: bool
+) -> type:
     members: dict[str, Any] = {name: _gathering_property(name) for name in names}
     members["__reduce_ex__"] = _refuse_to_copy
     members["_apply"] = _apply_to_buffers(cls._apply)  # type: ignore[attr-defined]
     if cls.forward is not nn.Module.forward:  # type: ignore[attr-defined]
-        members["forward"] = _forward_within_gate(cls.forward, input_dtype)  # type: ignore[attr-defined]
+        members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
     members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
     return type(cls.__name__, (cls,), members)
 
@@ -230,12 +233,16 @@ def _gathering_property(name: str) -> property:
 
 
 def _forward_within_gate(
-    inner: Callable[..., Any], input_dtype: torch.dtype | None
+    cls: type, input_dtype: torch.dtype | None, is_root: bool
 ) -> Callable[..., Any]:
+    inner: Callable[..., Any] = cls.forward  # type: ignore[attr-defined]
+
     # A graph break inside makes Dynamo leave this frame to Python, which then sets the gate for what
     # runs eagerly; without one the assignments cancel out and cost nothing.
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_root and not torch.compiler.is_compiling():
+            _refuse_new_parameters(self)
         gate = _state(self).gate
         was_inside = gate.inside
         gate.inside = True
@@ -246,7 +253,21 @@ def _forward_within_gate(
         finally:
             gate.inside = was_inside
 
+    # Dynamo counts recompiles by code object: a shared one would add up those of all classes and models.
+    own: Any = forward
+    own.__code__ = own.__code__.replace(co_name=f"forward of {cls.__name__}")
     return forward
+
+
+def _refuse_new_parameters(root: nn.Module) -> None:
+    if _state(root).model.topology.ranks == 1:
+        return
+    for name, parameter in root.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise UnshardedParameterError(
+                f"parameter {name!r} was added after fcdp_compile.shard, so nothing would average its "
+                "gradient; add adapters first and shard the whole model then"
+            )
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -122,6 +122,7 @@ class ShardedModel:
         self._buckets: dict[str, list[Bucket]] = {}
         self.next_bucket = 0
         self._graphs = 0
+        self._has_warned = False
         self._keys = {r.spec.name: key for key, r in self.records.items()}
         self._handle = register_optimizer_step_post_hook(_optimizer_hook(weakref.ref(self)))
         weakref.finalize(self, self._handle.remove)
@@ -135,6 +136,7 @@ class ShardedModel:
     def gather_eagerly(self, key: str, shard: Tensor) -> Tensor:
         """Gather one parameter now, past buckets and cache."""
         spec, t = self.spec(key), self.topology
+        self._warn_of_eager_gathers(spec.name)
         self.records[key].living()  # raises if what was put there holds other rows
         layouts = [spec.layout]
         buffer = pack_home([shard], layouts, spec.gather_dtype)
@@ -145,6 +147,19 @@ class ShardedModel:
         full = unpack_full(buffer, layouts)[0]
         # An op must not return its input, which is what nothing to gather and nothing to cast comes to.
         return full.clone() if full.data_ptr() == shard.data_ptr() else full
+
+    def _warn_of_eager_gathers(self, name: str) -> None:
+        if self._has_warned or not self._graphs or self.topology.ranks == 1:
+            return
+        self._has_warned = True
+        if self.topology.node == self.topology.place == 0:
+            log.warning(
+                "parameter %r of a compiled model is gathered eagerly, past the cache: a part of the "
+                "model was not compiled (a graph break, or torch._dynamo.config.recompile_limit); the "
+                "numbers are right but it crosses between nodes at every use "
+                "(TORCH_LOGS=graph_breaks,recompiles says why)",
+                name,
+            )
 
     def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
         """Average one full gradient over all ranks now and return this rank's shard of it."""

@@ -158,8 +158,8 @@ def test_full_parameters_die_before_the_next_bucket_is_unpacked() -> None:
         if direction is Direction.FORWARD:
             args = [*homes, X]
         else:
-            generations = torch.zeros(3, dtype=torch.int64)
-            args = [X, *homes, generations, T]
+            stamps = torch.zeros(2, 3, dtype=torch.int64)
+            args = [X, *homes, stamps, T]
         running.run(fake_model("zero3"), args)
         assert len(watch.alive) > 2
         assert max(watch.alive) <= 1

@@ -1,0 +1,77 @@
+"""Refuse graphs that write to a gathered parameter: the write would be lost.
+
+In a forward a parameter's attribute is a temporary, gathered copy.  What `self.weight.data.clamp_(0)` writes
+there never reaches the home shard, silently; outside of a forward the same line works.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.ops import UNSHARD
+
+_WRITING_OPERATORS = {
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.setitem,
+}
+
+
+def refuse_writes(gm: GraphModule) -> None:
+    """Check a Dynamo graph and the graphs inside it.
+
+    Raises: FcdpError naming the parameter and the line that writes to it.
+    """
+    for graph in [m.graph for m in gm.modules() if isinstance(m, GraphModule)]:
+        gathered: dict[StorageWeakRef, str] = {}
+        for node in graph.nodes:
+            if node.target is UNSHARD and (storage := _storage(node)) is not None:
+                gathered[storage] = str(node.args[1])
+            elif gathered and _writes(node) and isinstance(written := node.args[0], Node):
+                key = gathered.get(_storage(written))  # type: ignore[arg-type]
+                if key is not None:
+                    raise FcdpError(
+                        f"forward writes to parameter {key.partition(':')[2]!r} ({_line(node)}), which is a "
+                        "gathered copy there, so the write would be lost; write to it outside of forward, or "
+                        "compute with a new tensor instead"
+                    )
+
+
+def _writes(node: Node) -> bool:
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op == "call_function":
+        if node.target in _WRITING_OPERATORS:
+            return True
+        name = getattr(node.target, "__name__", "")
+    else:
+        return False
+    return (
+        bool(node.args)
+        and name.endswith("_")
+        and not name.endswith("__")
+        and (name != "requires_grad_")
+    )
+
+
+def _storage(node: Node) -> StorageWeakRef | None:
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    return StorageWeakRef(value.untyped_storage())
+
+
+def _line(node: Node) -> str:
+    trace = (node.meta.get("stack_trace") or "").strip().split("\n")
+    return trace[-1].strip() or str(node.target)

@@ -1,0 +1,84 @@
+"""Ways to get another shard, tie or parameter into a sharded model: loud, or right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import fcdp_compile
+from tests.distributed.models import CASES, Odd, batch
+from tests.distributed.ranks import run
+
+pytestmark = pytest.mark.distributed
+
+
+def _step(model: nn.Module, *, compiled: bool = True) -> float:
+    case = CASES["odd"]
+    torch._dynamo.reset()
+    net = torch.compile(model, backend="fcdp") if compiled else model
+    return case.loss(net, batch(case, step=0, rank=0)).item()
+
+
+def _refusal(model: nn.Module, *, compiled: bool = True) -> str:
+    try:
+        _step(model, compiled=compiled)
+    except Exception as raised:  # Dynamo wraps what a backend raises
+        return f"{type(raised).__name__}: {raised}"
+    return "accepted"
+
+
+def _sharded(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    return fcdp_compile.shard(Odd(), mesh)
+
+
+def _misuse(mesh: DeviceMesh) -> dict[str, object]:
+    found: dict[str, object] = {}
+    new = torch.arange(91.0).reshape(13, 7) / 91
+    other_cut = distribute_tensor(new, mesh, [Shard(0), Shard(0)])
+
+    model = _sharded(mesh)
+    model.first.weight.data = other_cut
+    found["data of another mesh"] = torch.equal(model.first.weight.full_tensor(), new)
+
+    model = _sharded(mesh)
+    model.first.weight = nn.Parameter(other_cut)
+    found["parameter of another mesh"] = _refusal(model)
+
+    model = _sharded(mesh)
+    model.extra = nn.Linear(2, 2)
+    found["new parameter"] = _refusal(model, compiled=False)
+    return found
+
+
+def test_other_shards_and_new_parameters_are_right_or_refused() -> None:
+    for found in run(_misuse, nodes=2, ranks_per_node=2):
+        assert found["data of another mesh"] is True
+        assert "was sharded as" in str(found["parameter of another mesh"])
+        assert str(found["new parameter"]).startswith("UnshardedParameterError")
+        assert "'extra.weight' was added after fcdp_compile.shard" in str(found["new parameter"])
+
+
+def _vary(mesh: DeviceMesh, strategy: str) -> list[float]:
+    """Ranks see a new length, and recompile, at different steps; a weight is tied across a graph break."""
+    case = CASES["gpt2"]
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model = fcdp_compile.shard(case.model(), mesh, strategy=strategy)
+    net = torch.compile(model, backend="fcdp", options={"bucket_mb": 0.05})
+    losses = []
+    for step, length in enumerate((16, 16 + 2 * (rank == 0), 16 + 3 * (rank == 1), 20)):
+        loss = case.loss(net, batch(case, step=step, rank=rank, length=length))
+        loss.backward()
+        model.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero++"])
+def test_ranks_that_recompile_at_different_steps_agree(strategy: str) -> None:
+    results = run(_vary, strategy, nodes=2, ranks_per_node=1)
+    assert all(len(losses) == 4 for losses in results)

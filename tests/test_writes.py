@@ -1,0 +1,70 @@
+"""A write to a parameter inside a forward would be lost, and is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fcdp_compile
+
+
+class Writes(nn.Module):
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.inner.weight)
+        return self.inner(x)
+
+
+def _add(weight: Tensor) -> None:
+    data = weight.data
+    data += 1
+
+
+def _set(weight: Tensor) -> None:
+    weight.detach().view(-1)[3] = 0.0
+
+
+def _run(write: Callable[[Tensor], object]) -> Tensor:
+    torch._dynamo.reset()
+    model = fcdp_compile.shard(Writes(write))
+    result: Tensor = torch.compile(model, backend="fcdp")(torch.ones(2, 4))
+    return result
+
+
+@pytest.mark.parametrize("write", [lambda w: w.data.clamp_(-0.1, 0.1), _add, _set])
+def test_a_write_in_a_forward_is_refused(write: Callable[[Tensor], object]) -> None:
+    with pytest.raises(Exception, match=r"writes to parameter 'inner\.weight'.*would be lost"):
+        _run(write)
+
+
+@pytest.mark.parametrize("read", [lambda w: w.clone().mul_(2), lambda w: (w * 2).add_(1)])
+def test_a_write_to_something_computed_is_not(read: Callable[[Tensor], object]) -> None:
+    assert _run(read).shape == (2, 4)
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.twin = nn.Parameter(model.weight.detach().view(-1)[4:8])
+    with pytest.raises(ValueError, match="'weight' and 'twin' share memory"):
+        fcdp_compile.shard(model)
+
+
+def test_an_expanded_parameter_is_refused() -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.ones(1).expand(4))
+    with pytest.raises(ValueError, match="holds each value several times"):
+        fcdp_compile.shard(model)
+
+
+def test_neighbours_in_one_storage_are_not() -> None:
+    flat = torch.arange(8.0)
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+    fcdp_compile.shard(model)
