@@ -155,12 +155,12 @@ SMALL: list[tuple[Any, ...]] = [
     ("odd", torch.bfloat16, None, "eager", False),
     ("odd", torch.bfloat16, torch.float32, None, True),
     ("floats", torch.bfloat16, torch.float32, None, False),
-    ("floats", torch.float16, None, "eager", False),
+    ("odd", torch.float16, None, "eager", False),
+    ("floats", torch.float16, torch.float32, "eager", False),
     ("floats", torch.bfloat16, torch.float32, "inductor", False),
 ]
 LARGE: list[tuple[Any, ...]] = [
     ("llama-lora", torch.bfloat16, torch.float32, "eager", True),
-    ("gpt2", torch.float16, None, "eager", False),
 ]
 
 

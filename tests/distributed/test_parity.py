@@ -58,7 +58,7 @@ def test_two_nodes_of_one() -> None:
 
 def test_one_node_of_two() -> None:
     trials = [
-        Trial(case="llama", is_checkpointed=True),
+        Trial(case="odd", is_checkpointed=True),
         Trial(case="gpt2-lora", compute="inductor", is_checkpointed=True),
     ]
     run(check_trials, trials, nodes=1, ranks_per_node=2)
