@@ -265,8 +265,8 @@ def _refuse_new_parameters(root: nn.Module) -> None:
     for name, parameter in root.named_parameters():
         if not isinstance(parameter, DTensor):
             raise UnshardedParameterError(
-                f"parameter {name!r} was added after fcdp_compile.shard, so nothing would average its "
-                "gradient; add adapters first and shard the whole model then"
+                f"parameter {name!r} was added or replaced after fcdp_compile.shard, so nothing would "
+                "average its gradient; finish the model's structure, adapters too, and shard it then"
             )
 
 

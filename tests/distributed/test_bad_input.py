@@ -230,7 +230,11 @@ def messages() -> dict[str, str]:
             ),
         ),
         ("replaced", FcdpError, "'embedding.weight' is now torch.float32 (17, 7)"),
-        ("replaced, eager", FcdpError, "'embedding.weight' is now torch.float32 (17, 7)"),
+        (
+            "replaced, eager",
+            UnshardedParameterError,
+            "'embedding.weight' was added or replaced after fcdp_compile.shard",
+        ),
         ("half", FcdpError, "cannot become torch.float16 on cpu; convert the model before"),
         ("to", FcdpError, "cannot become torch.bfloat16 on cpu; convert the model before"),
         ("to meta", FcdpError, "cannot become torch.float32 on meta; convert the model before"),
