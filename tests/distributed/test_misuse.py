@@ -59,7 +59,9 @@ def test_other_shards_and_new_parameters_are_right_or_refused() -> None:
         assert found["data of another mesh"] is True
         assert "was sharded as" in str(found["parameter of another mesh"])
         assert str(found["new parameter"]).startswith("UnshardedParameterError")
-        assert "'extra.weight' was added or replaced after fcdp_compile.shard" in str(found["new parameter"])
+        assert "'extra.weight' was added or replaced after fcdp_compile.shard" in str(
+            found["new parameter"]
+        )
 
 
 def _vary(mesh: DeviceMesh, strategy: str) -> list[float]:
