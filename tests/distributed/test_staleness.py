@@ -276,7 +276,13 @@ def _slots_of_changed(pair: Beside, before: dict[str, Tensor]) -> int:
     state = state_of(pair.model)
     changed = [n for n, p in pair.plain.named_parameters() if not torch.equal(p, before[n])]
     keys = {record.spec.name: key for key, record in state.records.items()}
-    buckets = {state.buckets[keys[n]] for n in changed if keys[n] in state.buckets}
+    known = state.known_buckets()
+    frozen = {n: not p.requires_grad for n, p in pair.plain.named_parameters()}
+    buckets = {
+        next(b for b in known[keys[n]] if b.frozen == frozen[n])
+        for n in changed
+        if keys[n] in known
+    }
     return sum(b.slot_bytes * (state.topology.nodes - 1) for b in buckets)
 
 
