@@ -202,12 +202,12 @@ def _part(whole: Tensor, layout: ParamLayout, topology: Topology) -> Tensor:
 
 
 def _sharded_class(
-    cls: type, names: tuple[str, ...], input_dtype: torch.dtype | None, is_root: bool
+    cls: type[nn.Module], names: tuple[str, ...], input_dtype: torch.dtype | None, is_root: bool
 ) -> type:
     members: dict[str, Any] = {name: _gathering_property(name) for name in names}
     members["__reduce_ex__"] = _refuse_to_copy
-    members["_apply"] = _apply_to_buffers(cls._apply)  # type: ignore[attr-defined]
-    if cls.forward is not nn.Module.forward:  # type: ignore[attr-defined]
+    members["_apply"] = _apply_to_buffers(cls._apply)
+    if cls.forward is not nn.Module.forward:
         members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
     members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
     return type(cls.__name__, (cls,), members)
@@ -233,9 +233,9 @@ def _gathering_property(name: str) -> property:
 
 
 def _forward_within_gate(
-    cls: type, input_dtype: torch.dtype | None, is_root: bool
+    cls: type[nn.Module], input_dtype: torch.dtype | None, is_root: bool
 ) -> Callable[..., Any]:
-    inner: Callable[..., Any] = cls.forward  # type: ignore[attr-defined]
+    inner: Callable[..., Any] = cls.forward
 
     # A graph break inside makes Dynamo leave this frame to Python, which then sets the gate for what
     # runs eagerly; without one the assignments cancel out and cost nothing.

@@ -34,8 +34,9 @@ def _step_of(node: Node, gm: GraphModule) -> Step | None:
         return meta.step
     if node.op != "call_module":
         return None
-    inner = gm.get_submodule(str(node.target)).graph
-    ops = len([n for n in inner.nodes if n.op == "call_function"])  # type: ignore[union-attr]
+    inner = gm.get_submodule(str(node.target))
+    assert isinstance(inner, GraphModule), f"{node.target} is no segment"
+    ops = len([n for n in inner.graph.nodes if n.op == "call_function"])
     return Step(
         index=0,
         kind=Kind.COMPUTE,
