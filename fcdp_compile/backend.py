@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="fcdp")`: the pipeline from a Dynamo graph to a bound program.
 
     Dynamo graph -> AOTAutograd's joint graph -> partition -> bucket -> stamp
-                 -> for each direction and variant: place -> lower -> segment -> describe
+                 -> for each direction and variant: place -> lower -> schedule -> segment -> describe
                  -> plan -> programs
 
 The only part that knows both the passes and the runtime.
@@ -32,6 +32,7 @@ from fcdp_compile.passes.describe import describe
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.partition import partition
 from fcdp_compile.passes.place import place
+from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Variant
@@ -141,6 +142,7 @@ class _Compilation:
             known=self._known(model, direction),
             next_bucket=model.next_bucket,
             bucket_bytes=self._options.bucket_bytes,
+            in_flight_bytes=self._options.in_flight_bytes,
             direction=direction,
             decompositions=self._compute.decompositions(),
         )
@@ -176,7 +178,7 @@ class _Compilation:
                 placed = place(_clone(gm), ctx)
                 if direction is not Direction.BACKWARD and model.strategy.is_resident:
                     refresh |= dict.fromkeys(_only_loaded(placed, base))
-                lowered = segment(lower(placed, ctx))
+                lowered = segment(schedule(lower(placed, ctx), ctx))
                 self._lowered[direction, variant] = lowered
                 schedules.append(describe(lowered, direction, variant))
         plan = Plan(

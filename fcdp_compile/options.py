@@ -19,16 +19,24 @@ class Options:
     compute: "inductor", "eager" (ATen kernels) or None for the device's default.
     dump: folder for plans and printed graphs, or None.
     bucket_mb: size of a full bucket in MiB (2**20 bytes) of gathered parameters.
+    in_flight_mb: MiB of gathered parameters and of gradients on their way that may be alive at once, or None
+    for what the graph needs at least and two more buckets.
     """
 
     compute: str | None = None
     dump: Path | None = None
     bucket_mb: float = _DEFAULT_BUCKET_MB
+    in_flight_mb: float | None = None
 
     @property
     def bucket_bytes(self) -> int:
         """Size of a full bucket in bytes."""
         return int(self.bucket_mb * 2**20)
+
+    @property
+    def in_flight_bytes(self) -> int | None:
+        """Bytes that may be in flight at once; None leaves it to the schedule."""
+        return None if self.in_flight_mb is None else int(self.in_flight_mb * 2**20)
 
     def compute_on(self, device_type: str) -> str:
         """What compiles the segments: on CPUs compiling takes longer than a trial run."""
@@ -53,7 +61,10 @@ class Options:
         return Options(
             compute=_compute(given.get("compute")),
             dump=_folder(dump),
-            bucket_mb=_size(given.get("bucket_mb", _DEFAULT_BUCKET_MB)),
+            bucket_mb=_size("bucket_mb", given.get("bucket_mb", _DEFAULT_BUCKET_MB)),
+            in_flight_mb=(
+                None if (m := given.get("in_flight_mb")) is None else _size("in_flight_mb", m)
+            ),
         )
 
 
@@ -77,9 +88,9 @@ def _folder(value: Any) -> Path | None:
     return Path(value)
 
 
-def _size(value: Any) -> float:
+def _size(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"option 'bucket_mb' must be a number of MiB, not {type(value).__name__}")
+        raise TypeError(f"option {name!r} must be a number of MiB, not {type(value).__name__}")
     if not 0 < value < 2**20:
-        raise ValueError(f"option 'bucket_mb' must be between 0 and {2**20} MiB, not {value}")
+        raise ValueError(f"option {name!r} must be between 0 and {2**20} MiB, not {value}")
     return float(value)

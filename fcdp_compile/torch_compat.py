@@ -31,6 +31,7 @@ __all__ = [
     "detect_fake_mode",
     "inductor_decompositions",
     "is_opaque",
+    "is_profiling",
     "is_recomputing",
     "joint_graph_passes",
     "min_cut_rematerialization_partition",
@@ -50,6 +51,11 @@ def is_recomputing() -> bool:
     Hooks of a backward run with gradients off, unless it is itself to be differentiated.
     """
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+
+
+def is_profiling() -> bool:
+    """Whether a profiler is recording, so that named ranges are worth their time."""
+    return bool(torch.autograd._profiler_enabled())
 
 
 def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:

@@ -42,6 +42,13 @@ class StepMeta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """On compute that lines up the home shards of a bucket: which one, so that it stays by itself."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
     """Read-only input of every pass.
 
@@ -50,6 +57,8 @@ class PassContext:
     known: the buckets that parameters are in already, by key; for a backward the one of its forward first,
     which its gradients are reduced in.  next_bucket: the first unused bucket number.
     bucket_bytes: a bucket is full when its gathered parameters take this many bytes.
+    in_flight_bytes: how many bytes of gathered parameters and of gradients on their way may be alive at
+    once (`schedule` [Note: in-flight budget]); None for what `schedule` finds sensible.
     backward_buckets: ids of the buckets that the backward of this graph uses.
     decompositions: what the compiler of the segments wants decomposed, by op.
     """
@@ -64,6 +73,7 @@ class PassContext:
     known: Mapping[str, tuple[Bucket, ...]]
     next_bucket: int
     bucket_bytes: int
+    in_flight_bytes: int | None = None
     direction: Direction = Direction.FORWARD
     variant: Variant = Variant.COLD
     backward_buckets: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
-from fcdp_compile.passes.context import META, PassContext, Source, StepMeta, use_of
+from fcdp_compile.passes.context import META, Packing, PassContext, Source, StepMeta, use_of
 from fcdp_compile.passes.inline import fake_flat, inline
 from fcdp_compile.plan import LANES, Bucket, Kind, Step, Tier
 from fcdp_compile.registry import ParamSpec
@@ -23,15 +23,16 @@ from fcdp_compile.torch_compat import OpOverload
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace each `unshard` and `reduce_grad` by explicit communication nodes.
 
-        GATHER            shards -> pack [S] -> inter_all_gather -> wait [N*S] -> intra_all_gather -> wait
-                          [G*S] -> unpack -> parameters ... last use -> free
+        GATHER            shards -> pack [S] -> inter_all_gather [N*S] -> intra_all_gather -> wait [G*S]
+                          -> unpack -> parameters ... last use -> free
         GATHER_AND_STORE  the same, and the node shard [N*S] -> store ... end of graph -> wait
-        LOAD              load -> wait [N*S] -> intra_all_gather -> wait -> unpack -> parameters ... free
+        LOAD              load [N*S] -> intra_all_gather -> wait [G*S] -> unpack -> parameters ... free
         HOME              shards -> pack [S] -> intra_all_gather -> ...
-        gradients         pack [G*S] -> intra_reduce_scatter -> wait [N*S] -> inter_reduce_scatter -> wait
-                          [S] -> unpack -> gradient shards
+        gradients         pack [G*S] -> intra_reduce_scatter [N*S] -> inter_reduce_scatter -> wait [S]
+                          -> unpack -> gradient shards
 
-    Everything is placed just in time: gathers before the first use of the bucket, reductions after its last
+    Steps on other lanes take each other's results while these are still on their way; `wait` stands between
+    a lane and compute only.  Everything is placed just in time: gathers before the first use of the bucket, reductions after its last
     gradient.  With one rank in a group the node of that group is left out.
 
     Requires: every `unshard` has a `Use` with a source; equal keys read equal shards.
@@ -41,12 +42,16 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     _merge_unshards(gm.graph)
     _sink_unshards(gm.graph)
     stores: list[Node] = []
+    gathered: dict[Bucket, Node] = {}
     for bucket, nodes in _by_bucket(gm.graph).items():
-        _gather(gm.graph, bucket, nodes, stores, ctx)
+        buffer = _gather(gm.graph, bucket, nodes, stores, ctx)
+        if buffer is not None:
+            gathered[bucket] = buffer
+    _free(gm.graph, gathered)
     _reduce(gm.graph, ctx)
     with gm.graph.inserting_before(gm.graph.output_node()):
         for pending in stores:
-            _wait(gm.graph, pending, None)
+            wait_for(gm.graph, pending)
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -93,7 +98,8 @@ def _explicit(
     return node
 
 
-def _wait(graph: Graph, pending: Node, val: Tensor | None) -> Node:
+def wait_for(graph: Graph, pending: Node, val: Tensor | None = None) -> Node:
+    """Insert a wait for a started step, with the value it gives if anybody uses that."""
     meta = pending.meta[META]
     node = graph.call_function(ops.wait, (pending,), {"bucket": meta.step.bucket})
     node.meta[META] = StepMeta(
@@ -121,41 +127,38 @@ def _placeholder_of(node: Node) -> Node:
 
 def _gather(
     graph: Graph, bucket: Bucket, unshards: list[Node], stores: list[Node], ctx: PassContext
-) -> None:
+) -> Node | None:
+    """Returns the gathered buffer, None if it needs no gathering: with one rank."""
     anchor, source = unshards[0], use_of(unshards[0]).source
     assert source is not None, f"bucket {bucket.id} has no source; run `place` first"
     shards = {ctx.specs[str(n.args[1])].name: _placeholder_of(n.args[0]) for n in unshards}  # type: ignore[arg-type]
     dtype = getattr(torch, bucket.dtype)
     layouts = [p.layout for p in bucket.params]
+    pending: Node | None = None
     with graph.inserting_before(anchor):
         if source is Source.LOAD:
+            like = next(iter(shards.values()))
             tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
-            load = _explicit(graph, ops.load, [], bucket, tier_bytes)
-            val = fake_flat(next(iter(shards.values())), bucket.slot_elements * ctx.nodes, dtype)
-            buffer = _wait(graph, load, val)
+            buffer = pending = _explicit(graph, ops.load, [], bucket, tier_bytes)
         else:
             missing = [p.name for p in bucket.params if p.name not in shards]
             assert not missing, (
                 f"bucket {bucket.id} cannot be gathered in a graph without {missing}"
             )
             members = [shards[p.name] for p in bucket.params]
-            (buffer,) = inline(
-                graph, lambda s: [pack_home(s, layouts, dtype)], members, ctx.decompositions
-            )
+            like = buffer = _pack(graph, bucket, members, ctx)
         if source in (Source.GATHER, Source.GATHER_AND_STORE):
             sent = (ctx.nodes - 1) * bucket.slot_bytes
-            pending = _explicit(graph, ops.inter_all_gather, [buffer], bucket, sent)
-            buffer = _wait(
-                graph, pending, fake_flat(buffer, bucket.slot_elements * ctx.nodes, dtype)
-            )
+            buffer = pending = _explicit(graph, ops.inter_all_gather, [buffer], bucket, sent)
         if source is Source.GATHER_AND_STORE:
             tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
             stores.append(_explicit(graph, ops.store, [buffer], bucket, tier_bytes))
         if ctx.ranks_per_node > 1:
             sent = (ctx.ranks_per_node - 1) * bucket.node_bytes(ctx.nodes)
-            pending = _explicit(graph, ops.intra_all_gather, [buffer], bucket, sent)
+            buffer = pending = _explicit(graph, ops.intra_all_gather, [buffer], bucket, sent)
+        if pending is not None:
             ranks = ctx.nodes * ctx.ranks_per_node
-            buffer = _wait(graph, pending, fake_flat(buffer, bucket.slot_elements * ranks, dtype))
+            buffer = wait_for(graph, pending, fake_flat(like, bucket.slot_elements * ranks, dtype))
         full = inline(graph, lambda b: unpack_full(b[0], layouts), [buffer], ctx.decompositions)
     params = dict(zip([p.name for p in bucket.params], full, strict=True))
     used = [params[ctx.specs[str(n.args[1])].name] for n in unshards]
@@ -166,7 +169,20 @@ def _gather(
     if ctx.ranks_per_node == 1:
         _copy_returned(graph, used)
     _erase_unused([p for p in full if not p.users])
-    _free(graph, bucket, used)
+    return None if pending is None else buffer
+
+
+def _pack(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -> Node:
+    layouts = [p.layout for p in bucket.params]
+    dtype = getattr(torch, bucket.dtype)
+    (buffer,) = inline(
+        graph,
+        lambda s: [pack_home(s, layouts, dtype)],
+        members,
+        ctx.decompositions,
+        mark=Packing(bucket=bucket.id),
+    )
+    return buffer
 
 
 def _copy_returned(graph: Graph, params: list[Node]) -> None:
@@ -188,14 +204,14 @@ def _erase_unused(nodes: list[Node]) -> None:
             _erase_unused(inputs)
 
 
-def _free(graph: Graph, bucket: Bucket, params: list[Node]) -> None:
+def _free(graph: Graph, gathered: dict[Bucket, Node]) -> None:
     order = {n: i for i, n in enumerate(graph.nodes)}
-    last = max((order[u], u) for p in params for u in _uses_of_storage(p))[1]
-    if last.op == "output":
-        return  # the model returns a parameter: whoever receives it frees it
-    alive = [p for p in params if order[p] <= order[last]]
-    with graph.inserting_after(last):
-        _explicit(graph, ops.free, alive, bucket, 0)
+    for bucket, buffer in gathered.items():
+        last = max(_uses_of_storage(buffer), key=order.__getitem__)
+        if last.op == "output":
+            continue  # the model returns a parameter: whoever receives it frees it
+        with graph.inserting_after(last):
+            _explicit(graph, ops.free, [buffer], bucket, 0)
 
 
 def _uses_of_storage(node: Node) -> list[Node]:
@@ -225,10 +241,11 @@ def _reduce(graph: Graph, ctx: PassContext) -> None:
     groups: dict[Bucket, list[Node]] = {}
     for node in nodes:
         groups.setdefault(ctx.known[str(node.args[1])][0], []).append(node)
+    order = {n: i for i, n in enumerate(graph.nodes)}
     for bucket, members in groups.items():
         by_position = {p.name: i for i, p in enumerate(bucket.params)}
         members.sort(key=lambda n: by_position[ctx.specs[str(n.args[1])].name])
-        _reduce_bucket(graph, bucket, members, ctx)
+        _reduce_bucket(graph, bucket, members, order, ctx)
 
 
 def _sink_results(graph: Graph, reductions: list[Node]) -> None:
@@ -242,27 +259,28 @@ def _sink_results(graph: Graph, reductions: list[Node]) -> None:
         end.prepend(node)
 
 
-def _reduce_bucket(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -> None:
+def _reduce_bucket(
+    graph: Graph, bucket: Bucket, members: list[Node], order: dict[Node, int], ctx: PassContext
+) -> None:
     specs: list[ParamSpec] = [ctx.specs[str(n.args[1])] for n in members]
     layouts = [s.layout for s in specs]
     dtype = getattr(torch, bucket.reduce_dtype)
     slot = sum(layout.slot_elements for layout in layouts)
     grads: list[Node] = [n.args[0] for n in members]  # type: ignore[misc]
-    order = {n: i for i, n in enumerate(graph.nodes)}
     last = max(grads, key=order.__getitem__)
     with graph.inserting_before(_after(last)):
         (buffer,) = inline(
             graph, lambda g: [pack_grads(g, layouts, dtype)], grads, ctx.decompositions
         )
+        packed, pending = buffer, None  # type: Node, Node | None
         if ctx.ranks_per_node > 1:
-            elements = slot * ctx.nodes
-            sent = (ctx.ranks_per_node - 1) * elements * bucket.reduce_itemsize
-            pending = _explicit(graph, ops.intra_reduce_scatter, [buffer], bucket, sent)
-            buffer = _wait(graph, pending, fake_flat(buffer, elements, dtype))
+            sent = (ctx.ranks_per_node - 1) * slot * ctx.nodes * bucket.reduce_itemsize
+            buffer = pending = _explicit(graph, ops.intra_reduce_scatter, [buffer], bucket, sent)
         if ctx.nodes > 1:
             sent = (ctx.nodes - 1) * slot * bucket.reduce_itemsize
-            pending = _explicit(graph, ops.inter_reduce_scatter, [buffer], bucket, sent)
-            buffer = _wait(graph, pending, fake_flat(buffer, slot, dtype))
+            buffer = pending = _explicit(graph, ops.inter_reduce_scatter, [buffer], bucket, sent)
+        if pending is not None:
+            buffer = wait_for(graph, pending, fake_flat(packed, slot, dtype))
     with graph.inserting_before(min(members, key=order.__getitem__)):
         shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
         shards = inline(

@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fcdp_compile.ops import EXPLICIT
+from fcdp_compile.passes.context import META
 
 
 def segment(gm: GraphModule) -> GraphModule:
@@ -17,20 +18,15 @@ def segment(gm: GraphModule) -> GraphModule:
         wait, mm, gelu, mm, free, ...  ->  wait, segment_0, free, ...
 
     A segment takes what it needs from outside and returns a tuple of what is needed after it, so that it
-    can be compiled on its own, and compiled once if another is equal to it.
+    can be compiled on its own, and compiled once if another is equal to it.  What lines up a bucket's home
+    shards is a segment of its own.
 
     Requires: `lower`.
     Leaves: placeholders, explicit nodes, calls of segments, getitems of their results, constants that are
     results themselves, the output.
     """
     _raise_getitems(gm.graph)
-    runs: list[list[Node]] = [[]]
-    for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output") or node.target in EXPLICIT:
-            runs.append([])
-        elif node.op != "get_attr":
-            runs[-1].append(node)
-    for number, run in enumerate(r for r in runs if r):
+    for number, run in enumerate(_runs(gm.graph)):
         _extract(gm, run, f"segment_{number}")
     for node in gm.graph.find_nodes(op="get_attr"):
         if not node.users:
@@ -38,6 +34,22 @@ def segment(gm: GraphModule) -> GraphModule:
     gm.graph.lint()
     gm.recompile()
     return gm
+
+
+def _runs(graph: Graph) -> list[list[Node]]:
+    runs: list[list[Node]] = [[]]
+    mark = None
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or node.target in EXPLICIT:
+            runs.append([])
+        elif node.op != "get_attr":
+            # Lining up the shards of a later bucket is no part of this layer's compute: with it, the
+            # segments of equal layers would differ where prefetching begins and ends.
+            if node.meta.get(META) != mark:
+                mark = node.meta.get(META)
+                runs.append([])
+            runs[-1].append(node)
+    return [run for run in runs if run]
 
 
 def _raise_getitems(graph: Graph) -> None:

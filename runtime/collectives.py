@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.mesh import Topology
-from fcdp_compile.plan import Kind
+from fcdp_compile.plan import LANES, Kind
 from fcdp_compile.runtime.counters import AGREE, Counters
+from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
 
 # torch 2.13 renamed these and warns of the older names, the only ones of 2.11.
@@ -19,56 +22,56 @@ _INTER = {Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER}
 
 
 class Collectives:
-    """Collectives over one topology, counted as they are issued.
+    """Collectives over one topology, counted as they are issued, run on the inter and intra lanes.
+
+    Every collective on the two groups goes through the lanes, also those that are waited for at once: two
+    threads that use one group would mix up the order that ranks meet in.
 
     Shapes: all-gather [n] -> [size*n]; reduce-scatter [size*n] -> [n], size being the group's.
     """
 
-    def __init__(self, topology: Topology, counters: Counters) -> None:
+    def __init__(self, topology: Topology, counters: Counters, lanes: Lanes) -> None:
         self._topology = topology
         self._counters = counters
+        self._lanes = lanes
 
     def _group(self, kind: Kind) -> tuple[dist.ProcessGroup | None, int]:
         t = self._topology
         return (t.inter, t.nodes) if kind in _INTER else (t.intra, t.ranks_per_node)
 
-    def all_gather(self, kind: Kind, send: Tensor) -> Pending:
-        """Start an all-gather of `send` (any dtype: bytes travel)."""
-        group, size = self._group(kind)
-        self._counters.add(kind, (size - 1) * send.nbytes)
-        if size == 1 or not send.nbytes:
-            return Pending(send.repeat(size) if size > 1 else send)
-        send = send.contiguous()
-        out = send.new_empty(size * send.numel())
-        work = _all_gather(
-            out.view(torch.uint8), send.view(torch.uint8), group=group, async_op=True
-        )
-        return Pending(out, work=work, held=send)
+    def group_size(self, kind: Kind) -> int:
+        """How many ranks take part in a collective of that kind."""
+        return self._group(kind)[1]
 
-    def reduce_scatter(self, kind: Kind, send: Tensor) -> Pending:
+    def all_gather(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
+        """Start an all-gather of `send` (any dtype: bytes travel); `name` is of the profiler's range."""
+        group, size = self._group(kind)
+        own = tensor_of(send)
+        self._counters.add(kind, (size - 1) * own.nbytes)
+        if size == 1:
+            return send if isinstance(send, Pending) else Pending(send)
+        out = _empty(own, size * own.numel())
+        if not own.nbytes:
+            return Pending(out)
+        if not isinstance(send, Pending):
+            send = own = own.contiguous()
+        run = partial(_gather, out.view(torch.uint8), own.view(torch.uint8), group)
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+
+    def reduce_scatter(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
         """Start a reduce-scatter that averages over the group; sums are taken in fp32 or wider."""
         group, size = self._group(kind)
-        self._counters.add(kind, (size - 1) * (send.nbytes // size))
-        if size == 1 or not send.nbytes:
-            return Pending(send[: send.numel() // size])
-        send = send.contiguous()
-        if send.is_cuda and "nccl" in dist.get_backend(
-            group
-        ):  # "cpu:gloo,cuda:nccl" of make_mesh too
-            shard = send.new_empty(send.numel() // size)
-            work = _reduce_scatter(shard, send, op=dist.ReduceOp.AVG, group=group, async_op=True)
-            return Pending(shard, work=work, held=send)
-        # Gloo's reduce_scatter is an all-reduce underneath and moves twice the bytes; all-to-all moves the
-        # right ones, and leaves the sum to us.
-        parts = torch.empty_like(send)
-        work = dist.all_to_all_single(parts, send, group=group, async_op=True)
-
-        def average(received: Tensor) -> Tensor:
-            wide = torch.promote_types(received.dtype, torch.float32)
-            total = received.view(size, -1).sum(0, dtype=wide)
-            return total.div_(size).to(received.dtype)
-
-        return Pending(parts, work=work, held=send, finish=average)
+        whole = tensor_of(send)
+        self._counters.add(kind, (size - 1) * (whole.nbytes // size))
+        if size == 1:
+            return send if isinstance(send, Pending) else Pending(send)
+        out = _empty(whole, whole.numel() // size)
+        if not whole.nbytes:
+            return Pending(out)
+        if not isinstance(send, Pending):
+            send = whole = whole.contiguous()
+        run = partial(_reduce, out, whole, group, size)
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def agree(self, words: list[int]) -> list[list[int]]:
         """Every rank's `words`, the same number on every rank; all ranks of the mesh must call it."""
@@ -90,3 +93,62 @@ class Collectives:
         texts: list[str] = [""] * t.ranks
         dist.all_gather_object(texts, text, group=t.control)
         return texts
+
+
+def are_blocking(topology: Topology) -> bool:
+    """Whether collectives on this topology block their caller: Gloo's do, also for CUDA tensors."""
+    groups = [g for g in (topology.inter, topology.intra) if g is not None]
+    return any(not _has_nccl(g) for g in groups)
+
+
+def _has_nccl(group: dist.ProcessGroup | None) -> bool:
+    return "nccl" in dist.get_backend(group)  # "cpu:gloo,cuda:nccl" of make_mesh too
+
+
+def _empty(like: Tensor, elements: int) -> Tensor:
+    # A lane's thread is outside of the caller's inference mode, where such tensors can't be written.
+    with torch.inference_mode(False):
+        return like.new_empty(elements)
+
+
+def _gather(out: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> None:
+    if send.is_cuda and not _has_nccl(group):
+        staged = _on_host(send)
+        host_out = _pinned(staged, out.numel())
+        _gather(host_out, staged, group)
+        _to_device(out, host_out)
+        return
+    _all_gather(out, send, group=group, async_op=True).wait()
+
+
+def _reduce(out: Tensor, send: Tensor, group: dist.ProcessGroup | None, size: int) -> None:
+    if send.is_cuda and _has_nccl(group):
+        _reduce_scatter(out, send, op=dist.ReduceOp.AVG, group=group, async_op=True).wait()
+        return
+    # Gloo's reduce_scatter is an all-reduce underneath and moves twice the bytes; all-to-all moves the
+    # right ones, and leaves the sum to us.
+    staged = _on_host(send) if send.is_cuda else send
+    parts = torch.empty_like(staged)
+    dist.all_to_all_single(parts, staged, group=group, async_op=True).wait()
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    average = parts.view(size, -1).sum(0, dtype=wide).div_(size)
+    if send.is_cuda:
+        _to_device(out, average.to(out.dtype).pin_memory())
+    else:
+        out.copy_(average)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    host = _pinned(tensor, tensor.numel())
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()  # this thread's own stream, off the Python main thread
+    return host
+
+
+def _to_device(out: Tensor, host: Tensor) -> None:
+    out.copy_(host, non_blocking=True)
+    # The allocator of pinned memory notes which stream reads it, so `host` may go.
+
+
+def _pinned(like: Tensor, elements: int) -> Tensor:
+    return torch.empty(elements, dtype=like.dtype, pin_memory=True)

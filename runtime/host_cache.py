@@ -7,13 +7,15 @@ written again and again; only `drop` gives them back.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fcdp_compile.errors import StaleParameterError
-from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.plan import LANES, Bucket, Kind, Tier
 from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.strategy import Life
 
@@ -22,7 +24,7 @@ from fcdp_compile.strategy import Life
 class _Entry:
     """uses: backwards that still want it, where the life ends with the backward."""
 
-    node_shard: Tensor
+    node_shard: Pending
     generation: int
     uses: int
 
@@ -30,10 +32,11 @@ class _Entry:
 class NodeShardCache:
     """The cache of one model on this rank."""
 
-    def __init__(self, life: Life, device: torch.device, counters: Counters) -> None:
+    def __init__(self, life: Life, device: torch.device, counters: Counters, lanes: Lanes) -> None:
         self._life = life
         self._device = device
         self._counters = counters
+        self._lanes = lanes
         self._entries: dict[int, _Entry] = {}
 
     def generation(self, bucket_id: int) -> int | None:
@@ -43,25 +46,31 @@ class NodeShardCache:
 
     def host_bytes(self) -> int:
         """Bytes of host memory that the entries take."""
-        return sum(e.node_shard.nbytes for e in self._entries.values() if self._is_host(e))
+        tensors = [e.node_shard.tensor for e in self._entries.values()]
+        return sum(t.nbytes for t in tensors if t.device.type == "cpu")
 
-    def _is_host(self, entry: _Entry) -> bool:
-        return entry.node_shard.device.type == "cpu"
-
-    def store(self, bucket: Bucket, node_shard: Tensor, generation: int) -> Pending:
+    def store(self, bucket: Bucket, node_shard: Tensor | Pending, generation: int) -> Pending:
         """Keep the node shard [N*S] of that generation in the bucket's tier."""
         entry = self._entries.get(bucket.id)
         uses = 1 + (entry.uses if entry is not None and entry.generation == generation else 0)
         if bucket.tier is Tier.GPU:
-            self._entries[bucket.id] = _Entry(node_shard, generation, uses)
+            kept = node_shard if isinstance(node_shard, Pending) else Pending(node_shard)
+            kept = Pending(kept.tensor, done=kept.done)
+            self._entries[bucket.id] = _Entry(kept, generation, uses)
             self._counters.add(Kind.STORE, 0)
-            return Pending(node_shard)
-        if entry is None:
-            entry = self._entries[bucket.id] = _Entry(self._slab(node_shard), generation, uses)
-        entry.generation, entry.uses = generation, uses
-        entry.node_shard.copy_(node_shard, non_blocking=True)
-        self._counters.add(Kind.STORE, node_shard.nbytes)
-        return Pending(entry.node_shard, held=node_shard)
+            return Pending(kept.tensor, done=kept.done)
+        source = tensor_of(node_shard)
+        slab = self._slab(source) if entry is None else entry.node_shard.tensor
+        self._counters.add(Kind.STORE, source.nbytes)
+        stored = self._lanes.start(
+            LANES[Kind.STORE],
+            partial(slab.copy_, source, non_blocking=True),
+            out=slab,
+            reads=[node_shard],
+            name=range_name(Kind.STORE, bucket),
+        )
+        self._entries[bucket.id] = _Entry(Pending(slab, done=stored.done), generation, uses)
+        return stored
 
     def _slab(self, like: Tensor) -> Tensor:
         # Evaluation may run under inference_mode, and what is allocated there can't be written elsewhere.
@@ -85,13 +94,20 @@ class NodeShardCache:
             entry.uses -= 1
             if not entry.uses:
                 del self._entries[bucket.id]
+        kept = entry.node_shard
         if bucket.tier is Tier.GPU:
             self._counters.add(Kind.LOAD, 0)
-            return Pending(entry.node_shard)
-        self._counters.add(Kind.LOAD, entry.node_shard.nbytes)
-        on_device = torch.empty_like(entry.node_shard, device=self._device)
-        on_device.copy_(entry.node_shard, non_blocking=True)
-        return Pending(on_device)
+            return Pending(kept.tensor, done=kept.done)
+        self._counters.add(Kind.LOAD, kept.tensor.nbytes)
+        with torch.inference_mode(False):
+            on_device = torch.empty_like(kept.tensor, device=self._device)
+        return self._lanes.start(
+            LANES[Kind.LOAD],
+            partial(on_device.copy_, kept.tensor, non_blocking=True),
+            out=on_device,
+            reads=[kept],
+            name=range_name(Kind.LOAD, bucket),
+        )
 
     def drop(self, bucket_id: int) -> None:
         """Give the bucket's entry back, if it has one."""

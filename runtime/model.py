@@ -19,9 +19,11 @@ from fcdp_compile.mesh import INTER, INTRA, Topology
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.registry import ParamSpec, check_shard
-from fcdp_compile.runtime.collectives import Collectives
+from fcdp_compile.runtime.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
+from fcdp_compile.runtime.lanes import Lanes, range_name
+from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
 from fcdp_compile.strategy import Strategy
 
@@ -115,8 +117,9 @@ class ShardedModel:
         self.records = {r.spec.key: r for r in records}
         self.device = device
         self.counters = Counters()
-        self.collectives = Collectives(topology, self.counters)
-        self.cache = NodeShardCache(strategy.life, device, self.counters)
+        self.lanes = Lanes(device, is_blocking=are_blocking(topology))
+        self.collectives = Collectives(topology, self.counters, self.lanes)
+        self.cache = NodeShardCache(strategy.life, device, self.counters, self.lanes)
         self.generations = Generations(self.records)
         self.fingerprints = Fingerprints()
         self._buckets: dict[str, list[Bucket]] = {}
@@ -135,16 +138,15 @@ class ShardedModel:
 
     def gather_eagerly(self, key: str, shard: Tensor) -> Tensor:
         """Gather one parameter now, past buckets and cache."""
-        spec, t = self.spec(key), self.topology
+        spec = self.spec(key)
         self._warn_of_eager_gathers(spec.name)
         self.records[key].living()  # raises if what was put there holds other rows
         layouts = [spec.layout]
-        buffer = pack_home([shard], layouts, spec.gather_dtype)
-        if t.nodes > 1:
-            buffer = self.collectives.all_gather(Kind.INTER_ALL_GATHER, buffer).wait()
-        if t.ranks_per_node > 1:
-            buffer = self.collectives.all_gather(Kind.INTRA_ALL_GATHER, buffer).wait()
-        full = unpack_full(buffer, layouts)[0]
+        pending = Pending(pack_home([shard], layouts, spec.gather_dtype))
+        for kind in (Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER):
+            if self.collectives.group_size(kind) > 1:
+                pending = self.collectives.all_gather(kind, pending, f"fcdp::{kind.value} {key}")
+        full = unpack_full(pending.wait(), layouts)[0]
         # An op must not return its input, which is what nothing to gather and nothing to cast comes to.
         return full.clone() if full.data_ptr() == shard.data_ptr() else full
 
@@ -163,13 +165,15 @@ class ShardedModel:
 
     def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
         """Average one full gradient over all ranks now and return this rank's shard of it."""
-        spec, t = self.spec(key), self.topology
-        buffer = pack_grads([grad], [spec.layout], spec.reduce_dtype)
-        if t.ranks_per_node > 1:
-            buffer = self.collectives.reduce_scatter(Kind.INTRA_REDUCE_SCATTER, buffer).wait()
-        if t.nodes > 1:
-            buffer = self.collectives.reduce_scatter(Kind.INTER_REDUCE_SCATTER, buffer).wait()
-        shard = unpack_grads(buffer, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
+        spec = self.spec(key)
+        pending = Pending(pack_grads([grad], [spec.layout], spec.reduce_dtype))
+        for kind in (Kind.INTRA_REDUCE_SCATTER, Kind.INTER_REDUCE_SCATTER):
+            if self.collectives.group_size(kind) > 1:
+                pending = self.collectives.reduce_scatter(
+                    kind, pending, f"fcdp::{kind.value} {key}"
+                )
+        whole = pending.wait()
+        shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
 
     # --- buckets ------------------------------------------------------------------------------------------
@@ -282,7 +286,8 @@ class ShardedModel:
         """Gather a bucket between nodes straight into the cache."""
         dtype = getattr(torch, bucket.dtype)
         home = pack_home(self.shards(bucket), [p.layout for p in bucket.params], dtype)
-        node_shard = self.collectives.all_gather(Kind.INTER_ALL_GATHER, home).wait()
+        kind = Kind.INTER_ALL_GATHER
+        node_shard = self.collectives.all_gather(kind, home, range_name(kind, bucket))
         self.cache.store(bucket, node_shard, self.generation(bucket)).wait()
 
     def values_loaded(self) -> None:

@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
 
-class Pending:
-    """A started transfer or collective; `wait` hands its result over, once.
+class Done(Protocol):
+    """The end of a started task."""
 
-    On NCCL `wait` makes the current stream wait, on Gloo the Python thread.  The sent buffer is held until
-    then because the collective reads it.
+    def order(self) -> None:
+        """Make what the caller does next come after the task.
+
+        On CUDA its current stream waits, on CPUs its thread.  May be called several times, by any thread.
+
+        Raises: whatever the task raised.
+        """
+
+
+class Pending:
+    """A started transfer or collective: a buffer whose contents are valid once it is done.
+
+    Lanes take `tensor` and `done` to start what comes after it; `wait` hands the result to whoever computes
+    on this thread's stream, once.
     """
 
-    __slots__ = ("_finish", "_held", "_result", "_work")
+    __slots__ = ("_held", "_is_waited", "done", "tensor")
 
     def __init__(
-        self,
-        result: Tensor,
-        *,
-        work: dist.Work | None = None,
-        held: Tensor | None = None,
-        finish: Callable[[Tensor], Tensor] | None = None,
+        self, tensor: Tensor, *, done: Done | None = None, held: list[object] | None = None
     ) -> None:
-        self._result: Tensor | None = result
-        self._work = work
+        self.tensor = tensor
+        self.done = done
+        # An invariant: what a stream reads must not go back to the allocator before the compute stream has
+        # been ordered after that read, or the next kernel may get the same memory.
         self._held = held
-        self._finish = finish
+        self._is_waited = False
 
     def wait(self) -> Tensor:
         """The result, complete for whoever uses it next on this thread's stream."""
-        if self._work is not None:
-            self._work.wait()
-        result, finish = self._result, self._finish
-        assert result is not None, "a pending step was waited for twice"
-        self._work = self._held = self._result = self._finish = None
-        return result if finish is None else finish(result)
+        assert not self._is_waited, "a pending step was waited for twice"
+        self._is_waited = True
+        if self.done is not None:
+            self.done.order()
+        if self._held is not None:
+            self._held.clear()
+        return self.tensor

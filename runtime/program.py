@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from fcdp_compile import ops
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.runtime.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.pending import Pending
 
@@ -130,10 +131,12 @@ class Program:
         if target is ops.store:
             return partial(self._store, bucket, first)
         kind = ops.EXPLICIT[target]  # type: ignore[index]
+        assert kind is not None, target
+        name = range_name(kind, bucket)
         if kind in (Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER):
-            return lambda values: values[-1].model.collectives.all_gather(kind, values[first])
+            return lambda values: values[-1].model.collectives.all_gather(kind, values[first], name)
         assert kind in (Kind.INTER_REDUCE_SCATTER, Kind.INTRA_REDUCE_SCATTER), kind
-        return lambda values: values[-1].model.collectives.reduce_scatter(kind, values[first])
+        return lambda values: values[-1].model.collectives.reduce_scatter(kind, values[first], name)
 
     def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
         run: _Run = values[-1]

@@ -26,6 +26,7 @@ from fcdp_compile.passes.bucket import bucket, buckets_of
 from fcdp_compile.passes.context import PassContext
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.place import place
+from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.plan import Bucket, Direction, Variant
@@ -231,7 +232,9 @@ def lower_toy(
     bucket_bytes: int = 1 << 20,
     viewed: bool = False,
     segmented: bool = False,
+    scheduled: bool = False,
     stamped: bool = True,
+    in_flight_bytes: int | None = None,
     **dtypes: torch.dtype,
 ) -> Lowered:
     """The toy model through all passes after `partition`."""
@@ -239,7 +242,10 @@ def lower_toy(
     fw = toy_forward(specs, viewed=viewed)
     bw = toy_backward(specs, frozen=frozen, viewed=viewed)
     ctx = make_context(specs, where, strategy=strategy, frozen=frozen, bucket_bytes=bucket_bytes)
-    return lower_pair(fw, bw, ctx, num_fwd_outputs=1, segmented=segmented, stamped=stamped)
+    ctx = replace(ctx, in_flight_bytes=in_flight_bytes)
+    return lower_pair(
+        fw, bw, ctx, num_fwd_outputs=1, segmented=segmented, scheduled=scheduled, stamped=stamped
+    )
 
 
 def lower_pair(
@@ -249,6 +255,7 @@ def lower_pair(
     *,
     num_fwd_outputs: int,
     segmented: bool = False,
+    scheduled: bool = False,
     stamped: bool = True,
 ) -> Lowered:
     """A forward and its backward through all passes after `partition`."""
@@ -263,6 +270,8 @@ def lower_pair(
     for direction, variant, gm in [*todo, (Direction.BACKWARD, Variant.COLD, bw)]:
         now = replace(ctx, direction=direction, variant=variant, backward_buckets=again)
         lowered = lower(place(clone(gm), now), now)
+        if scheduled:
+            lowered = schedule(lowered, now)
         result.graphs[direction, variant] = segment(lowered) if segmented else lowered
     return result
 

@@ -25,19 +25,23 @@ _NONSENSE = 1e30
 
 
 class Pending:
-    """The result of a started step, to be taken once."""
+    """The result of a started step: compute must wait for it, other lanes may take it as it is."""
 
-    def __init__(self, result: Tensor) -> None:
-        self._result: Tensor | None = result
+    def __init__(self, result: Tensor, after: object = None) -> None:
+        self.result = result
+        self._after = after if isinstance(after, Pending) else None
+        self.is_waited = False
 
     def wait(self) -> Tensor:
-        result, self._result = self._result, None
-        assert result is not None, "waited for twice"
-        return result
+        assert not self.is_waited, "waited for twice"
+        step: Pending | None = self
+        while step is not None:  # what it was made of is done before it
+            step.is_waited, step = True, step._after
+        return self.result
 
-    @property
-    def is_waited(self) -> bool:
-        return self._result is None
+
+def _tensor(value: Tensor | Pending) -> Tensor:
+    return value.result if isinstance(value, Pending) else value
 
 
 @dataclass(slots=True)
@@ -122,8 +126,8 @@ def _steps(gm: GraphModule, args: list[Any], rank: Rank) -> Generator[Call, Tens
                 if full.untyped_storage().data_ptr() not in untouchable:
                     full.fill_(_NONSENSE)
         elif node.target is ops.store:
-            rank.cache[kwargs["bucket"]] = given[0].clone()
-            pending.append(Pending(given[0]))
+            rank.cache[kwargs["bucket"]] = _tensor(given[0]).clone()
+            pending.append(Pending(_tensor(given[0]), after=given[0]))
             env[node] = pending[-1]
         elif node.target is ops.load:
             pending.append(Pending(rank.cache[kwargs["bucket"]].clone()))
@@ -133,10 +137,11 @@ def _steps(gm: GraphModule, args: list[Any], rank: Rank) -> Generator[Call, Tens
         elif node.target is ops.check:
             assert given[0].tolist() == list(given[1])
         elif node.target in ops.EXPLICIT:
-            received = yield node.target, kwargs["bucket"], given[0].clone()
-            pending.append(Pending(received))
+            received = yield node.target, kwargs["bucket"], _tensor(given[0]).clone()
+            pending.append(Pending(received, after=given[0]))
             env[node] = pending[-1]
         else:
+            assert not any(isinstance(g, Pending) for g in given), f"{node} did not wait"
             env[node] = node.target(*given, **kwargs)
 
 

@@ -22,7 +22,7 @@ from tests.passes import lockstep
 COLD, WARM = Variant.COLD, Variant.WARM
 STRATEGIES = ("zero3", "zero++", "fcdp")
 
-quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Cluster:
@@ -115,6 +115,7 @@ def fill_caches(cluster: Cluster) -> None:
     st.sampled_from(STRATEGIES),
     st.sampled_from([1, 300, 1 << 20]),
     st.booleans(),
+    st.sampled_from(["just in time", 1, 300, None]),
     st.data(),
 )
 def test_every_rank_computes_what_one_would(
@@ -123,6 +124,7 @@ def test_every_rank_computes_what_one_would(
     strategy: str,
     bucket_bytes: int,
     segmented: bool,
+    budget: int | str | None,
     data: st.DataObject,
 ) -> None:
     params = {f"p{i}": s for i, s in enumerate(drawn)}
@@ -134,6 +136,8 @@ def test_every_rank_computes_what_one_would(
         strategy=strategy,
         bucket_bytes=bucket_bytes,
         segmented=segmented,
+        scheduled=budget != "just in time",
+        in_flight_bytes=budget if isinstance(budget, int) else None,
         viewed=data.draw(st.booleans()),
     )
     fill_caches(cluster)  # frozen buckets are loaded even by the cold variant

@@ -1,0 +1,135 @@
+"""Find the transfers of a lowered graph: which explicit nodes belong together, and what they keep alive.
+
+Not a pass; what `schedule` moves around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fcdp_compile import ops
+from fcdp_compile.passes.context import PassContext
+
+_GATHERS = (ops.load, ops.inter_all_gather, ops.intra_all_gather)
+_REDUCTIONS = (ops.intra_reduce_scatter, ops.inter_reduce_scatter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gather:
+    """A bucket's way to compute.
+
+    pack: compute that lines its home shards up, of inputs alone.  starts: load or inter-node all-gather,
+    store, intra-node all-gather, those there are.  wait: for the last of them.  ends: the wait for the
+    store, and the free; the bucket is alive until these.  bytes: of node shard and full parameters.
+    """
+
+    pack: tuple[Node, ...]
+    starts: tuple[Node, ...]
+    wait: Node
+    ends: tuple[Node, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A bucket's gradients on their way to the home shards.
+
+    starts: intra-node and inter-node reduce-scatter, those there are.  wait: for the last of them.
+    packed_bytes: of the gradients lined up, which the first one reads.  reduced_bytes: of what it leaves.
+    """
+
+    starts: tuple[Node, ...]
+    wait: Node
+    packed_bytes: int
+    reduced_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes alive until the first half is done."""
+        return self.packed_bytes + self.reduced_bytes
+
+
+def find_gathers(graph: Graph, ctx: PassContext) -> list[Gather]:
+    """The gathers of a lowered graph in the order compute waits for them."""
+    waits = ((w, _chain(w)) for w in _calls(graph, ops.wait))
+    return [_gather(w, c, ctx) for w, c in waits if c[-1].target in _GATHERS]
+
+
+def find_reductions(graph: Graph, ctx: PassContext) -> list[Reduction]:
+    """The reductions of a lowered graph in the order their results are waited for."""
+    waits = ((w, _chain(w)) for w in _calls(graph, ops.wait))
+    return [
+        _reduction(w, c, ctx)
+        for w, c in waits
+        if c[-1].target in _REDUCTIONS and _next(c[-1], _REDUCTIONS) is None
+    ]
+
+
+def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
+    stores = [s for n in chain if (s := _next(n, (ops.store,))) is not None]
+    at = len(chain) - (chain[-1].target is ops.intra_all_gather)
+    ends = [w for s in stores if (w := _next(s, (ops.wait,))) is not None]
+    if (free := _next(wait, (ops.free,))) is not None:
+        ends.append(free)
+    full = _nbytes(wait)
+    through = chain[-1].target is ops.intra_all_gather
+    return Gather(
+        pack=_pack(chain[0]),
+        starts=(*chain[:at], *stores, *chain[at:]),
+        wait=wait,
+        ends=tuple(ends),
+        bytes=full + (full // ctx.ranks_per_node if through else 0),
+    )
+
+
+def _reduction(wait: Node, chain: list[Node], ctx: PassContext) -> Reduction:
+    packed = _nbytes(chain[0].all_input_nodes[0])
+    within = chain[0].target is ops.intra_reduce_scatter
+    return Reduction(
+        starts=tuple(chain),
+        wait=wait,
+        packed_bytes=packed,
+        reduced_bytes=packed // (ctx.ranks_per_node if within else ctx.nodes),
+    )
+
+
+def _calls(graph: Graph, op: Callable[..., Any]) -> list[Node]:
+    return list(graph.find_nodes(op="call_function", target=op))
+
+
+def _chain(wait: Node) -> list[Node]:
+    """The steps that a wait ends, the first one first: each takes the one before while it is on its way."""
+    chain: list[Node] = []
+    node: Node | None = wait.all_input_nodes[0]
+    while node is not None and node.target in ops.EXPLICIT and node.target is not ops.wait:
+        chain.insert(0, node)
+        node = next(iter(node.all_input_nodes), None)
+    return chain
+
+
+def _next(node: Node, targets: tuple[Callable[..., Any], ...]) -> Node | None:
+    return next((u for u in node.users if u.target in targets), None)
+
+
+def _pack(start: Node) -> tuple[Node, ...]:
+    """What a home buffer is computed by, in order; empty for a load."""
+    found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if node.op != "placeholder" and node not in found:
+            for source in node.all_input_nodes:
+                visit(source)
+            found[node] = None
+
+    for source in start.all_input_nodes:
+        visit(source)
+    return tuple(found)
+
+
+def _nbytes(node: Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.dtype.itemsize)
