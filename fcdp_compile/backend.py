@@ -180,7 +180,7 @@ class _Compilation:
                     refresh |= dict.fromkeys(_only_loaded(placed, base))
                 lowered = segment(schedule(lower(placed, ctx), ctx))
                 self._lowered[direction, variant] = lowered
-                schedules.append(describe(lowered, direction, variant))
+                schedules.append(describe(lowered, ctx))
         plan = Plan(
             strategy=model.strategy.name,
             nodes=model.topology.nodes,

@@ -15,7 +15,7 @@ from enum import Enum
 
 from fcdp_compile.layout import ParamLayout
 
-SCHEMA = "fcdp.plan/1"
+SCHEMA = "fcdp.plan/2"
 
 
 class Lane(Enum):
@@ -134,7 +134,8 @@ class Step:
     """One step of a schedule.
 
     index: position.  bytes: what this rank sends over the lane's link, or copies over H2D or D2H; 0 for
-    steps that move nothing.  waits: indices of the steps whose results it needs.  label: for people.
+    steps that move nothing.  waits: indices of the steps whose results it needs.  flops, accessed_bytes: the
+    work of a compute step, floating point operations and bytes read and written.  label: for people.
     """
 
     index: int
@@ -143,16 +144,23 @@ class Step:
     bucket: int | None
     bytes: int
     waits: tuple[int, ...]
+    flops: int = 0
+    accessed_bytes: int = 0
     label: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The ordered steps of one graph in one variant."""
+    """The ordered steps of one graph in one variant.
+
+    in_flight_bytes: the most bytes of gathered parameters and of gradients on their way that are alive at
+    once (`passes.schedule` [Note: in-flight budget]).
+    """
 
     direction: Direction
     variant: Variant
     steps: tuple[Step, ...]
+    in_flight_bytes: int = 0
 
     def bytes_by_kind(self) -> dict[Kind, int]:
         """Bytes that one run moves, by kind; kinds that move nothing are left out."""

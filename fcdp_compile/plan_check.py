@@ -150,6 +150,8 @@ def _check_step(step: Step, ids: set[int], path: str) -> None:
         fail(f"{path}.bucket", f"is null, but {step.kind.value} needs a bucket")
     if step.bytes and lane is Lane.COMPUTE:
         fail(f"{path}.bytes", f"is {step.bytes}, but {step.kind.value} moves nothing")
+    if (step.flops or step.accessed_bytes) and step.kind is not Kind.COMPUTE:
+        fail(f"{path}.flops", f"says that {step.kind.value} computes, which it does not")
     for i, wait in enumerate(step.waits):
         if wait >= step.index:
             fail(f"{path}.waits[{i}]", f"is {wait}, which is not an earlier step")

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
-from fcdp_compile.passes.context import META, StepMeta
-from fcdp_compile.plan import LANES, Direction, Kind, Schedule, Step, Variant
+from fcdp_compile.passes.context import META, PassContext, StepMeta
+from fcdp_compile.passes.schedule import in_flight_bytes
+from fcdp_compile.passes.work import accessed_bytes_of, flops_of
+from fcdp_compile.plan import LANES, Kind, Schedule, Step
 
 
-def describe(gm: GraphModule, direction: Direction, variant: Variant) -> Schedule:
+def describe(gm: GraphModule, ctx: PassContext) -> Schedule:
     """The steps of a graph, one for each explicit node and each segment, in the order they run.
 
     Requires: `segment`.
@@ -25,7 +27,12 @@ def describe(gm: GraphModule, direction: Direction, variant: Variant) -> Schedul
         waits = sorted({numbered[p] for p in _producers(node) if p in numbered})
         numbered[node] = len(steps)
         steps.append(replace(step, index=len(steps), waits=tuple(waits)))
-    return Schedule(direction=direction, variant=variant, steps=tuple(steps))
+    return Schedule(
+        direction=ctx.direction,
+        variant=ctx.variant,
+        steps=tuple(steps),
+        in_flight_bytes=in_flight_bytes(gm, ctx),
+    )
 
 
 def _step_of(node: Node, gm: GraphModule) -> Step | None:
@@ -36,7 +43,7 @@ def _step_of(node: Node, gm: GraphModule) -> Step | None:
         return None
     inner = gm.get_submodule(str(node.target))
     assert isinstance(inner, GraphModule), f"{node.target} is no segment"
-    ops = len([n for n in inner.graph.nodes if n.op == "call_function"])
+    count = len([n for n in inner.graph.nodes if n.op == "call_function"])
     return Step(
         index=0,
         kind=Kind.COMPUTE,
@@ -44,7 +51,9 @@ def _step_of(node: Node, gm: GraphModule) -> Step | None:
         bucket=None,
         bytes=0,
         waits=(),
-        label=f"{node.target} ({ops} ops)",
+        flops=flops_of(inner.graph),
+        accessed_bytes=accessed_bytes_of(inner.graph),
+        label=f"{node.target} ({count} ops)",
     )
 
 

@@ -32,8 +32,8 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
                           -> unpack -> gradient shards
 
     Steps on other lanes take each other's results while these are still on their way; `wait` stands between
-    a lane and compute only.  Everything is placed just in time: gathers before the first use of the bucket, reductions after its last
-    gradient.  With one rank in a group the node of that group is left out.
+    a lane and compute only.  Everything is placed just in time: gathers before the first use of the bucket,
+    reductions after its last gradient.  With one rank in a group the node of that group is left out.
 
     Requires: every `unshard` has a `Use` with a source; equal keys read equal shards.
     Leaves: no `unshard`, no `reduce_grad`; a `free` after the last use of each gathered bucket; a `StepMeta`

@@ -14,8 +14,15 @@ from fcdp_compile.passes.context import META, PassContext, StepMeta
 from fcdp_compile.passes.lower import wait_for
 from fcdp_compile.passes.transfers import Gather, Reduction, find_gathers, find_reductions
 
-PREFETCHED = 2
-"""How many buckets the default budget has room for beyond what compute needs at once."""
+# More of any of these gains nothing on simulated lanes, and costs memory (tests/passes/test_lane_time.py).
+PREFETCHED = 1
+"""How many buckets of full parameters the default budget has room for beyond what compute needs at once."""
+
+FETCHED = 2
+"""How many node shards it has room for beyond those: they are small, and come over the slow links."""
+
+OUTSTANDING = 1
+"""How many reductions it has room for beyond the one that starts."""
 
 
 def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -26,16 +33,18 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
     Compute keeps its order and is cut only where it must wait for a gather or hands gradients over; all
     other steps happen at these cuts.  At each, in this order: what is no longer needed is freed, gathers
-    start in order of first use while the budget has room, reductions start, and compute waits for the
-    gather it needs next.  So a reduction never stands before a gather that compute needs sooner, stores
-    run in the shadow of their bucket's compute, and every gradient is waited for at the end.
+    start in order of first use while the budget has room (node shards, which are small, further ahead than
+    full parameters), reductions start, and compute waits for the gather it needs next.  So a reduction never
+    stands before a gather that compute needs sooner, stores run in the shadow of their bucket's compute, and
+    gradients are waited for at the end.
 
-    [Note: in-flight budget] Counted are the bytes of node shards and full parameters from the start of
-    their gather until the free, and of gradients from the start of their reduction until the wait for the
-    step that reads them.  A gather starts early only if it and the largest reduction fit; a reduction that
-    does not fit waits for older ones first.  The least that the graph can run in is granted in any case.
-    Only sizes of parameters count, which all ranks have in common, so that all decide alike: activations,
-    and the time that compute takes, may differ between ranks.
+    [Note: in-flight budget] Counted are the bytes of node shards and full parameters from the start of the
+    step that makes them until the free, and of gradients from the start of their reduction until the wait
+    for the step that reads them.  What gathers need at once where none starts early, and the largest
+    reduction, are granted in any case; what there is beyond is shared by early gathers and by older
+    reductions, and a reduction that does not fit waits for older ones first.  Only sizes of parameters count,
+    which all ranks have in common, so that all decide alike: activations, and the time that compute takes,
+    may differ between ranks.
 
     Requires: `lower`.
     Leaves: the same nodes in another order, and perhaps more waits (for a reduction's first half).
@@ -56,10 +65,9 @@ def in_flight_bytes(gm: GraphModule, ctx: PassContext) -> int:
     end = len(at)
     changes: list[tuple[int, int]] = []
     for g in find_gathers(gm.graph, ctx):
-        changes += [
-            (at[g.starts[0]], g.bytes),
-            (max((at[n] for n in g.ends), default=end), -g.bytes),
-        ]
+        gone = max((at[n] for n in g.ends), default=end)
+        changes += [(at[g.starts[0]], g.fetched_bytes), (at[g.spread[0]], g.full_bytes)]
+        changes.append((gone, -g.bytes))
     for r in find_reductions(gm.graph, ctx):
         read = [at[u] for u in r.starts[0].users if u.target is ops.wait]
         changes += [
@@ -87,16 +95,43 @@ class _Cut:
     collects: bool = False
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """limit: bytes for everything.  reserved: what gathers that start early leave of it to reductions."""
+@dataclass(slots=True, kw_only=True)
+class _Budget:
+    """Shares of the budget in bytes, and what of them is taken.
 
-    limit: int
-    reserved: int
-    bytes: int = 0
+    fetched, full: what stages of gathers may take that start before compute comes to them, on top of what
+    gathers need at once in any case.  reductions: what gradients on their way may take.
+    """
 
-    def has_room(self, gather: Gather) -> bool:
-        return self.bytes + gather.bytes <= self.limit - self.reserved
+    fetched: int
+    full: int
+    reductions: int
+    fetched_taken: int = 0
+    full_taken: int = 0
+    reductions_taken: int = 0
+
+    def may_fetch(self, gather: Gather) -> bool:
+        return self.fetched_taken + gather.fetched_bytes <= self.fetched
+
+    def may_spread(self, gather: Gather) -> bool:
+        return self.full_taken + gather.full_bytes <= self.full
+
+    def has_room_for(self, reduction: Reduction) -> bool:
+        return self.reductions_taken + reduction.bytes <= self.reductions
+
+
+class _Queue:
+    """Gathers in order, taken from the front."""
+
+    def __init__(self, gathers: list[Gather]) -> None:
+        self._left = deque(gathers)
+
+    @property
+    def first(self) -> Gather | None:
+        return self._left[0] if self._left else None
+
+    def take(self) -> Gather:
+        return self._left.popleft()
 
 
 class _Sweep:
@@ -109,9 +144,9 @@ class _Sweep:
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._cuts = self._find_cuts(gathers, reductions)
         self._number = {node: i for i, node in enumerate(self._cuts)}
-        self._in_flight = self._budget(gathers, reductions, ctx)
-        self._to_start = deque(gathers)
-        self._started: set[Node] = set()
+        self._budget = self._shares(gathers, reductions, ctx)
+        self._to_fetch = _Queue(gathers)
+        self._to_spread = _Queue(gathers)
         self._to_free: list[tuple[int, int, Gather]] = []
         self._read: deque[Reduction] = deque()  # gradients that their first half may still read
         self._reduced: deque[Reduction] = deque()  # those on their way to the home shards
@@ -136,16 +171,26 @@ class _Sweep:
         cuts[collect].collects = True
         return dict(sorted(cuts.items(), key=lambda item: self._order[item[0]]))
 
-    def _budget(
+    def _shares(
         self, gathers: list[Gather], reductions: list[Reduction], ctx: PassContext
-    ) -> _InFlight:
-        """The user's limit, or what the graph needs at least and `PREFETCHED` more buckets."""
-        reserved = max((r.bytes for r in reductions), default=0)
-        least = self._just_in_time(gathers) + reserved
-        if ctx.in_flight_bytes is not None:
-            return _InFlight(limit=max(least, ctx.in_flight_bytes), reserved=reserved)
-        largest = sorted((g.bytes for g in gathers), reverse=True)
-        return _InFlight(limit=least + reserved + sum(largest[:PREFETCHED]), reserved=reserved)
+    ) -> _Budget:
+        fetched = max((g.fetched_bytes for g in gathers), default=0)
+        full = max((g.full_bytes for g in gathers), default=0)
+        reduced = max((r.bytes for r in reductions), default=0)
+        wanted = _Budget(
+            fetched=(PREFETCHED + FETCHED) * fetched,
+            full=PREFETCHED * full,
+            reductions=(1 + OUTSTANDING) * reduced,
+        )
+        if ctx.in_flight_bytes is None:
+            return wanted
+        spare = max(0, ctx.in_flight_bytes - self._just_in_time(gathers) - reduced)
+        extra = wanted.fetched + wanted.full + OUTSTANDING * reduced
+        return _Budget(
+            fetched=spare * wanted.fetched // max(1, extra),
+            full=spare * wanted.full // max(1, extra),
+            reductions=reduced + spare * OUTSTANDING * reduced // max(1, extra),
+        )
 
     def _just_in_time(self, gathers: list[Gather]) -> int:
         """The most bytes of gathers alive at once if each starts where compute waits for it."""
@@ -169,10 +214,13 @@ class _Sweep:
     def _at(self, node: Node, cut: _Cut) -> Iterator[Node]:
         yield from self._free(before=self._order[node])
         if cut.needs is not None:
-            while cut.needs.wait not in self._started:
-                yield from self._start(self._to_start.popleft(), node)
-        while self._to_start and self._in_flight.has_room(self._to_start[0]):
-            yield from self._start(self._to_start.popleft(), node)
+            yield from self._need(cut.needs, node)
+        while self._may_spread_next():
+            if self._to_fetch.first is self._to_spread.first:
+                yield from self._fetch_next(node)
+            yield from self._spread_next(node)
+        while (gather := self._to_fetch.first) is not None and self._budget.may_fetch(gather):
+            yield from self._fetch_next(node)
         if cut.reduction is not None:
             yield from self._reduce(cut.reduction)
         if cut.needs is not None:
@@ -183,43 +231,65 @@ class _Sweep:
         if node.op == "output":
             yield from self._free(before=len(self._order) + 1)
 
-    def _start(self, gather: Gather, node: Node) -> Iterator[Node]:
+    def _need(self, gather: Gather, node: Node) -> Iterator[Node]:
+        """Compute waits for it here, so it counts as needed from now on, not as early."""
+        if self._to_fetch.first is gather:
+            yield from self._fetch_next(node)
+        if self._to_spread.first is gather:
+            yield from self._spread_next(node)
+        self._budget.fetched_taken -= gather.fetched_bytes
+        self._budget.full_taken -= gather.full_bytes
+
+    def _may_spread_next(self) -> bool:
+        gather = self._to_spread.first
+        if gather is None or not self._budget.may_spread(gather):
+            return False
+        return self._to_fetch.first is not gather or self._budget.may_fetch(gather)
+
+    def _fetch_next(self, node: Node) -> Iterator[Node]:
+        gather = self._to_fetch.take()
+        self._budget.fetched_taken += gather.fetched_bytes
+        if gather.fetch:
+            yield from gather.pack
+        yield from self._labelled(gather.fetch, gather, node)
+
+    def _spread_next(self, node: Node) -> Iterator[Node]:
+        gather = self._to_spread.take()
+        self._budget.full_taken += gather.full_bytes
+        if not gather.fetch:
+            yield from gather.pack
+        yield from self._labelled(gather.spread, gather, node)
+        heapq.heappush(self._to_free, (self._last_use(gather), self._order[gather.wait], gather))
+
+    def _labelled(self, nodes: tuple[Node, ...], gather: Gather, node: Node) -> Iterator[Node]:
         early = self._number[gather.wait] - self._number[node]
-        yield from gather.pack
-        for start in gather.starts:
-            yield _labelled(start, f"{early} cuts early" if early else "just in time")
-        self._started.add(gather.wait)
-        self._in_flight.bytes += gather.bytes
-        order = self._order[gather.wait]
-        heapq.heappush(self._to_free, (self._last_use(gather), order, gather))
+        for start in nodes:
+            step = start.meta[META].step
+            label = f"{early} cuts early" if early else "just in time"
+            start.meta[META] = StepMeta(step=replace(step, label=label))
+            yield start
 
     def _free(self, *, before: int) -> Iterator[Node]:
         while self._to_free and self._to_free[0][0] < before:
-            gather = heapq.heappop(self._to_free)[2]
-            self._in_flight.bytes -= gather.bytes
-            yield from gather.ends
+            yield from heapq.heappop(self._to_free)[2].ends
 
     def _reduce(self, reduction: Reduction) -> Iterator[Node]:
-        flight = self._in_flight
-        while self._read and flight.bytes + reduction.bytes > flight.limit:
+        budget = self._budget
+        while self._read and not budget.has_room_for(reduction):
             older = self._read.popleft()
-            flight.bytes -= older.packed_bytes
-            yield wait_for(self._graph, older.starts[0])
-        while self._reduced and flight.bytes + reduction.bytes > flight.limit:
+            budget.reductions_taken -= older.packed_bytes
+            with self._graph.inserting_before(self._graph.output_node()):
+                yield wait_for(self._graph, older.starts[0])
+        while self._reduced and not budget.has_room_for(reduction):
             older = self._reduced.popleft()
-            flight.bytes -= older.reduced_bytes if len(older.starts) > 1 else older.bytes
+            has_halves = len(older.starts) > 1
+            budget.reductions_taken -= older.reduced_bytes if has_halves else older.bytes
             yield older.wait
         yield from reduction.starts
-        flight.bytes += reduction.bytes
+        budget.reductions_taken += reduction.bytes
         if len(reduction.starts) > 1:
             self._read.append(reduction)
         self._reduced.append(reduction)
-
-
-def _labelled(node: Node, label: str) -> Node:
-    meta = node.meta[META]
-    node.meta[META] = StepMeta(step=replace(meta.step, label=label))
-    return node
 
 
 def _reorder(graph: Graph, clusters: dict[Node, list[Node]]) -> None:

@@ -20,18 +20,31 @@ _REDUCTIONS = (ops.intra_reduce_scatter, ops.inter_reduce_scatter)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
-    """A bucket's way to compute.
+    """A bucket's way to compute, in up to two stages.
 
-    pack: compute that lines its home shards up, of inputs alone.  starts: load or inter-node all-gather,
-    store, intra-node all-gather, those there are.  wait: for the last of them.  ends: the wait for the
-    store, and the free; the bucket is alive until these.  bytes: of node shard and full parameters.
+    pack: compute that lines its home shards up, of inputs alone.  fetch: load or inter-node all-gather, and
+    the store; none where nothing follows it.  spread: what ends in full parameters, the intra-node
+    all-gather where there are two stages.  wait: for the last of them.  ends: the wait for the store, and
+    the free; the bucket is alive until these.  fetched_bytes, full_bytes: what the stages leave.
     """
 
     pack: tuple[Node, ...]
-    starts: tuple[Node, ...]
+    fetch: tuple[Node, ...]
+    spread: tuple[Node, ...]
     wait: Node
     ends: tuple[Node, ...]
-    bytes: int
+    fetched_bytes: int
+    full_bytes: int
+
+    @property
+    def starts(self) -> tuple[Node, ...]:
+        """All steps in order."""
+        return (*self.fetch, *self.spread)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of node shard and full parameters."""
+        return self.fetched_bytes + self.full_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +84,19 @@ def find_reductions(graph: Graph, ctx: PassContext) -> list[Reduction]:
 
 def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
     stores = [s for n in chain if (s := _next(n, (ops.store,))) is not None]
-    at = len(chain) - (chain[-1].target is ops.intra_all_gather)
+    two_stages = len(chain) > 1
     ends = [w for s in stores if (w := _next(s, (ops.wait,))) is not None]
     if (free := _next(wait, (ops.free,))) is not None:
         ends.append(free)
     full = _nbytes(wait)
-    through = chain[-1].target is ops.intra_all_gather
     return Gather(
         pack=_pack(chain[0]),
-        starts=(*chain[:at], *stores, *chain[at:]),
+        fetch=(chain[0], *stores) if two_stages else (),
+        spread=tuple(chain[1:]) if two_stages else (chain[0], *stores),
         wait=wait,
         ends=tuple(ends),
-        bytes=full + (full // ctx.ranks_per_node if through else 0),
+        fetched_bytes=full // ctx.ranks_per_node if two_stages else 0,
+        full_bytes=full,
     )
 
 

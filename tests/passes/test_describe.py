@@ -30,7 +30,7 @@ def test_one_step_a_node_in_order(strategy: str) -> None:
         SHAPES, WHERE, strategy=strategy, frozen=["frozen"], segmented=True, bucket_bytes=40
     )
     for (direction, variant), gm in made.graphs.items():
-        schedule = describe(gm, direction, variant)
+        schedule = describe(gm, replace(ctx, direction=direction, variant=variant))
         assert (schedule.direction, schedule.variant) == (direction, variant)
         nodes = steps_of(gm)
         assert len(schedule.steps) == len(nodes)
@@ -44,7 +44,11 @@ def test_waits_are_the_steps_whose_results_are_read() -> None:
     made = lower_toy(SHAPES, WHERE, frozen=["frozen"], segmented=True, bucket_bytes=40)
     for (direction, variant), gm in made.graphs.items():
         nodes = steps_of(gm)
-        for step, node in zip(describe(gm, direction, variant).steps, nodes, strict=True):
+        for step, node in zip(
+            describe(gm, replace(ctx, direction=direction, variant=variant)).steps,
+            nodes,
+            strict=True,
+        ):
             producers = set()
             for i in node.all_input_nodes:
                 while i.target is operator.getitem:

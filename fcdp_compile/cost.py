@@ -1,0 +1,171 @@
+"""What steps cost: links, compute, and the time that a schedule takes on its five lanes.
+
+Arithmetic only; speeds come from the user, a measurement or the defaults below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fcdp_compile.plan import Kind, Lane, Schedule, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A link: what starting a transfer costs, and how fast it then goes.
+
+    Raises: ValueError for a latency below or a bandwidth not above zero.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and self.bytes_per_s > 0):
+            raise ValueError(
+                f"a link needs latency_s >= 0 and bytes_per_s > 0, not {self.latency_s} and "
+                f"{self.bytes_per_s}"
+            )
+
+    def time_s(self, sent_bytes: float) -> float:
+        """Seconds for a transfer; none for no bytes."""
+        return self.latency_s + sent_bytes / self.bytes_per_s if sent_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The speeds of one cluster.
+
+    inter: of one node's card, which its ranks share.  intra: of one rank to the others of its node.  h2d,
+    d2h: of one rank's bus.  flops_per_s, memory_bytes_per_s: what one rank's compute reaches.
+    """
+
+    inter: Link
+    intra: Link
+    h2d: Link
+    d2h: Link
+    flops_per_s: float
+    memory_bytes_per_s: float
+
+    def time_s(self, step: Step, ranks_per_node: int) -> float:
+        """Seconds that a step keeps its lane busy."""
+        if step.kind is Kind.COMPUTE:
+            return max(step.flops / self.flops_per_s, step.accessed_bytes / self.memory_bytes_per_s)
+        links = {Lane.INTRA: self.intra, Lane.H2D: self.h2d, Lane.D2H: self.d2h}
+        if step.lane is Lane.INTER:  # the ranks of a node gather at the same time
+            return self.inter.time_s(step.bytes * ranks_per_node)
+        return links[step.lane].time_s(step.bytes) if step.lane in links else 0.0
+
+
+# Round figures: data sheets of an A100-class card on PCIe 4 and 10 Gbit/s Ethernet, half of the peak where
+# kernels do not reach it; and of two cores of a server on 1 Gbit/s.
+MACHINES: Mapping[str, Machine] = {
+    "cuda": Machine(
+        inter=Link(latency_s=50e-6, bytes_per_s=1.25e9),
+        intra=Link(latency_s=20e-6, bytes_per_s=20e9),
+        h2d=Link(latency_s=10e-6, bytes_per_s=20e9),
+        d2h=Link(latency_s=10e-6, bytes_per_s=20e9),
+        flops_per_s=150e12,
+        memory_bytes_per_s=1.2e12,
+    ),
+    "cpu": Machine(
+        inter=Link(latency_s=500e-6, bytes_per_s=125e6),
+        intra=Link(latency_s=200e-6, bytes_per_s=2e9),
+        h2d=Link(latency_s=20e-6, bytes_per_s=5e9),
+        d2h=Link(latency_s=20e-6, bytes_per_s=5e9),
+        flops_per_s=5e10,
+        memory_bytes_per_s=1e10,
+    ),
+}
+"""Speeds assumed where nothing was measured, by device type."""
+
+
+def machine_from(description: Mapping[str, Any], base: Machine) -> Machine:
+    """A machine from nested numbers, such as `{"inter": {"bytes_per_s": 125e6}}`; the rest is as in `base`.
+
+    Raises: ValueError for an unknown name or an impossible value, TypeError for what is no number.
+    """
+    values: dict[str, Any] = {name: getattr(base, name) for name in Machine.__slots__}
+    for name, value in description.items():
+        if name not in values:
+            raise ValueError(f"a machine has no {name!r}; it has {', '.join(values)}")
+        if not isinstance(values[name], Link):
+            values[name] = _positive(name, value)
+            continue
+        if not isinstance(value, Mapping):
+            raise TypeError(f"machine's {name!r} must be a mapping, not {type(value).__name__}")
+        parts = {part: getattr(values[name], part) for part in Link.__slots__}
+        for part, number in value.items():
+            if part not in parts:
+                raise ValueError(f"a link has no {part!r}; it has {', '.join(parts)}")
+            parts[part] = _number(f"{name}.{part}", number)
+        values[name] = Link(**parts)
+    return Machine(**values)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"machine's {name!r} must be a number, not {type(value).__name__}")
+    return float(value)
+
+
+def _positive(name: str, value: Any) -> float:
+    number = _number(name, value)
+    if not number > 0:
+        raise ValueError(f"machine's {name!r} must be above zero, not {value}")
+    return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """When a step keeps its lane busy; for a wait, when compute stands still."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A schedule in time: a slot for each step, and how long each lane is busy."""
+
+    slots: tuple[Slot, ...]
+    busy_s: Mapping[Lane, float]
+    total_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """No order of the same steps is faster than the busiest lane."""
+        return max(self.busy_s.values())
+
+    @property
+    def exposed_s(self) -> float:
+        """How long compute stands still."""
+        return self.total_s - self.busy_s[Lane.COMPUTE]
+
+
+def simulate(schedule: Schedule, machine: Machine, ranks_per_node: int) -> Timeline:
+    """Run a schedule as the runtime does: a program that starts steps, lanes that take them in turn.
+
+    Compute and waits hold the program up; every other step starts when the program has come to it, its lane
+    is free and what it reads is done.
+    """
+    now = 0.0
+    free_s = dict.fromkeys(Lane, 0.0)
+    busy_s = dict.fromkeys(Lane, 0.0)
+    slots: list[Slot] = []
+    for step in schedule.steps:
+        ready = max((slots[i].end_s for i in step.waits), default=0.0)
+        cost = machine.time_s(step, ranks_per_node)
+        if step.lane is Lane.COMPUTE:
+            slot = Slot(start_s=now, end_s=max(now, ready) + cost)
+            now = slot.end_s
+        else:
+            start = max(now, ready, free_s[step.lane])
+            slot = Slot(start_s=start, end_s=start + cost)
+            free_s[step.lane] = slot.end_s
+        busy_s[step.lane] += cost
+        slots.append(slot)
+    total = max((s.end_s for s in slots), default=0.0)
+    return Timeline(slots=tuple(slots), busy_s=busy_s, total_s=total)
