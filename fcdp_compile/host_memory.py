@@ -1,0 +1,135 @@
+"""How much host memory this machine leaves to a process: control groups, free memory, locked memory.
+
+What cannot be read is no limit.  Every function takes the folder that stands for `/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path, PurePosixPath
+
+UNLIMITED = 2**63 - 1
+"""Bytes where nothing limits them: the largest number that ranks can exchange."""
+
+_ROOT = Path("/")
+_CAP_IPC_LOCK = 14  # linux/capability.h
+
+
+class Limit(Enum):
+    """What a budget comes from, for people; ranks exchange the position."""
+
+    NOTHING = "no known limit"
+    AVAILABLE = "the memory that is available"
+    CGROUP = "the memory limit of the control group"
+    LOCKED = "the limit of locked memory (ulimit -l)"
+    OPTION = "options={'host_memory': …}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBudget:
+    """Bytes of host memory that the cache may take on each rank, and what limits them."""
+
+    bytes: int
+    limit: Limit
+
+    def __post_init__(self) -> None:
+        if self.bytes < 0:
+            raise ValueError(f"a budget cannot be {self.bytes} bytes; it must be at least 0")
+
+
+def detect(*, ranks_on_machine: int, ranks_in_group: int, root: Path = _ROOT) -> HostBudget:
+    """A rank's share of nine tenths of what is free; the rest is for batches, checkpoints and the like.
+
+    ranks_on_machine: those that share its memory.  ranks_in_group: those that share this rank's control
+    group, fewer where each rank has a container of its own.
+    """
+    free = [(UNLIMITED, Limit.NOTHING)]
+    if (left := available_bytes(root)) is not None:
+        free.append((left * 9 // 10 // ranks_on_machine, Limit.AVAILABLE))
+    if (left := cgroup_bytes(root)) is not None:
+        free.append((left * 9 // 10 // ranks_in_group, Limit.CGROUP))
+    smallest, limit = min(free, key=lambda pair: pair[0])
+    return HostBudget(bytes=smallest, limit=limit)
+
+
+def available_bytes(root: Path = _ROOT) -> int | None:
+    """What the kernel thinks can be taken without swapping (MemAvailable)."""
+    fields = _fields(root / "proc/meminfo")
+    kib = _number(fields.get("MemAvailable:", "").split(" ")[0])
+    return None if kib is None else 1024 * kib
+
+
+def lockable_bytes(root: Path = _ROOT) -> int | None:
+    """RLIMIT_MEMLOCK of this process; None if it is unlimited or the process may exceed it."""
+    capabilities = _fields(root / "proc/self/status").get("CapEff:", "0")
+    if int(capabilities, 16) >> _CAP_IPC_LOCK & 1:
+        return None
+    for line in _lines(root / "proc/self/limits"):
+        if line.startswith("Max locked memory"):
+            return _number(line.removeprefix("Max locked memory").split()[0])
+    return None
+
+
+def cgroup_bytes(root: Path = _ROOT) -> int | None:
+    """What is left in this process's control group and each one above it, of version 2 and 1; the least.
+
+    Files that were read and can be dropped again are not counted as used (as the kubelet does it).
+    """
+    left: list[int] = []
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:
+            mount, names = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            mount, names = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        # Seen from inside a container the path may be one outside of it: what does not exist is passed over.
+        inner = PurePosixPath(path.lstrip("/"))
+        found = (_left_in(mount / folder, names) for folder in (inner, *inner.parents))
+        left += [n for n in found if n is not None]
+    return min(left, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    limit: str
+    used: str
+    droppable: str
+
+
+_V1 = _Names(
+    limit="memory.limit_in_bytes", used="memory.usage_in_bytes", droppable="total_inactive_file"
+)
+_V2 = _Names(limit="memory.max", used="memory.current", droppable="inactive_file")
+
+
+def _left_in(folder: Path, names: _Names) -> int | None:
+    limit = _number(_text(folder / names.limit))
+    if limit is None or limit >= 2**62:  # version 1 says "unlimited" as a number of pages
+        return None
+    used = _number(_text(folder / names.used)) or 0
+    droppable = _number(_fields(folder / "memory.stat").get(names.droppable, "")) or 0
+    return max(0, limit - max(0, used - droppable))
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """The lines of a file as first word -> rest."""
+    pairs = (line.split(None, 1) for line in _lines(path))
+    return {pair[0]: pair[1].strip() for pair in pairs if len(pair) == 2}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None  # "max" and "unlimited" are none
+
+
+def _lines(path: Path) -> list[str]:
+    return _text(path).splitlines()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
