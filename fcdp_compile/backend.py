@@ -27,7 +27,7 @@ from fcdp_compile.mesh import process_count
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.options import Options
 from fcdp_compile.passes.bucket import bucket, buckets_of
-from fcdp_compile.passes.context import PassContext, Source, use_of
+from fcdp_compile.passes.context import PassContext, Source, Use, use_of
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.partition import partition
@@ -35,7 +35,7 @@ from fcdp_compile.passes.place import place
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
-from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Variant
+from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Tier, Variant
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.run import CompiledPlan
@@ -118,12 +118,19 @@ class _Compilation:
         )
         model = _model_of(fw)
         if model is not None:
-            model.adopt(buckets_of(bucket(fw, self._context(model, Direction.FORWARD))))
+            self._bucket(model, Direction.FORWARD, fw)
             self._forward_buckets = _bucket_by_key(fw)
-            model.adopt(buckets_of(bucket(bw, self._context(model, Direction.BACKWARD))))
+            self._bucket(model, Direction.BACKWARD, bw)
             stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
             self._plan(model, {Direction.FORWARD: fw, Direction.BACKWARD: bw})
         return fw, bw
+
+    def _bucket(self, model: ShardedModel, direction: Direction, gm: GraphModule) -> None:
+        model.host_memory.ask(self._options.host_memory)
+        made = buckets_of(bucket(gm, self._context(model, direction)))
+        model.adopt(made)
+        if direction is not Direction.BACKWARD and model.strategy.cache is Cache.HOST:
+            model.host_memory.note(made)
 
     def _context(self, model: ShardedModel, direction: Direction) -> PassContext:
         t = model.topology
@@ -143,21 +150,24 @@ class _Compilation:
             next_bucket=model.next_bucket,
             bucket_bytes=self._options.bucket_bytes,
             in_flight_bytes=self._options.in_flight_bytes,
+            host_budget=model.host_memory.budget,
             direction=direction,
             decompositions=self._compute.decompositions(),
         )
 
     def _known(self, model: ShardedModel, direction: Direction) -> dict[str, tuple[Bucket, ...]]:
         known = model.known_buckets()
-        if direction is not Direction.BACKWARD:
+        if direction is Direction.BACKWARD:
+            return {
+                key: _known_to_backward(self._forward_buckets.get(key), found)
+                for key, found in known.items()
+            }
+        if model.strategy.cache is Cache.NONE:
             return known
-        # A backward loads what its own forward stored, or gathers for itself.
-        mine = self._forward_buckets
-        gathers = model.strategy.cache is Cache.NONE
+        # What a backward gathers for itself is cached by nobody.
         return {
-            key: (
-                *((mine[key],) if key in mine else ()),
-                *(found if gathers or key not in mine else ()),
+            key: tuple(
+                b for b in found if b.tier is not Tier.NONE or model.host_memory.is_left_out(b)
             )
             for key, found in known.items()
         }
@@ -200,7 +210,7 @@ class _Compilation:
     def _compile(self, direction: Direction, gm: GraphModule, inputs: Any) -> Callable[..., Any]:
         model = _model_of(gm)
         if model is not None and direction is Direction.INFERENCE:
-            model.adopt(buckets_of(bucket(gm, self._context(model, direction))))
+            self._bucket(model, direction, gm)
             self._plan(model, {direction: gm})
         bound = self._bound
         if bound is None:
@@ -248,6 +258,15 @@ def _bucket_by_key(gm: GraphModule) -> dict[str, Bucket]:
     return {str(n.args[1]): use_of(n).bucket for n in nodes}
 
 
+def _known_to_backward(mine: Bucket | None, found: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+    """Its forward's bucket first: it loads what that one stored, or else gathers for itself."""
+    if mine is None:
+        return found
+    if mine.tier is not Tier.NONE:
+        return (mine,)
+    return (mine, *(b for b in found if b.tier is Tier.NONE))
+
+
 def _reduced(gm: GraphModule, ctx: PassContext) -> list[Bucket]:
     """The buckets whose gradients a graph reduces."""
     nodes = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
@@ -255,18 +274,22 @@ def _reduced(gm: GraphModule, ctx: PassContext) -> list[Bucket]:
 
 
 def _variants(gm: GraphModule, ctx: PassContext) -> list[Variant]:
-    """Cold alone where nothing outlives the backward; warm alone where the cold one would gather nothing."""
+    """Cold alone where nothing outlives the backward; warm alone where the cold one would store nothing."""
     if ctx.direction is Direction.BACKWARD or not ctx.strategy.is_resident:
         return [Variant.COLD]
-    gathers = len(_only_loaded(place(_clone(gm), ctx), ctx)) < len(buckets_of(gm))
-    return [Variant.COLD, Variant.WARM] if gathers else [Variant.WARM]
+    stores = Source.GATHER_AND_STORE in [u.source for u in _cold_uses(gm, ctx)]
+    return [Variant.COLD, Variant.WARM] if stores else [Variant.WARM]
 
 
 def _only_loaded(placed: GraphModule, ctx: PassContext) -> list[int]:
     """The buckets that a graph loads even when it is cold."""
-    cold = place(_clone(placed), replace(ctx, variant=Variant.COLD))
-    uses = [use_of(n) for n in cold.graph.find_nodes(op="call_function", target=UNSHARD)]
-    return list(dict.fromkeys(u.bucket.id for u in uses if u.source is Source.LOAD))
+    loaded = (u.bucket.id for u in _cold_uses(placed, ctx) if u.source is Source.LOAD)
+    return list(dict.fromkeys(loaded))
+
+
+def _cold_uses(gm: GraphModule, ctx: PassContext) -> list[Use]:
+    cold = place(_clone(gm), replace(ctx, variant=Variant.COLD))
+    return [use_of(n) for n in cold.graph.find_nodes(op="call_function", target=UNSHARD)]
 
 
 def _clone(gm: GraphModule) -> GraphModule:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+_UNITS = {
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", re.ASCII)
 
 _DEFAULT_BUCKET_MB = 25.0  # DDP's bucket size, large enough to hide a message's latency at 1 Gbit/s
 
@@ -21,12 +30,14 @@ class Options:
     bucket_mb: size of a full bucket in MiB (2**20 bytes) of gathered parameters.
     in_flight_mb: MiB of gathered parameters and of gradients on their way that may be alive at once, or None
     for what the graph needs at least and two more buckets.
+    host_memory: bytes of host memory that the caches of one node may take, None for what is free.
     """
 
     compute: str | None = None
     dump: Path | None = None
     bucket_mb: float = _DEFAULT_BUCKET_MB
     in_flight_mb: float | None = None
+    host_memory: int | None = None
 
     @property
     def bucket_bytes(self) -> int:
@@ -65,6 +76,7 @@ class Options:
             in_flight_mb=(
                 None if (m := given.get("in_flight_mb")) is None else _size("in_flight_mb", m)
             ),
+            host_memory=_host_memory(given.get("host_memory")),
         )
 
 
@@ -94,3 +106,27 @@ def _size(name: str, value: Any) -> float:
     if not 0 < value < 2**20:
         raise ValueError(f"option {name!r} must be between 0 and {2**20} MiB, not {value}")
     return float(value)
+
+
+def _host_memory(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(
+            "option 'host_memory' must be a number of bytes per node or a text such as '64GiB', not "
+            f"{type(value).__name__}"
+        )
+    if isinstance(value, int):
+        size = value
+    else:
+        if (parts := _SIZE.fullmatch(value)) is None:
+            raise ValueError(
+                f"option 'host_memory' must be a number with one of the units {', '.join(_UNITS)}, such as "
+                f"'64GiB', not {value!r}"
+            )
+        size = int(Fraction(parts[1]) * _UNITS[parts[2]])
+    if not 0 <= size < 2**62:
+        raise ValueError(
+            f"option 'host_memory' must be between 0 and {2**62 - 1} bytes, not {value!r}"
+        )
+    return size

@@ -28,6 +28,7 @@ from fcdp_compile.mesh import Topology, topology_of
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.replicas import agree_on_replicas
+from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.model import ParamRecord, ShardedModel
 from fcdp_compile.shardable import check_model
 from fcdp_compile.strategy import Strategy
@@ -63,6 +64,7 @@ def shard(
     strategy: str | Strategy = "fcdp",
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    bind_cores: bool = True,
 ) -> M:
     """Shard `model` in place over all ranks of `mesh` and return it.
 
@@ -74,6 +76,8 @@ def shard(
     param_dtype: what floating point parameters are gathered and computed in, and floating point inputs of
     the model are cast to; by default each parameter's own dtype.  Home shards keep theirs.
     reduce_dtype: what their gradients are reduced in; by default param_dtype.
+    bind_cores: for a model on a GPU of a machine with several NUMA nodes, let this process, unless somebody
+    bound it before, run on the cores of the GPU's node alone.
 
     Raises: ValueError or TypeError, before anything is communicated, for a mesh without "inter" and
     "intra", an unknown strategy, and a model that cannot be sharded (`shardable.check_model`); ValueError
@@ -92,6 +96,8 @@ def shard(
         for parameter, name in names.items()
     }
     device = next(iter(names)).device
+    if bind_cores:
+        numa.bind_process(numa.node_of(device))
     state = ShardedModel(number, topology, chosen, records.values(), device)
     named = [(name, p) for p, name in names.items()]
     buffers = list(root.named_buffers())
@@ -106,6 +112,7 @@ def shard(
     for record in records.values():
         registry.register(record.spec.key, state)
     root.register_load_state_dict_post_hook(_state_dict_loaded)
+    state.agree_on_host_memory()  # now that the whole parameters are gone
     return model
 
 

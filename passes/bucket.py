@@ -26,6 +26,9 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     graphs of one model share cached copies, unless it was frozen or unfrozen since, or the bucket must be
     gathered here and this graph lacks some of its parameters.
 
+    Where node shards are kept on the host, new buckets take what is left of its budget, one after the
+    other; one that does not fit has no tier and is gathered at every use, now and in later graphs.
+
     Requires: nothing.
     Leaves: a `Use` with a bucket on every `unshard`; no other change.
     """
@@ -44,18 +47,15 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Bucket]:
     by_name = {ctx.specs[k].name: k for k in keys}
-    loads = ctx.strategy.is_resident or (
-        ctx.direction is Direction.BACKWARD and ctx.strategy.cache is not Cache.NONE
-    )
 
     def is_reusable(bucket: Bucket) -> bool:
         members = [by_name[p.name] for p in bucket.params if p.name in by_name]
         unchanged = all(
             bucket in ctx.known.get(k, ()) and (k in ctx.frozen) == bucket.frozen for k in members
         )
-        # What a backward gathers for itself is cached by nobody.
-        kept = bucket.tier is _TIERS[ctx.strategy.cache] or ctx.direction is Direction.BACKWARD
-        return kept and unchanged and (loads or len(members) == len(bucket.params))
+        can_load = ctx.strategy.is_resident or ctx.direction is Direction.BACKWARD
+        loads = can_load and bucket.tier is not Tier.NONE
+        return unchanged and (loads or len(members) == len(bucket.params))
 
     found = {k: next(filter(is_reusable, ctx.known.get(k, ())), None) for k in keys}
     return {k: bucket for k, bucket in found.items() if bucket is not None}
@@ -86,17 +86,34 @@ class _Filling:
 
     def finish(self) -> dict[str, Bucket]:
         result: dict[str, Bucket] = {}
+        taken_bytes = _host_bytes_taken(self._ctx)
         for number, group in enumerate(self._groups, self._ctx.next_bucket):
-            made = _make(number, group, self._ctx)
+            made = _make(number, group, taken_bytes, self._ctx)
+            if made.tier is Tier.HOST:
+                taken_bytes += made.node_bytes(self._ctx.nodes)
             result |= dict.fromkeys(group, made)
         return result
+
+
+def _host_bytes_taken(ctx: PassContext) -> int:
+    """Bytes on the host of known buckets; none of one whose parameters were frozen or unfrozen since.
+
+    The copy of such a bucket is given back before the one that replaces it is stored.
+    """
+    keys = {spec.name: key for key, spec in ctx.specs.items()}
+    known = dict.fromkeys(b for buckets in ctx.known.values() for b in buckets)
+    return sum(
+        b.node_bytes(ctx.nodes)
+        for b in known
+        if b.tier is Tier.HOST and all((keys[p.name] in ctx.frozen) == b.frozen for p in b.params)
+    )
 
 
 def _gathered_bytes(spec: ParamSpec) -> int:
     return spec.layout.slot_elements * spec.layout.ranks * spec.gather_dtype.itemsize
 
 
-def _make(number: int, keys: list[str], ctx: PassContext) -> Bucket:
+def _make(number: int, keys: list[str], taken_bytes: int, ctx: PassContext) -> Bucket:
     specs = [ctx.specs[k] for k in keys]
     params, offset = [], 0
     for spec in specs:
@@ -111,10 +128,21 @@ def _make(number: int, keys: list[str], ctx: PassContext) -> Bucket:
         reduce_dtype=str(specs[0].reduce_dtype).removeprefix("torch."),
         reduce_itemsize=specs[0].reduce_dtype.itemsize,
         frozen=frozen,
-        tier=Tier.NONE if ctx.direction is Direction.BACKWARD else _TIERS[ctx.strategy.cache],
+        tier=Tier.NONE,
         why="",
     )
-    return replace(made, why=_reason(made, ctx))
+    tier = _tier(made, taken_bytes, ctx)
+    return replace(made, tier=tier, why=_reason(replace(made, tier=tier), ctx))
+
+
+def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
+    if ctx.direction is Direction.BACKWARD:
+        return Tier.NONE
+    tier = _TIERS[ctx.strategy.cache]
+    if tier is not Tier.HOST or ctx.host_budget is None:
+        return tier
+    fits = taken_bytes + made.node_bytes(ctx.nodes) <= ctx.host_budget.bytes
+    return tier if fits else Tier.NONE
 
 
 def _reason(made: Bucket, ctx: PassContext) -> str:
@@ -124,14 +152,25 @@ def _reason(made: Bucket, ctx: PassContext) -> str:
         if len(made.params) == 1 and alone
         else "shared by order of first use"
     )
-    if made.tier is Tier.NONE:
-        uncached = ctx.strategy.cache is Cache.NONE
-        kept = "strategy caches nothing" if uncached else "the forward does not gather it"
-        kept = "one node, nothing to cache" if ctx.nodes == 1 else kept
-    else:
+    return f"{size}; {_why_kept(made, ctx)}"
+
+
+def _why_kept(made: Bucket, ctx: PassContext) -> str:
+    if made.tier is not Tier.NONE:
         life = "until it changes" if ctx.strategy.is_resident else "until the backward"
-        kept = f"{ctx.strategy.name} keeps node shards on the {made.tier.value} {life}"
-    return f"{size}; {kept}"
+        return f"{ctx.strategy.name} keeps node shards on the {made.tier.value} {life}"
+    if ctx.nodes == 1:
+        return "one node, nothing to cache"
+    if ctx.strategy.cache is Cache.NONE:
+        return "strategy caches nothing"
+    if ctx.direction is Direction.BACKWARD:
+        return "the forward keeps nothing of it"
+    assert ctx.host_budget is not None, f"bucket {made.id} has no tier for no reason"
+    mib = ctx.host_budget.bytes / 2**20
+    return (
+        f"gathered at every use: it does not fit in the {mib:.1f} MiB of host memory a rank that "
+        f"{ctx.host_budget.limit.value} leaves to the cache"
+    )
 
 
 def buckets_of(gm: GraphModule) -> list[Bucket]:

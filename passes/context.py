@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from fcdp_compile.host_memory import HostBudget
 from fcdp_compile.plan import Bucket, Direction, Step, Variant
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.strategy import Strategy
@@ -55,8 +56,9 @@ class PassContext:
     node, place: this rank's position, which only the sizes of its own shards depend on.
     specs: of every parameter of the model, by key.  frozen: keys of those that need no gradient now.
     known: the buckets that parameters are in already, by key; for a backward the one of its forward first,
-    which its gradients are reduced in.  next_bucket: the first unused bucket number.
-    bucket_bytes: a bucket is full when its gathered parameters take this many bytes.
+    which its gradients are reduced in, for others those that forwards made.  next_bucket: the first unused
+    bucket number.  bucket_bytes: a bucket is full when its gathered parameters take this many bytes.
+    host_budget: what the node shards on the host may take, None without a limit.
     in_flight_bytes: how many bytes of gathered parameters and of gradients on their way may be alive at
     once (`schedule` [Note: in-flight budget]); None for what `schedule` finds sensible.
     backward_buckets: ids of the buckets that the backward of this graph uses.
@@ -74,6 +76,7 @@ class PassContext:
     next_bucket: int
     bucket_bytes: int
     in_flight_bytes: int | None = None
+    host_budget: HostBudget | None = None
     direction: Direction = Direction.FORWARD
     variant: Variant = Variant.COLD
     backward_buckets: tuple[int, ...] = ()

@@ -17,6 +17,7 @@ from fcdp_compile.plan import LANES, Bucket, Kind, Tier
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.strategy import Life
 
 
@@ -32,10 +33,18 @@ class _Entry:
 class NodeShardCache:
     """The cache of one model on this rank."""
 
-    def __init__(self, life: Life, device: torch.device, counters: Counters, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        life: Life,
+        device: torch.device,
+        counters: Counters,
+        pool: PinnedPool,
+        lanes: Lanes,
+    ) -> None:
         self._life = life
         self._device = device
         self._counters = counters
+        self._pool = pool
         self._lanes = lanes
         self._entries: dict[int, _Entry] = {}
 
@@ -45,9 +54,9 @@ class NodeShardCache:
         return None if entry is None else entry.generation
 
     def host_bytes(self) -> int:
-        """Bytes of host memory that the entries take."""
+        """Bytes of the node shards on the host; without the rounding to pages (`PinnedPool.slab_bytes`)."""
         tensors = [e.node_shard.tensor for e in self._entries.values()]
-        return sum(t.nbytes for t in tensors if t.device.type == "cpu")
+        return sum(t.nbytes for t in tensors if self._pool.holds(t))
 
     def store(self, bucket: Bucket, node_shard: Tensor | Pending, generation: int) -> Pending:
         """Keep the node shard [N*S] of that generation in the bucket's tier."""
@@ -73,11 +82,7 @@ class NodeShardCache:
         return stored
 
     def _slab(self, like: Tensor) -> Tensor:
-        # Evaluation may run under inference_mode, and what is allocated there can't be written elsewhere.
-        with torch.inference_mode(False):
-            return torch.empty(
-                like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda"
-            )
+        return self._pool.take(like.numel(), like.dtype)
 
     def load(self, bucket: Bucket, generation: int) -> Pending:
         """The node shard [N*S] of that generation, on the device.
@@ -93,7 +98,7 @@ class NodeShardCache:
         if self._life is Life.UNTIL_BACKWARD:
             entry.uses -= 1
             if not entry.uses:
-                del self._entries[bucket.id]
+                self.drop(bucket.id)
         kept = entry.node_shard
         if bucket.tier is Tier.GPU:
             self._counters.add(Kind.LOAD, 0)
@@ -111,4 +116,6 @@ class NodeShardCache:
 
     def drop(self, bucket_id: int) -> None:
         """Give the bucket's entry back, if it has one."""
-        self._entries.pop(bucket_id, None)
+        entry = self._entries.pop(bucket_id, None)
+        if entry is not None and self._pool.holds(entry.node_shard.tensor):
+            self._pool.give_back(entry.node_shard.tensor)

@@ -19,13 +19,16 @@ from fcdp_compile.mesh import INTER, INTRA, Topology
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.registry import ParamSpec, check_shard
+from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
+from fcdp_compile.runtime.host_memory import HostMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name
 from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
-from fcdp_compile.strategy import Strategy
+from fcdp_compile.strategy import Cache, Strategy
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +122,9 @@ class ShardedModel:
         self.counters = Counters()
         self.lanes = Lanes(device, is_blocking=are_blocking(topology))
         self.collectives = Collectives(topology, self.counters, self.lanes)
-        self.cache = NodeShardCache(strategy.life, device, self.counters, self.lanes)
+        self.pool = PinnedPool(device, numa_node=numa.node_of(device))
+        self.host_memory = HostMemory(topology)
+        self.cache = NodeShardCache(strategy.life, device, self.counters, self.pool, self.lanes)
         self.generations = Generations(self.records)
         self.fingerprints = Fingerprints()
         self._buckets: dict[str, list[Bucket]] = {}
@@ -175,6 +180,14 @@ class ShardedModel:
         whole = pending.wait()
         shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
+
+    # --- host memory --------------------------------------------------------------------------------------
+
+    def agree_on_host_memory(self) -> None:
+        """Find the budget of a cache on the host, with all ranks of the mesh."""
+        if self.strategy.cache is Cache.HOST:
+            is_pinned = self.device.type == "cuda"
+            self.host_memory.agree(self.collectives, self.pool, is_pinned=is_pinned)
 
     # --- buckets ------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Variant
+from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan_json import to_json
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
@@ -28,6 +28,7 @@ class CompiledPlan:
         self._digest = plan.digest()
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
         self._gathers = _gathered_when_cold(plan)
+        self._uncached = [b for b in plan.buckets if b.tier is Tier.NONE]
 
     def forward(self, direction: Direction, args: list[Any]) -> tuple[Any, ...]:
         """Run the forward (or inference) graph on `args`, which is emptied.
@@ -54,6 +55,8 @@ class CompiledPlan:
         in_graph = [b for b in stale if b.id in self._gathers]
         if not model.strategy.is_resident:
             return Variant.COLD
+        for bucket in self._uncached:
+            model.release_rivals(bucket)
         # With only some of them stale (a tied weight gathered by an earlier graph of this step) the cold
         # variant would gather the valid ones again.
         cold = bool(in_graph) and len(in_graph) == len(self._gathers)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fcdp_compile.host_memory import HostBudget, Limit
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.bucket import bucket, buckets_of
@@ -93,6 +94,7 @@ def make_context(
     direction: Direction = Direction.FORWARD,
     variant: Variant = Variant.COLD,
     backward_buckets: tuple[int, ...] = (),
+    host_bytes: int | None = None,
 ) -> PassContext:
     """A context; `frozen` holds names.  One node caches nothing, as in the runtime."""
     chosen = Strategy.parse(strategy)
@@ -107,6 +109,9 @@ def make_context(
         known=known or {},
         next_bucket=next_bucket,
         bucket_bytes=bucket_bytes,
+        host_budget=None
+        if host_bytes is None
+        else HostBudget(bytes=host_bytes, limit=Limit.OPTION),
         direction=direction,
         variant=variant,
         backward_buckets=backward_buckets,
@@ -208,10 +213,11 @@ def _dtype(specs: Mapping[str, ParamSpec]) -> torch.dtype:
 class Lowered:
     """Every variant of a forward and its backward, as the backend would make them.
 
-    known: by key, as the runtime would know them afterwards.
+    known: by key, as the runtime would know them afterwards.  contexts: what each graph was lowered with.
     """
 
     graphs: dict[tuple[Direction, Variant], GraphModule] = field(default_factory=dict)
+    contexts: dict[tuple[Direction, Variant], PassContext] = field(default_factory=dict)
     known: Known = field(default_factory=dict)
     buckets: dict[int, Bucket] = field(default_factory=dict)
 
@@ -235,13 +241,21 @@ def lower_toy(
     scheduled: bool = False,
     stamped: bool = True,
     in_flight_bytes: int | None = None,
+    host_bytes: int | None = None,
     **dtypes: torch.dtype,
 ) -> Lowered:
     """The toy model through all passes after `partition`."""
     specs = make_specs(shapes, where, **dtypes)
     fw = toy_forward(specs, viewed=viewed)
     bw = toy_backward(specs, frozen=frozen, viewed=viewed)
-    ctx = make_context(specs, where, strategy=strategy, frozen=frozen, bucket_bytes=bucket_bytes)
+    ctx = make_context(
+        specs,
+        where,
+        strategy=strategy,
+        frozen=frozen,
+        bucket_bytes=bucket_bytes,
+        host_bytes=host_bytes,
+    )
     ctx = replace(ctx, in_flight_bytes=in_flight_bytes)
     return lower_pair(
         fw, bw, ctx, num_fwd_outputs=1, segmented=segmented, scheduled=scheduled, stamped=stamped
@@ -273,6 +287,7 @@ def lower_pair(
         if scheduled:
             lowered = schedule(lowered, now)
         result.graphs[direction, variant] = segment(lowered) if segmented else lowered
+        result.contexts[direction, variant] = now
     return result
 
 

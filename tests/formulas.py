@@ -12,7 +12,7 @@ chunk, so a bucket of slots with S elements of b bytes costs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -86,14 +86,29 @@ class _Tally:
         return Moved(bytes={k: n for k, n in self._bytes.items() if n}, calls=dict(self._calls))
 
 
+def node_bytes(model: Model, bucket: Bucket, nodes: int, ranks_per_node: int) -> int:
+    """What a bucket's node shard takes in a cache, on each rank."""
+    slots = (slot_elements(model.shapes[n], nodes, ranks_per_node) for n in bucket)
+    return nodes * sum(slots) * model.itemsize
+
+
 def training_step(
-    model: Model, strategy: str, nodes: int, ranks_per_node: int, *, first: bool
+    model: Model,
+    strategy: str,
+    nodes: int,
+    ranks_per_node: int,
+    *,
+    first: bool,
+    left_out: Collection[Bucket] = (),
 ) -> Moved:
-    """One forward and backward after all trainable parameters changed; at first nothing is cached."""
+    """One forward and backward after all trainable parameters changed; at first nothing is cached.
+
+    left_out: buckets that found no place in the cache.
+    """
     tally = _Tally(model, nodes, ranks_per_node)
-    caches = nodes > 1 and strategy != "zero3"
     on_host = strategy == "fcdp"
     for bucket in model.buckets:
+        caches = nodes > 1 and strategy != "zero3" and bucket not in left_out
         is_frozen = not set(bucket) & model.trainable
         again = tuple(n for n in bucket if n in model.backward)
         resident = caches and strategy == "fcdp" and is_frozen

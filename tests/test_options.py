@@ -46,6 +46,25 @@ def test_sizes_are_in_mib(mb: float, size: int) -> None:
     assert Options.parse({"bucket_mb": mb}).bucket_bytes == size
 
 
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        (None, None),
+        (0, 0),
+        (12345, 12345),
+        ("0B", 0),
+        ("17 B", 17),
+        ("64GiB", 64 * 2**30),
+        ("1.5 MiB", 3 * 2**19),
+        ("2KB", 2000),
+        ("0.5TB", 500 * 10**9),
+        ("3TiB", 3 * 2**40),
+    ],
+)
+def test_host_memory_is_in_bytes(given: int | str | None, size: int | None) -> None:
+    assert Options.parse({"host_memory": given}).host_memory == size
+
+
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown option 'bucket_mib'") as caught:
         Options.parse({"bucket_mib": 3})
@@ -71,6 +90,18 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         ({"bucket_mb": -1}, ValueError, "not -1"),
         ({"bucket_mb": float("nan")}, ValueError, "not nan"),
         ({"bucket_mb": float("inf")}, ValueError, "not inf"),
+        ({"host_memory": 1.5}, TypeError, "a text such as '64GiB', not float"),
+        ({"host_memory": True}, TypeError, "not bool"),
+        ({"host_memory": -1}, ValueError, "between 0 and 4611686018427387903 bytes, not -1"),
+        ({"host_memory": "64"}, ValueError, "one of the units B, KB, .*, not '64'"),
+        ({"host_memory": "64gib"}, ValueError, "not '64gib'"),
+        ({"host_memory": "64 G"}, ValueError, "not '64 G'"),
+        ({"host_memory": "-1GiB"}, ValueError, "not '-1GiB'"),
+        ({"host_memory": "1e3 MB"}, ValueError, "not '1e3 MB'"),
+        ({"host_memory": " 1MB"}, ValueError, "not ' 1MB'"),
+        ({"host_memory": "1MB\n"}, ValueError, "not '1MB"),
+        ({"host_memory": "٣MB"}, ValueError, "not '٣MB'"),
+        ({"host_memory": "99999999TiB"}, ValueError, "between 0 and"),
         ({3: 1}, ValueError, "unknown option 3"),
     ],
 )

@@ -180,6 +180,143 @@ class TestKnown:
         assert buckets_of(bucket(toy_forward(self.specs, uses=["b"]), ctx)) == [own]
 
 
+class TestHostBudget:
+    """Node shards on the host: a of 32 bytes, frozen f of 64, b of 16, c of 32."""
+
+    specs = make_specs({"a": (16,), "f": (32,), "b": (8,), "c": (16,)}, WHERE)
+
+    def context(self, host_bytes: int | None, **more):
+        ctx = make_context(
+            self.specs, WHERE, frozen=["f"], bucket_bytes=1, host_bytes=host_bytes, **more
+        )
+        assert [b.node_bytes(2) for b in buckets_of(bucket(toy_forward(self.specs), ctx))] == [
+            32,
+            64,
+            16,
+            32,
+        ]
+        return ctx
+
+    def on_host(self, host_bytes: int | None, **more) -> str:
+        gm = bucket(toy_forward(self.specs), self.context(host_bytes, **more))
+        kept = [b for b in buckets_of(gm) if b.tier is not Tier.NONE]
+        return " ".join(p.name for b in kept for p in b.params)
+
+    @pytest.mark.parametrize(
+        ("host_bytes", "expected"),
+        [
+            (None, "a f b c"),
+            (144, "a f b c"),
+            (143, "a f b"),
+            (112, "a f b"),
+            (96, "a f"),
+            (95, "a b c"),  # a later one may fit where an earlier one does not
+            (79, "a b"),
+            (31, "b"),
+            (15, ""),
+            (0, ""),
+        ],
+    )
+    def test_in_order_while_they_fit(self, host_bytes: int | None, expected: str) -> None:
+        assert self.on_host(host_bytes) == expected
+
+    def test_the_reason_names_budget_and_limit(self) -> None:
+        gm = bucket(toy_forward(self.specs), self.context(32))
+        reasons = [b.why for b in buckets_of(gm)]
+        assert "keeps node shards on the host" in reasons[0]
+        for why in reasons[1:]:
+            assert "gathered at every use: it does not fit in the 0.0 MiB of host memory" in why
+            assert "options={'host_memory': …}" in why
+
+    @pytest.mark.parametrize("strategy", ["zero3", "zero++"])
+    def test_what_is_not_on_the_host_needs_none(self, strategy: str) -> None:
+        assert self.on_host(0, strategy=strategy) == self.on_host(None, strategy=strategy)
+
+    def test_graphs_share_one_budget_and_keep_what_they_have(self) -> None:
+        specs = self.specs
+
+        def known_after(gm, known):
+            return known | {
+                key_of(p.name): (*known.get(key_of(p.name), ()), b)
+                for b in buckets_of(gm)
+                for p in b.params
+                if b not in known.get(key_of(p.name), ())
+            }
+
+        first = bucket(toy_forward(specs, uses=["b", "a"]), self.context(80))
+        known = known_after(first, {})
+        ctx = self.context(80, known=known, next_bucket=2)
+        second = bucket(toy_forward(specs, uses=["a", "f", "c"]), ctx)
+        assert [(b.id, b.tier) for b in buckets_of(second)] == [
+            (1, Tier.HOST),
+            (2, Tier.NONE),
+            (3, Tier.HOST),
+        ]
+        # f would fit now, but a rank that compiles again must not find anything else.
+        known = known_after(second, known)
+        roomy = self.context(1000, known=known, next_bucket=4)
+        third = bucket(toy_forward(specs, uses=["f", "c", "b"]), roomy)
+        assert [b.id for b in buckets_of(third)] == [2, 3, 0]
+
+    def test_what_freezing_replaces_counts_no_more(self) -> None:
+        specs = self.specs
+        ctx = self.context(112)
+        first = buckets_of(bucket(toy_forward(specs), ctx))
+        assert [b.tier for b in first] == [Tier.HOST] * 3 + [Tier.NONE]
+        known = {key_of(p.name): (b,) for b in first for p in b.params}
+        ctx = replace(ctx, known=known, next_bucket=4, frozen=frozenset([key_of("a")]))
+        again = buckets_of(bucket(toy_forward(specs), ctx))
+        assert [(b.id, b.frozen, b.tier) for b in again] == [
+            (4, True, Tier.HOST),
+            (5, False, Tier.HOST),
+            (2, False, Tier.HOST),
+            (3, False, Tier.NONE),
+        ]
+
+    def test_a_part_of_what_has_no_place_is_a_bucket_of_its_own(self) -> None:
+        """It cannot be loaded, and this graph lacks the rest."""
+        ctx = make_context(self.specs, WHERE, host_bytes=0)
+        (made,) = buckets_of(bucket(toy_forward(self.specs, uses=["a", "b"]), ctx))
+        known = {key_of(n): (made,) for n in "ab"}
+        for direction in (Direction.FORWARD, Direction.BACKWARD):
+            now = replace(ctx, known=known, next_bucket=1, direction=direction)
+            (part,) = buckets_of(bucket(toy_forward(self.specs, uses=["b"]), now))
+            assert (part.id, part.tier) == (1, Tier.NONE)
+            (whole,) = buckets_of(bucket(toy_forward(self.specs, uses=["b", "a"]), now))
+            assert whole == made
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), max_size=3), st.data())
+def test_host_memory_is_never_exceeded_and_never_refused_where_it_fits(
+    graphs: list[list[int]], data: st.DataObject
+) -> None:
+    """Graph after graph of one model; each uses some of ten parameters, each in a bucket of its own."""
+    drawn = data.draw(st.lists(shapes, min_size=10, max_size=10))
+    where = Where(nodes=2, ranks_per_node=3)
+    specs = make_specs({f"p{i}": s for i, s in enumerate(drawn)}, where)
+    frozen = data.draw(st.sets(st.sampled_from([s.name for s in specs.values()])))
+    budget = data.draw(st.integers(0, 600))
+    known, ids, left = {}, 0, budget
+    for uses in graphs:
+        ctx = make_context(
+            specs, where, frozen=frozen, bucket_bytes=0, host_bytes=budget, known=known
+        )
+        ctx = replace(ctx, next_bucket=ids)
+        for made in buckets_of(bucket(toy_forward(specs, uses=[f"p{i}" for i in uses]), ctx)):
+            (param,) = made.params
+            if made.id < ids:
+                assert known[key_of(param.name)] == (made,)
+                continue
+            size = param.layout.slot_elements * 4 * where.nodes
+            assert (made.tier is Tier.HOST) == (size <= left), (size, left)
+            left -= size if made.tier is Tier.HOST else 0
+            known = known | {key_of(param.name): (made,)}
+        ids = 1 + max((b.id for (b,) in known.values()), default=-1)
+    cached = [b for (b,) in known.values() if b.tier is Tier.HOST]
+    assert sum(b.node_bytes(where.nodes) for b in cached) == budget - left <= budget
+
+
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(shapes, min_size=1, max_size=6), ranks, st.integers(1, 2000), st.data())
 def test_every_parameter_is_in_one_bucket_with_its_slot_behind_the_others(

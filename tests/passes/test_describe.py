@@ -30,7 +30,7 @@ def test_one_step_a_node_in_order(strategy: str) -> None:
         SHAPES, WHERE, strategy=strategy, frozen=["frozen"], segmented=True, bucket_bytes=40
     )
     for (direction, variant), gm in made.graphs.items():
-        schedule = describe(gm, replace(ctx, direction=direction, variant=variant))
+        schedule = describe(gm, made.contexts[direction, variant])
         assert (schedule.direction, schedule.variant) == (direction, variant)
         nodes = steps_of(gm)
         assert len(schedule.steps) == len(nodes)
@@ -45,7 +45,7 @@ def test_waits_are_the_steps_whose_results_are_read() -> None:
     for (direction, variant), gm in made.graphs.items():
         nodes = steps_of(gm)
         for step, node in zip(
-            describe(gm, replace(ctx, direction=direction, variant=variant)).steps,
+            describe(gm, made.contexts[direction, variant]).steps,
             nodes,
             strict=True,
         ):
@@ -61,7 +61,7 @@ def test_waits_are_the_steps_whose_results_are_read() -> None:
 
 def test_a_wait_waits_for_its_start() -> None:
     made = lower_toy(SHAPES, WHERE, segmented=True)
-    schedule = describe(made.backward, Direction.BACKWARD, Variant.COLD)
+    schedule = describe(made.backward, made.contexts[Direction.BACKWARD, Variant.COLD])
     waits = [s for s in schedule.steps if s.kind is Kind.WAIT]
     assert waits
     for step in waits:

@@ -7,11 +7,9 @@ No order of the same steps is faster than its busiest lane.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 from torch.fx import Node
 
 from builders_graph import GraphBuilder, Where, aten, lower_pair, make_context, make_specs
@@ -64,10 +62,7 @@ def gpt(
         g = b.call(aten.mm.default, wide, w)
     bw = b.finish(g, *(grads.get(n) for n in shapes))
     made = lower_pair(fw, bw, ctx, num_fwd_outputs=1, scheduled=scheduled, segmented=True)
-    return {
-        (direction, variant): describe(gm, replace(ctx, direction=direction, variant=variant))
-        for (direction, variant), gm in made.graphs.items()
-    }
+    return {key: describe(gm, made.contexts[key]) for key, gm in made.graphs.items()}
 
 
 def there_and_back(b: GraphBuilder, x: Node, w: Node) -> Node:

@@ -64,6 +64,21 @@ def test_table(
     assert sources(strategy, **more) == expected
 
 
+@pytest.mark.parametrize(
+    ("direction", "variant"),
+    [(FORWARD, COLD), (FORWARD, WARM), (BACKWARD, COLD), (INFERENCE, WARM)],
+)
+@pytest.mark.parametrize(("host_bytes", "cached"), [(0, 0), (8, 1), (16, 2)])
+def test_what_has_no_place_on_the_host_is_gathered_at_every_use(
+    direction: Direction, variant: Variant, host_bytes: int, cached: int
+) -> None:
+    """Whether trainable or frozen."""
+    more = {"direction": direction, "variant": variant, "backward_buckets": (0, 1)}
+    kept = sources("fcdp", **more)
+    assert GATHER not in kept
+    assert sources("fcdp", host_bytes=host_bytes, **more) == kept[:cached] + [GATHER] * (2 - cached)
+
+
 def test_what_no_backward_wants_is_not_stored_until_then() -> None:
     assert sources("zero++", backward_buckets=()) == [GATHER, GATHER]
     assert sources("zero++", backward_buckets=(1,)) == [GATHER, STORE]

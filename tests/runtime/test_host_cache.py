@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -14,17 +15,19 @@ from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Kind, Tier
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
+from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.strategy import Life
 
 HOST = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4))
 GPU = replace(HOST, tier=Tier.GPU)
 OTHER = make_bucket(1, [("v", (8,))], dtype=("float32", 4))
 SHARD_BYTES = 8 * 4
+CPU = torch.device("cpu")
 
 
 def make(life: Life = Life.UNTIL_CHANGED) -> tuple[NodeShardCache, Counters]:
     counters = Counters()
-    return NodeShardCache(life, torch.device("cpu"), counters), counters
+    return NodeShardCache(life, CPU, counters, PinnedPool(CPU)), counters
 
 
 def shard(value: float) -> torch.Tensor:
@@ -65,6 +68,33 @@ def test_a_slab_is_written_again_and_not_allocated_again() -> None:
     assert cache.store(HOST, shard(2), 2).wait().data_ptr() == first
     assert torch.equal(cache.load(HOST, 2).wait(), shard(2))
     assert cache.host_bytes() == SHARD_BYTES
+
+
+def test_only_what_is_on_the_host_counts_as_host_memory() -> None:
+    """Though on a CPU device a node shard "on the GPU" is host memory too."""
+    cache, _ = make()
+    cache.store(GPU, shard(1), 1).wait()
+    assert cache.host_bytes() == 0
+    cache.store(replace(HOST, id=2), shard(1), 1).wait()
+    assert cache.host_bytes() == SHARD_BYTES
+
+
+@pytest.mark.parametrize("life", Life)
+def test_slabs_are_given_back(life: Life) -> None:
+    """By `drop`, and by the last load of what lives until the backward."""
+    pool = PinnedPool(CPU)
+    cache = NodeShardCache(life, CPU, Counters(), pool)
+    cache.store(HOST, shard(1), 1).wait()
+    cache.store(OTHER, shard(1)[:4], 1).wait()
+    assert pool.slab_bytes == 2 * mmap.PAGESIZE
+    loaded = cache.load(HOST, 1).wait()
+    kept = life is Life.UNTIL_CHANGED
+    assert pool.slab_bytes == (2 if kept else 1) * mmap.PAGESIZE
+    cache.drop(0)
+    assert pool.slab_bytes == mmap.PAGESIZE
+    cache.drop(1)
+    assert pool.slab_bytes == cache.host_bytes() == 0
+    assert torch.equal(loaded, shard(1))
 
 
 @pytest.mark.parametrize("bucket", [HOST, GPU])

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import fcdp_compile
 from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.pinned import PinnedPool
 
@@ -120,6 +122,16 @@ def test_nothing_is_bound_where_there_is_no_choice(
     root = tree(tmp_path / "sys", nodes)
     assert not numa.bind_process(node, sys_root=root, tasks=kernel.tasks)
     assert kernel.of[10] == set(range(8))
+
+
+def test_shard_binds_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[int | None] = []
+    monkeypatch.setattr(numa, "node_of", lambda device: 1)
+    monkeypatch.setattr(numa, "bind_process", bound.append)
+    fcdp_compile.shard(nn.Linear(2, 2), bind_cores=False)
+    assert bound == []
+    fcdp_compile.shard(nn.Linear(2, 2))
+    assert bound == [1]
 
 
 def test_a_slab_prefers_the_node_it_was_made_for() -> None:

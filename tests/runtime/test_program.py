@@ -19,6 +19,7 @@ from fcdp_compile.plan import Bucket, Direction, Kind, Tier, Variant
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.torch_compat import boxed
@@ -45,7 +46,8 @@ class Collectives:
 def fake_model(strategy: str = "fcdp") -> Any:
     """The part of a ShardedModel that programs use."""
     counters = Counters()
-    cache = NodeShardCache(Strategy.parse(strategy).life, torch.device("cpu"), counters)
+    cpu = torch.device("cpu")
+    cache = NodeShardCache(Strategy.parse(strategy).life, cpu, counters, PinnedPool(cpu))
     model = SimpleNamespace(
         collectives=Collectives(counters), cache=cache, counters=counters, current=0
     )

@@ -26,19 +26,20 @@ class Model:
         self.stale_ids: list[int] = []
         self.asked: list[int] = []
         self.refreshed: list[int] = []
+        self.released: list[int] = []
 
     def stale(self, buckets: list[Bucket], digest: str, plan: Any) -> list[Bucket]:
         self.asked = [b.id for b in buckets]
         return [b for b in buckets if b.id in self.stale_ids]
 
     def release_rivals(self, bucket: Bucket) -> None:
-        assert bucket.id in self.stale_ids
+        self.released.append(bucket.id)
 
     def refresh(self, bucket: Bucket) -> None:
         self.refreshed.append(bucket.id)
 
 
-def compiled(strategy: str) -> tuple[CompiledPlan, Model, list[str]]:
+def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan, Model, list[str]]:
     """Buckets 0 and 2 trainable, 1 frozen; programs that only say their name."""
     made = lower_toy(
         {"a": (4,), "frozen": (4,), "b": (4,)},
@@ -47,6 +48,7 @@ def compiled(strategy: str) -> tuple[CompiledPlan, Model, list[str]]:
         frozen=["frozen"],
         bucket_bytes=1,
         segmented=True,
+        host_bytes=host_bytes,
     )
     model, ran = Model(strategy), []
     plan = Plan(
@@ -55,10 +57,10 @@ def compiled(strategy: str) -> tuple[CompiledPlan, Model, list[str]]:
         ranks_per_node=2,
         graph=0,
         buckets=tuple(made.buckets[i] for i in sorted(made.buckets)),
-        refresh=(1,) if strategy == "fcdp" else (),
+        refresh=(1,) if strategy == "fcdp" and host_bytes is None else (),
         schedules=tuple(describe(gm, d, v) for (d, v), gm in made.graphs.items()),
     )
-    assert [b.frozen for b in plan.buckets] == [False, True, False]
+    assert [b.frozen for b in plan.buckets][:3] == [False, True, False]
     bound = CompiledPlan(plan, model)
 
     def program(name: str) -> Any:
@@ -94,6 +96,19 @@ def test_resident_copies(stale: list[int], variant: str, refreshed: list[int]) -
     assert sorted(model.asked) == [0, 1, 2]
     assert ran == [f"forward {variant}"]
     assert model.refreshed == refreshed
+    assert sorted(model.released) == sorted(stale)
+
+
+@pytest.mark.parametrize("stale", [[], [0]])
+def test_what_has_no_place_in_the_cache_is_not_asked_for_and_takes_none(stale: list[int]) -> None:
+    """Only the first bucket fits; copies that the others replace are given back all the same."""
+    bound, model, ran = compiled("fcdp", host_bytes=8)
+    model.stale_ids = stale
+    bound.forward(Direction.FORWARD, [])
+    assert model.asked == [0]
+    assert ran == ["forward cold" if stale else "forward warm"]
+    assert model.refreshed == []
+    assert sorted(model.released) == sorted([*stale, 1, 2])
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero++"])
