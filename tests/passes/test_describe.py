@@ -7,7 +7,7 @@ import operator
 import pytest
 from torch.fx import GraphModule, Node
 
-from builders_graph import GraphBuilder, Where, aten, lower_toy
+from builders_graph import GraphBuilder, Where, aten, lower_toy, make_context
 from fcdp_compile import ops
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.passes.segment import segment
@@ -74,7 +74,7 @@ def test_labels_count_the_ops_of_segments() -> None:
     b = GraphBuilder({})
     x = b.call(aten.relu.default, b.input("x", (3,)))
     gm = segment(b.finish(b.call(aten.neg.default, x)))
-    (step,) = describe(gm, Direction.FORWARD, Variant.COLD).steps
+    (step,) = describe(gm, make_context({}, WHERE)).steps
     assert step.kind is Kind.COMPUTE
     assert step.label == "segment_0 (2 ops)"
 
@@ -82,8 +82,8 @@ def test_labels_count_the_ops_of_segments() -> None:
 def test_the_graph_stays_as_it_is_and_two_runs_agree() -> None:
     gm = lower_toy(SHAPES, WHERE, segmented=True).forward()
     before = str(gm.graph)
-    first = describe(gm, Direction.FORWARD, Variant.COLD)
-    assert describe(gm, Direction.FORWARD, Variant.COLD) == first
+    first = describe(gm, make_context({}, WHERE))
+    assert describe(gm, make_context({}, WHERE)) == first
     assert first.steps
     assert str(gm.graph) == before
 
@@ -91,4 +91,9 @@ def test_the_graph_stays_as_it_is_and_two_runs_agree() -> None:
 def test_an_empty_graph_has_no_steps() -> None:
     b = GraphBuilder({})
     gm = segment(b.finish(b.input("x")))
-    assert describe(gm, Direction.INFERENCE, Variant.WARM).steps == ()
+    assert (
+        describe(
+            gm, make_context({}, WHERE, direction=Direction.INFERENCE, variant=Variant.WARM)
+        ).steps
+        == ()
+    )
