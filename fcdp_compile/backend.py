@@ -87,6 +87,7 @@ class _Compilation:
     def __init__(self, options: Options, example_inputs: Sequence[Any]) -> None:
         self._options = options
         device_type = _device_type(example_inputs)
+        self._machine = options.machine_on(device_type)
         self._compute = Compute(options.compute_on(device_type))
         self._bound: CompiledPlan | None = None
         self._forward_buckets: dict[str, Bucket] = {}
@@ -149,6 +150,7 @@ class _Compilation:
             known=self._known(model, direction),
             next_bucket=model.next_bucket,
             bucket_bytes=self._options.bucket_bytes,
+            machine=self._machine,
             in_flight_bytes=self._options.in_flight_bytes,
             host_budget=model.host_memory.budget,
             direction=direction,

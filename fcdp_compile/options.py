@@ -6,10 +6,12 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+from fcdp_compile.cost import MACHINES, Machine, machine_from
 
 _UNITS = {
     "B": 1,
@@ -18,8 +20,6 @@ _UNITS = {
 }
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", re.ASCII)
 
-_DEFAULT_BUCKET_MB = 25.0  # DDP's bucket size, large enough to hide a message's latency at 1 Gbit/s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -27,27 +27,33 @@ class Options:
 
     compute: "inductor", "eager" (ATen kernels) or None for the device's default.
     dump: folder for plans and printed graphs, or None.
-    bucket_mb: size of a full bucket in MiB (2**20 bytes) of gathered parameters.
+    bucket_mb: size of a full bucket in MiB (2**20 bytes) of gathered parameters; None: by the cost model.
     in_flight_mb: MiB of gathered parameters and of gradients on their way that may be alive at once, or None
-    for what the graph needs at least and two more buckets.
+    for what the graph needs at least and a few more buckets.
     host_memory: bytes of host memory that the caches of one node may take, None for what is free.
+    machine: speeds of the cluster, where they differ from `cost.MACHINES`; the same on every rank.
     """
 
     compute: str | None = None
     dump: Path | None = None
-    bucket_mb: float = _DEFAULT_BUCKET_MB
+    bucket_mb: float | None = None
     in_flight_mb: float | None = None
     host_memory: int | None = None
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def bucket_bytes(self) -> int:
+    def bucket_bytes(self) -> int | None:
         """Size of a full bucket in bytes."""
-        return int(self.bucket_mb * 2**20)
+        return None if self.bucket_mb is None else int(self.bucket_mb * 2**20)
 
     @property
     def in_flight_bytes(self) -> int | None:
         """Bytes that may be in flight at once; None leaves it to the schedule."""
         return None if self.in_flight_mb is None else int(self.in_flight_mb * 2**20)
+
+    def machine_on(self, device_type: str) -> Machine:
+        """The speeds of the cluster, as far as they are known."""
+        return machine_from(self.machine, MACHINES.get(device_type, MACHINES["cpu"]))
 
     def compute_on(self, device_type: str) -> str:
         """What compiles the segments: on CPUs compiling takes longer than a trial run."""
@@ -72,11 +78,10 @@ class Options:
         return Options(
             compute=_compute(given.get("compute")),
             dump=_folder(dump),
-            bucket_mb=_size("bucket_mb", given.get("bucket_mb", _DEFAULT_BUCKET_MB)),
-            in_flight_mb=(
-                None if (m := given.get("in_flight_mb")) is None else _size("in_flight_mb", m)
-            ),
+            bucket_mb=_size("bucket_mb", given.get("bucket_mb")),
+            in_flight_mb=_size("in_flight_mb", given.get("in_flight_mb")),
             host_memory=_host_memory(given.get("host_memory")),
+            machine=_machine(given.get("machine")),
         )
 
 
@@ -100,12 +105,26 @@ def _folder(value: Any) -> Path | None:
     return Path(value)
 
 
-def _size(name: str, value: Any) -> float:
+def _size(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"option {name!r} must be a number of MiB, not {type(value).__name__}")
     if not 0 < value < 2**20:
         raise ValueError(f"option {name!r} must be between 0 and {2**20} MiB, not {value}")
     return float(value)
+
+
+def _machine(value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            "option 'machine' must be a mapping such as {'inter': {'bytes_per_s': 125e6}}, not "
+            f"{type(value).__name__}"
+        )
+    machine_from(value, MACHINES["cpu"])  # raises what is wrong with it
+    return value
 
 
 def _host_memory(value: Any) -> int | None:

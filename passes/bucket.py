@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch.fx import GraphModule, Node
 
+from fcdp_compile.bucket_size import bucket_bytes
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.context import META, PassContext, Use
+from fcdp_compile.passes.grouping import group
 from fcdp_compile.plan import Bucket, BucketParam, Direction, Tier
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.strategy import Cache
+
+_Kind = tuple[bool, torch.dtype, torch.dtype]
+"""frozen, gather dtype, reduce dtype: only parameters of one kind travel together."""
 
 _TIERS = {Cache.NONE: Tier.NONE, Cache.GPU: Tier.GPU, Cache.HOST: Tier.HOST}
 
@@ -21,10 +27,12 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         unshard(a) unshard(b) unshard(big) unshard(c)  ->  bucket 0: a b c    bucket 1: big
 
     In order of first use, frozen and trainable and dtypes apart: a parameter that fills a bucket alone gets
-    one of its own, which needs no copy on either side; smaller ones share a bucket until it is full, so
-    that all adapters of a graph travel together.  A parameter stays in the bucket it already has, so that
-    graphs of one model share cached copies, unless it was frozen or unfrozen since, or the bucket must be
-    gathered here and this graph lacks some of its parameters.
+    one of its own, which needs no copy on either side; smaller ones share a bucket until it is full, at the
+    same places in every layer (`group`), so that equal layers become equal segments and all adapters of a
+    graph travel together.  A bucket is full at `ctx.bucket_bytes`, or at what the link between nodes asks
+    for (`bucket_bytes`).  A parameter stays in the bucket it already has, so that graphs of one model share
+    cached copies, unless it was frozen or unfrozen since, or the bucket must be gathered here and this graph
+    lacks some of its parameters.
 
     Where node shards are kept on the host, new buckets take what is left of its budget, one after the
     other; one that does not fit has no tier and is gathered at every use, now and in later graphs.
@@ -35,11 +43,7 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     unshards = gm.graph.find_nodes(op="call_function", target=UNSHARD)
     keys = list(dict.fromkeys(str(n.args[1]) for n in unshards))
     found = _reusable(keys, ctx)
-    fresh = _Filling(ctx)
-    for key in keys:
-        if key not in found:
-            fresh.add(key)
-    found |= fresh.finish()
+    found |= _fill(keys, [k for k in keys if k not in found], ctx)
     for node in unshards:
         node.meta[META] = Use(bucket=found[str(node.args[1])])
     return gm
@@ -61,38 +65,43 @@ def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Bucket]:
     return {k: bucket for k, bucket in found.items() if bucket is not None}
 
 
-class _Filling:
-    """Buckets being filled, one for each kind of parameter; numbered in order of first use."""
+def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Bucket]:
+    """New buckets for the `fresh` ones of the graph's parameters; numbered in order of first use."""
+    total_bytes: dict[_Kind, int] = {}
+    for key in keys:
+        kind = _kind(key, ctx)
+        total_bytes[kind] = total_bytes.get(kind, 0) + _gathered_bytes(ctx.specs[key])
+    members: dict[_Kind, list[str]] = {}
+    for key in fresh:
+        members.setdefault(_kind(key, ctx), []).append(key)
+    groups: list[tuple[list[str], str]] = []
+    for kind, of_kind in members.items():
+        specs = [ctx.specs[k] for k in of_kind]
+        target = _target(total_bytes[kind], ctx)
+        shapes, sizes = [s.layout.shape for s in specs], [_gathered_bytes(s) for s in specs]
+        groups += [([of_kind[i] for i in g.items], g.why) for g in group(shapes, sizes, target)]
+    order = {key: i for i, key in enumerate(fresh)}
+    groups.sort(key=lambda g: order[g[0][0]])
+    found: dict[str, Bucket] = {}
+    taken_bytes = _host_bytes_taken(ctx)
+    for number, (together, why) in enumerate(groups, ctx.next_bucket):
+        made = _make(number, together, why, taken_bytes, ctx)
+        if made.tier is Tier.HOST:
+            taken_bytes += made.node_bytes(ctx.nodes)
+        found |= dict.fromkeys(together, made)
+    return found
 
-    def __init__(self, ctx: PassContext) -> None:
-        self._ctx = ctx
-        self._groups: list[list[str]] = []
-        self._open: dict[tuple[object, ...], list[str]] = {}
 
-    def add(self, key: str) -> None:
-        spec = self._ctx.specs[key]
-        size = _gathered_bytes(spec)
-        if size >= self._ctx.bucket_bytes:
-            self._groups.append([key])
-            return
-        kind = (key in self._ctx.frozen, spec.gather_dtype, spec.reduce_dtype)
-        group = self._open.get(kind)
-        if group is None:
-            group = self._open[kind] = []
-            self._groups.append(group)
-        group.append(key)
-        if sum(_gathered_bytes(self._ctx.specs[k]) for k in group) >= self._ctx.bucket_bytes:
-            del self._open[kind]
+def _kind(key: str, ctx: PassContext) -> _Kind:
+    spec = ctx.specs[key]
+    return key in ctx.frozen, spec.gather_dtype, spec.reduce_dtype
 
-    def finish(self) -> dict[str, Bucket]:
-        result: dict[str, Bucket] = {}
-        taken_bytes = _host_bytes_taken(self._ctx)
-        for number, group in enumerate(self._groups, self._ctx.next_bucket):
-            made = _make(number, group, taken_bytes, self._ctx)
-            if made.tier is Tier.HOST:
-                taken_bytes += made.node_bytes(self._ctx.nodes)
-            result |= dict.fromkeys(group, made)
-        return result
+
+def _target(total_bytes: int, ctx: PassContext) -> int:
+    if ctx.bucket_bytes is not None:
+        return ctx.bucket_bytes
+    link = ctx.machine.inter
+    return bucket_bytes(total_bytes, latency_s=link.latency_s, bytes_per_s=link.bytes_per_s)
 
 
 def _host_bytes_taken(ctx: PassContext) -> int:
@@ -113,7 +122,7 @@ def _gathered_bytes(spec: ParamSpec) -> int:
     return spec.layout.slot_elements * spec.layout.ranks * spec.gather_dtype.itemsize
 
 
-def _make(number: int, keys: list[str], taken_bytes: int, ctx: PassContext) -> Bucket:
+def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassContext) -> Bucket:
     specs = [ctx.specs[k] for k in keys]
     params, offset = [], 0
     for spec in specs:
@@ -131,8 +140,8 @@ def _make(number: int, keys: list[str], taken_bytes: int, ctx: PassContext) -> B
         tier=Tier.NONE,
         why="",
     )
-    tier = _tier(made, taken_bytes, ctx)
-    return replace(made, tier=tier, why=_reason(replace(made, tier=tier), ctx))
+    made = replace(made, tier=_tier(made, taken_bytes, ctx))
+    return replace(made, why=f"{size}; {_why_kept(made, ctx)}")
 
 
 def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
@@ -143,16 +152,6 @@ def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
         return tier
     fits = taken_bytes + made.node_bytes(ctx.nodes) <= ctx.host_budget.bytes
     return tier if fits else Tier.NONE
-
-
-def _reason(made: Bucket, ctx: PassContext) -> str:
-    alone = made.full_bytes(ctx.nodes, ctx.ranks_per_node) >= ctx.bucket_bytes
-    size = (
-        "fills a bucket alone"
-        if len(made.params) == 1 and alone
-        else "shared by order of first use"
-    )
-    return f"{size}; {_why_kept(made, ctx)}"
 
 
 def _why_kept(made: Bucket, ctx: PassContext) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from fcdp_compile.cost import MACHINES, Machine
 from fcdp_compile.host_memory import HostBudget
 from fcdp_compile.plan import Bucket, Direction, Step, Variant
 from fcdp_compile.registry import ParamSpec
@@ -57,7 +58,8 @@ class PassContext:
     specs: of every parameter of the model, by key.  frozen: keys of those that need no gradient now.
     known: the buckets that parameters are in already, by key; for a backward the one of its forward first,
     which its gradients are reduced in, for others those that forwards made.  next_bucket: the first unused
-    bucket number.  bucket_bytes: a bucket is full when its gathered parameters take this many bytes.
+    bucket number.  bucket_bytes: a bucket is full when its gathered parameters take this many bytes; None:
+    as many as the link between nodes of `machine` asks for.
     host_budget: what the node shards on the host may take, None without a limit.
     in_flight_bytes: how many bytes of gathered parameters and of gradients on their way may be alive at
     once (`schedule` [Note: in-flight budget]); None for what `schedule` finds sensible.
@@ -74,7 +76,8 @@ class PassContext:
     frozen: frozenset[str]
     known: Mapping[str, tuple[Bucket, ...]]
     next_bucket: int
-    bucket_bytes: int
+    bucket_bytes: int | None = None
+    machine: Machine = MACHINES["cpu"]
     in_flight_bytes: int | None = None
     host_budget: HostBudget | None = None
     direction: Direction = Direction.FORWARD

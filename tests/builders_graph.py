@@ -90,7 +90,7 @@ def make_context(
     frozen: Iterable[str] = (),
     known: Known | None = None,
     next_bucket: int = 0,
-    bucket_bytes: int = 1 << 20,
+    bucket_bytes: int | None = 1 << 20,
     direction: Direction = Direction.FORWARD,
     variant: Variant = Variant.COLD,
     backward_buckets: tuple[int, ...] = (),

@@ -20,6 +20,7 @@ from builders_graph import (
     toy_forward,
 )
 from builders_plan import ranks, shapes
+from fcdp_compile.cost import MACHINES, Link, Machine
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.bucket import bucket, buckets_of
 from fcdp_compile.passes.context import META, use_of
@@ -340,3 +341,56 @@ def test_every_parameter_is_in_one_bucket_with_its_slot_behind_the_others(
         full = [p.layout.slot_elements * p.layout.ranks * b.itemsize for p in b.params]
         assert sum(full[:-1]) < bucket_bytes
         assert len(b.params) == 1 or max(full) < bucket_bytes
+
+
+LAYER = {"norm": (8,), "attention": (16, 8), "mlp": (8, 16)}
+
+
+def layered(layers: int, bucket_bytes: int | None, frozen: str = "", **more: float):
+    """Bucket a model of embedding, layers and head; returns names by bucket."""
+    shapes = {"embedding": (40, 8)}
+    for i in range(layers):
+        shapes |= {f"{i}.{name}": shape for name, shape in LAYER.items()}
+    specs = make_specs(shapes | {"head": (8,)}, WHERE)
+    ctx = make_context(
+        specs,
+        WHERE,
+        frozen=[s.name for s in specs.values() if frozen and s.name.endswith(frozen)],
+        bucket_bytes=bucket_bytes,
+    )
+    return bucket(toy_forward(specs), replace(ctx, **more))
+
+
+def test_boundaries_lie_between_layers() -> None:
+    gm = layered(5, bucket_bytes=1280)  # a layer takes 1056 bytes, the embedding 1280
+    layers = [[f"{i}.{name}" for name in LAYER] for i in range(5)]
+    assert names(gm) == [["embedding"], *layers[:4], [*layers[4], "head"]]
+    assert "1 x 3 parameters that repeat" in buckets_of(gm)[1].why
+
+
+def test_boundaries_lie_at_the_same_places_in_each_layer() -> None:
+    gm = layered(3, bucket_bytes=600)
+    parts = [p for i in range(3) for p in ([f"{i}.norm", f"{i}.attention"], [f"{i}.mlp"])]
+    assert names(gm) == [["embedding"], *parts[:-1], [*parts[-1], "head"]]
+
+
+def test_frozen_layers_are_cut_apart_from_what_is_trained() -> None:
+    gm = layered(4, bucket_bytes=1024, frozen="n")  # embedding and attention
+    made = {tuple(p.name for p in b.params): b.frozen for b in buckets_of(gm)}
+    assert ("embedding",) in made
+    assert made["0.attention", "1.attention"]
+    assert not made["0.norm", "0.mlp"]
+
+
+def test_without_a_size_the_link_decides() -> None:
+    def with_link(latency_s: float, bytes_per_s: float) -> Machine:
+        return replace(MACHINES["cpu"], inter=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
+
+    assert len(names(layered(40, None, machine=with_link(1.0, 1e12)))) == 1
+    wide = make_specs({f"{i}.w": (512, 512) for i in range(8)}, WHERE)  # 1 MiB each
+    ctx = make_context(wide, WHERE, bucket_bytes=None)
+    found = [
+        len(names(bucket(toy_forward(wide), replace(ctx, machine=with_link(s, 2**20)))))
+        for s in (1e-3, 2.0, 8.0)  # the least costs 1 MiB, 4 MiB and 8 MiB
+    ]
+    assert found == [8, 2, 1]

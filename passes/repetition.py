@@ -1,0 +1,95 @@
+"""Find what repeats in a sequence: the layers of a model, without knowing what a layer is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    """`count` whole periods of `period` items each, one behind the other from `start` on."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """The first item behind the last whole period."""
+        return self.start + self.period * self.count
+
+
+def longest_repetition(sequence: Sequence[Hashable]) -> Repetition | None:
+    """The repetition that covers most of the sequence, of the smallest period; None if nothing repeats.
+
+        e n a m a m a m n h  ->  start 2, period 2, count 3
+
+    Of equally long ones the first.  Prologue and epilogue may be anything, also long.  O(n log n).
+
+    *Source*: Main and Lorentz, An O(n log n) algorithm for finding all repetitions in a string (1984).
+    """
+    numbers: dict[Hashable, int] = {}
+    word = [numbers.setdefault(item, len(numbers)) for item in sequence]
+    return min(
+        _repetitions(word),
+        key=lambda r: (-r.period * r.count, r.period, r.start),
+        default=None,
+    )
+
+
+def _repetitions(word: list[int]) -> Iterator[Repetition]:
+    """Every maximal repetition at least once, as far as whole periods go.
+
+    Each crosses the middle of some half of a half of the word; the first half that cuts it holds it whole.
+    """
+    pending = [(0, len(word))]
+    while pending:
+        low, high = pending.pop()
+        if high - low < 2:
+            continue
+        middle = (low + high) // 2
+        yield from _across(word[low:middle], word[middle:high], low)
+        pending += [(low, middle), (middle, high)]
+
+
+def _across(left: list[int], right: list[int], offset: int) -> Iterator[Repetition]:
+    """The repetitions that cross the border of `left` and `right`, which starts at `offset`.
+
+    One of period p that crosses it holds the last p items of `left` or the first p of `right`.  From there it
+    extends as far to both sides as the word agrees with itself shifted by p.
+    """
+    word, border = left + right, len(left)
+    # -1 is the number of no item.
+    backwards = _prefix_matches(left[::-1])
+    ahead_of_border = _prefix_matches([*right, -1, *word])[len(right) + 1 :]
+    for period in range(1, border + 1):
+        begin = border - period
+        back = backwards[period] if period < border else 0
+        yield from _whole(offset + begin - back, back + period + ahead_of_border[begin], period)
+    forwards = _prefix_matches(right)
+    behind_border = _prefix_matches([*left[::-1], -1, *word[::-1]])[border + 1 :]
+    for period in range(1, len(right) + 1):
+        ahead = forwards[period] if period < len(right) else 0
+        back = behind_border[len(right) - period]
+        yield from _whole(offset + border - back, back + period + ahead, period)
+
+
+def _whole(start: int, length: int, period: int) -> Iterator[Repetition]:
+    if length >= 2 * period:
+        yield Repetition(start=start, period=period, count=length // period)
+
+
+def _prefix_matches(word: list[int]) -> list[int]:
+    """For each position how many items from there on equal the word's first ones (its Z-function)."""
+    size = len(word)
+    matches = [size] + [0] * (size - 1) if word else []
+    begin = end = 0  # the match that reaches furthest
+    for i in range(1, size):
+        length = min(end - i, matches[i - begin]) if i < end else 0
+        while i + length < size and word[length] == word[i + length]:
+            length += 1
+        matches[i] = length
+        if i + length > end:
+            begin, end = i, i + length
+    return matches
