@@ -35,6 +35,7 @@ __all__ = [
     "is_recomputing",
     "joint_graph_passes",
     "min_cut_rematerialization_partition",
+    "name_thread",
     "saved_output_descriptor",
     "tree_map_only",
 ]
@@ -55,7 +56,12 @@ def is_recomputing() -> bool:
 
 def is_profiling() -> bool:
     """Whether a profiler is recording, so that named ranges are worth their time."""
-    return bool(torch.autograd._profiler_enabled())
+    return torch._C._autograd._profiler_enabled()
+
+
+def name_thread(name: str) -> None:
+    """Give this thread the name that profilers and debuggers show; Python's own stays within Python."""
+    torch._C._set_thread_name(name)
 
 
 def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol
@@ -24,9 +25,9 @@ from torch.profiler import record_function
 
 from fcdp_compile.plan import Bucket, Kind, Lane
 from fcdp_compile.runtime.pending import Done, Pending
-from fcdp_compile.torch_compat import is_profiling
+from fcdp_compile.torch_compat import is_profiling, name_thread
 
-Run = Callable[[], None]
+Run = Callable[[], object]
 
 
 def tensor_of(value: Tensor | Pending) -> Tensor:
@@ -90,110 +91,134 @@ class _Lane(Protocol):
         """Start a task; `held` is cleared as soon as the task needs its buffers no longer."""
 
 
-class _StreamLane:
-    """A CUDA stream."""
+class _Stream:
+    """A CUDA stream that tasks are issued to, and the buffers that it may still read or write."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._running: deque[tuple[torch.cuda.Event, list[object]]] = deque()
+        self._in_use: deque[tuple[torch.cuda.Event, list[object]]] = deque()
 
-    def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
+    def issue(
+        self, run: Run, after: Sequence[Done], held: list[object], given: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        """Issue a task to come after the event `given`; returns the event of its end."""
         self._release_finished()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            for done in after:
-                done.order()
-            run()
-            event = torch.cuda.Event()
-            event.record()
-        self._running.append((event, held))
-        return _OnStream(event)
+            self._stream.wait_event(given)
+            end = torch.cuda.Event()
+            try:
+                for done in after:
+                    done.order()
+                run()
+            finally:
+                end.record()
+                # An invariant: not everything is waited for (an intra-node reduction goes on between nodes,
+                # and a step that failed drops what it had started), and what a stream still reads or writes
+                # must not go back to the allocator.
+                self._in_use.append((end, held))
+        return end
 
     def _release_finished(self) -> None:
-        # What nobody waits for (an intra-node reduction goes on between nodes) must not pile up.
-        while self._running and self._running[0][0].query():
-            self._running.popleft()[1].clear()
+        while self._in_use and self._in_use[0][0].query():
+            self._in_use.popleft()[1].clear()
 
 
 class _OnStream:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, end: torch.cuda.Event, device: torch.device) -> None:
+        self._end = end
+        self._device = device
 
     def order(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+
+
+class _StreamLane:
+    """A stream that the Python thread issues to itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _Stream(device)
+        self._device = device
+
+    def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
+        given = torch.cuda.current_stream(self._device).record_event()
+        return _OnStream(self._stream.issue(run, after, held, given), self._device)
 
 
 class _ThreadLane:
     """A worker thread; with a stream of its own where buffers are on a CUDA device."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._stream = _Stream(device) if device.type == "cuda" else None
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         # A daemon: an interpreter that exits while a peer is gone must not wait for it.
-        Thread(target=_work, args=(self._tasks,), name=name, daemon=True).start()
+        Thread(target=_work, args=(self._tasks, name), name=name, daemon=True).start()
 
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
-        task = _Task(run, after, held, self._stream)
-        self._tasks.put(task)
-        return _InThread(task.future)
+        call: Callable[[], Done | None] = partial(_run_here, run, after, held)
+        if self._stream is not None:
+            given = torch.cuda.current_stream(self._device).record_event()
+            issued = partial(self._stream.issue, run, after, held, given)
+            call = partial(_issue_here, issued, self._device)
+        future: Future[Done | None] = Future()
+        self._tasks.put(_Task(call, future))
+        return _InThread(future)
 
     def close(self) -> None:
         """Let the thread end after what it was given."""
         self._tasks.put(None)
 
 
+def _run_here(run: Run, after: Sequence[Done], held: list[object]) -> None:
+    try:
+        for done in after:
+            done.order()
+        run()
+    finally:
+        held.clear()
+
+
+def _issue_here(issued: Callable[[], torch.cuda.Event], device: torch.device) -> Done:
+    return _OnStream(issued(), device)
+
+
 class _InThread:
-    def __init__(self, future: Future[torch.cuda.Event | None]) -> None:
+    """The end of a task on a thread; it may have left something behind on a stream."""
+
+    def __init__(self, future: Future[Done | None]) -> None:
         self._future = future
 
     def order(self) -> None:
-        if (event := self._future.result()) is not None:
-            torch.cuda.current_stream().wait_event(event)
+        if (on_stream := self._future.result()) is not None:
+            on_stream.order()
 
 
 class _Task:
-    def __init__(
-        self,
-        run: Run,
-        after: Sequence[Done],
-        held: list[object],
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        self.future: Future[torch.cuda.Event | None] = Future()
-        self._run = run
-        self._after = after
-        self._held = held
-        self._stream = stream
-        self._issued = None
-        if stream is not None:
-            self._issued = torch.cuda.Event()
-            self._issued.record()
+    """A call to make on a thread, once, and the future that learns what became of it."""
 
-    def __call__(self) -> None:
+    def __init__(self, call: Callable[[], Done | None], future: Future[Done | None]) -> None:
+        self._call = call
+        self._future = future
+
+    def settle(self) -> None:
+        call, future = self._call, self._future
+        # The call holds buffers, and whoever waits may count on them being gone.  The future goes before
+        # the frame does, because the traceback of an error holds the frame and the future the error.
+        del self._call, self._future
         try:
-            if self._stream is None:
-                self._follow()
-                self._held.clear()
-                self.future.set_result(None)
-                return
-            with torch.cuda.stream(self._stream):
-                assert self._issued is not None
-                self._stream.wait_event(self._issued)
-                self._follow()
-                event = torch.cuda.Event()
-                event.record()
-            self.future.set_result(event)
+            left = call()
         except BaseException as error:  # handed to whoever waits
-            self.future.set_exception(error)
+            del call
+            future.set_exception(error)
+        else:
+            del call
+            future.set_result(left)
+        finally:
+            del future
 
-    def _follow(self) -> None:
-        for done in self._after:
-            done.order()
-        self._run()
 
-
-def _work(tasks: SimpleQueue[_Task | None]) -> None:
+def _work(tasks: SimpleQueue[_Task | None], name: str) -> None:
+    name_thread(name)
     with torch.no_grad():
         while (task := tasks.get()) is not None:
-            task()
-            del task  # not until the next one comes
+            task.settle()
