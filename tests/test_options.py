@@ -17,6 +17,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     assert Options.parse(None) == Options.parse({}) == Options()
     assert Options().bucket_bytes is None
+    assert Options().in_flight_bytes is None
     assert (Options().compute_on("cpu"), Options().compute_on("cuda")) == ("eager", "inductor")
 
 
@@ -44,6 +45,11 @@ def test_the_environment_names_the_folder_unless_an_option_does(
 @pytest.mark.parametrize(("mb", "size"), [(1, 2**20), (0.5, 2**19), (25.0, 25 * 2**20)])
 def test_sizes_are_in_mib(mb: float, size: int) -> None:
     assert Options.parse({"bucket_mb": mb}).bucket_bytes == size
+    assert Options.parse({"in_flight_mb": mb}).in_flight_bytes == size
+
+
+def test_what_is_in_flight_may_be_left_to_the_schedule() -> None:
+    assert Options.parse({"in_flight_mb": None}) == Options()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown option 'bucket_mib'") as caught:
         Options.parse({"bucket_mib": 3})
     message = str(caught.value)
-    assert all(known in message for known in ("compute", "dump", "bucket_mb"))
+    assert all(known in message for known in ("compute", "dump", "bucket_mb", "in_flight_mb"))
     assert message.endswith("did you mean 'bucket_mb'?")
     with pytest.raises(ValueError, match="unknown option 'zzz'") as caught:
         Options.parse({"zzz": 3})
@@ -89,6 +95,11 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         ({"bucket_mb": -1}, ValueError, "not -1"),
         ({"bucket_mb": float("nan")}, ValueError, "not nan"),
         ({"bucket_mb": float("inf")}, ValueError, "not inf"),
+        ({"machine": 3}, TypeError, "a mapping such as"),
+        ({"machine": {"intre": {}}}, ValueError, "has no 'intre'"),
+        ({"machine": {"inter": {"speed": 1}}}, ValueError, "a link has no 'speed'"),
+        ({"machine": {"inter": {"bytes_per_s": 0}}}, ValueError, "bytes_per_s > 0"),
+        ({"machine": {"flops_per_s": "fast"}}, TypeError, "must be a number, not str"),
         ({"host_memory": 1.5}, TypeError, "a text such as '64GiB', not float"),
         ({"host_memory": True}, TypeError, "not bool"),
         ({"host_memory": -1}, ValueError, "between 0 and 4611686018427387903 bytes, not -1"),
@@ -101,6 +112,8 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         ({"host_memory": "1MB\n"}, ValueError, "not '1MB"),
         ({"host_memory": "٣MB"}, ValueError, "not '٣MB'"),
         ({"host_memory": "99999999TiB"}, ValueError, "between 0 and"),
+        ({"in_flight_mb": "all"}, TypeError, "'in_flight_mb' must be a number of MiB, not str"),
+        ({"in_flight_mb": 0}, ValueError, "option 'in_flight_mb' must be between 0 and"),
         ({3: 1}, ValueError, "unknown option 3"),
     ],
 )

@@ -35,7 +35,7 @@ from builders_plan import shapes
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.context import META, StepMeta
+from fcdp_compile.passes.context import META, Packing, StepMeta
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.place import place
 from fcdp_compile.plan import LANES, Direction, Variant
@@ -68,17 +68,13 @@ def counts(gm: GraphModule) -> dict[str, int]:
     return {k: n for k, n in Counter(steps(gm)).items() if not k.startswith("wait")}
 
 
-INTRA = ["intra_all_gather", "wait intra_all_gather"]
-GATHER = ["inter_all_gather", "wait inter_all_gather", *INTRA, "free"]
-STORED = ["inter_all_gather", "wait inter_all_gather", "store", *INTRA, "free"]
-LOADED = ["load", "wait load", *INTRA, "free"]
-HOME = [*INTRA, "free"]
-REDUCED = [
-    "intra_reduce_scatter",
-    "wait intra_reduce_scatter",
-    "inter_reduce_scatter",
-    "wait inter_reduce_scatter",
-]
+HOME = ["intra_all_gather", "wait intra_all_gather", "free"]
+GATHER = ["inter_all_gather", *HOME]
+STORED = ["inter_all_gather", "store", *HOME]
+LOADED = ["load", *HOME]
+WITHIN = ["intra_reduce_scatter", "wait intra_reduce_scatter"]
+BETWEEN = ["inter_reduce_scatter", "wait inter_reduce_scatter"]
+REDUCED = ["intra_reduce_scatter", *BETWEEN]
 
 
 class TestSequences:
@@ -105,19 +101,19 @@ class TestSequences:
     def test_one_node(self, strategy: str) -> None:
         made = self.one(strategy, Where(nodes=1, ranks_per_node=3))
         assert steps(made.forward()) == HOME
-        assert steps(made.backward) == [*HOME, *REDUCED[:2]]
+        assert steps(made.backward) == [*HOME, *WITHIN]
 
     def test_one_rank_a_node(self) -> None:
         made = self.one("fcdp", Where(nodes=3, ranks_per_node=1))
-        inter = ["inter_all_gather", "wait inter_all_gather", "store", "free", "wait store"]
+        inter = ["inter_all_gather", "store", "wait inter_all_gather", "free", "wait store"]
         assert steps(made.forward()) == inter
         assert steps(made.forward(WARM)) == ["load", "wait load", "free"]
-        assert steps(made.backward) == ["load", "wait load", "free", *REDUCED[2:]]
+        assert steps(made.backward) == ["load", "wait load", "free", *BETWEEN]
 
     def test_one_rank(self) -> None:
         made = self.one("fcdp", Where(nodes=1, ranks_per_node=1))
-        assert steps(made.forward()) == ["free"]
-        assert steps(made.backward) == ["free"]
+        assert steps(made.forward()) == []
+        assert steps(made.backward) == []
 
     @pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
     def test_frozen_gradients_are_not_reduced(self, strategy: str) -> None:
@@ -206,15 +202,25 @@ def test_padding_is_counted() -> None:
 # --- invariants, computed from the graph alone -----------------------------------------------------------
 
 
+CONTINUES: dict[Callable[..., Any], set[Callable[..., Any]]] = {
+    ops.load: {ops.intra_all_gather},
+    ops.inter_all_gather: {ops.store, ops.intra_all_gather},
+    ops.intra_all_gather: set(),
+    ops.store: set(),
+    ops.intra_reduce_scatter: {ops.inter_reduce_scatter},
+    ops.inter_reduce_scatter: set(),
+}
+"""The steps that may take a step's result while it is on its way."""
+
+
 def storages(gm: GraphModule) -> dict[Node, int]:
-    """What memory each tensor lies in, told by running the graph on fake ones; parameters are fresh."""
-    params = {p for free in calls(gm, ops.free) for p in free.args}
+    """What memory each tensor lies in, told by running the graph on fake ones; awaited buffers are fresh."""
     mode = FakeTensorMode()
     env: dict[Node, Any] = {}
     with mode:
         for node in gm.graph.nodes:
             val = node.meta.get("val")
-            if node.op != "call_function" or node.target in ops.EXPLICIT or node in params:
+            if node.op != "call_function" or node.target in ops.EXPLICIT:
                 is_tensor = isinstance(val, Tensor)
                 env[node] = torch.empty(val.shape, dtype=val.dtype) if is_tensor else None
             else:
@@ -230,7 +236,11 @@ def check(gm: GraphModule, unlowered: GraphModule) -> None:
     assert not calls(gm, REDUCE_GRAD)
     for node in order:
         if node.target in STARTS:
-            assert [u.target for u in node.users] == [ops.wait]
+            takers = [u.target for u in node.users if u.target is not ops.wait]
+            assert CONTINUES[node.target].issuperset(takers)
+            assert len(set(takers)) == len(takers)
+            waits = [u for u in node.users if u.target is ops.wait]
+            assert len(waits) == (not set(takers) - {ops.store})
         if node.target in ops.EXPLICIT and node.target not in (ops.stamp, ops.check):
             meta = node.meta[META]
             assert isinstance(meta, StepMeta)
@@ -297,9 +307,8 @@ def test_invariants(
     for (direction, _), gm in made.graphs.items():
         unlowered = bw if direction is Direction.BACKWARD else fw
         check(gm, unlowered)
-        assert len(calls(gm, ops.free)) == len(
-            made.graphs and _ids(bw if gm is made.backward else fw)
-        )
+        gathered = len(_ids(unlowered)) if size != (1, 1) else 0
+        assert len(calls(gm, ops.free)) == gathered
     gathers = len(calls(made.backward, ops.inter_all_gather))
     assert gathers == (len(_ids(bw)) if strategy == "zero3" and size[0] > 1 else 0)
 
@@ -336,6 +345,20 @@ def test_a_gather_stands_right_before_the_first_use() -> None:
     names = [n.target for n in after.graph.nodes if n.op == "call_function"]
     assert names.index(aten.neg.default) < names.index(ops.inter_all_gather)
     assert names.index(ops.free) == names.index(aten.mul.Tensor) + 1
+
+
+def test_what_lines_up_the_shards_is_marked() -> None:
+    made = lower_toy(SHAPES, WHERE, bucket_bytes=1)
+    for gather in calls(made.forward(), ops.inter_all_gather):
+        packing = [n for n in _sources(gather) if n.op != "placeholder"]
+        assert packing
+        assert {n.meta[META] for n in packing} == {Packing(bucket=gather.kwargs["bucket"])}
+    marked = [n for n in made.backward.graph.nodes if isinstance(n.meta.get(META), Packing)]
+    assert not marked  # it loads: gradients are lined up among other compute
+
+
+def _sources(node: Node) -> list[Node]:
+    return [n for i in node.all_input_nodes for n in [*_sources(i), i]]
 
 
 def test_reductions_start_right_after_the_last_gradient_of_the_bucket() -> None:
@@ -446,7 +469,7 @@ def test_unused_members_are_neither_unpacked_nor_freed() -> None:
     assert len(calls(after, ops.load)) == 1
     assert not calls(after, ops.inter_all_gather)
     (free,) = calls(after, ops.free)
-    assert [tuple(n.meta["val"].shape) for n in free.args] == [(4, 4)]
+    assert free.args == (calls(after, ops.intra_all_gather)[0].next,)  # all that was gathered
     assert not [
         n
         for n in after.graph.nodes

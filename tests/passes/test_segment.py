@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder, Where, aten, calls, lower_toy
 from fcdp_compile import ops
+from fcdp_compile.passes.context import META, Packing
 from fcdp_compile.passes.segment import segment
 
 WHERE = Where()
@@ -83,6 +84,32 @@ def test_no_segment_computes_nothing() -> None:
     made = lower_toy(SHAPES, WHERE, segmented=True, viewed=True)
     for gm in made.graphs.values():
         assert all(n.users for n in gm.graph.find_nodes(op="call_module"))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fcdp"])
+def test_what_lines_up_the_shards_of_a_bucket_is_a_segment_of_its_own(strategy: str) -> None:
+    gm = lower_toy(
+        SHAPES, WHERE, strategy=strategy, bucket_bytes=1, scheduled=True, segmented=True
+    ).forward()
+    packings = []
+    for call in gm.graph.find_nodes(op="call_module"):
+        inner = gm.get_submodule(call.target).graph
+        marks = {n.meta.get(META) for n in inner.nodes if n.op == "call_function"}
+        if any(isinstance(m, Packing) for m in marks):
+            (mark,) = marks
+            packings.append(mark.bucket)
+    assert packings == [n.kwargs["bucket"] for n in calls(gm, ops.inter_all_gather)]
+    assert len(packings) == len(SHAPES)
+
+
+def test_equal_layers_have_equal_segments_wherever_prefetching_begins_and_ends() -> None:
+    def distinct(layers: int) -> set[tuple[object, ...]]:
+        shapes = {f"w{i}": (4, 4) for i in range(layers)}
+        gm = lower_toy(shapes, WHERE, bucket_bytes=1, scheduled=True, segmented=True).forward()
+        inner = [gm.get_submodule(c.target).graph for c in gm.graph.find_nodes(op="call_module")]
+        return {tuple((n.op, n.op == "call_function" and n.target) for n in g.nodes) for g in inner}
+
+    assert distinct(12) == distinct(5)
 
 
 def test_constants_are_copied_into_each_segment_that_reads_them() -> None:

@@ -1,9 +1,10 @@
-"""Node shards between their uses: tiers, lives, generations."""
+"""Node shards between their uses: tiers, lives, generations, and copies that are still on their way."""
 
 from __future__ import annotations
 
 import mmap
 from dataclasses import replace
+from threading import Event
 
 import hypothesis.strategies as st
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import HealthCheck, given, settings
 
 from builders_plan import make_bucket
 from fcdp_compile.errors import StaleParameterError
-from fcdp_compile.plan import Kind, Tier
+from fcdp_compile.plan import Kind, Lane, Tier
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
+from fcdp_compile.runtime.lanes import Lanes
+from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.strategy import Life
 
@@ -27,7 +30,8 @@ CPU = torch.device("cpu")
 
 def make(life: Life = Life.UNTIL_CHANGED) -> tuple[NodeShardCache, Counters]:
     counters = Counters()
-    return NodeShardCache(life, CPU, counters, PinnedPool(CPU)), counters
+    lanes = Lanes(CPU, is_blocking=True)
+    return NodeShardCache(life, CPU, counters, PinnedPool(CPU), lanes), counters
 
 
 def shard(value: float) -> torch.Tensor:
@@ -83,7 +87,7 @@ def test_only_what_is_on_the_host_counts_as_host_memory() -> None:
 def test_slabs_are_given_back(life: Life) -> None:
     """By `drop`, and by the last load of what lives until the backward."""
     pool = PinnedPool(CPU)
-    cache = NodeShardCache(life, CPU, Counters(), pool)
+    cache = NodeShardCache(life, CPU, Counters(), pool, Lanes(CPU, is_blocking=True))
     cache.store(HOST, shard(1), 1).wait()
     cache.store(OTHER, shard(1)[:4], 1).wait()
     assert pool.slab_bytes == 2 * mmap.PAGESIZE
@@ -195,3 +199,74 @@ def test_training_then_evaluation_then_training() -> None:
         assert torch.equal(cache.load(HOST, 2).wait(), shard(2))
     cache.store(HOST, shard(3), 3).wait()
     assert torch.equal(cache.load(HOST, 3).wait(), shard(3))
+
+
+class Gather:
+    """A node shard that arrives when it is told to, on a lane of its own."""
+
+    def __init__(self, value: float, error: Exception | None = None) -> None:
+        self._lanes = Lanes(CPU, is_blocking=True)
+        self._may_arrive = Event()
+        self._value = value
+        self._error = error
+        self._out = torch.full((8,), float("nan"))
+        self.pending = self._lanes.start(
+            Lane.INTER, self._run, out=self._out, reads=[], name="gather"
+        )
+
+    def arrive(self) -> None:
+        self._may_arrive.set()
+
+    def _run(self) -> None:
+        assert self._may_arrive.wait(30)
+        if self._error is not None:
+            raise self._error
+        self._out.fill_(self._value)
+
+
+@pytest.mark.parametrize("bucket", [HOST, GPU])
+def test_a_shard_may_be_stored_and_loaded_while_it_is_on_its_way(bucket) -> None:
+    cache, _ = make()
+    gather = Gather(4)
+    stored = cache.store(bucket, gather.pending, 1)
+    loads = [cache.load(bucket, 1), cache.load(bucket, 1)]
+    gather.arrive()
+    for pending in [*loads, stored]:
+        assert torch.equal(pending.wait(), shard(4))
+    assert torch.equal(cache.load(bucket, 1).wait(), shard(4))
+
+
+@pytest.mark.parametrize("bucket", [HOST, GPU])
+def test_a_gather_that_failed_is_never_loaded(bucket) -> None:
+    cache, _ = make()
+    gather = Gather(4, RuntimeError("a peer is gone"))
+    stored = cache.store(bucket, gather.pending, 1)
+    gather.arrive()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            cache.load(bucket, 1).wait()
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        stored.wait()
+
+
+def test_the_gpu_tier_leaves_the_gather_to_those_who_wait_for_it() -> None:
+    """Each gets a pending result of its own: one may be waited for once."""
+    cache, _ = make()
+    gather = Gather(4)
+    gather.arrive()
+    results = [cache.store(GPU, gather.pending, 1), cache.load(GPU, 1), gather.pending]
+    assert [p.wait() is gather.pending.tensor for p in results] == [True] * 3
+
+
+def test_a_store_that_nobody_waited_for_is_loaded_whole() -> None:
+    cache, _ = make()
+    for generation in range(50):
+        cache.store(HOST, shard(generation), generation)
+        assert torch.equal(cache.load(HOST, generation).wait(), shard(generation))
+
+
+@pytest.mark.parametrize("bucket", [HOST, GPU])
+def test_results_without_a_task_are_taken_as_they_are(bucket) -> None:
+    cache, _ = make()
+    cache.store(bucket, Pending(shard(6)), 1).wait()
+    assert torch.equal(cache.load(bucket, 1).wait(), shard(6))

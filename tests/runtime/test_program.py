@@ -15,9 +15,10 @@ from torch.fx import GraphModule
 from builders_graph import Lowered, Where, lower_toy
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.layout import choose_dim
-from fcdp_compile.plan import Bucket, Direction, Kind, Tier, Variant
+from fcdp_compile.plan import LANES, Bucket, Direction, Kind, Tier, Variant
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
+from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.program import Program
@@ -29,27 +30,48 @@ WHERE = Where()
 
 
 class Collectives:
-    """2 x 2 ranks of which every other one holds and sends what this one does."""
+    """2 x 2 ranks of which every other one holds and sends what this one does; on real lanes."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, lanes: Lanes) -> None:
         self._counters = counters
+        self._lanes = lanes
+        self.names: list[str] = []
+        self.fails: set[Kind] = set()
 
-    def all_gather(self, kind: Kind, send: Tensor) -> Pending:
-        self._counters.add(kind, send.nbytes)
-        return Pending(send.repeat(2))
+    def all_gather(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
+        own = tensor_of(send)
+        self._counters.add(kind, own.nbytes)
+        out = own.new_full((2 * own.numel(),), float("nan"))
+        return self._start(kind, lambda: out.view(2, -1).copy_(own), out, send, name)
 
-    def reduce_scatter(self, kind: Kind, send: Tensor) -> Pending:
-        self._counters.add(kind, send.nbytes // 2)
-        return Pending(send[: send.numel() // 2].clone())
+    def reduce_scatter(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
+        whole = tensor_of(send)
+        half = whole.numel() // 2
+        self._counters.add(kind, whole.nbytes // 2)
+        out = whole.new_full((half,), float("nan"))
+        return self._start(kind, lambda: out.copy_(whole[:half]), out, send, name)
+
+    def _start(
+        self, kind: Kind, run: Callable[[], Any], out: Tensor, send: Tensor | Pending, name: str
+    ) -> Pending:
+        def task() -> None:
+            if kind in self.fails:
+                raise RuntimeError(f"{name} failed")
+            run()
+
+        self.names.append(name)
+        return self._lanes.start(LANES[kind], task, out=out, reads=[send], name=name)
 
 
 def fake_model(strategy: str = "fcdp") -> Any:
     """The part of a ShardedModel that programs use."""
-    counters = Counters()
-    cpu = torch.device("cpu")
-    cache = NodeShardCache(Strategy.parse(strategy).life, cpu, counters, PinnedPool(cpu))
+    counters, cpu = Counters(), torch.device("cpu")
+    lanes = Lanes(cpu, is_blocking=True)
     model = SimpleNamespace(
-        collectives=Collectives(counters), cache=cache, counters=counters, current=0
+        collectives=Collectives(counters, lanes),
+        cache=NodeShardCache(Strategy.parse(strategy).life, cpu, counters, PinnedPool(cpu), lanes),
+        counters=counters,
+        current=0,
     )
     model.generation = lambda bucket: model.current
     # What stands for the values of the shards is the same number as their generation.
@@ -85,8 +107,18 @@ X, T = torch.tensor(3.0), torch.tensor(2.0)
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_forward_and_backward_compute_the_toy_model(strategy: str, bucket_bytes: int) -> None:
-    made = lower_toy(EVEN, WHERE, strategy=strategy, bucket_bytes=bucket_bytes, segmented=True)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_forward_and_backward_compute_the_toy_model(
+    strategy: str, bucket_bytes: int, scheduled: bool
+) -> None:
+    made = lower_toy(
+        EVEN,
+        WHERE,
+        strategy=strategy,
+        bucket_bytes=bucket_bytes,
+        scheduled=scheduled,
+        segmented=True,
+    )
     model = fake_model(strategy)
     full, homes = same_on_all_ranks()
     y, *saved = program(made, Direction.FORWARD).run(model, [*homes, X])
@@ -149,10 +181,13 @@ class Watch:
         return call
 
 
-def test_full_parameters_die_before_the_next_bucket_is_unpacked() -> None:
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_full_parameters_die_before_the_next_bucket_is_unpacked(scheduled: bool) -> None:
     """Three parameters of 32 elements in buckets of their own: never two alive."""
     shapes = {"a": (8, 4), "b": (4, 8), "c": (32,)}
-    made = lower_toy(shapes, WHERE, strategy="zero3", bucket_bytes=1, segmented=True)
+    made = lower_toy(
+        shapes, WHERE, strategy="zero3", bucket_bytes=1, scheduled=scheduled, segmented=True
+    )
     homes = [torch.ones(2, 4), torch.ones(1, 8), torch.ones(8)]
     for direction in (Direction.FORWARD, Direction.BACKWARD):
         watch = Watch()
@@ -191,6 +226,45 @@ def test_an_argument_that_nobody_reads_is_dropped_before_the_start() -> None:
     running.run(model, args)
     assert seen
     assert seen == [None] * len(seen)
+
+
+def test_steps_bear_the_names_of_their_kind_and_bucket() -> None:
+    made = lower_toy(EVEN, WHERE, bucket_bytes=1, segmented=True)
+    model = fake_model()
+    _, *saved = program(made, Direction.FORWARD).run(model, [*same_on_all_ranks()[1], X])
+    program(made, Direction.BACKWARD).run(model, [*saved, T])
+    assert model.collectives.names == [
+        f"fcdp::{kind} {bucket}"
+        for kinds, buckets in [
+            (("inter_all_gather", "intra_all_gather"), (0, 1)),
+            (("intra_all_gather", "intra_reduce_scatter", "inter_reduce_scatter"), (1, 0)),
+        ]
+        for bucket in buckets
+        for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize("kind", [Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER])
+def test_a_step_that_fails_fails_the_run_before_compute_sees_its_result(kind: Kind) -> None:
+    made = lower_toy(EVEN, WHERE, scheduled=True, segmented=True)
+    model = fake_model()
+    model.collectives.fails = {kind}
+    ran: list[int] = []
+
+    def wrap(segment: Any) -> Any:
+        def call(args: list[Any]) -> Any:
+            ran.append(len(args))
+            return segment(args)
+
+        return call
+
+    homes = same_on_all_ranks()[1]
+    with pytest.raises(RuntimeError, match=rf"fcdp::{kind.value} 0 failed"):
+        program(made, Direction.FORWARD, wrap=wrap).run(model, [*homes, X])
+    assert ran == [len(homes)]  # what packs the shards, and nothing else
+    model.collectives.fails = set()
+    y, *_ = program(made, Direction.FORWARD).run(model, [*homes, X])
+    assert torch.isfinite(y)
 
 
 def test_wrong_number_of_arguments() -> None:
