@@ -7,6 +7,8 @@ EDITABLE ?= 1
 # Passed on to examples/lora_finetune.py and to pytest.
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Passed on to benchmarks/ (python -m benchmarks --help).
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.fcdp
@@ -17,7 +19,7 @@ SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types clean
+.PHONY: help demo test bench lint format types clean
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
 
@@ -32,6 +34,12 @@ demo: $(STAMPS)/$(MODE)-examples  ## fine-tune with LoRA on 2 x 2 simulated rank
 # install's finder adds passes/ and runtime/ to it.
 test: $(STAMPS)/editable-test  ## run all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What it needs is checked before anything big is installed.
+bench: | $(BIN)/python  ## measure against other systems on simulated nodes; needs root and iproute2
+	@$(BIN)/python -m benchmarks.launch
+	@$(MAKE) --no-print-directory $(STAMPS)/editable-bench $(STAMPS)/deepspeed
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 lint: $(STAMPS)/editable-dev  ## check style and formatting
 	$(BIN)/ruff check .
@@ -67,3 +75,11 @@ $(STAMPS)/regular-%: pyproject.toml $(SOURCES) | $(BIN)/python
 	rm -rf build
 	$(BIN)/python -m pip install '.[$*]'
 	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/editable-* && touch $@
+
+# Where DeepSpeed cannot be built, the benchmark goes on and the report says so.  Its build needs the torch
+# that is here, hence no isolation.
+$(STAMPS)/deepspeed: $(STAMPS)/editable-bench
+	$(BIN)/python -m pip install setuptools wheel
+	$(BIN)/python -m pip install --no-build-isolation --editable '.[bench-deepspeed]' \
+	    || echo 'DeepSpeed could not be installed; its rows will be missing' >&2
+	@touch $@

@@ -1,0 +1,87 @@
+"""Start a job's processes on two simulated nodes and collect their rows; standard library only.
+
+`python -m benchmarks.launch` says in one sentence why the benchmark cannot run here and exits with 1, or
+says nothing and exits with 0.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.job import Job
+from benchmarks.rows import Failure, Row, read_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+_TOOL = Path(os.environ.get("FCDP_CLUSTER_TOOL", ROOT.parent / "shared" / "tools" / "cluster.py"))
+_GRACE_S = 60.0  # for the tool's own clean-up after a timeout
+
+
+def why_not() -> str | None:
+    """Why no job can be started here, in one sentence, or None."""
+    if os.geteuid() != 0:
+        return "the benchmark needs root, to make network namespaces"
+    if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
+        return f"the benchmark needs {' and '.join(missing)}; install iproute2"
+    if not _TOOL.is_file():
+        return f"there is no cluster tool at {_TOOL}; set FCDP_CLUSTER_TOOL to its path"
+    return None
+
+
+def run_job(job: Job, *, folder: Path, timeout_s: float) -> list[Row] | Failure:
+    """Run one job in fresh processes and return its rows, or why there are none.
+
+    folder: for the job's files and the logs of all ranks.
+    """
+    name = f"{job.round}-{job.mode}-{job.system}"
+    job_file, rows_file, logs = (folder / f"{name}{end}" for end in (".job", ".rows", "-logs"))
+    rows_file.unlink(missing_ok=True)
+    shutil.rmtree(logs, ignore_errors=True)
+    job_file.write_text(job.to_json(), encoding="utf-8")
+    command = [sys.executable, str(_TOOL), "--nodes", str(job.nodes)]
+    command += ["--gpus-per-node", str(job.ranks_per_node), "--timeout", str(int(timeout_s))]
+    command += ["--log-dir", str(logs), "--python", sys.executable, "--"]
+    command += [str(ROOT / "benchmarks" / "worker.py"), str(job_file), str(rows_file)]
+    output = folder / f"{name}.log"
+    with output.open("w", encoding="utf-8") as out:
+        # Killing the tool outright would leave its namespaces behind; its own timeout cleans up.
+        done = subprocess.run(
+            command,
+            env=_environment(folder),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            check=False,
+            timeout=timeout_s + _GRACE_S,
+        )
+    if done.returncode == 0 and (rows := read_rows(rows_file)):
+        return rows
+    why = "it took too long" if done.returncode == 124 else _last_error(output)
+    return Failure(system=job.system, mode=job.mode, why=f"{why} (exit {done.returncode})")
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    binaries = Path(sys.executable).parent  # DeepSpeed looks for ninja on PATH
+    return {
+        **os.environ,
+        "PATH": f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        # One cache for all launches, so that only the first of each compiles with the C++ compiler.
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
+
+
+def _last_error(log: Path) -> str:
+    """The last line of a log that names an exception, or its last line."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
+    errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
+    return (errors or lines)[-1].strip()
+
+
+if __name__ == "__main__":
+    if (reason := why_not()) is not None:
+        sys.exit(f"make bench: {reason}")

@@ -1,0 +1,65 @@
+"""The networks between the nodes: their names, speeds, and how a running node is put on another one.
+
+The cluster tool caps a network for a whole job.  Here a job starts uncapped and changes the cap between
+steps, so that the same processes are measured on every network in turn: no second start, no second
+compilation, and whatever else slows the machine slows all networks alike.  With two nodes, what one sends is
+what the other receives, so capping the senders caps both ways.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A speed between nodes; bits_per_s is None where nothing is capped."""
+
+    name: str
+    bits_per_s: int | None
+
+    def transfer_s(self, sent_bytes: float) -> float:
+        """The least time that a node needs to send so much."""
+        return 0.0 if self.bits_per_s is None else 8 * sent_bytes / self.bits_per_s
+
+
+NETWORKS = {
+    network.name: network
+    for network in (
+        Network(name="unlimited", bits_per_s=None),
+        Network(name="1gbit", bits_per_s=10**9),
+        Network(name="100mbit", bits_per_s=10**8),
+    )
+}
+
+# As the cluster tool sets them: above the largest offloaded packet (64 KiB), and a queue of 200 ms.
+_BURST, _QUEUE = "128kb", "200ms"
+
+
+def card() -> str:
+    """The name of this node's network card.
+
+    Raises: RuntimeError outside of the cluster tool.
+    """
+    name = os.environ.get("CLUSTER_IFNAME")
+    if not name:
+        raise RuntimeError("CLUSTER_IFNAME is not set; start the worker with the cluster tool")
+    return name
+
+
+def sent_bytes() -> int:
+    """What this node has sent to other nodes so far, by the counter of its card."""
+    return int(Path(f"/sys/class/net/{card()}/statistics/tx_bytes").read_text())
+
+
+def cap(network: Network) -> None:
+    """Cap what this node sends; to be called by one rank of each node."""
+    device = ["dev", card(), "root"]
+    # `del` fails where nothing is capped; what follows is the same either way.
+    subprocess.run(["tc", "qdisc", "del", *device], capture_output=True, check=False)
+    if network.bits_per_s is not None:
+        limit = ["rate", f"{network.bits_per_s}bit", "burst", _BURST, "latency", _QUEUE]
+        subprocess.run(["tc", "qdisc", "add", *device, "tbf", *limit], check=True)

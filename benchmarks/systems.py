@@ -1,0 +1,167 @@
+"""The systems that the benchmark compares, as data: names, and what each is expected to send.
+
+The expected traffic serves only to plan how many steps fit into the time (`matrix`); what the report shows is
+measured.  No torch here: the driver reads this without waiting for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class State(Enum):
+    """Over which ranks parameters, gradients and optimizer state are sharded between their uses."""
+
+    GLOBAL = "all ranks"
+    INTRA = "a node"
+    NONE = "no ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Expected bytes sent per node, 2 x 2 ranks on Gloo, in multiples of W (all) and T (trained parameters).
+
+    Per optimizer step: step_t * T, and per micro-batch: micro_w * W + micro_t * T.
+    Source: Gloo sends 0.75 S for a flat all-gather of S, 0.5 S for one between the nodes, and 1.5 S for a
+    flat reduce-scatter or all-reduce; the factors of DeepSpeed were measured with `--quick`.
+    """
+
+    micro_w: float = 0.0
+    micro_t: float = 0.0
+    step_t: float = 0.0
+
+    def step_bytes(self, *, all_bytes: int, trained_bytes: int, accumulation: int) -> float:
+        """Bytes that a node sends in one optimizer step of `accumulation` micro-batches."""
+        micro = self.micro_w * all_bytes + self.micro_t * trained_bytes
+        return accumulation * micro + self.step_t * trained_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One way to train the model.
+
+    name: what --only takes.  title, about: for the report.  family: module of benchmarks/ that trains it.
+    state: see State.  is_ours: no peer.
+    accumulating_only: differs from another system only when gradients accumulate.
+    is_twin: sends what another system sends; the first to go where time is short.
+    compile_s: rough time that compilation adds to the first step, on two cores.
+    """
+
+    name: str
+    title: str
+    about: str
+    family: str
+    state: State
+    traffic: Traffic
+    is_ours: bool = False
+    accumulating_only: bool = False
+    is_twin: bool = False
+    compile_s: float = 0.0
+
+
+_FSDP2 = Traffic(micro_w=1.5, micro_t=1.5)
+
+SYSTEMS: tuple[System, ...] = (
+    System(
+        name="ddp",
+        title="DDP",
+        about="DistributedDataParallel, `no_sync` while accumulating",
+        family="train_torch",
+        state=State.NONE,
+        traffic=Traffic(step_t=1.5),
+    ),
+    System(
+        name="fcdp",
+        title="fcdp",
+        about='`fcdp_compile.shard(strategy="fcdp")` and `torch.compile(backend="fcdp")`, default options',
+        family="train_fcdp",
+        state=State.GLOBAL,
+        traffic=Traffic(micro_t=0.5, step_t=0.5),
+        is_ours=True,
+        compile_s=5.0,
+    ),
+    System(
+        name="fsdp2",
+        title="FSDP2",
+        about="`fully_shard` on each block and the rest, eager",
+        family="train_torch",
+        state=State.GLOBAL,
+        traffic=_FSDP2,
+    ),
+    System(
+        name="fsdp2-node",
+        title="FSDP2, node-sized reshard",
+        about="`fully_shard(reshard_after_forward=<ranks per node>)`",
+        family="train_torch",
+        state=State.GLOBAL,
+        traffic=Traffic(micro_w=0.75, micro_t=1.5),
+    ),
+    System(
+        name="hsdp",
+        title="HSDP",
+        about="`fully_shard` on a 2-D mesh: sharded within a node, replicated between nodes; all-reduce "
+        "between nodes only in the last micro-batch",
+        family="train_torch",
+        state=State.INTRA,
+        traffic=Traffic(step_t=1.0),
+    ),
+    System(
+        name="ds-hpz",
+        title="DeepSpeed ZeRO-3 + hpZ",
+        about="`zero_hpz_partition_size=<ranks per node>`",
+        family="train_deepspeed",
+        state=State.GLOBAL,
+        traffic=Traffic(micro_t=1.5, step_t=0.75),
+    ),
+    System(
+        name="ds-zero3",
+        title="DeepSpeed ZeRO-3",
+        about="stage 3, gradient clipping off, nothing kept alive between uses",
+        family="train_deepspeed",
+        state=State.GLOBAL,
+        traffic=_FSDP2,
+    ),
+    System(
+        name="fsdp2-nosync",
+        title="FSDP2, no sync",
+        about="`fully_shard` with `set_requires_gradient_sync(False)` while accumulating: whole gradients on "
+        "every rank",
+        family="train_torch",
+        state=State.GLOBAL,
+        traffic=Traffic(micro_w=1.5, step_t=1.5),
+        accumulating_only=True,
+    ),
+    System(
+        name="ds-hpz-offload",
+        title="DeepSpeed hpZ + offload_param",
+        about='hpZ with `offload_param: {"device": "cpu"}`',
+        family="train_deepspeed",
+        state=State.GLOBAL,
+        traffic=Traffic(micro_t=1.5, step_t=0.75),
+        is_twin=True,
+    ),
+    System(
+        name="fcdp-zero3",
+        title="fcdp as ZeRO-3",
+        about='`fcdp_compile.shard(strategy="zero3")`: our code without the cache',
+        family="train_fcdp",
+        state=State.GLOBAL,
+        traffic=Traffic(micro_w=1.0, micro_t=0.5),
+        is_ours=True,
+        is_twin=True,
+        compile_s=5.0,
+    ),
+    System(
+        name="fsdp2-compiled",
+        title="FSDP2, compiled",
+        about="each block compiled by Inductor, then `fully_shard`",
+        family="train_torch",
+        state=State.GLOBAL,
+        traffic=_FSDP2,
+        is_twin=True,
+        compile_s=60.0,
+    ),
+)
+
+BY_NAME = {system.name: system for system in SYSTEMS}

@@ -1,0 +1,32 @@
+"""Training with fcdp."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import fcdp_compile
+from benchmarks.model import Gpt
+from benchmarks.train_torch import TorchTrainer
+from benchmarks.trainer import Place
+from fcdp_compile.sharding import state_of
+
+_STRATEGIES = {"fcdp": "fcdp", "fcdp-zero3": "zero3"}
+
+
+class FcdpTrainer(TorchTrainer):
+    """The plain loop around a sharded and compiled model."""
+
+    def __init__(self, sharded: nn.Module) -> None:
+        compiled: nn.Module = torch.compile(sharded, backend="fcdp")  # type: ignore[assignment]
+        super().__init__(compiled, list(sharded.parameters()))
+        self._sharded = sharded
+
+    def host_cache_bytes(self) -> int:
+        return state_of(self._sharded).cache.host_bytes()
+
+
+def make_trainer(name: str, model: Gpt, place: Place) -> FcdpTrainer:
+    """Shard and compile the model with the strategy of the system of that name."""
+    mesh = fcdp_compile.make_mesh(nodes=place.nodes)
+    return FcdpTrainer(fcdp_compile.shard(model, mesh, strategy=_STRATEGIES[name]))

@@ -1,0 +1,48 @@
+"""What the worker asks of a system that trains: one interface, and where a rank stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+# High enough that a step with LoRA moves the loss by many times the tolerance (`check`).
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rank of all, N nodes of g ranks."""
+
+    rank: int
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        """G, the number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def node(self) -> int:
+        """The node of this rank."""
+        return self.rank // self.ranks_per_node
+
+
+class Trainer(Protocol):
+    """A model that has been given to one system."""
+
+    def micro_batch(self, ids: Tensor, *, is_last: bool, accumulation: int) -> Tensor:
+        """Forward and backward of one of `accumulation` micro-batches; returns its loss, detached."""
+        ...
+
+    def step(self) -> None:
+        """Step the optimizer and clear the gradients."""
+        ...
+
+    def host_cache_bytes(self) -> int:
+        """Bytes of parameters kept in host memory for later use: the part of the memory that need not be
+        on an accelerator."""
+        ...
