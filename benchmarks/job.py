@@ -27,8 +27,8 @@ class Job:
     """One system in one mode, trained by a fresh set of processes.
 
     nodes: N, with ranks_per_node ranks each.
-    check_steps: steps at each accumulation before anything is timed, on the uncapped network.  All systems
-    take the same, so their losses must agree; the first ones compile.
+    check_steps: steps at each accumulation, 1 among them, before anything is timed, on the uncapped network.
+    All systems take the same, so their losses must agree; the first one compiles.
     """
 
     system: str

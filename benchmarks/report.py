@@ -148,9 +148,9 @@ def _legend() -> str:
         "*sent*: bytes that left a node's card in one optimizer step, headers included, mean of nodes and "
         "steps on all networks; also in multiples of W. *step*: median seconds of the slowest rank, (least – "
         "most), n steps; compilation and warm-up are not in it. *first*: the first step, with compilation. "
-        "*memory*: how far the peak of a rank's resident set rose above what it was before the model was "
-        "made, largest rank; *host*: the part of it that is parameters kept in host memory, which would not "
-        "be on an accelerator. Memory is the process's, so code and graphs that compilers load count too. "
+        "*memory*: the peak of a rank's heap, where tensors live, in a step after the first, above what it "
+        "was before the model was made, without host memory; *host*: parameters that would be in host memory "
+        "if there were an accelerator, on top; both of the largest rank. "
         "*loss*: after the steps that all systems share; a row whose losses differ from DDP's by more than "
         f"{LOSS_TOLERANCE:g} (relative) says WRONG."
     )
@@ -186,8 +186,8 @@ def _result(
         f"{sent_bytes / every[0].all_bytes:.4f}",
         *(_time(found[n]) if n in found else "–" for n in networks),
         f"{max(s.first_step_s for s in every):.1f}",
-        f"{max(s.peak_bytes for s in every) / 2**20:.0f}",
-        f"{max(s.host_cache_bytes for s in every) / 2**20:.0f}",
+        f"{max(s.heap_bytes for s in every) / 2**20:.0f}",
+        f"{max(s.host_bytes for s in every) / 2**20:.0f}",
         _loss(every),
     )
 

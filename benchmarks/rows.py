@@ -28,8 +28,8 @@ class Row:
     with this accumulation.  step_losses: those of the timed steps.
     first_step_s: of the launch, with compilation.  compute_s: of a step of one micro-batch without any
     communication, on all ranks at once, measured at the beginning of the launch.
-    peak_bytes: of each rank, how far the peak of the resident set lies above what it was before the model.
-    host_cache_bytes: of each rank, parameters kept in host memory; part of peak_bytes.
+    heap_bytes: of each rank, the peak of the heap in a step, less what it was before the model (`memory`) and
+    less what would be in host memory.  host_bytes: of each rank, parameters kept in host memory.
     all_bytes, trained_bytes: of the whole model.
     """
 
@@ -45,8 +45,8 @@ class Row:
     step_losses: list[float]
     first_step_s: float
     compute_s: float
-    peak_bytes: list[int]
-    host_cache_bytes: list[int]
+    heap_bytes: list[int]
+    host_bytes: list[int]
     all_bytes: int
     trained_bytes: int
 

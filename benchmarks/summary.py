@@ -20,7 +20,7 @@ class Summary:
     """One cell.
 
     step_s: median; least_s, most_s: its spread over n steps.  sent_bytes: mean of steps and nodes.
-    compute_s: of a step without communication in the same launches.  peak_bytes, host_cache_bytes: the
+    compute_s: of a step without communication in the same launches.  heap_bytes, host_bytes: the
     largest rank's.  first_step_s: the largest of the launches, the one that really compiled.
     loss: after `losses` check steps.  wrong: how it differs from the reference, None if it does not;
     is_checked: whether there was a reference.
@@ -33,8 +33,8 @@ class Summary:
     most_s: float
     sent_bytes: float
     compute_s: float
-    peak_bytes: int
-    host_cache_bytes: int
+    heap_bytes: int
+    host_bytes: int
     first_step_s: float
     loss: float
     losses: int
@@ -89,8 +89,8 @@ def _summarise(cell: Cell, rows: Sequence[Row], reference: Sequence[float] | Non
         most_s=max(seconds),
         sent_bytes=mean(sent for row in rows for step in row.sent_bytes for sent in step),
         compute_s=median(row.compute_s for row in rows),
-        peak_bytes=max(b for row in rows for b in row.peak_bytes),
-        host_cache_bytes=max(b for row in rows for b in row.host_cache_bytes),
+        heap_bytes=max(b for row in rows for b in row.heap_bytes),
+        host_bytes=max(b for row in rows for b in row.host_bytes),
         first_step_s=max(row.first_step_s for row in rows),
         loss=rows[-1].check_losses[-1],
         losses=len(rows[-1].check_losses),

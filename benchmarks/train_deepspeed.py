@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.model import Gpt
 from benchmarks.train_torch import make_adamw
-from benchmarks.trainer import Place
+from benchmarks.trainer import HostMemory, Place
 
 
 class DeepspeedTrainer:
@@ -31,10 +31,11 @@ class DeepspeedTrainer:
     def step(self) -> None:
         self.engine.step()  # clears the gradients too
 
-    def host_cache_bytes(self) -> int:
+    def host_memory(self) -> HostMemory:
         if not self._is_offloaded:
-            return 0
-        return sum(p.ds_tensor.nbytes for p in self.engine.module.parameters())
+            return HostMemory()
+        parameters = self.engine.module.parameters()
+        return HostMemory(heap_bytes=sum(p.ds_tensor.nbytes for p in parameters))
 
 
 def make_trainer(name: str, model: Gpt, place: Place) -> DeepspeedTrainer:
@@ -44,22 +45,24 @@ def make_trainer(name: str, model: Gpt, place: Place) -> DeepspeedTrainer:
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=make_adamw(list(model.parameters())),
-        config=make_config(name, place),
+        config=make_config(name, place, block_elements=_elements(model.blocks[0])),
     )
     return DeepspeedTrainer(engine, is_offloaded=is_offloaded)
 
 
-def make_config(name: str, place: Place) -> dict[str, Any]:
+def make_config(name: str, place: Place, *, block_elements: int) -> dict[str, Any]:
     """DeepSpeed's configuration.
 
     gradient_clipping: the default of 1.0 changes the losses.  stage3_max_live_parameters and
     stage3_max_reuse_distance: with the defaults, a model below a billion parameters is never resharded, and
-    would be compared as ZeRO-3 while it holds everything.
+    would be compared as ZeRO-3 while it holds everything.  reduce_bucket_size: a buffer of that size is
+    allocated whatever the model needs, 2 GB by default; one layer is what FSDP2 reduces at once.
     """
     zero: dict[str, Any] = {
         "stage": 3,
         "stage3_max_live_parameters": 0,
         "stage3_max_reuse_distance": 0,
+        "reduce_bucket_size": block_elements,
     }
     if name != "ds-zero3":
         zero["zero_hpz_partition_size"] = place.ranks_per_node
@@ -74,3 +77,7 @@ def make_config(name: str, place: Place) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -8,7 +8,7 @@ from torch import nn
 import fcdp_compile
 from benchmarks.model import Gpt
 from benchmarks.train_torch import TorchTrainer
-from benchmarks.trainer import Place
+from benchmarks.trainer import HostMemory, Place
 from fcdp_compile.sharding import state_of
 
 _STRATEGIES = {"fcdp": "fcdp", "fcdp-zero3": "zero3"}
@@ -22,8 +22,8 @@ class FcdpTrainer(TorchTrainer):
         super().__init__(compiled, list(sharded.parameters()))
         self._sharded = sharded
 
-    def host_cache_bytes(self) -> int:
-        return state_of(self._sharded).cache.host_bytes()
+    def host_memory(self) -> HostMemory:
+        return HostMemory(mapped_bytes=state_of(self._sharded).pool.slab_bytes)
 
 
 def make_trainer(name: str, model: Gpt, place: Place) -> FcdpTrainer:

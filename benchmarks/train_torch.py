@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.model import Gpt
-from benchmarks.trainer import LEARNING_RATE, WEIGHT_DECAY, Place
+from benchmarks.trainer import LEARNING_RATE, WEIGHT_DECAY, HostMemory, Place
 
 
 def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
@@ -40,8 +40,8 @@ class TorchTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def host_cache_bytes(self) -> int:
-        return 0
+    def host_memory(self) -> HostMemory:
+        return HostMemory()
 
 
 class DdpTrainer(TorchTrainer):

@@ -31,6 +31,17 @@ class Place:
         return self.rank // self.ranks_per_node
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Parameters on one rank that would be in host memory if there were an accelerator.
+
+    heap_bytes: taken from malloc, as all tensors on a CPU.  mapped_bytes: mapped past it.
+    """
+
+    heap_bytes: int = 0
+    mapped_bytes: int = 0
+
+
 class Trainer(Protocol):
     """A model that has been given to one system."""
 
@@ -42,7 +53,6 @@ class Trainer(Protocol):
         """Step the optimizer and clear the gradients."""
         ...
 
-    def host_cache_bytes(self) -> int:
-        """Bytes of parameters kept in host memory for later use: the part of the memory that need not be
-        on an accelerator."""
+    def host_memory(self) -> HostMemory:
+        """What it keeps of the parameters in host memory."""
         ...

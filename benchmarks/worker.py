@@ -8,6 +8,7 @@ of every accumulation, then the timed steps, one step on each network in turn.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import time
@@ -43,8 +44,8 @@ class Rank:
         build = _builder(job.system)
         self.compute_s = self.measure_compute()
         del self.trainer
-        memory.reset_peak()
-        self.baseline_bytes = memory.resident_bytes()
+        gc.collect()
+        self.baseline_bytes = memory.heap_bytes()
         model = make_model(job.shape, job.mode)
         self.all_bytes = sum(p.nbytes for p in model.parameters())
         self.trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -59,17 +60,15 @@ class Rank:
 
     def run(self) -> list[Row]:
         """Do the job; returns the rows, on every rank the same."""
-        first_step_s = 0.0
-        losses: list[float] = []
+        first_step_s, first_loss = self.train(1)
+        losses = [first_loss]
         check_losses: dict[int, list[float]] = {}
-        for number, (accumulation, steps) in enumerate(sorted(self.job.check_steps.items())):
-            for step in range(steps):
-                seconds, loss = self.train(accumulation)
-                losses.append(loss)
-                if number == step == 0:
-                    first_step_s = seconds
-                    memory.reset_peak()  # what compiling took is not what training takes
-            self.note_peak(accumulation)
+        for accumulation, steps in sorted(self.job.check_steps.items()):
+            with memory.HeapPeak() as peak:
+                # The first of all steps has compiled, and what that takes is not what training takes.
+                for _ in range(steps - (accumulation == 1)):
+                    losses.append(self.train(accumulation)[1])
+            self.peaks[accumulation] = peak.bytes
             check_losses[accumulation] = list(losses)
         rows = []
         for accumulation in sorted({timed.accumulation for timed in self.job.timed}):
@@ -84,7 +83,6 @@ class Rank:
         step_s: dict[str, list[float]] = {name: [] for name in wanted}
         sent: dict[str, list[list[int]]] = {name: [] for name in wanted}
         losses: dict[str, list[float]] = {name: [] for name in wanted}
-        memory.reset_peak()
         for turn in range(max(wanted.values())):
             for name in [n for n, steps in wanted.items() if turn < steps]:
                 if self.is_first_of_node:
@@ -96,9 +94,10 @@ class Rank:
                 losses[name].append(loss)
                 if self.is_first_of_node:
                     network.cap(NETWORKS["unlimited"])
-        self.note_peak(accumulation)
-        peaks = self.gather(self.peaks[accumulation] - self.baseline_bytes)
-        cached = self.gather(self.trainer.host_cache_bytes())
+        host = self.trainer.host_memory()
+        heap_bytes = self.peaks[accumulation] - self.baseline_bytes - host.heap_bytes
+        heaps = self.gather(heap_bytes)
+        hosts = self.gather(host.heap_bytes + host.mapped_bytes)
         return [
             Row(
                 system=self.job.system,
@@ -113,8 +112,8 @@ class Rank:
                 step_losses=losses[name],
                 first_step_s=first_step_s,
                 compute_s=self.compute_s,
-                peak_bytes=peaks,
-                host_cache_bytes=cached,
+                heap_bytes=heaps,
+                host_bytes=hosts,
                 all_bytes=self.all_bytes,
                 trained_bytes=self.trained_bytes,
             )
@@ -136,10 +135,6 @@ class Rank:
         seconds = time.perf_counter() - began
         loss = torch.stack(losses).mean().item()
         return max(self.gather(seconds)), sum(self.gather(loss)) / self.place.ranks
-
-    def note_peak(self, accumulation: int) -> None:
-        """Remember the peak of this accumulation if it is a new one."""
-        self.peaks[accumulation] = max(self.peaks.get(accumulation, 0), memory.peak_bytes())
 
     def sent(self) -> list[int]:
         """What each node has sent so far; read when nothing is in flight."""
