@@ -136,17 +136,16 @@ def plan(
         expected_s = sum(costs.job_s(job) for job in jobs)
         return Schedule(jobs=jobs, skipped=skipped, expected_s=expected_s)
 
-    while True:
-        for tried in range(rounds, 0, -1):
-            for share_s in _SHARES_S:
-                schedule = fit(tried, share_s)
-                if schedule.expected_s <= budget_s:
-                    return schedule
-        if len(kept) == 1:
-            return schedule
+    while fit(1, 0.0).expected_s > budget_s and len(kept) > 1:
         dearest = max(kept, key=lambda cell: _dearness(BY_NAME[cell.system], costs.step_s(cell)))
         kept.remove(dearest)
         skipped.append(Skipped(cell=dearest, step_s=costs.step_s(dearest)))
+    for tried in range(rounds, 0, -1):
+        for share_s in _SHARES_S:
+            schedule = fit(tried, share_s)
+            if schedule.expected_s <= budget_s:
+                return schedule
+    return fit(1, 0.0)  # a single cell, whatever it takes
 
 
 def _dearness(system: System, step_s: float) -> float:

@@ -24,7 +24,7 @@ class Shape:
                 raise ValueError(
                     f"{field.name} must be at least 1, not {getattr(self, field.name)}"
                 )
-        if self.width % self.heads:
+        if self.width % HEAD_WIDTH:
             raise ValueError(
                 f"width {self.width} cannot be split into heads of {HEAD_WIDTH}; "
                 f"pass a multiple of {HEAD_WIDTH}"
@@ -33,7 +33,7 @@ class Shape:
     @property
     def heads(self) -> int:
         """Number of attention heads."""
-        return max(1, self.width // HEAD_WIDTH)
+        return self.width // HEAD_WIDTH
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,85 @@
+"""The whole way of a job: processes on two nodes, training, rows; and what happens where that fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import launch
+from benchmarks.job import Job, Timed
+from benchmarks.launch import run_job, why_not
+from benchmarks.rows import Failure, Row
+from benchmarks.shape import Shape
+from benchmarks.summary import summarise
+
+_TINY = Shape(layers=1, width=64, vocabulary=32, batch=1, length=8)
+_needs_nodes = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def _job(system: str) -> Job:
+    timed = [Timed(accumulation=1, network=n, steps=1) for n in ("unlimited", "100mbit")]
+    return Job(
+        system=system,
+        mode="full",
+        round=0,
+        shape=_TINY,
+        nodes=2,
+        ranks_per_node=1,
+        check_steps={1: 2},
+        timed=timed,
+    )
+
+
+@pytest.mark.cluster
+@_needs_nodes
+def test_two_systems_on_two_nodes_agree(tmp_path: Path) -> None:
+    rows: list[Row] = []
+    for system in ("ddp", "fcdp"):
+        found = run_job(_job(system), folder=tmp_path, timeout_s=120)
+        assert not isinstance(found, Failure), found
+        rows += found
+    cells = summarise(rows)
+    assert [(c.system, c.network) for c in cells] == [
+        ("ddp", "unlimited"),
+        ("ddp", "100mbit"),
+        ("fcdp", "unlimited"),
+        ("fcdp", "100mbit"),
+    ]
+    assert all(s.is_right for s in cells.values()), [s.wrong for s in cells.values()]
+    for summary in cells.values():
+        # Both send W in one step, gradients or gathers and gradients; and a few messages of the control.
+        assert 1.0 <= summary.sent_bytes / summary.all_bytes <= 1.5
+        assert summary.heap_bytes > summary.all_bytes / 2
+        assert 0 < summary.compute_s < summary.first_step_s + 60
+        assert len(rows[0].check_losses) == 2
+    capped = cells[rows[1].cell]
+    assert capped.step_s >= 0.5 * capped.transfer_s, "the cap was in place"
+
+
+@pytest.mark.cluster
+@_needs_nodes
+def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
+    found = run_job(_job("nonsense"), folder=tmp_path, timeout_s=60)
+    assert isinstance(found, Failure)
+    assert "KeyError: 'nonsense'" in found.why
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert why_not() == "the benchmark needs root, to make network namespaces"
+
+
+def test_without_iproute2_or_tool_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/bin/{name}")
+    assert why_not() == "the benchmark needs tc; install iproute2"
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(launch, "_TOOL", tmp_path / "cluster.py")
+    assert "no cluster tool at" in str(why_not())
+    (tmp_path / "cluster.py").touch()
+    assert why_not() is None
