@@ -23,6 +23,7 @@ from fcdp_compile import registry
 from fcdp_compile.compute import Compute
 from fcdp_compile.dump import Dump
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
+from fcdp_compile.home_shard import bring_back_inputs
 from fcdp_compile.mesh import process_count
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.options import Options
@@ -216,13 +217,14 @@ class _Compilation:
             self._plan(model, {direction: gm})
         bound = self._bound
         if bound is None:
-            return _as_boxed(self._compute.compile(gm))
+            return _as_boxed(_reading(self._compute.compile(gm)))
         buckets = {b.id: b for b in bound.plan.buckets}
         for (of, variant), lowered in self._lowered.items():
             if of is direction:
                 names = [str(n.target) for n in lowered.graph.find_nodes(op="call_module")]
                 segments = {name: self._compute.compile(getattr(lowered, name)) for name in names}
                 bound.programs[of, variant] = Program(lowered, segments, buckets)
+                bound.reads[of] = _union(bound.reads.get(of, ()), _read_inputs(lowered))
         if direction is Direction.BACKWARD:
             return _as_boxed(bound.backward)
         return _as_boxed(partial(bound.forward, direction))
@@ -234,6 +236,26 @@ def _as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any
 
     call._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows that it may pass a list
     return call
+
+
+def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The function of a graph that gathers nothing but may read home shards as they are."""
+
+    def call(args: list[Any]) -> Any:
+        bring_back_inputs(args)
+        return function(args)
+
+    return call
+
+
+def _read_inputs(lowered: GraphModule) -> tuple[int, ...]:
+    """The inputs that a graph does more with than return them."""
+    inputs = lowered.graph.find_nodes(op="placeholder")
+    return tuple(i for i, n in enumerate(inputs) if any(u.op != "output" for u in n.users))
+
+
+def _union(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({*left, *right}))
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:

@@ -1,7 +1,24 @@
-"""The parameter that `shard` leaves in a model: a DTensor that holds this rank's home shard."""
+"""The parameter that `shard` leaves in a model: a DTensor that holds this rank's home shard.
+
+[Note: released shards]
+The device memory of a frozen home shard can be given back while the host has its values (`release`).  The
+shard's tensor object stays, for graphs and guards to hold, but has a storage of no bytes, and reading that
+crashes.  So every way to the values goes through `bring_back`, which reads them from the host again: ops
+(`__torch_dispatch__`), `to_local` and its like, `.data`, the attribute `_local_tensor`.
+
+One reader must not bring anything back: Dynamo's guards look at `_local_tensor` before every call of a
+compiled model, and AOTAutograd passes it on to the graph, which leaves it alone.  While the model is being
+called (`Calls.inside`) the attribute is therefore given as it is, and a graph that does read a shard asks
+for it with `bring_back_inputs`.
+
+Whoever holds an alias of a shard keeps it from being released: storages are counted.  An object that was
+handed out is replaced by an alias of it here, so that it counts too.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,19 +27,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fcdp_compile.layout import ParamLayout
+from fcdp_compile.torch_compat import storage_id, storage_uses, tree_map_only, without_modes
+
+
+class Calls:
+    """Whether a model is being called, compiled or not; shared by all its shards."""
+
+    __slots__ = ("inside",)
+
+    def __init__(self) -> None:
+        self.inside = False
 
 
 class HomeShard(DTensor):
-    """A DTensor parameter whose `.data` can be assigned.
+    """A DTensor parameter whose `.data` can be assigned and whose memory can be released.
 
     A plain DTensor takes `p.data = other` without complaint and keeps its old values, silently (torch 2.11
     to 2.13: assignment swaps the outer tensor, which has no storage).  Here `other` may be a DTensor of any
     placements and mesh or a whole tensor of the full shape, of which this rank keeps its part.
     """
 
+    # Of the model that the shard is a parameter of; None for gradients and for what tracing makes.
+    _calls: Calls | None = None
+    # While released: who has the values, and how to get them.
+    _away: _Away | None = None
+
     @staticmethod
     def of(
-        local: Tensor, layout: ParamLayout, mesh: DeviceMesh, *, requires_grad: bool
+        local: Tensor,
+        layout: ParamLayout,
+        mesh: DeviceMesh,
+        *,
+        requires_grad: bool,
+        calls: Calls | None = None,
     ) -> HomeShard:
         """Wrap this rank's local shard as an `nn.Parameter` of the full shape."""
         shape = torch.Size(layout.shape)
@@ -32,12 +69,17 @@ class HomeShard(DTensor):
         )
         shard = HomeShard._like(dtensor)
         shard.requires_grad_(requires_grad)
+        shard._calls = calls
         return shard
 
     @staticmethod
     def _like(dtensor: DTensor) -> HomeShard:
+        # `from_local` leaves a view, which would hold another tensor of the same memory.
+        local = dtensor._local_tensor
         shard: HomeShard = HomeShard(  # type: ignore[no-untyped-call]
-            dtensor._local_tensor, dtensor._spec, requires_grad=dtensor.requires_grad
+            local.detach() if type(local) is Tensor else local,
+            dtensor._spec,
+            requires_grad=dtensor.requires_grad,
         )
         shard._is_param = (
             True  # what makes isinstance(shard, nn.Parameter) true for a tensor subclass
@@ -79,6 +121,134 @@ class HomeShard(DTensor):
         elif tuple(other.placements) != tuple(self.placements):
             other = other.redistribute(placements=self.placements)
         self._local_tensor = other._local_tensor.detach()
+
+    # --- releasing: [Note: released shards] ---------------------------------------------------------------
+
+    @property
+    def held(self) -> Tensor:
+        """The local shard, which may have no memory now: for those who do not read it."""
+        return _SLOT.__get__(self)  # type: ignore[no-any-return]
+
+    @property
+    def released_by(self) -> object | None:
+        """What `release` was told; None if the shard is on its device."""
+        return None if self._away is None else self._away.keeper
+
+    def release(self, keeper: object, values: Callable[[], Tensor]) -> bool:
+        """Give the shard's device memory back; returns whether that was possible.
+
+        values: gives the shard again, of its shape and dtype, on any device.
+        It is impossible while somebody else shares the memory, who would be left with nothing.
+        """
+        held = self.held
+        if self._away is not None or not held.numel() or not _is_own(held):
+            return False
+        self._away = _Away(keeper, values, held.untyped_storage().nbytes())
+        held.untyped_storage().resize_(0)
+        _released[storage_id(held)] = self
+        return True
+
+    def bring_back(self) -> None:
+        """Give a released shard its memory and values again; nothing to do for any other."""
+        if (away := self._away) is None:
+            return
+        held = self.held
+        # Nothing has changed: neither version counters nor gradients may notice.
+        with without_modes():
+            values = away.values()
+            held.untyped_storage().resize_(away.size_bytes)
+            held.data.copy_(values)
+        self._away = None
+        _released.pop(storage_id(held), None)
+
+    def _given_local(self) -> Tensor:
+        if self._calls is None or self._calls.inside:
+            return self.held
+        self.bring_back()
+        held = self.held
+        with without_modes():
+            _SLOT.__set__(self, held.detach())
+        return held
+
+    def _set_local(self, local: Tensor) -> None:
+        if self._away is not None:
+            self._away = None
+            _released.pop(storage_id(self.held), None)
+        _SLOT.__set__(self, local)
+
+    _local_tensor = property(_given_local, _set_local)
+
+    def __tensor_flatten__(self) -> Any:
+        # A compiler is about to look at the storage.
+        self.bring_back()
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(HomeShard, _as_dtensor, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def to_local(self, **options: Any) -> Tensor:
+        """As DTensor's."""
+        self.bring_back()
+        return super().to_local(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """As DTensor's."""
+        self.bring_back()
+        return super().redistribute(*args, **options)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """As DTensor's."""
+        self.bring_back()
+        return super().full_tensor(**options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.bring_back()
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class _Away:
+    """Of a released shard: who has its values, how to get them, the bytes that its storage had."""
+
+    __slots__ = ("keeper", "size_bytes", "values")
+
+    def __init__(self, keeper: object, values: Callable[[], Tensor], size_bytes: int) -> None:
+        self.keeper = keeper
+        self.values = values
+        self.size_bytes = size_bytes
+
+
+_SLOT: Any = DTensor.__dict__["_local_tensor"]
+
+_released: weakref.WeakValueDictionary[int, HomeShard] = weakref.WeakValueDictionary()
+"""Every released shard of the process by its storage, which lives as long as it does."""
+
+
+def bring_back_inputs(values: Iterable[Any]) -> None:
+    """Bring back the released shards among the tensors that a graph is about to read."""
+    if _released:
+        for value in values:
+            if type(value) is Tensor and (shard := _released.get(storage_id(value))) is not None:
+                shard.bring_back()
+
+
+def _as_dtensor(shard: HomeShard) -> DTensor:
+    shard.bring_back()
+    return DTensor(shard.held, shard._spec, requires_grad=shard.requires_grad)
+
+
+def _is_own(held: Tensor) -> bool:
+    """Whether a tensor has its memory for itself, all of it."""
+    storage = held.untyped_storage()
+    return (
+        not held.is_inference()
+        and storage.resizable()  # not once numpy has seen it
+        and storage.nbytes() == held.nbytes
+        and storage_uses(held) == 1
+    )
 
 
 def placements_of(layout: ParamLayout) -> tuple[Shard | Replicate, Shard | Replicate]:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from fcdp_compile import registry
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
-from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.home_shard import Calls, HomeShard
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.mesh import Topology, topology_of
 from fcdp_compile.ops import UNSHARD
@@ -32,7 +32,7 @@ from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.model import ParamRecord, ShardedModel
 from fcdp_compile.shardable import check_model
 from fcdp_compile.strategy import Strategy
-from fcdp_compile.torch_compat import is_recomputing, tree_map_only
+from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,14 @@ _STATE = "_fcdp"
 
 
 class _Gate:
-    """Whether a forward of any module of the model is running; shared by all its modules."""
+    """Whether a forward of any module of the model is running; shared by all its modules.
+
+    calls: whether the model itself is being called, which begins before its guards are looked at.
+    """
 
     def __init__(self) -> None:
         self.inside = False
+        self.calls = Calls()
 
 
 class _ModuleState:
@@ -168,7 +172,9 @@ def _install(
 ) -> None:
     """Put home shards in the place of parameters and subclasses in the place of the modules' classes."""
     gate = _Gate()
-    homes = {p: _home_shard(p, r.spec.layout, state.topology) for p, r in records.items()}
+    homes = {
+        p: _home_shard(p, r.spec.layout, state.topology, gate.calls) for p, r in records.items()
+    }
     classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
     for module in root.modules():
         held = {n: p for n, p in module._parameters.items() if p is not None}
@@ -185,11 +191,19 @@ def _install(
         module.__class__ = classes[kind]
 
 
-def _home_shard(parameter: nn.Parameter, layout: ParamLayout, topology: Topology) -> nn.Parameter:
+def _home_shard(
+    parameter: nn.Parameter, layout: ParamLayout, topology: Topology, calls: Calls
+) -> nn.Parameter:
     if topology.home_mesh is None:
         return parameter
     local = _part(parameter.detach(), layout, topology)
-    home = HomeShard.of(local, layout, topology.home_mesh, requires_grad=parameter.requires_grad)
+    home = HomeShard.of(
+        local,
+        layout,
+        topology.home_mesh,
+        requires_grad=parameter.requires_grad,
+        calls=calls,
+    )
     for name, value in vars(
         parameter
     ).items():  # marks that frameworks leave, such as "no weight decay"
@@ -216,6 +230,8 @@ def _sharded_class(
     members["_apply"] = _apply_to_buffers(cls._apply)
     if cls.forward is not nn.Module.forward:
         members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
+    if is_root:
+        members["__call__"] = _noted_call(cls)
     members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
     return type(cls.__name__, (cls,), members)
 
@@ -264,6 +280,26 @@ def _forward_within_gate(
     own: Any = forward
     own.__code__ = own.__code__.replace(co_name=f"forward of {cls.__name__}")
     return forward
+
+
+def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
+    inner: Callable[..., Any] = cls.__call__
+
+    @functools.wraps(inner)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return inner(self, *args, **kwargs)
+        calls = _state(self).gate.calls
+        was_inside = calls.inside
+        calls.inside = True
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            calls.inside = was_inside
+
+    # The guards of what this calls must find that it has begun.
+    skip_frame(call)
+    return call
 
 
 def _refuse_new_parameters(root: nn.Module) -> None:

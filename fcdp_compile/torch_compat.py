@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from functorch.compile import min_cut_rematerialization_partition
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import skip_code
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._guards import detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx_inner
@@ -19,6 +22,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -37,7 +41,11 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "name_thread",
     "saved_output_descriptor",
+    "skip_frame",
+    "storage_id",
+    "storage_uses",
     "tree_map_only",
+    "without_modes",
 ]
 
 
@@ -62,6 +70,29 @@ def is_profiling() -> bool:
 def name_thread(name: str) -> None:
     """Give this thread the name that profilers and debuggers show; Python's own stays within Python."""
     torch._C._set_thread_name(name)
+
+
+def skip_frame(function: Any) -> None:
+    """Let Python run the frames of a function, and Dynamo look at what it calls; inlining goes on."""
+    skip_code(function.__code__)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that tensors of one storage share, and no others, while it lives; also without memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors share a tensor's storage, itself counted."""
+    storage = tensor.untyped_storage()  # counts as one more
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run tensor operations for real and unseen: no tracing, gradients or inference mode."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:

@@ -44,8 +44,9 @@ def partition(
     does not look; both are mended here.
 
     Requires: a joint graph of `unshard` and `reduce_grad` ops.
-    Leaves: nothing saved for backward is a gathered parameter or a function of parameters alone; at most
-    one `reduce_grad` a key and sum.
+    Leaves: nothing saved for backward is a gathered parameter or a function of parameters alone; an input
+    is saved as it is, not as a view that changes nothing (`to_local`'s); at most one `reduce_grad` a key
+    and sum.
     """
     _merge_reductions(joint.graph)
     if not _has_backward(joint.graph, num_fwd_outputs):
@@ -54,6 +55,7 @@ def partition(
     fw, bw = partitioner(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
     _order_saved(fw.graph, bw.graph, num_fwd_outputs)
     _save_shards(fw.graph, bw.graph, num_fwd_outputs)
+    _save_inputs(fw.graph, num_fwd_outputs)
     for gm in (fw, bw):
         gm.graph.lint()
         gm.recompile()
@@ -208,6 +210,22 @@ def _save_shards(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
     tensors = [n for n in saved if n not in rebuilt and isinstance(n.meta["val"], Tensor)]
     others = [n for n in saved if n not in rebuilt and not isinstance(n.meta["val"], Tensor)]
     _set_saved(fw, bw, outputs[:num_fwd_outputs], [*tensors, *added, *others], inputs)
+
+
+def _save_inputs(fw: Graph, num_fwd_outputs: int) -> None:
+    """Save inputs in the place of views of them, which a graph would have to make for nobody else."""
+    outputs = _outputs(fw)
+    saved = outputs[num_fwd_outputs:]
+    _set_outputs(fw, outputs[:num_fwd_outputs] + [_input_behind(n) for n in saved])
+    for node in dict.fromkeys(saved):
+        _erase_chain(node)
+
+
+def _input_behind(saved: Node) -> Node:
+    node = saved
+    while node.op == "call_function" and node.target in _SAME_ORDER and _keeps_shape(node):
+        node = node.all_input_nodes[0]
+    return node if node.op == "placeholder" else saved
 
 
 def _add_inputs(bw: Graph, rebuilt: dict[Node, Node], inputs: dict[Node, Node]) -> list[Node]:

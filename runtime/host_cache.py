@@ -114,6 +114,20 @@ class NodeShardCache:
             name=range_name(Kind.LOAD, bucket),
         )
 
+    def host_copy(self, bucket_id: int, generation: int) -> Tensor | None:
+        """The node shard [N*S] of that generation if it is in host memory: complete, for reading."""
+        entry = self._entries.get(bucket_id)
+        if entry is None or entry.generation != generation:
+            return None
+        kept = entry.node_shard
+        if not self._pool.holds(kept.tensor):
+            return None
+        if kept.done is not None:
+            kept.done.order()
+            if self._device.type == "cuda":  # the reader is the Python thread, not a stream
+                torch.cuda.current_stream(self._device).synchronize()
+        return kept.tensor
+
     def drop(self, bucket_id: int) -> None:
         """Give the bucket's entry back, if it has one."""
         entry = self._entries.pop(bucket_id, None)

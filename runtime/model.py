@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fcdp_compile import plan_json
 from fcdp_compile.errors import FcdpError, PlanMismatchError
-from fcdp_compile.home_shard import placements_of
+from fcdp_compile.home_shard import HomeShard, placements_of
 from fcdp_compile.mesh import INTER, INTRA, Topology
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
@@ -27,6 +27,7 @@ from fcdp_compile.runtime.host_memory import HostMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.runtime.released import is_released, release
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
 from fcdp_compile.strategy import Cache, Strategy
 
@@ -96,8 +97,12 @@ class ParamRecord:
 
     def local(self) -> Tensor:
         """This rank's home shard, without autograd."""
-        parameter = self.parameter()
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        local: Tensor = self.parameter()
+        if isinstance(local, HomeShard):
+            local.bring_back()
+            local = local.held
+        elif isinstance(local, DTensor):
+            local = local._local_tensor
         check_shard(self.spec, local)
         return local.detach()
 
@@ -215,6 +220,7 @@ class ShardedModel:
         for key in self.keys_of(bucket):
             for other in self._buckets.get(key, ()):
                 if other.frozen != bucket.frozen:
+                    self.shards(other)  # those it alone has come back first
                     self.cache.drop(other.id)
 
     def next_graph(self) -> int:
@@ -234,6 +240,15 @@ class ShardedModel:
         """This rank's home shards of a bucket."""
         return [self.records[key].local() for key in self.keys_of(bucket)]
 
+    def parameters(self, bucket: Bucket) -> list[nn.Parameter]:
+        """The parameters of a bucket as they are now."""
+        return [self.records[key].parameter() for key in self.keys_of(bucket)]
+
+    def release_shards(self, bucket: Bucket) -> None:
+        """Give back the device memory of the home shards of a bucket that is valid in the cache."""
+        specs = [self.records[key].spec for key in self.keys_of(bucket)]
+        release(bucket, specs, self.parameters(bucket), self.cache, self.topology.node)
+
     # --- validity -----------------------------------------------------------------------------------------
 
     def stale(
@@ -245,7 +260,9 @@ class ShardedModel:
 
         Raises: PlanMismatchError on every rank if ranks are about to run different plans.
         """
-        changed = set(self.fingerprints.changed({b.id: self.shards(b) for b in buckets}))
+        # Nothing can have been written to a shard that is not there.
+        present = [b for b in buckets if not is_released(b, self.parameters(b))]
+        changed = set(self.fingerprints.changed({b.id: self.shards(b) for b in present}))
         for bucket in buckets:
             if bucket.id in changed:
                 self.generations.change(self.keys_of(bucket))

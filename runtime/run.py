@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.home_shard import bring_back_inputs
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan_json import to_json
 from fcdp_compile.runtime.model import ShardedModel
@@ -25,6 +26,8 @@ class CompiledPlan:
         # Compiled code outlives the model in Dynamo's caches and must not keep its host memory alive.
         self._model = weakref.ref(model)
         self.programs: dict[ProgramKey, Program] = {}
+        # Which inputs a graph computes with in any variant: released home shards among them come back first.
+        self.reads: dict[Direction, tuple[int, ...]] = {}
         self._digest = plan.digest()
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
         self._gathers = _gathered_when_cold(plan)
@@ -36,11 +39,15 @@ class CompiledPlan:
         Raises: PlanMismatchError if another rank is about to run another plan.
         """
         model = self._living_model()
-        return self.programs[direction, self._prepare(model)].run(model, args)
+        variant = self._prepare(model)
+        bring_back_inputs(args[i] for i in self.reads.get(direction, ()))
+        return self.programs[direction, variant].run(model, args)
 
     def backward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run the backward graph on `args`, which is emptied."""
-        return self.programs[Direction.BACKWARD, Variant.COLD].run(self._living_model(), args)
+        model = self._living_model()
+        bring_back_inputs(args[i] for i in self.reads.get(Direction.BACKWARD, ()))
+        return self.programs[Direction.BACKWARD, Variant.COLD].run(model, args)
 
     def _living_model(self) -> ShardedModel:
         model = self._model()
@@ -64,6 +71,9 @@ class CompiledPlan:
             model.release_rivals(bucket)
             if not (cold and bucket.id in self._gathers):
                 model.refresh(bucket)
+        for bucket in relevant:
+            if bucket.frozen:
+                model.release_shards(bucket)
         return Variant.COLD if cold else Variant.WARM
 
 

@@ -26,6 +26,7 @@ class Model:
         self.stale_ids: list[int] = []
         self.asked: list[int] = []
         self.refreshed: list[int] = []
+        self.replaced: list[int] = []
         self.released: list[int] = []
 
     def stale(self, buckets: list[Bucket], digest: str, plan: Any) -> list[Bucket]:
@@ -33,10 +34,13 @@ class Model:
         return [b for b in buckets if b.id in self.stale_ids]
 
     def release_rivals(self, bucket: Bucket) -> None:
-        self.released.append(bucket.id)
+        self.replaced.append(bucket.id)
 
     def refresh(self, bucket: Bucket) -> None:
         self.refreshed.append(bucket.id)
+
+    def release_shards(self, bucket: Bucket) -> None:
+        self.released.append(bucket.id)
 
 
 def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan, Model, list[str]]:
@@ -58,7 +62,7 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
         graph=0,
         buckets=tuple(made.buckets[i] for i in sorted(made.buckets)),
         refresh=(1,) if strategy == "fcdp" and host_bytes is None else (),
-        schedules=tuple(describe(gm, d, v) for (d, v), gm in made.graphs.items()),
+        schedules=tuple(describe(gm, made.contexts[k]) for k, gm in made.graphs.items()),
     )
     assert [b.frozen for b in plan.buckets][:3] == [False, True, False]
     bound = CompiledPlan(plan, model)
@@ -96,7 +100,8 @@ def test_resident_copies(stale: list[int], variant: str, refreshed: list[int]) -
     assert sorted(model.asked) == [0, 1, 2]
     assert ran == [f"forward {variant}"]
     assert model.refreshed == refreshed
-    assert sorted(model.released) == sorted(stale)
+    assert sorted(model.replaced) == sorted(stale)
+    assert model.released == [1], "frozen shards, at every forward: they may have come back"
 
 
 @pytest.mark.parametrize("stale", [[], [0]])
@@ -108,7 +113,8 @@ def test_what_has_no_place_in_the_cache_is_not_asked_for_and_takes_none(stale: l
     assert model.asked == [0]
     assert ran == ["forward cold" if stale else "forward warm"]
     assert model.refreshed == []
-    assert sorted(model.released) == sorted([*stale, 1, 2])
+    assert sorted(model.replaced) == sorted([*stale, 1, 2])
+    assert model.released == [], "what the host does not keep stays on the device"
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero++"])
@@ -117,7 +123,7 @@ def test_others_always_run_cold(strategy: str) -> None:
     bound.forward(Direction.FORWARD, [])
     bound.forward(Direction.FORWARD, [])
     assert ran == ["forward cold"] * 2
-    assert model.refreshed == []
+    assert (model.refreshed, model.released) == ([], [])
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])

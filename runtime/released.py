@@ -1,0 +1,70 @@
+"""Frozen home shards leave the device once the host has their bucket, and come back if read (`home_shard`).
+
+    home shard [S] on the device  ==  slot n of the node shard [N*S] on the host, n being this rank's node
+
+A frozen parameter is read by nobody but whoever saves, edits or unfreezes it: graphs load the cached bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.packing import unpack_grads
+from fcdp_compile.plan import Bucket
+from fcdp_compile.registry import ParamSpec
+from fcdp_compile.runtime.host_cache import NodeShardCache
+
+
+def is_released(bucket: Bucket, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether none of the bucket's home shards is on the device, all released to this very bucket.
+
+    Another bucket's copy may be of other values than this one's.
+    """
+    return all(
+        isinstance(p, HomeShard) and (p.released_by == bucket.id or not p.held.numel())
+        for p in parameters
+    )
+
+
+def release(
+    bucket: Bucket,
+    specs: Sequence[ParamSpec],
+    parameters: Sequence[nn.Parameter],
+    cache: NodeShardCache,
+    node: int,
+) -> None:
+    """Release what can be released of a bucket that is valid in the cache.
+
+    specs, parameters: of the bucket, in its order.  node: this rank's.
+    Nothing is, where the cache is not in host memory or the copy there has less precision.
+    """
+    dtype = getattr(torch, bucket.dtype)
+    generation = cache.generation(bucket.id)
+    if generation is None or cache.host_copy(bucket.id, generation) is None:
+        return
+    for spec, place, parameter in zip(specs, bucket.params, parameters, strict=True):
+        if isinstance(parameter, HomeShard) and spec.home_dtype == dtype:
+            start = node * bucket.slot_elements + place.offset
+            parameter.release(
+                bucket.id, partial(_values, cache, bucket.id, generation, start, spec)
+            )
+
+
+def _values(
+    cache: NodeShardCache, bucket_id: int, generation: int, start: int, spec: ParamSpec
+) -> Tensor:
+    """A home shard out of the host's node shard, which has it from element `start` on."""
+    node_shard = cache.host_copy(bucket_id, generation)
+    if node_shard is None:
+        raise FcdpError(
+            f"the home shard of parameter {spec.name!r} was released and bucket {bucket_id}, which had its "
+            "values on the host, is gone; this is a fault of fcdp"
+        )
+    slot = node_shard.narrow(0, start, spec.layout.slot_elements)
+    return unpack_grads(slot, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
