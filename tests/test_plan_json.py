@@ -133,7 +133,7 @@ FAULTS: list[tuple[Path_, object, str]] = [
     ((*FIRST_STEP, "kind"), "gather", 'schedules[0].steps[0].kind: is "gather", not one of'),
     # fields
     (("schema",), REMOVED, "schema: is missing, so this is not a plan"),
-    (("schema",), "fcdp.plan/2", f'is "fcdp.plan/2", but this version of fcdp reads "{SCHEMA}"'),
+    (("schema",), "fcdp.plan/1", f'is "fcdp.plan/1", but this version of fcdp reads "{SCHEMA}"'),
     (("graph",), REMOVED, "graph: is missing"),
     ((*FIRST_STEP, "label"), REMOVED, "schedules[0].steps[0].label: is missing"),
     (("extra",), 1, "extra: is not a field here; the fields are strategy, nodes"),
@@ -197,7 +197,7 @@ def test_a_fault_is_told_with_its_field(path: Path_, value: object, expected: st
         ("{", "is not JSON"),
         ("\x00", "is not JSON"),
         ("{}", "schema: is missing"),
-        ('{"schema": "fcdp.plan/1"}', "strategy: is missing"),
+        (json.dumps({"schema": SCHEMA}), "strategy: is missing"),
         ("[" * 100_000, "is nested too deeply"),
         ('{"a":' * 100_000, "is nested too deeply"),
         ("[" * 500 + "]" * 500, "is a list, not the JSON object"),
