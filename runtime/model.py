@@ -315,7 +315,12 @@ class ShardedModel:
     def refresh(self, bucket: Bucket) -> None:
         """Gather a bucket between nodes straight into the cache."""
         dtype = getattr(torch, bucket.dtype)
-        home = pack_home(self.shards(bucket), [p.layout for p in bucket.params], dtype)
+        shards = self.shards(bucket)
+        home = pack_home(shards, [p.layout for p in bucket.params], dtype)
+        if bucket.frozen and any(home.data_ptr() == s.data_ptr() for s in shards):
+            # A group's own thread lets go of what it sent a little after the gather, and shards that anybody
+            # holds cannot be released.
+            home = home.clone()
         kind = Kind.INTER_ALL_GATHER
         node_shard = self.collectives.all_gather(kind, home, range_name(kind, bucket))
         self.cache.store(bucket, node_shard, self.generation(bucket)).wait()
