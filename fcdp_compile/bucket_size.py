@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-MIN_BYTES = 1 << 20
+MIN_BYTES = 1 << 17
 """Below, the executor's own work for each bucket would count."""
 
 MAX_BYTES = 1 << 28
