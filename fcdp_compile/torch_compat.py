@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
@@ -33,6 +34,7 @@ __all__ = [
     "boxed",
     "compile_with_inductor",
     "detect_fake_mode",
+    "every_thread",
     "inductor_decompositions",
     "is_opaque",
     "is_profiling",
@@ -64,7 +66,8 @@ def is_recomputing() -> bool:
 
 def is_profiling() -> bool:
     """Whether a profiler is recording, so that named ranges are worth their time."""
-    return torch._C._autograd._profiler_enabled()
+    # Not torch.autograd._profiler_enabled(), which is false under a profiler that records every thread.
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 def name_thread(name: str) -> None:
@@ -93,6 +96,11 @@ def without_modes() -> Iterator[None]:
     """Run tensor operations for real and unseen: no tracing, gradients or inference mode."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def every_thread() -> _ExperimentalConfig:
+    """The `experimental_config` with which a profiler also records threads that are older than it."""
+    return _ExperimentalConfig(profile_all_threads=True)
 
 
 def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:
