@@ -55,7 +55,7 @@ class Collectives:
             return Pending(out)
         if not isinstance(send, Pending):
             send = own = own.contiguous()
-        run = partial(_gather, out.view(torch.uint8), own.view(torch.uint8), group)
+        run = partial(_gather, out, own, group)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduce_scatter(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
@@ -118,7 +118,9 @@ def _gather(out: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> None:
         _gather(host_out, staged, group)
         _to_device(out, host_out)
         return
-    _all_gather(out, send, group=group, async_op=True).wait()
+    # Bytes travel, whatever the dtype.  Views taken here, as the caller's inference mode would spoil them.
+    work = _all_gather(out.view(torch.uint8), send.view(torch.uint8), group=group, async_op=True)
+    work.wait()
 
 
 def _reduce(out: Tensor, send: Tensor, group: dist.ProcessGroup | None, size: int) -> None:
