@@ -9,8 +9,8 @@ import matplotlib as mpl
 
 mpl.use("svg")  # needs no display; before pyplot
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter
 
-from benchmarks.network import NETWORKS
 from benchmarks.report import MODE_TITLES, NETWORK_TITLES
 from benchmarks.rows import Cell, Row
 from benchmarks.summary import Summary, summarise
@@ -45,30 +45,26 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 def _draw_times(axis: plt.Axes, cells: Mapping[Cell, Summary], mode: str, k: int) -> None:
     names = _measured(cells, mode, k)
-    height = 0.8 / len(NETWORKS)
-    for offset, network in enumerate(NETWORKS):
+    for network, colour in _COLOURS.items():
         found = [
             (place, cells[cell])
             for place, name in enumerate(names)
             if (cell := Cell(name, mode, k, network)) in cells
         ]
-        axis.barh(
-            [place + (offset - 1) * height for place, _ in found],
+        below = [s.step_s - s.least_s for _, s in found]
+        above = [s.most_s - s.step_s for _, s in found]
+        axis.errorbar(
             [s.step_s for _, s in found],
-            height,
-            xerr=[
-                [s.step_s - s.least_s for _, s in found],
-                [s.most_s - s.step_s for _, s in found],
-            ],
-            color=_COLOURS[network],
+            [place for place, _ in found],
+            xerr=[below, above],
+            fmt="o",
+            color=colour,
             label=NETWORK_TITLES[network],
-            ecolor="gray",
         )
-    axis.set_xscale("log")
     axis.set_xlabel("seconds (median, least to most)")
     axis.set_title(f"accumulation {k}")
     axis.legend(fontsize="small")
-    _name(axis, names)
+    _scale(axis, names)
 
 
 def _draw_bytes(axis: plt.Axes, cells: Mapping[Cell, Summary], mode: str, k: int) -> None:
@@ -76,17 +72,25 @@ def _draw_bytes(axis: plt.Axes, cells: Mapping[Cell, Summary], mode: str, k: int
     sent = [
         next(s.sent_bytes for c, s in cells.items() if c[:3] == (name, mode, k)) for name in names
     ]
-    axis.barh(range(len(names)), [b / 1e6 for b in sent], 0.6, color="#4292c6")
-    axis.set_xscale("log")
+    axis.plot([b / 1e6 for b in sent], range(len(names)), "o", color="#08306b")
     axis.set_xlabel("MB sent per node")
-    _name(axis, names)
+    _scale(axis, names)
 
 
 def _measured(cells: Mapping[Cell, Summary], mode: str, k: int) -> list[str]:
     return [s.name for s in SYSTEMS if any(c[:3] == (s.name, mode, k) for c in cells)]
 
 
-def _name(axis: plt.Axes, names: Sequence[str]) -> None:
+def _scale(axis: plt.Axes, names: Sequence[str]) -> None:
+    """Systems downwards, and a logarithmic scale to the right: points, as a bar would have no foot."""
     titles = {s.name: s.title for s in SYSTEMS}
     axis.set_yticks(range(len(names)), [titles[name] for name in names])
-    axis.invert_yaxis()
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    # 2 and 5 of each decade: all of them would run into each other.
+    axis.xaxis.set_minor_formatter(
+        FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    )
+    axis.tick_params(axis="x", which="minor", labelsize="xx-small")
+    axis.grid(visible=True, which="both", alpha=0.3)
