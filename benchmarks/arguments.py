@@ -89,7 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
 def _shape(given: argparse.Namespace, default: Shape) -> Shape:
     def size(name: str) -> int:
         value: int | None = getattr(given, name)
-        return getattr(default, name) if value is None else value  # type: ignore[no-any-return]
+        return getattr(default, name) if value is None else value
 
     return Shape(
         layers=size("layers"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,7 +66,7 @@ def measure_steps(device: torch.device, shape: Shape, trace: Path) -> Steps:
     for _ in range(_STEPS):
         for name, trainer in (("cached", cached), ("resident", resident)):
             dist.barrier()
-            seconds[name].append(timed(lambda t=trainer: _step(t, shape, device), device))
+            seconds[name].append(timed(partial(_step, trainer, shape, device), device))
     return Steps(
         shape=shape,
         dtype=str(_DTYPE).removeprefix("torch."),

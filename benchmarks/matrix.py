@@ -128,7 +128,8 @@ def plan(
             f"{len(cells)} cells in {rounds} rounds and {budget_s:.0f} s leave nothing to measure; "
             "choose at least one cell, one round and a positive time"
         )
-    kept, skipped = list(cells), []
+    kept = list(cells)
+    skipped: list[Skipped] = []
 
     def fit(rounds: int, share_s: float) -> Schedule:
         steps = {cell: _steps(share_s, costs.step_s(cell)) for cell in kept}

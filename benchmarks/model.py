@@ -46,7 +46,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self._attend(self.norm1(x))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return out
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -75,7 +76,8 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss: Tensor = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return loss
 
 
 def make_model(shape: Shape, mode: str) -> Gpt:

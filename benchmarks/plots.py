@@ -9,6 +9,7 @@ import matplotlib as mpl
 
 mpl.use("svg")  # needs no display; before pyplot
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from benchmarks.report import MODE_TITLES, NETWORK_TITLES
@@ -43,7 +44,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     return files
 
 
-def _draw_times(axis: plt.Axes, cells: Mapping[Cell, Summary], mode: str, k: int) -> None:
+def _draw_times(axis: Axes, cells: Mapping[Cell, Summary], mode: str, k: int) -> None:
     names = _measured(cells, mode, k)
     for network, colour in _COLOURS.items():
         found = [
@@ -67,7 +68,7 @@ def _draw_times(axis: plt.Axes, cells: Mapping[Cell, Summary], mode: str, k: int
     _scale(axis, names)
 
 
-def _draw_bytes(axis: plt.Axes, cells: Mapping[Cell, Summary], mode: str, k: int) -> None:
+def _draw_bytes(axis: Axes, cells: Mapping[Cell, Summary], mode: str, k: int) -> None:
     names = _measured(cells, mode, k)
     sent = [
         next(s.sent_bytes for c, s in cells.items() if c[:3] == (name, mode, k)) for name in names
@@ -81,7 +82,7 @@ def _measured(cells: Mapping[Cell, Summary], mode: str, k: int) -> list[str]:
     return [s.name for s in SYSTEMS if any(c[:3] == (s.name, mode, k) for c in cells)]
 
 
-def _scale(axis: plt.Axes, names: Sequence[str]) -> None:
+def _scale(axis: Axes, names: Sequence[str]) -> None:
     """Systems downwards, and a logarithmic scale to the right: points, as a bar would have no foot."""
     titles = {s.name: s.title for s in SYSTEMS}
     axis.set_yticks(range(len(names)), [titles[name] for name in names])

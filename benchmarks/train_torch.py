@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,23 +89,25 @@ def make_trainer(name: str, model: Gpt, place: Place) -> TorchTrainer:
     if name == "hsdp":
         shape = (place.nodes, place.ranks_per_node)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra"))
-        sharded = _shard_blocks(model, mesh=mesh)
+        sharded = _shard_blocks(model, mesh)
         return HsdpTrainer(sharded, list(sharded.parameters()))
     mesh = init_device_mesh("cpu", (place.ranks,))
     if name == "fsdp2-node":
-        sharded = _shard_blocks(model, mesh=mesh, reshard_after_forward=place.ranks_per_node)
+        sharded = _shard_blocks(model, mesh, reshard_after_forward=place.ranks_per_node)
         return TorchTrainer(sharded, list(sharded.parameters()))
     if name == "fsdp2-compiled":
         # Before fully_shard, so that its hooks stay outside of the compiled blocks.
         for block in model.blocks:
             block.compile()
-    sharded = _shard_blocks(model, mesh=mesh)
+    sharded = _shard_blocks(model, mesh)
     kind = NoSyncTrainer if name == "fsdp2-nosync" else TorchTrainer
     return kind(sharded, list(sharded.parameters()))
 
 
-def _shard_blocks(model: Gpt, **options: object) -> nn.Module:
+def _shard_blocks(
+    model: Gpt, mesh: DeviceMesh, *, reshard_after_forward: int | None = None
+) -> nn.Module:
     for block in model.blocks:
-        fully_shard(block, **options)  # type: ignore[arg-type]
-    fully_shard(model, **options)  # type: ignore[arg-type]
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return model

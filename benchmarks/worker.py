@@ -40,6 +40,7 @@ class Rank:
         self.control = dist.new_group(backend="gloo")
         self.place = Place(rank=dist.get_rank(), nodes=job.nodes, ranks_per_node=job.ranks_per_node)
         self.is_first_of_node = self.place.rank % job.ranks_per_node == 0
+        self.trainer: Trainer
         _load_compiler()
         build = _builder(job.system)
         self.compute_s = self.measure_compute()
@@ -55,7 +56,7 @@ class Rank:
     def measure_compute(self) -> float:
         """Seconds of a step without communication; the first one warms up."""
         model = make_model(self.job.shape, self.job.mode)
-        self.trainer: Trainer = make_compute_trainer(model, self.place)
+        self.trainer = make_compute_trainer(model, self.place)
         return min(self.train(1)[0] for _ in range(3))
 
     def run(self) -> list[Row]:
