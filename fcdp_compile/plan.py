@@ -10,7 +10,7 @@ Letters: N nodes, g ranks per node, G = N*g ranks; a bucket's slot is P/G elemen
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from fcdp_compile.layout import ParamLayout
@@ -128,12 +128,16 @@ class Bucket:
         """Bytes of the gathered bucket, W."""
         return self.slot_bytes * nodes * ranks_per_node
 
+    def agreed(self) -> Bucket:
+        """What ranks must agree on: for reasons of its own each may have a copy on its GPU or its host."""
+        return replace(self, tier=Tier.HOST if self.tier is Tier.GPU else self.tier, why="")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step of a schedule.
 
-    index: position.  bytes: what this rank sends over the lane's link, or copies over H2D or D2H; 0 for
+    index: position.  bytes: what this rank sends over the link, or is planned to copy over H2D or D2H; 0 for
     steps that move nothing.  waits: indices of the steps whose results it needs.  flops, accessed_bytes: the
     work of a compute step, floating point operations and bytes read and written.  label: for people.
     """
@@ -147,6 +151,11 @@ class Step:
     flops: int = 0
     accessed_bytes: int = 0
     label: str = ""
+
+    @property
+    def agreed_bytes(self) -> int:
+        """Bytes that ranks must agree on: those that travel between them."""
+        return 0 if self.lane in (Lane.H2D, Lane.D2H) else self.bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +184,10 @@ class Schedule:
 class Plan:
     """Everything that one compiled graph will do.
 
-    graph: number of the compilation within the model; the only field that ranks may disagree on.
-    refresh: buckets that must be valid in the cache before the forward starts; a stale one is gathered
-    between nodes and stored first.
+    graph: number of the compilation within the model.  refresh: buckets that must be valid in the cache
+    before the forward starts; a stale one is gathered between nodes and stored first.  peak_bytes: the most
+    device memory that a step is predicted to take with the buckets in these tiers; None if nobody asked.
+    Ranks may disagree on graph and peak_bytes, and on what is on the GPU or the host.
     """
 
     strategy: str
@@ -187,6 +197,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     refresh: tuple[int, ...]
     schedules: tuple[Schedule, ...]
+    peak_bytes: int | None = None
 
     def bucket(self, bucket_id: int) -> Bucket:
         """The bucket with that number; KeyError if there is none."""
@@ -201,10 +212,12 @@ class Plan:
         Compute steps are left out: a rank that recompiled for dynamic shapes sends and receives the same.
         """
         parts: list[object] = [SCHEMA, self.strategy, self.nodes, self.ranks_per_node, self.refresh]
-        parts += self.buckets
+        parts += [bucket.agreed() for bucket in self.buckets]
         for schedule in self.schedules:
             parts.append((schedule.direction, schedule.variant))
             parts += [
-                (s.kind, s.bucket, s.bytes) for s in schedule.steps if s.kind is not Kind.COMPUTE
+                (s.kind, s.bucket, s.agreed_bytes)
+                for s in schedule.steps
+                if s.kind is not Kind.COMPUTE
             ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -24,7 +24,6 @@ _BUCKET_FIELDS = (
     "slot_bytes",
     "frozen",
     "tier",
-    "why",
 )
 
 
@@ -46,8 +45,9 @@ def diff(a: Plan, b: Plan, *, names: tuple[str, str] = ("first", "second")) -> l
 
 
 def _diff_buckets(a: Plan, b: Plan, names: tuple[str, str]) -> Iterator[str]:
-    theirs = {bucket.id: bucket for bucket in b.buckets}
-    pairs = [(x, theirs[x.id]) for x in a.buckets if x.id in theirs and x != theirs[x.id]]
+    theirs = {bucket.id: bucket.agreed() for bucket in b.buckets}
+    mine = [bucket.agreed() for bucket in a.buckets]
+    pairs = [(x, theirs[x.id]) for x in mine if x.id in theirs and x != theirs[x.id]]
     for x, y in pairs[:_BUCKETS_SHOWN]:
         yield from _diff_bucket(x, y, names)
     if len(pairs) > _BUCKETS_SHOWN:
@@ -110,7 +110,7 @@ def _diff_items(
 def _is_same(x: Step | None, y: Step | None) -> bool:
     if x is None or y is None:
         return x is y
-    return (x.kind, x.bucket, x.bytes) == (y.kind, y.bucket, y.bytes)
+    return (x.kind, x.bucket, x.agreed_bytes) == (y.kind, y.bucket, y.agreed_bytes)
 
 
 def _at(steps: Sequence[Step], index: int) -> Step | None:

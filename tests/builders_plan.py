@@ -177,6 +177,7 @@ def plans(draw: st.DrawFn) -> Plan:
             Schedule(direction=direction, variant=variant, steps=draw(_steps(ids)))
             for direction, variant in draw(st.lists(keys, max_size=3, unique=True))
         ),
+        peak_bytes=draw(st.none() | st.integers(0, 2**63 - 1)),
     )
 
 

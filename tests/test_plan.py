@@ -49,9 +49,14 @@ def with_param(plan: Plan, **changes: Any) -> Plan:
 PLAN = make_plan()
 FROZEN, ADAPTERS = PLAN.buckets
 COMPUTE = next(s.index for s in PLAN.schedules[0].steps if s.kind is Kind.COMPUTE)
+STORE = next(s.index for s in PLAN.schedules[0].steps if s.kind is Kind.STORE)
 
 SAME: dict[str, Plan] = {
     "graph number": dataclasses.replace(PLAN, graph=7),
+    "predicted peak": dataclasses.replace(PLAN, peak_bytes=7),
+    "host or gpu": with_bucket(PLAN, tier=Tier.GPU),
+    "why": with_bucket(PLAN, why="another reason"),
+    "bytes of a store": with_step(PLAN, STORE, bytes=0),
     "label": with_step(PLAN, 0, label="something else"),
     "label of compute": with_step(PLAN, COMPUTE, label="something else"),
     "less compute": with_steps(PLAN, lambda s: tuple(x for x in s if x.kind is not Kind.COMPUTE)),
@@ -77,8 +82,7 @@ OTHER: dict[str, Plan] = {
     "reduce dtype": with_bucket(PLAN, reduce_dtype="bfloat16"),
     "reduce itemsize": with_bucket(PLAN, reduce_itemsize=2),
     "frozen": with_bucket(PLAN, frozen=True),
-    "tier": with_bucket(PLAN, tier=Tier.GPU),
-    "why": with_bucket(PLAN, why="another reason"),
+    "tier": with_bucket(PLAN, tier=Tier.NONE),
     "member missing": with_bucket(PLAN, params=ADAPTERS.params[:-1]),
     "member name": with_param(PLAN, name="renamed"),
     "member offset": with_param(PLAN, offset=1),
@@ -129,7 +133,10 @@ def test_the_changes_cover_every_field_of_a_bucket_and_a_plan() -> None:
     buckets: list[tuple[object, object]] = [(ADAPTERS, p.buckets[-1]) for p in others]
     assert changed(Bucket, buckets) == {f.name for f in dataclasses.fields(Bucket)}
     whole: list[tuple[object, object]] = [(PLAN, p) for p in others]
-    assert changed(Plan, whole) == {f.name for f in dataclasses.fields(Plan)} - {"graph"}
+    assert changed(Plan, whole) == {f.name for f in dataclasses.fields(Plan)} - {
+        "graph",
+        "peak_bytes",
+    }
 
 
 @given(plans(), plans())
@@ -152,7 +159,7 @@ def test_difference_names_the_sides_and_the_steps() -> None:
 
 
 def test_difference_shows_values_of_a_bucket() -> None:
-    assert diff(PLAN, OTHER["tier"]) == ["bucket 1 tier: first host; second gpu"]
+    assert diff(PLAN, OTHER["tier"]) == ["bucket 1 tier: first host; second none"]
     lines = diff(PLAN, OTHER["member missing"])
     name = ADAPTERS.params[-1].name
     assert f"only first has bucket 1 parameter {name}" in lines
