@@ -20,6 +20,8 @@ _UNITS = {
 }
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", re.ASCII)
 
+_DEFAULT_THRESHOLD = 0.9  # tau; the rest is for what no timeline sees: workspaces, fragmentation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -32,6 +34,9 @@ class Options:
     for what the graph needs at least and a few more buckets.
     host_memory: bytes of host memory that the caches of one node may take, None for what is free.
     machine: speeds of the cluster, where they differ from `cost.MACHINES`; the same on every rank.
+    memory_threshold: tau; cached node shards stay on the device while its memory in use is predicted, and
+    at run time seen, to be at most this part of it.
+    device_memory: bytes of the device's memory, or None for what the device has (a CPU: none for a cache).
     """
 
     compute: str | None = None
@@ -40,6 +45,8 @@ class Options:
     in_flight_mb: float | None = None
     host_memory: int | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
+    memory_threshold: float = _DEFAULT_THRESHOLD
+    device_memory: int | None = None
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -80,8 +87,10 @@ class Options:
             dump=_folder(dump),
             bucket_mb=_size("bucket_mb", given.get("bucket_mb")),
             in_flight_mb=_size("in_flight_mb", given.get("in_flight_mb")),
-            host_memory=_host_memory(given.get("host_memory")),
+            host_memory=_bytes("host_memory", given.get("host_memory")),
             machine=_machine(given.get("machine")),
+            memory_threshold=_part(given.get("memory_threshold", _DEFAULT_THRESHOLD)),
+            device_memory=_bytes("device_memory", given.get("device_memory")),
         )
 
 
@@ -127,12 +136,20 @@ def _machine(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _host_memory(value: Any) -> int | None:
+def _part(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"option 'memory_threshold' must be a number, not {type(value).__name__}")
+    if not 0 < value <= 1:
+        raise ValueError(f"option 'memory_threshold' must be above 0 and at most 1, not {value}")
+    return float(value)
+
+
+def _bytes(name: str, value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(
-            "option 'host_memory' must be a number of bytes per node or a text such as '64GiB', not "
+            f"option {name!r} must be a number of bytes or a text such as '64GiB', not "
             f"{type(value).__name__}"
         )
     if isinstance(value, int):
@@ -140,12 +157,10 @@ def _host_memory(value: Any) -> int | None:
     else:
         if (parts := _SIZE.fullmatch(value)) is None:
             raise ValueError(
-                f"option 'host_memory' must be a number with one of the units {', '.join(_UNITS)}, such as "
+                f"option {name!r} must be a number with one of the units {', '.join(_UNITS)}, such as "
                 f"'64GiB', not {value!r}"
             )
         size = int(Fraction(parts[1]) * _UNITS[parts[2]])
     if not 0 <= size < 2**62:
-        raise ValueError(
-            f"option 'host_memory' must be between 0 and {2**62 - 1} bytes, not {value!r}"
-        )
+        raise ValueError(f"option {name!r} must be between 0 and {2**62 - 1} bytes, not {value!r}")
     return size

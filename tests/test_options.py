@@ -71,6 +71,28 @@ def test_host_memory_is_in_bytes(given: int | str | None, size: int | None) -> N
     assert Options.parse({"host_memory": given}).host_memory == size
 
 
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        (None, None),
+        (1, 1),
+        (40 * 2**30, 40 * 2**30),
+        ("40GiB", 40 * 2**30),
+        ("1.5 MiB", 3 * 2**19),
+        ("2GB", 2 * 10**9),
+        ("7KB", 7000),
+        ("7B", 7),
+    ],
+)
+def test_device_memory_is_bytes_or_a_text(given: int | str | None, size: int | None) -> None:
+    assert Options.parse({"device_memory": given}).device_memory == size
+
+
+@pytest.mark.parametrize("threshold", [1, 0.9, 1e-9])
+def test_a_threshold_is_a_part(threshold: float) -> None:
+    assert Options.parse({"memory_threshold": threshold}).memory_threshold == threshold
+
+
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown option 'bucket_mib'") as caught:
         Options.parse({"bucket_mib": 3})
@@ -115,6 +137,17 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         ({"in_flight_mb": "all"}, TypeError, "'in_flight_mb' must be a number of MiB, not str"),
         ({"in_flight_mb": 0}, ValueError, "option 'in_flight_mb' must be between 0 and"),
         ({3: 1}, ValueError, "unknown option 3"),
+        ({"memory_threshold": "0.9"}, TypeError, "must be a number, not str"),
+        ({"memory_threshold": True}, TypeError, "must be a number, not bool"),
+        ({"memory_threshold": 0}, ValueError, "above 0 and at most 1, not 0"),
+        ({"memory_threshold": 1.01}, ValueError, "not 1.01"),
+        ({"memory_threshold": float("nan")}, ValueError, "not nan"),
+        ({"device_memory": 4.0}, TypeError, "such as '64GiB', not float"),
+        ({"device_memory": True}, TypeError, "not bool"),
+        ({"device_memory": -1}, ValueError, "between 0 and .*, not -1"),
+        ({"device_memory": "40"}, ValueError, "a number with one of the units B, KB"),
+        ({"device_memory": "40gib"}, ValueError, "not '40gib'"),
+        ({"device_memory": "-1GiB"}, ValueError, "not '-1GiB'"),
     ],
 )
 def test_bad_values(options: dict, error: type[Exception], says: str) -> None:
