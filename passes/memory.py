@@ -1,0 +1,191 @@
+"""How many bytes of device memory are alive while each node of a graph runs: read off, nothing is changed.
+
+    node                      alive while it runs
+    inter_all_gather(home)    home, node shard          a started step's result exists, and its input is held
+    wait                      node shard                  until its wait
+    intra_all_gather          node shard, full bucket
+    ...
+    segment                   one entry for each node inside
+    free(full)                full bucket               the last entry that has it
+
+Memory is counted by storage: views share one.  Sizes may be symbolic (batch, sequence length); they become
+sympy expressions, which `evaluate` turns into bytes.  What an operator or a collective allocates for itself
+alone (workspaces, Gloo's staging) is in no graph and is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fcdp_compile import ops
+from fcdp_compile.torch_compat import storage_id
+
+Bytes: TypeAlias = int | sympy.Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """What is alive while one node runs: arguments, result, and all that a later node needs.
+
+    node: its name, for people.  step: the op or bucket step that it is.  bucket: of an explicit node.
+    """
+
+    node: str
+    step: str
+    bucket: int | None
+    bytes: Bytes
+
+
+def timeline(gm: GraphModule, *, elsewhere: Collection[int], device_type: str) -> tuple[Alive, ...]:
+    """The bytes alive on the device while each node but inputs and output runs, in order.
+
+    elsewhere: storages (`storage_id`) that live on whatever the graph does, such as home shards and the
+    caller's batch; they are left out.  Any other input lives from the start to its last use, as what a
+    backward has saved does; results live to the end.
+
+    Requires: fake `val`s on all nodes whose results are tensors; explicit nodes or none.
+    """
+    events = list(_events(gm))
+    lives = _lives(events, elsewhere, device_type)
+    change: list[Bytes] = [0] * (len(events) + 1)
+    for life in lives.values():
+        change[life.born] += life.bytes
+        change[life.dies + 1] -= life.bytes
+    now: Bytes = 0
+    alive = []
+    for event, delta in zip(events, change, strict=False):
+        now = now + delta
+        if event.node.op not in ("placeholder", "output"):
+            alive.append(
+                Alive(
+                    node=event.node.name,
+                    step=_step(event.node),
+                    bucket=_bucket(event.node),
+                    bytes=now,
+                )
+            )
+    return tuple(alive)
+
+
+def evaluate(size: Bytes, hints: Mapping[sympy.Symbol, int]) -> int:
+    """Bytes of a size for given values of its symbols.
+
+    Raises: KeyError for a symbol that has no value.
+    """
+    if isinstance(size, int):
+        return size
+    values = {s: hints[s] for s in size.free_symbols}
+    return int(size.xreplace(values))
+
+
+def peak(alive: Sequence[Alive], hints: Mapping[sympy.Symbol, int]) -> int:
+    """The most bytes of a timeline; 0 for an empty one."""
+    return max((evaluate(a.bytes, hints) for a in alive), default=0)
+
+
+def storages(values: Iterable[object], device_type: str) -> dict[int, Bytes]:
+    """The storages of those values that are tensors of the device, each with its bytes."""
+    found: dict[int, Bytes] = {}
+    for value in values:
+        if isinstance(value, Tensor) and value.device.type == device_type:
+            found[storage_id(value)] = _bytes(value)
+    return found
+
+
+def hints_of(gm: GraphModule) -> dict[sympy.Symbol, int]:
+    """The values that a graph's symbols had when it was traced."""
+    found: dict[sympy.Symbol, int] = {}
+    for node in gm.graph.nodes:
+        val = node.meta.get("val")
+        sizes: list[Any] = list(val.shape) if isinstance(val, Tensor) else [val]
+        for size in sizes:
+            if not isinstance(size, torch.SymInt):
+                continue
+            if size.node.expr.is_symbol and size.node.has_hint():
+                found[size.node.expr] = int(size.node.hint)
+    return found
+
+
+@dataclass(slots=True)
+class _Event:
+    """A node in the order of execution, nodes inside segments one by one in the place of their call."""
+
+    node: Node
+    uses: list[object]
+    makes: list[object]
+
+
+@dataclass(slots=True)
+class _Life:
+    """First and last event that needs a storage."""
+
+    born: int
+    dies: int
+    bytes: Bytes
+
+
+def _events(gm: GraphModule) -> Iterator[_Event]:
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            inner = gm.get_submodule(str(node.target))
+            assert isinstance(inner, GraphModule), f"{node.target} is no segment"
+            # Its nodes carry the very values of the graph that they were taken from.
+            yield from (e for e in _events(inner) if e.node.op not in ("placeholder", "output"))
+        else:
+            yield _Event(node, [_value(n) for n in node.all_input_nodes], _made(node))
+
+
+def _value(node: Node) -> object:
+    return node.meta.get("val")
+
+
+def _made(node: Node) -> list[object]:
+    """What exists once a node has started: a started step's result, before its wait."""
+    val = _value(node)
+    made = list(val) if isinstance(val, list | tuple) else [val]
+    return [*made, *(_value(w) for w in _waits(node))]
+
+
+def _waits(node: Node) -> list[Node]:
+    return [u for u in node.users if u.target is ops.wait]
+
+
+def _lives(
+    events: Sequence[_Event], elsewhere: Collection[int], device_type: str
+) -> dict[int, _Life]:
+    at = {event.node: i for i, event in enumerate(events)}
+    lives: dict[int, _Life] = {}
+    for i, event in enumerate(events):
+        for storage, size in storages(event.makes, device_type).items():
+            life = lives.setdefault(storage, _Life(born=i, dies=i, bytes=size))
+            life.dies = max(life.dies, i)
+        until = max([i, *(at[w] for w in _waits(event.node))])
+        for storage in storages(event.uses, device_type):
+            if storage in lives:
+                lives[storage].dies = max(lives[storage].dies, until)
+    return {storage: life for storage, life in lives.items() if storage not in elsewhere}
+
+
+def _bytes(value: Tensor) -> Bytes:
+    size = value.untyped_storage().nbytes()
+    if isinstance(size, torch.SymInt):
+        expression: sympy.Expr = size.node.expr
+        return int(expression) if expression.is_number else expression
+    return int(size)
+
+
+def _step(node: Node) -> str:
+    kind = ops.EXPLICIT.get(node.target)  # type: ignore[arg-type]
+    return str(node.target) if kind is None else kind.value
+
+
+def _bucket(node: Node) -> int | None:
+    bucket = node.kwargs.get("bucket") if node.target in ops.EXPLICIT else None
+    return bucket if isinstance(bucket, int) else None
