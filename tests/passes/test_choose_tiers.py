@@ -1,0 +1,128 @@
+"""Which node shards stay on the device: never above the limit, and never fewer for more memory."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from fcdp_compile.passes.choose_tiers import Entry, Placement, choose_tiers
+from fcdp_compile.plan import Tier
+
+
+def entry(bucket: int, size: int, *spans: tuple[int, int], moved: int | None = None) -> Entry:
+    return Entry(
+        bucket=bucket, bytes=size, moved_bytes=2 * size if moved is None else moved, spans=spans
+    )
+
+
+def kept(placement: Placement) -> list[int]:
+    return [c.bucket for c in placement.choices if c.tier is Tier.GPU]
+
+
+def choose(
+    entries: list[Entry],
+    alive: list[int],
+    capacity: int | None,
+    *,
+    static: int = 0,
+    tau: float = 1.0,
+) -> Placement:
+    return choose_tiers(entries, alive, static_bytes=static, capacity_bytes=capacity, threshold=tau)
+
+
+def test_what_fits_stays() -> None:
+    placement = choose([entry(0, 10, (0, 3)), entry(1, 20, (0, 3))], [5, 50, 5], 80)
+    assert kept(placement) == [0, 1]
+    assert placement.peak_bytes == 80
+    assert [c.bucket for c in placement.choices] == [0, 1]
+    assert all("stays on the gpu: peak" in c.why for c in placement.choices)
+
+
+def test_an_entry_counts_only_while_it_is_there() -> None:
+    alive = [0, 90, 0, 0]
+    assert kept(choose([entry(0, 50, (2, 4))], alive, 100)) == [0]
+    assert kept(choose([entry(0, 50, (0, 1), (2, 4))], alive, 100)) == [0]
+    assert kept(choose([entry(0, 50, (1, 2))], alive, 100)) == []
+    assert choose([entry(0, 50, (2, 4))], alive, 100).peak_bytes == 90
+
+
+def test_short_lives_and_busy_buckets_come_first() -> None:
+    """Of equal sizes the one that is used last in the forward, and so first in the backward."""
+    first, last = entry(0, 10, (0, 8)), entry(1, 10, (3, 5))
+    assert kept(choose([first, last], [0] * 8, 19)) == [1]
+    rare, often = entry(0, 10, (0, 4), moved=10), entry(1, 10, (0, 4), moved=30)
+    assert kept(choose([rare, often], [0] * 4, 19)) == [1]
+    assert kept(choose([entry(0, 10, (0, 4)), entry(1, 10, (0, 4))], [0] * 4, 19)) == [1]
+
+
+def test_nothing_fits() -> None:
+    entries = [entry(0, 10, (0, 2)), entry(1, 20, (0, 2))]
+    placement = choose(entries, [50, 60], 40, static=5)
+    assert kept(placement) == []
+    assert placement.peak_bytes == 65, "ZeRO-3's, above the limit or not"
+    assert all("would exceed 0.0 MiB" in c.why for c in placement.choices)
+    nowhere = choose(entries, [50, 60], None)
+    assert kept(nowhere) == []
+    assert all("no device memory" in c.why for c in nowhere.choices)
+
+
+def test_no_entries_and_no_positions() -> None:
+    assert choose([], [1, 2], 10) == Placement(choices=(), peak_bytes=2)
+    assert choose([], [], 10, static=3) == Placement(choices=(), peak_bytes=3)
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0, 1.1, float("nan")])
+def test_a_threshold_is_a_part(threshold: float) -> None:
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        choose([], [], 10, tau=threshold)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[Entry], list[int], int]:
+    """Entries, alive bytes and static bytes."""
+    alive = draw(st.lists(st.integers(0, 100), min_size=1, max_size=12))
+    cuts = st.tuples(st.integers(0, len(alive)), st.integers(0, len(alive))).map(sorted)
+    entries = [
+        Entry(
+            bucket=i,
+            bytes=draw(st.integers(0, 60)),
+            moved_bytes=draw(st.integers(0, 200)),
+            spans=tuple((a, b) for a, b in [draw(cuts)] if a < b),
+        )
+        for i in range(draw(st.integers(0, 6)))
+    ]
+    return entries, alive, draw(st.integers(0, 50))
+
+
+def peak_of(entries: list[Entry], alive: list[int], static: int, chosen: set[int]) -> int:
+    """From scratch, position by position."""
+    return max(
+        static
+        + size
+        + sum(
+            e.bytes
+            for e in entries
+            if e.bucket in chosen and any(a <= position < b for a, b in e.spans)
+        )
+        for position, size in enumerate(alive)
+    )
+
+
+@given(steps(), st.integers(0, 600), st.integers(0, 600), st.sampled_from([0.3, 0.9, 1.0]))
+def test_limit_and_monotony(
+    step: tuple[list[Entry], list[int], int], capacity: int, more: int, tau: float
+) -> None:
+    entries, alive, static = step
+    placement = choose(entries, alive, capacity, static=static, tau=tau)
+    chosen = set(kept(placement))
+    assert placement.peak_bytes == peak_of(entries, alive, static, chosen)
+    without = peak_of(entries, alive, static, set())
+    if without <= tau * capacity:
+        assert placement.peak_bytes <= tau * capacity
+    else:
+        assert chosen == set(), "a cache on the device would only make it worse"
+    larger = choose(entries, alive, capacity + more, static=static, tau=tau)
+    assert chosen <= set(kept(larger))
+    everything = choose(entries, alive, 10**6, static=static)
+    assert set(kept(everything)) == {e.bucket for e in entries}
