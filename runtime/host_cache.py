@@ -1,7 +1,8 @@
 """Node shards that wait for their next use: in pinned host memory or on the device.
 
-A bucket has at most one entry, of one generation.  Host slabs have the exact size, are allocated once and
-written again and again; only `drop` gives them back.
+A bucket has at most one entry, of one generation, in its plan's tier or, where the device's memory is short
+when it is stored, on the host.  Host slabs have the exact size, are allocated once and written again and
+again; only `drop` gives them back.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import LANES, Bucket, Kind, Tier
 from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
@@ -23,11 +25,12 @@ from fcdp_compile.strategy import Life
 
 @dataclass(slots=True)
 class _Entry:
-    """uses: backwards that still want it, where the life ends with the backward."""
+    """tier: where it is.  uses: backwards that still want it, where the life ends with the backward."""
 
     node_shard: Pending
     generation: int
     uses: int
+    tier: Tier
 
 
 class NodeShardCache:
@@ -47,6 +50,14 @@ class NodeShardCache:
         self._pool = pool
         self._lanes = lanes
         self._entries: dict[int, _Entry] = {}
+        self._fallen_back: set[int] = set()
+        # Asked before an entry stays on the device; None where the strategy wants it there come what may.
+        self.memory: DeviceMemory | None = None
+
+    @property
+    def fallen_back(self) -> int:
+        """How many buckets are on the host although they were planned for the device."""
+        return len(self._fallen_back)
 
     def generation(self, bucket_id: int) -> int | None:
         """The generation of the bucket's entry, None without one."""
@@ -55,21 +66,34 @@ class NodeShardCache:
 
     def host_bytes(self) -> int:
         """Bytes of the node shards on the host; without the rounding to pages (`PinnedPool.slab_bytes`)."""
-        tensors = [e.node_shard.tensor for e in self._entries.values()]
-        return sum(t.nbytes for t in tensors if self._pool.holds(t))
+        return sum(
+            e.node_shard.tensor.nbytes for e in self._entries.values() if e.tier is Tier.HOST
+        )
+
+    def _tier_now(self, bucket: Bucket) -> Tier:
+        """The planned tier, or the host if the device has no room; then for good: it will not have later."""
+        if bucket.tier is not Tier.GPU or bucket.id in self._fallen_back:
+            return Tier.HOST
+        if self.memory is not None and self.memory.is_short():
+            self._fallen_back.add(bucket.id)
+            return Tier.HOST
+        return Tier.GPU
 
     def store(self, bucket: Bucket, node_shard: Tensor | Pending, generation: int) -> Pending:
-        """Keep the node shard [N*S] of that generation in the bucket's tier."""
+        """Keep the node shard [N*S] of that generation: in the bucket's tier if there is room."""
         entry = self._entries.get(bucket.id)
         uses = 1 + (entry.uses if entry is not None and entry.generation == generation else 0)
-        if bucket.tier is Tier.GPU:
-            kept = node_shard if isinstance(node_shard, Pending) else Pending(node_shard)
-            kept = Pending(kept.tensor, done=kept.done)
-            self._entries[bucket.id] = _Entry(kept, generation, uses)
+        if self._tier_now(bucket) is Tier.GPU:
+            done = node_shard.done if isinstance(node_shard, Pending) else None
+            if entry is not None:
+                self._give_back(entry)
+            kept = Pending(tensor_of(node_shard), done=done)
+            self._entries[bucket.id] = _Entry(kept, generation, uses, Tier.GPU)
             self._counters.add(Kind.STORE, 0)
-            return Pending(kept.tensor, done=kept.done)
+            return Pending(kept.tensor, done=done)
         source = tensor_of(node_shard)
-        slab = self._slab(source) if entry is None else entry.node_shard.tensor
+        is_on_host = entry is not None and entry.tier is Tier.HOST
+        slab = entry.node_shard.tensor if entry and is_on_host else self._slab(source)
         self._counters.add(Kind.STORE, source.nbytes)
         stored = self._lanes.start(
             LANES[Kind.STORE],
@@ -78,7 +102,8 @@ class NodeShardCache:
             reads=[node_shard],
             name=range_name(Kind.STORE, bucket),
         )
-        self._entries[bucket.id] = _Entry(Pending(slab, done=stored.done), generation, uses)
+        kept = Pending(slab, done=stored.done)
+        self._entries[bucket.id] = _Entry(kept, generation, uses, Tier.HOST)
         return stored
 
     def _slab(self, like: Tensor) -> Tensor:
@@ -98,9 +123,10 @@ class NodeShardCache:
         if self._life is Life.UNTIL_BACKWARD:
             entry.uses -= 1
             if not entry.uses:
-                self.drop(bucket.id)
+                self._entries.pop(bucket.id)
+                self._give_back(entry)
         kept = entry.node_shard
-        if bucket.tier is Tier.GPU:
+        if entry.tier is Tier.GPU:
             self._counters.add(Kind.LOAD, 0)
             return Pending(kept.tensor, done=kept.done)
         self._counters.add(Kind.LOAD, kept.tensor.nbytes)
@@ -117,11 +143,9 @@ class NodeShardCache:
     def host_copy(self, bucket_id: int, generation: int) -> Tensor | None:
         """The node shard [N*S] of that generation if it is in host memory: complete, for reading."""
         entry = self._entries.get(bucket_id)
-        if entry is None or entry.generation != generation:
+        if entry is None or entry.generation != generation or entry.tier is not Tier.HOST:
             return None
         kept = entry.node_shard
-        if not self._pool.holds(kept.tensor):
-            return None
         if kept.done is not None:
             kept.done.order()
             if self._device.type == "cuda":  # the reader is the Python thread, not a stream
@@ -131,5 +155,10 @@ class NodeShardCache:
     def drop(self, bucket_id: int) -> None:
         """Give the bucket's entry back, if it has one."""
         entry = self._entries.pop(bucket_id, None)
-        if entry is not None and self._pool.holds(entry.node_shard.tensor):
+        if entry is not None:
+            self._give_back(entry)
+        self._fallen_back.discard(bucket_id)
+
+    def _give_back(self, entry: _Entry) -> None:
+        if entry.tier is Tier.HOST:
             self._pool.give_back(entry.node_shard.tensor)

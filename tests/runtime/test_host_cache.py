@@ -15,6 +15,7 @@ from builders_plan import make_bucket
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Kind, Lane, Tier
 from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.lanes import Lanes
 from fcdp_compile.runtime.pending import Pending
@@ -270,3 +271,58 @@ def test_results_without_a_task_are_taken_as_they_are(bucket) -> None:
     cache, _ = make()
     cache.store(bucket, Pending(shard(6)), 1).wait()
     assert torch.equal(cache.load(bucket, 1).wait(), shard(6))
+
+
+class TestWhenTheDeviceIsFull:
+    """What was planned for the device goes to the host, and is where it really is."""
+
+    @staticmethod
+    def cache(used: list[int]) -> tuple[NodeShardCache, Counters]:
+        cache, counters = make()
+        cache.memory = DeviceMemory(capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0])
+        return cache, counters
+
+    def test_a_full_device_sends_it_to_the_host(self) -> None:
+        used = [51]
+        cache, counters = self.cache(used)
+        kept = shard(1)
+        cache.store(GPU, kept, 1).wait()
+        loaded = cache.load(GPU, 1).wait()
+        assert loaded is not kept
+        assert torch.equal(loaded, kept)
+        assert counters.sent == {Kind.STORE.value: SHARD_BYTES, Kind.LOAD.value: SHARD_BYTES}
+        assert (cache.host_bytes(), cache.fallen_back) == (SHARD_BYTES, 1)
+        assert cache.host_copy(0, 1) is not None
+
+    def test_it_stays_there_once_it_fell_back(self) -> None:
+        used = [51]
+        cache, _ = self.cache(used)
+        slab = cache.store(GPU, shard(1), 1).wait().data_ptr()
+        used[0] = 0
+        assert cache.store(GPU, shard(2), 2).wait().data_ptr() == slab
+        cache.drop(0)
+        kept = shard(3)
+        cache.store(GPU, kept, 3).wait()
+        assert cache.load(GPU, 3).wait() is kept
+        assert cache.fallen_back == 0
+
+    def test_at_the_threshold_there_is_room(self) -> None:
+        used = [50]
+        cache, counters = self.cache(used)
+        cache.store(GPU, shard(1), 1).wait()
+        used[0] = 51
+        cache.store(HOST, shard(2), 2).wait()  # not planned for the device: no fall
+        assert (cache.fallen_back, cache.host_bytes()) == (0, SHARD_BYTES)
+        assert counters.sent == {Kind.STORE.value: SHARD_BYTES}
+
+    def test_an_entry_moves_and_keeps_its_uses(self) -> None:
+        used = [0]
+        cache, _ = make(Life.UNTIL_BACKWARD)
+        cache.memory = DeviceMemory(capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0])
+        cache.store(GPU, shard(1), 1).wait()
+        used[0] = 51
+        cache.store(GPU, shard(1), 1).wait()
+        for _ in range(2):
+            assert torch.equal(cache.load(GPU, 1).wait(), shard(1))
+        assert cache.generation(0) is None
+        assert cache.host_bytes() == 0

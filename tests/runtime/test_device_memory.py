@@ -1,0 +1,36 @@
+"""When a device counts as full."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fcdp_compile.runtime.device_memory import DeviceMemory, peak_bytes
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("used", "is_short"), [(0, False), (90, False), (91, True), (1000, True)])
+def test_short_above_the_threshold(used: int, is_short: bool) -> None:
+    memory = DeviceMemory(capacity_bytes=100, threshold=0.9, used_bytes=lambda: used)
+    assert memory.is_short() == is_short
+
+
+def test_a_cpu_has_no_memory_for_a_cache_unless_told() -> None:
+    assert DeviceMemory.of(CPU, capacity_bytes=None, threshold=0.9) is None
+    told = DeviceMemory.of(CPU, capacity_bytes=10, threshold=0.9)
+    assert told is not None
+    assert (told.capacity_bytes, told.is_short(), peak_bytes(CPU)) == (10, False, None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_says_itself() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = DeviceMemory.of(device, capacity_bytes=None, threshold=0.9)
+    assert memory is not None
+    assert memory.capacity_bytes == torch.cuda.get_device_properties(device).total_memory
+    told = DeviceMemory.of(device, capacity_bytes=1 << 20, threshold=1.0)
+    assert told is not None
+    kept = torch.empty(2 << 20, dtype=torch.uint8, device=device)
+    assert told.is_short()
+    assert (peak_bytes(device) or 0) >= kept.nbytes
