@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         StaleParameterError,
         UnshardedParameterError,
     )
+    from fcdp_compile.memory import Memory, memory
     from fcdp_compile.mesh import make_mesh
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FcdpError",
+    "Memory",
     "PlanFormatError",
     "PlanMismatchError",
     "StaleParameterError",
@@ -33,12 +35,14 @@ __all__ = [
     "Traffic",
     "UnshardedParameterError",
     "make_mesh",
+    "memory",
     "shard",
     "traffic",
 ]
 
 _HOMES = {
     "FcdpError": "errors",
+    "Memory": "memory",
     "PlanFormatError": "errors",
     "PlanMismatchError": "errors",
     "StaleParameterError": "errors",
@@ -46,6 +50,7 @@ _HOMES = {
     "Traffic": "traffic",
     "UnshardedParameterError": "errors",
     "make_mesh": "mesh",
+    "memory": "memory",
     "shard": "sharding",
     "traffic": "traffic",
 }

@@ -2,6 +2,7 @@
 
     Dynamo graph -> AOTAutograd's joint graph -> partition -> bucket -> stamp
                  -> for each direction and variant: place -> lower -> schedule -> segment -> describe
+                 -> predict -> choose_tiers, if the cache is adaptive and the device's memory known
                  -> plan -> programs
 
 The only part that knows both the passes and the runtime.
@@ -28,15 +29,18 @@ from fcdp_compile.mesh import process_count
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.options import Options
 from fcdp_compile.passes.bucket import bucket, buckets_of
+from fcdp_compile.passes.choose_tiers import Placement, choose_tiers
 from fcdp_compile.passes.context import PassContext, Source, Use, use_of
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.partition import partition
 from fcdp_compile.passes.place import place
+from fcdp_compile.passes.predict import predict
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
-from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Tier, Variant
+from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Schedule, Tier, Variant
+from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.run import CompiledPlan
@@ -131,7 +135,7 @@ class _Compilation:
         model.host_memory.ask(self._options.host_memory)
         made = buckets_of(bucket(gm, self._context(model, direction)))
         model.adopt(made)
-        if direction is not Direction.BACKWARD and model.strategy.cache is Cache.HOST:
+        if direction is not Direction.BACKWARD and model.strategy.keeps_on_host:
             model.host_memory.note(made)
 
     def _context(self, model: ShardedModel, direction: Direction) -> PassContext:
@@ -194,19 +198,62 @@ class _Compilation:
                 lowered = segment(schedule(lower(placed, ctx), ctx))
                 self._lowered[direction, variant] = lowered
                 schedules.append(describe(lowered, ctx))
+        in_order = [buckets[i] for i in sorted(buckets)]
+        placement = self._placement(model, graphs, in_order)
+        if placement is not None:
+            in_order = [_placed(b, placement) for b in in_order]
+            schedules = [_without_copies(s, in_order) for s in schedules]
         plan = Plan(
             strategy=model.strategy.name,
             nodes=model.topology.nodes,
             ranks_per_node=model.topology.ranks_per_node,
             graph=model.next_graph(),
-            buckets=tuple(buckets[i] for i in sorted(buckets)),
+            buckets=tuple(in_order),
             refresh=tuple(refresh),
             schedules=tuple(schedules),
+            peak_bytes=None if placement is None else placement.peak_bytes,
         )
         self._bound = CompiledPlan(plan, model)
         log.info("%s", _summary(plan))
         if self._options.dump is not None:
             Dump(self._options.dump, model.number).write(plan, self._lowered)
+
+    def _placement(
+        self, model: ShardedModel, graphs: dict[Direction, GraphModule], buckets: Sequence[Bucket]
+    ) -> Placement | None:
+        """Where the buckets of an adaptive cache wait; None for other strategies and without a capacity."""
+        o = self._options
+        if model.strategy.cache is not Cache.ADAPTIVE:
+            return None
+        memory = DeviceMemory.of(
+            model.device, capacity_bytes=o.device_memory, threshold=o.memory_threshold
+        )
+        model.cache.memory = memory
+        if memory is None:
+            return None
+        lowered = {key: gm for key, gm in self._lowered.items() if key[0] in graphs}
+        step = predict(
+            graphs,
+            lowered,
+            buckets,
+            self._context(model, next(iter(graphs))),
+            device_type=model.device.type,
+        )
+        placement = choose_tiers(
+            step.entries,
+            step.alive_bytes,
+            static_bytes=step.static_bytes + model.kept_by_others([b.id for b in buckets]),
+            capacity_bytes=memory.capacity_bytes,
+            threshold=o.memory_threshold,
+        )
+        model.note_placement(
+            {
+                e.bucket: e.bytes if c.tier is Tier.GPU else 0
+                for e, c in zip(step.entries, placement.choices, strict=True)
+            },
+            placement.peak_bytes,
+        )
+        return placement
 
     # --- compiling ----------------------------------------------------------------------------------------
 
@@ -256,6 +303,24 @@ def _read_inputs(lowered: GraphModule) -> tuple[int, ...]:
 
 def _union(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*left, *right}))
+
+
+def _placed(bucket: Bucket, placement: Placement) -> Bucket:
+    for choice in placement.choices:
+        if choice.bucket == bucket.id:
+            composition = bucket.why.partition(";")[0]
+            return replace(bucket, tier=choice.tier, why=f"{composition}; {choice.why}")
+    return bucket
+
+
+def _without_copies(schedule: Schedule, buckets: Sequence[Bucket]) -> Schedule:
+    """The schedule without bytes over the bus for what stays on the device."""
+    kept = {b.id for b in buckets if b.tier is Tier.GPU}
+    steps = tuple(
+        replace(s, bytes=0) if s.kind in (Kind.STORE, Kind.LOAD) and s.bucket in kept else s
+        for s in schedule.steps
+    )
+    return replace(schedule, steps=steps)
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
@@ -327,7 +392,10 @@ def _clone(gm: GraphModule) -> GraphModule:
 def _summary(plan: Plan) -> str:
     steps = sum(len(s.steps) for s in plan.schedules)
     frozen = sum(b.frozen for b in plan.buckets)
+    kept = sum(b.tier is Tier.GPU for b in plan.buckets)
+    peak = "" if plan.peak_bytes is None else f", predicted peak {plan.peak_bytes / 2**20:.1f} MiB"
     return (
         f"graph {plan.graph}: {plan.strategy} on {plan.nodes} x {plan.ranks_per_node} ranks, "
-        f"{len(plan.buckets)} buckets ({frozen} frozen), {len(plan.schedules)} schedules, {steps} steps"
+        f"{len(plan.buckets)} buckets ({frozen} frozen, {kept} on the gpu), "
+        f"{len(plan.schedules)} schedules, {steps} steps{peak}"
     )

@@ -23,11 +23,12 @@ class Scope(Enum):
 
 
 class Cache(Enum):
-    """Where a gathered node shard waits for its next use."""
+    """Where a gathered node shard waits for its next use; adaptive: on the GPU while there is room."""
 
     NONE = "none"
     GPU = "gpu"
     HOST = "host"
+    ADAPTIVE = "adaptive"
 
 
 class Life(Enum):
@@ -65,6 +66,11 @@ class Strategy:
         """Whether a cached node shard outlives the backward, so that the next forward may reuse it."""
         return self.cache is not Cache.NONE and self.life is Life.UNTIL_CHANGED
 
+    @property
+    def keeps_on_host(self) -> bool:
+        """Whether cached node shards may wait in host memory."""
+        return self.cache in (Cache.HOST, Cache.ADAPTIVE)
+
     def without_cache(self) -> Strategy:
         """The same strategy where caching gains nothing: on one node."""
         return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
@@ -96,6 +102,6 @@ PRESETS: dict[str, Strategy] = {
     for s in (
         _preset("zero3", Cache.NONE, Life.UNTIL_BACKWARD),
         _preset("zero++", Cache.GPU, Life.UNTIL_BACKWARD),
-        _preset("fcdp", Cache.HOST, Life.UNTIL_CHANGED),
+        _preset("fcdp", Cache.ADAPTIVE, Life.UNTIL_CHANGED),
     )
 }

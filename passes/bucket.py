@@ -18,7 +18,12 @@ from fcdp_compile.strategy import Cache
 _Kind = tuple[bool, torch.dtype, torch.dtype]
 """frozen, gather dtype, reduce dtype: only parameters of one kind travel together."""
 
-_TIERS = {Cache.NONE: Tier.NONE, Cache.GPU: Tier.GPU, Cache.HOST: Tier.HOST}
+_TIERS = {
+    Cache.NONE: Tier.NONE,
+    Cache.GPU: Tier.GPU,
+    Cache.HOST: Tier.HOST,
+    Cache.ADAPTIVE: Tier.HOST,  # until `choose_tiers` has seen the whole step
+}
 
 
 def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:

@@ -86,8 +86,14 @@ def _by_bucket(graph: Graph) -> dict[Bucket, list[Node]]:
 
 
 def _explicit(
-    graph: Graph, op: Callable[..., Any], args: Sequence[Node], bucket: Bucket, sent_bytes: int
+    graph: Graph,
+    op: Callable[..., Any],
+    args: Sequence[Node],
+    bucket: Bucket,
+    sent_bytes: int,
+    val: Tensor | None = None,
 ) -> Node:
+    """Insert an explicit node; `val` is the device memory that its result takes from here on."""
     node = graph.call_function(op, tuple(args), {"bucket": bucket.id})
     kind = ops.EXPLICIT[op]
     assert kind is not None
@@ -95,11 +101,13 @@ def _explicit(
         index=0, kind=kind, lane=LANES[kind], bucket=bucket.id, bytes=sent_bytes, waits=(), label=""
     )
     node.meta[META] = StepMeta(step=step)
+    if val is not None:
+        node.meta["val"] = val
     return node
 
 
-def wait_for(graph: Graph, pending: Node, val: Tensor | None = None) -> Node:
-    """Insert a wait for a started step, with the value it gives if anybody uses that."""
+def wait_for(graph: Graph, pending: Node) -> Node:
+    """Insert a wait for a started step, whose result it gives."""
     meta = pending.meta[META]
     node = graph.call_function(ops.wait, (pending,), {"bucket": meta.step.bucket})
     node.meta[META] = StepMeta(
@@ -113,8 +121,8 @@ def wait_for(graph: Graph, pending: Node, val: Tensor | None = None) -> Node:
             label=meta.step.kind.value,
         )
     )
-    if val is not None:
-        node.meta["val"] = val
+    if "val" in pending.meta:
+        node.meta["val"] = pending.meta["val"]
     return node
 
 
@@ -134,12 +142,14 @@ def _gather(
     shards = {ctx.specs[str(n.args[1])].name: _placeholder_of(n.args[0]) for n in unshards}  # type: ignore[arg-type]
     dtype = getattr(torch, bucket.dtype)
     layouts = [p.layout for p in bucket.params]
+    node_shard = bucket.slot_elements * ctx.nodes
     pending: Node | None = None
     with graph.inserting_before(anchor):
         if source is Source.LOAD:
             like = next(iter(shards.values()))
             tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
-            buffer = pending = _explicit(graph, ops.load, [], bucket, tier_bytes)
+            val = fake_flat(like, node_shard, dtype)
+            buffer = pending = _explicit(graph, ops.load, [], bucket, tier_bytes, val)
         else:
             missing = [p.name for p in bucket.params if p.name not in shards]
             assert not missing, (
@@ -149,16 +159,17 @@ def _gather(
             like = buffer = _pack(graph, bucket, members, ctx)
         if source in (Source.GATHER, Source.GATHER_AND_STORE):
             sent = (ctx.nodes - 1) * bucket.slot_bytes
-            buffer = pending = _explicit(graph, ops.inter_all_gather, [buffer], bucket, sent)
+            val = fake_flat(like, node_shard, dtype)
+            buffer = pending = _explicit(graph, ops.inter_all_gather, [buffer], bucket, sent, val)
         if source is Source.GATHER_AND_STORE:
             tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
             stores.append(_explicit(graph, ops.store, [buffer], bucket, tier_bytes))
         if ctx.ranks_per_node > 1:
             sent = (ctx.ranks_per_node - 1) * bucket.node_bytes(ctx.nodes)
-            buffer = pending = _explicit(graph, ops.intra_all_gather, [buffer], bucket, sent)
+            val = fake_flat(like, node_shard * ctx.ranks_per_node, dtype)
+            buffer = pending = _explicit(graph, ops.intra_all_gather, [buffer], bucket, sent, val)
         if pending is not None:
-            ranks = ctx.nodes * ctx.ranks_per_node
-            buffer = wait_for(graph, pending, fake_flat(like, bucket.slot_elements * ranks, dtype))
+            buffer = wait_for(graph, pending)
         full = inline(graph, lambda b: unpack_full(b[0], layouts), [buffer], ctx.decompositions)
     params = dict(zip([p.name for p in bucket.params], full, strict=True))
     used = [params[ctx.specs[str(n.args[1])].name] for n in unshards]
@@ -273,14 +284,18 @@ def _reduce_bucket(
             graph, lambda g: [pack_grads(g, layouts, dtype)], grads, ctx.decompositions
         )
         packed, pending = buffer, None  # type: Node, Node | None
-        if ctx.ranks_per_node > 1:
-            sent = (ctx.ranks_per_node - 1) * slot * ctx.nodes * bucket.reduce_itemsize
-            buffer = pending = _explicit(graph, ops.intra_reduce_scatter, [buffer], bucket, sent)
-        if ctx.nodes > 1:
-            sent = (ctx.nodes - 1) * slot * bucket.reduce_itemsize
-            buffer = pending = _explicit(graph, ops.inter_reduce_scatter, [buffer], bucket, sent)
+        elements = slot * ctx.nodes * ctx.ranks_per_node
+        for op, size in (
+            (ops.intra_reduce_scatter, ctx.ranks_per_node),
+            (ops.inter_reduce_scatter, ctx.nodes),
+        ):
+            if size > 1:
+                elements //= size
+                sent = (size - 1) * elements * bucket.reduce_itemsize
+                val = fake_flat(packed, elements, dtype)
+                buffer = pending = _explicit(graph, op, [buffer], bucket, sent, val)
         if pending is not None:
-            buffer = wait_for(graph, pending, fake_flat(packed, slot, dtype))
+            buffer = wait_for(graph, pending)
     with graph.inserting_before(min(members, key=order.__getitem__)):
         shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
         shards = inline(

@@ -29,7 +29,7 @@ from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.released import is_released, release
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
-from fcdp_compile.strategy import Cache, Strategy
+from fcdp_compile.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +134,9 @@ class ShardedModel:
         self.fingerprints = Fingerprints()
         self._buckets: dict[str, list[Bucket]] = {}
         self.next_bucket = 0
+        # Of adaptive placement: bytes on the device by bucket as last planned, the highest predicted peak.
+        self._planned_bytes: dict[int, int] = {}
+        self.predicted_peak_bytes: int | None = None
         self._graphs = 0
         self._has_warned = False
         self._keys = {r.spec.name: key for key, r in self.records.items()}
@@ -190,7 +193,7 @@ class ShardedModel:
 
     def agree_on_host_memory(self) -> None:
         """Find the budget of a cache on the host, with all ranks of the mesh."""
-        if self.strategy.cache is Cache.HOST:
+        if self.strategy.keeps_on_host:
             is_pinned = self.device.type == "cuda"
             self.host_memory.agree(self.collectives, self.pool, is_pinned=is_pinned)
 
@@ -222,6 +225,15 @@ class ShardedModel:
                 if other.frozen != bucket.frozen:
                     self.shards(other)  # those it alone has come back first
                     self.cache.drop(other.id)
+
+    def kept_by_others(self, bucket_ids: Sequence[int]) -> int:
+        """Bytes that graphs compiled before want to keep on the device of buckets other than these."""
+        return sum(size for i, size in self._planned_bytes.items() if i not in bucket_ids)
+
+    def note_placement(self, planned_bytes: dict[int, int], peak_bytes: int) -> None:
+        """A graph was planned to keep these bytes of its buckets on the device and to reach that peak."""
+        self._planned_bytes |= planned_bytes
+        self.predicted_peak_bytes = max(peak_bytes, self.predicted_peak_bytes or 0)
 
     def next_graph(self) -> int:
         """Number the next compiled graph of this model."""

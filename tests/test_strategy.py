@@ -25,7 +25,7 @@ def test_only_a_cache_that_outlives_the_backward_is_resident() -> None:
 
 def test_where_each_preset_keeps_node_shards() -> None:
     caches = {name: PRESETS[name].cache for name in ("zero3", "zero++", "fcdp")}
-    assert caches == {"zero3": Cache.NONE, "zero++": Cache.GPU, "fcdp": Cache.HOST}
+    assert caches == {"zero3": Cache.NONE, "zero++": Cache.GPU, "fcdp": Cache.ADAPTIVE}
 
 
 def test_nothing_cached_is_not_resident() -> None:

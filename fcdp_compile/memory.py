@@ -1,0 +1,39 @@
+"""What device memory a sharded model was predicted to take, and took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fcdp_compile.runtime.device_memory import peak_bytes
+from fcdp_compile.sharding import state_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of this rank's device.
+
+    predicted_peak_bytes: the highest of the model's plans, of a step with the tiers that they chose; None
+    before the first is compiled, for strategies whose cache is not adaptive, and on a CPU for which no
+    `device_memory` was given.  measured_peak_bytes: the most that was ever allocated, by whomever
+    (`torch.cuda.max_memory_allocated`); None on a CPU, where nobody counts.  fallbacks: buckets planned for
+    the device that are on the host because it was too full.
+    """
+
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    fallbacks: int
+
+
+def memory(model: nn.Module) -> Memory:
+    """The device memory of `model`, compiled or not, on this rank.
+
+    Raises: ValueError if the model is not sharded.
+    """
+    state = state_of(model)
+    return Memory(
+        predicted_peak_bytes=state.predicted_peak_bytes,
+        measured_peak_bytes=peak_bytes(state.device),
+        fallbacks=state.cache.fallen_back,
+    )

@@ -1,0 +1,148 @@
+"""Predict the device memory of a whole step with every cached bucket on the host; no graph is changed.
+
+    static      home shards, gradient shards, optimizer state, the caller's inputs and buffers
+    positions   forward cold | forward warm | backward, node by node: `memory.timeline` of each
+
+`choose_tiers` then decides what may stay on the device besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule
+
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.passes.choose_tiers import Entry
+from fcdp_compile.passes.context import PassContext
+from fcdp_compile.passes.memory import Alive, evaluate, hints_of, storages, timeline
+from fcdp_compile.plan import Bucket, Direction, Kind, Tier, Variant
+from fcdp_compile.registry import ParamSpec
+
+_STATE_BYTES = 8  # of optimizer state for each trainable element: two moments in fp32, as Adam's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """What `choose_tiers` needs to know of a step.  All numbers are bytes of one rank's device."""
+
+    entries: tuple[Entry, ...]
+    alive_bytes: tuple[int, ...]
+    static_bytes: int
+
+
+def predict(
+    graphs: Mapping[Direction, GraphModule],
+    lowered: Mapping[tuple[Direction, Variant], GraphModule],
+    buckets: Sequence[Bucket],
+    ctx: PassContext,
+    *,
+    device_type: str,
+) -> StepMemory:
+    """Read the step's memory off its lowered graphs.
+
+    graphs: the same before `lower`, which say what is a home shard.
+
+    Symbolic sizes count with the values that they were traced with.  Gradients count as if a step
+    accumulated: the shards of earlier micro-batches beside those that a backward returns.
+    """
+    elsewhere: dict[int, int] = {}
+    hints = {s: v for gm in graphs.values() for s, v in hints_of(gm).items()}
+    homes: set[int] = set()
+    for direction, gm in graphs.items():
+        homes |= _home_shards(gm.graph, device_type)
+        if direction is not Direction.BACKWARD:
+            inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
+            elsewhere |= {
+                s: evaluate(size, hints) for s, size in storages(inputs, device_type).items()
+            }
+    others = sum(size for s, size in elsewhere.items() if s not in homes)
+    parts = {
+        key: timeline(gm, elsewhere=homes | set(elsewhere), device_type=device_type)
+        for key, gm in lowered.items()
+    }
+    released = {p.name for b in buckets for p in b.params if is_released(b, ctx)}
+    return StepMemory(
+        entries=tuple(_entries(parts, buckets, ctx)),
+        alive_bytes=tuple(evaluate(a.bytes, hints) for part in parts.values() for a in part),
+        static_bytes=others
+        + sum(
+            _static(spec, frozen=key in ctx.frozen, is_away=spec.name in released)
+            for key, spec in ctx.specs.items()
+        ),
+    )
+
+
+def is_released(bucket: Bucket, ctx: PassContext) -> bool:
+    """Whether the home shards of a bucket leave the device while the host has it."""
+    resident = ctx.strategy.is_resident and bucket.frozen and bucket.tier is Tier.HOST
+    return resident and all(s.home_dtype == s.gather_dtype for s in _specs(bucket, ctx))
+
+
+def _home_shards(graph: Graph, device_type: str) -> set[int]:
+    nodes = graph.find_nodes(op="call_function", target=UNSHARD)
+    return set(storages([n.args[0].meta.get("val") for n in nodes], device_type))
+
+
+def _static(spec: ParamSpec, *, frozen: bool, is_away: bool) -> int:
+    home = _home_bytes(spec)
+    if frozen:
+        return 0 if is_away else home
+    return 2 * home + _STATE_BYTES * math.prod(spec.local_shape)
+
+
+def _home_bytes(spec: ParamSpec) -> int:
+    return math.prod(spec.local_shape) * spec.home_dtype.itemsize
+
+
+def _specs(bucket: Bucket, ctx: PassContext) -> list[ParamSpec]:
+    by_name = {spec.name: spec for spec in ctx.specs.values()}
+    return [by_name[p.name] for p in bucket.params]
+
+
+def _entries(
+    parts: Mapping[tuple[Direction, Variant], Sequence[Alive]],
+    buckets: Sequence[Bucket],
+    ctx: PassContext,
+) -> list[Entry]:
+    entries = []
+    for bucket in buckets:
+        if bucket.tier is Tier.NONE:
+            continue
+        home = sum(map(_home_bytes, _specs(bucket, ctx))) if is_released(bucket, ctx) else 0
+        node_bytes = bucket.node_bytes(ctx.nodes)
+        moves = sum(
+            a.bucket == bucket.id and a.step in (Kind.STORE.value, Kind.LOAD.value)
+            for (_, variant), part in parts.items()
+            if variant is Variant.COLD or len(parts) == 1
+            for a in part
+        )
+        entries.append(
+            Entry(
+                bucket=bucket.id,
+                bytes=node_bytes + home,
+                moved_bytes=moves * node_bytes,
+                spans=tuple(_spans(bucket, parts, ctx)),
+            )
+        )
+    return entries
+
+
+def _spans(
+    bucket: Bucket, parts: Mapping[tuple[Direction, Variant], Sequence[Alive]], ctx: PassContext
+) -> list[tuple[int, int]]:
+    """When the cache has an entry: always if it outlives the step, else from its store to its load."""
+    spans, start = [], 0
+    for (direction, _), part in parts.items():
+        end = start + len(part)
+        mine = {a.step: start + i for i, a in enumerate(part) if a.bucket == bucket.id}
+        if ctx.strategy.is_resident:
+            spans.append((start, end))
+        elif direction is Direction.BACKWARD:
+            spans.append((start, mine.get(Kind.LOAD.value, end)))
+        elif Kind.STORE.value in mine:
+            spans.append((mine[Kind.STORE.value], end))
+        start = end
+    return [s for s in spans if s[0] < s[1]]
