@@ -2,41 +2,109 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from fcdp_compile.passes.context import META
+from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode
+
+Table = Mapping[Any, Callable[..., Any]]
 
 
 def inline(
     graph: Graph,
     function: Callable[[list[Tensor]], Sequence[Tensor]],
     inputs: Sequence[Node],
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    decompositions: Table | None = None,
     *,
     mark: object = None,
 ) -> list[Node]:
     """Insert `function(inputs)` at the graph's insert point and return the nodes of its results.
 
-    The function is traced on the inputs' fake tensors, so its shapes must not depend on their values.
+    The function is a lambda.  It is traced on fake tensors, so its shapes must not depend on their values;
+    lambdas of one code that close over equal values, such as the packing of equal layers, are traced once.
     decompositions: as for the rest of the graph, by AOTAutograd.  mark: the record to leave on new nodes.
     """
-    values = [n.meta["val"] for n in inputs]
-    table = dict(decompositions or {})
-    traced = make_fx(lambda *tensors: list(function(list(tensors))), table)(*values)
-    env: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    results = graph.graph_copy(traced.graph, env)
-    for old, new in env.items():
-        if old.op == "call_function" and "val" in old.meta:
-            new.meta["val"] = old.meta["val"]
+    like = tuple(_Like.of(n.meta["val"]) for n in inputs)
+    traced = _traced(_Closure(function), like, _ByIdentity(decompositions))
+    env: dict[Node, Node] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in traced.nodes:
+        if node.op == "call_function":
+            copy = env[node] = graph.node_copy(node, env.__getitem__)
+            args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+            copy.meta = {"val": node.target(*args, **kwargs)}
             if mark is not None:
-                new.meta[META] = mark
-    return list(results)  # type: ignore[arg-type]
+                copy.meta[META] = mark
+    (results,) = traced.output_node().args
+    return [env[n] for n in results]  # type: ignore[union-attr, index]
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(closure: _Closure, like: tuple[_Like, ...], table: _ByIdentity) -> Graph:
+    function = closure.function
+    # While AOTAutograd calls the passes its mode is on, and would not take fake tensors of another one.
+    with detect_fake_mode() or FakeTensorMode():
+        values = [
+            torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device) for v in like
+        ]
+    traced = make_fx(lambda *tensors: list(function(list(tensors))), dict(table.held or {}))
+    graph = traced(*values).graph
+    for node in graph.nodes:  # the values of this trace, and with them the mode and its shapes
+        node.meta.clear()
+    return graph
+
+
+class _Like(NamedTuple):
+    """What of a tensor the trace of a function depends on."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(value: Tensor) -> _Like:
+        return _Like(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+
+class _Closure:
+    """A function, equal to one of the same code that closes over equal values."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        assert not function.__defaults__, "an argument's default value would not be compared"
+        self.function = function
+        cells = function.__closure__ or ()
+        self._key = function.__code__, tuple(_frozen(c.cell_contents) for c in cells)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Closure) and self._key == other._key
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+
+
+class _ByIdentity:
+    """A table of decompositions, too large to compare."""
+
+    def __init__(self, held: Table | None) -> None:
+        self.held = held
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and self.held is other.held
 
 
 def fake_flat(like: Node, elements: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,77 @@
+"""What a function does, as nodes; equal functions are traced once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from builders_graph import GraphBuilder
+from fcdp_compile.passes import inline as inline_module
+from fcdp_compile.passes.inline import inline
+
+
+def scaled_twice(factors: list[float], *, size: int = 4) -> GraphModule:
+    """Return a graph: x -> its halves, which are views, each times a factor."""
+    b = GraphBuilder({})
+    x = b.input("x", (size,))
+    gm = b.finish(x)
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        results = inline(
+            gm.graph, lambda t: [h * f for h, f in zip(t[0].chunk(2), factors, strict=True)], [x]
+        )
+    output.args = (tuple(results),)
+    gm.recompile()
+    return gm
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    made: list[int] = []
+    real = inline_module.make_fx
+
+    def counting(*args: object) -> object:
+        made.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(inline_module, "make_fx", counting)
+    inline_module._traced.cache_clear()
+    return made
+
+
+def test_nodes_compute_what_the_function_does_and_have_its_values() -> None:
+    gm = scaled_twice([2.0, 3.0])
+    one, two = gm(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert (one.tolist(), two.tolist()) == ([2.0, 4.0], [9.0, 12.0])
+    x = gm.graph.find_nodes(op="placeholder")[0].meta["val"]
+    for node in (n for n in gm.graph.nodes if n.op == "call_function"):
+        value = node.meta["val"]
+        if isinstance(value, Tensor):
+            assert value.fake_mode is x.fake_mode
+
+
+def test_equal_functions_are_traced_once(traces: list[int]) -> None:
+    for _ in range(3):
+        scaled_twice([2.0, 3.0])
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(("factors", "size"), [([2.0, 4.0], 4), ([2.0, 3.0], 6)])
+def test_other_values_and_other_shapes_are_traced_anew(
+    traces: list[int], factors: list[float], size: int
+) -> None:
+    scaled_twice([2.0, 3.0])
+    one, two = scaled_twice(factors, size=size)(torch.ones(size))
+    assert len(traces) == 2
+    assert one.tolist() == [factors[0]] * (size // 2)
+    assert two.tolist() == [factors[1]] * (size // 2)
+
+
+def test_a_default_value_is_refused() -> None:
+    b = GraphBuilder({})
+    x = b.input("x", (4,))
+    gm = b.finish(x)
+    with pytest.raises(AssertionError, match="default value"):
+        inline(gm.graph, lambda t, f=2.0: [t[0] * f], [x])
