@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile import registry
-from fcdp_compile.compute import Compute
+from fcdp_compile.compute import Compute, inductor_settings
 from fcdp_compile.dump import Dump
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.home_shard import bring_back_inputs
@@ -45,7 +45,12 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Cache
-from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
+from fcdp_compile.torch_compat import (
+    aot_autograd,
+    graph_module,
+    min_cut_rematerialization_partition,
+    without_code,
+)
 from fcdp_compile.writes import refuse_writes
 
 log = logging.getLogger(__name__)
@@ -61,17 +66,18 @@ def fcdp(
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph; torch.compile calls this.
 
-    Raises: ValueError or TypeError for bad options, UnshardedParameterError for a parameter that `shard` has
-    not seen while several processes run, FcdpError for a forward that writes to a parameter.
+    mode: of torch.compile, for the segments; modes with CUDA graphs are refused.
+
+    Raises: ValueError or TypeError for a bad mode or options, UnshardedParameterError for a parameter that
+    `shard` has not seen while several processes run, FcdpError for a forward that writes to a parameter.
     """
-    if mode not in (None, "default"):
-        raise ValueError(
-            f"backend 'fcdp' takes no mode={mode!r}; leave it out and use options={{...}} instead"
-        )
+    settings = inductor_settings(mode)
     checked = Options.parse({**(options or {}), **more})
     _refuse_unsharded(gm, example_inputs)
     refuse_writes(gm)
-    return _Compilation(checked, example_inputs).compile(gm, example_inputs)
+    if settings:  # a mode is Inductor's, also where ATen's kernels are the default
+        checked = replace(checked, compute=checked.compute or "inductor")
+    return _Compilation(checked, example_inputs, settings).compile(gm, example_inputs)
 
 
 def _refuse_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -89,11 +95,14 @@ def _refuse_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 class _Compilation:
     """One Dynamo graph on its way through AOTAutograd, which calls back for each part."""
 
-    def __init__(self, options: Options, example_inputs: Sequence[Any]) -> None:
+    def __init__(
+        self, options: Options, example_inputs: Sequence[Any], settings: Mapping[str, Any]
+    ) -> None:
         self._options = options
         device_type = _device_type(example_inputs)
         self._machine = options.machine_on(device_type)
-        self._compute = Compute(options.compute_on(device_type))
+        kind = Compute.available(options.compute_on(device_type), device_type)
+        self._compute = Compute(kind, settings)
         self._bound: CompiledPlan | None = None
         self._forward_buckets: dict[str, Bucket] = {}
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
@@ -107,7 +116,8 @@ class _Compilation:
             decompositions=self._compute.decompositions(),
             keep_inference_input_mutations=True,
         )
-        compiled: Callable[..., Any] = compiler(gm, example_inputs)
+        with without_code():
+            compiled: Callable[..., Any] = compiler(gm, example_inputs)
         return compiled
 
     # --- planning: no communication, nothing runs ---------------------------------------------------------
@@ -127,7 +137,9 @@ class _Compilation:
             self._bucket(model, Direction.FORWARD, fw)
             self._forward_buckets = _bucket_by_key(fw)
             self._bucket(model, Direction.BACKWARD, bw)
-            stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
+            # A single rank's backward is given the parameters themselves: autograd watches them.
+            if model.topology.ranks > 1:
+                stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
             self._plan(model, {Direction.FORWARD: fw, Direction.BACKWARD: bw})
         return fw, bw
 
@@ -386,7 +398,7 @@ def _clone(gm: GraphModule) -> GraphModule:
     env: dict[Node, Node] = {}
     results = graph.graph_copy(gm.graph, env)
     graph.output(results)
-    return GraphModule(gm, graph)
+    return graph_module(gm, graph)
 
 
 def _summary(plan: Plan) -> str:

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fcdp_compile import torch_compat
 
+log = logging.getLogger(__name__)
+
+_MAX_CONSTANT_BYTES = 4096
+"""Of a constant that is compared by its values; larger ones are in no layer that repeats."""
+
+_CUDA_GRAPHS = "triton.cudagraphs"
+
 BoxedCallable = Callable[[list[Any]], Any]
 
 
 class Compute:
-    """One way of compiling segments; equal segments of one Dynamo graph are compiled once."""
+    """One way of compiling segments; equal segments of one Dynamo graph are compiled once.
 
-    def __init__(self, kind: str) -> None:
+    settings: of Inductor, for a mode of `torch.compile` (`inductor_settings`).
+    """
+
+    def __init__(self, kind: str, settings: Mapping[str, Any] | None = None) -> None:
         self._is_inductor = kind == "inductor"
+        self._settings = dict(settings or {})
+        self._table = torch_compat.inductor_decompositions() if self._is_inductor else None
         self._done: dict[str, BoxedCallable] = {}
+
+    @staticmethod
+    def available(kind: str, device_type: str) -> str:
+        """`kind`, or "eager" with one warning where Inductor cannot compile for the device."""
+        if kind != "inductor" or (reason := torch_compat.why_no_inductor(device_type)) is None:
+            return kind
+        _warn_once(device_type, reason)
+        return "eager"
 
     def decompositions(self) -> dict[Any, Any] | None:
         """What AOTAutograd should decompose for this compiler."""
@@ -27,7 +50,9 @@ class Compute:
 
     def prepare_joint(self, joint: GraphModule) -> GraphModule:
         """The compiler's own passes over the joint graph, before it is partitioned."""
-        return torch_compat.joint_graph_passes(joint) if self._is_inductor else joint
+        return (
+            torch_compat.joint_graph_passes(joint, self._settings) if self._is_inductor else joint
+        )
 
     def compile(self, gm: GraphModule) -> BoxedCallable:
         """Compile a graph into a function of a list of arguments, which it empties."""
@@ -43,22 +68,77 @@ class Compute:
         if not self._is_inductor:
             return torch_compat.boxed(gm)
         inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
-        return torch_compat.compile_with_inductor(gm, inputs)
+        return torch_compat.compile_with_inductor(gm, inputs, self._settings)
+
+
+def inductor_settings(mode: str | None) -> dict[str, Any]:
+    """Inductor's settings for a mode of `torch.compile`.
+
+    Raises: ValueError for an unknown mode and for one that records CUDA graphs: a recorded step replays its
+    kernels without the collectives and copies between them.
+    """
+    modes = torch_compat.inductor_modes()
+    working = [name for name, settings in modes.items() if not settings.get(_CUDA_GRAPHS)]
+    if mode is None or mode in working:
+        return modes[mode] if mode else {}
+    if mode not in modes:
+        raise ValueError(f"unknown mode {mode!r}; backend 'fcdp' takes {', '.join(working)}")
+    near = f"{mode}-no-cudagraphs"
+    instead = f"mode={near!r}" if near in working else "mode='default'"
+    raise ValueError(
+        f"mode {mode!r} records CUDA graphs, which cannot hold the collectives and copies of backend 'fcdp'; "
+        f"use {instead}"
+    )
+
+
+@functools.cache
+def _warn_once(device_type: str, reason: str) -> None:
+    log.warning(
+        "compute='inductor' cannot compile for %s, so ATen's kernels run instead: %s",
+        device_type,
+        reason,
+    )
 
 
 def _structure(gm: GraphModule) -> str | None:
-    """Text that is the same for graphs of the same structure and inputs; None if it holds constants."""
-    numbers: dict[Node, int] = {}
+    """Text that is the same for graphs of the same structure, inputs and constants.
+
+    None if a constant is large, or is no tensor whose values can be read.
+    """
+    numbers: dict[Node, str] = {}
     lines = []
     for node in gm.graph.nodes:
+        numbers[node] = f"%{len(numbers)}"
         if node.op == "get_attr":
-            return None
-        numbers[node] = len(numbers)
-        args = map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
+            constant = _content(getattr(gm, str(node.target), None))
+            if constant is None:
+                return None
+            lines.append(constant)
+            continue
+        args = map_arg((node.args, node.kwargs), lambda n: _Name(numbers[n]))
         lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args}")
         if node.op == "placeholder":
             lines.append(_described(node.meta.get("val")))
     return "\n".join(lines)
+
+
+class _Name(str):
+    """A node's number among the arguments of another: no string argument prints like it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _content(constant: object) -> str | None:
+    if (
+        type(constant) is not Tensor
+        or constant.layout is not torch.strided
+        or constant.nbytes > _MAX_CONSTANT_BYTES
+    ):
+        return None
+    return f"{_described(constant)} {constant.flatten().tolist()}"
 
 
 def _described(value: object) -> str:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from functorch.compile import min_cut_rematerialization_partition
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
-from torch._guards import detect_fake_mode, tracing
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes as inductor_joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
+from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -35,7 +41,9 @@ __all__ = [
     "compile_with_inductor",
     "detect_fake_mode",
     "every_thread",
+    "graph_module",
     "inductor_decompositions",
+    "inductor_modes",
     "is_opaque",
     "is_profiling",
     "is_recomputing",
@@ -47,6 +55,8 @@ __all__ = [
     "storage_id",
     "storage_uses",
     "tree_map_only",
+    "why_no_inductor",
+    "without_code",
     "without_modes",
 ]
 
@@ -108,10 +118,23 @@ def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:
     return SavedForBackwardsAOTOutput(index)
 
 
+def graph_module(root: nn.Module, graph: Graph, name: str = "GraphModule") -> GraphModule:
+    """A GraphModule that generates its Python code when it is first called or printed, if ever."""
+    return _LazyGraphModule(root, graph, name)
+
+
+def without_code() -> AbstractContextManager[None]:
+    """Make torch's own passes put off generating Python code in the same way."""
+    return _use_lazy_graph_module(True)  # type: ignore[no-any-return]
+
+
 def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """The graph as a function that takes its arguments as a list and empties it."""
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
+    _LazyGraphModule.force_recompile(
+        gm
+    )  # one that has not is recompiled by its first call, and called twice
     return gm.forward
 
 
@@ -120,14 +143,39 @@ def inductor_decompositions() -> dict[Any, Any]:
     return dict(select_decomp_table())
 
 
-def joint_graph_passes(joint: GraphModule) -> GraphModule:
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """Inductor's settings for each mode that `torch.compile` knows, by name."""
+    modes: dict[str, dict[str, Any]] = list_mode_options()
+    return modes
+
+
+def why_no_inductor(device_type: str) -> str | None:
+    """What Inductor lacks to compile for a device, None if nothing."""
+    if device_type != "cpu":
+        return None if has_triton() else "Triton is not installed"
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError) as error:
+        return str(error)
+    return None
+
+
+def joint_graph_passes(joint: GraphModule, settings: Mapping[str, Any]) -> GraphModule:
     """Inductor's passes over a joint graph: patterns such as attention, and its own random numbers."""
-    with V.set_fake_mode(_fake_mode_of(joint)):
+    with inductor_config.patch(dict(settings)), V.set_fake_mode(_fake_mode_of(joint)):
         inductor_joint_graph_passes(joint)
+    # The number of a seed is a constant of Inductor's own op, with which no two layers would be equal; as a
+    # view a seed can be taken outside of the segment that uses it.
+    lookup = torch.ops.prims.inductor_lookup_seed.default
+    for node in joint.graph.find_nodes(op="call_function", target=lookup):
+        node.target = torch.ops.aten.select.int
+        node.args = (node.args[0], 0, node.args[1])
     return joint
 
 
-def compile_with_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+def compile_with_inductor(
+    gm: GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]
+) -> Callable[[list[Any]], Any]:
     """Compile an ATen graph of fake inputs; its outputs must be a tuple."""
     # Inductor may choose other strides for results that it takes to be nobody's; another segment was traced
     # with, and checks for, these.
@@ -135,8 +183,11 @@ def compile_with_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[l
     results = output.args[0]
     assert isinstance(results, tuple), results
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
-    # Without a tracing context of its own a segment would report its output strides as the whole graph's.
-    with tracing(None), V.set_fake_mode(_fake_mode_of(gm)):
+    # In the tracing context of the whole graph a segment would report its output strides as the graph's; in
+    # none at all Inductor's cache of compiled graphs misses the shapes it guards on, and is not used.
+    mode = _fake_mode_of(gm)
+    patched = inductor_config.patch(dict(settings))
+    with patched, tracing(TracingContext(mode)), V.set_fake_mode(mode):
         compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs))
     return compiled
 

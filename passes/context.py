@@ -85,6 +85,11 @@ class PassContext:
     backward_buckets: tuple[int, ...] = ()
     decompositions: Mapping[Any, Callable[..., Any]] | None = None
 
+    @property
+    def ranks(self) -> int:
+        """G: all ranks."""
+        return self.nodes * self.ranks_per_node
+
 
 def use_of(node: Node) -> Use:
     """The record that `bucket` left on an `unshard` node."""

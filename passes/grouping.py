@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from fcdp_compile.passes.repetition import Repetition, longest_repetition
+from fcdp_compile.passes.repetition import Repetition, stretches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ def group(kinds: Sequence[Hashable], sizes: Sequence[int], target: int) -> list[
     groups = [Group(items=(i,), why="fills a bucket alone") for i in alone]
     rest = [i for i, size in enumerate(sizes) if size < target]
     filling = _Filling([sizes[i] for i in rest], target)
-    for piece in _pieces([kinds[i] for i in rest], 0):
+    for piece in stretches([kinds[i] for i in rest]):
         if isinstance(piece, range):
             filling.add(piece)
         else:
@@ -43,18 +43,6 @@ def group(kinds: Sequence[Hashable], sizes: Sequence[int], target: int) -> list[
     filling.close()
     groups += [Group(items=tuple(rest[i] for i in g.items), why=g.why) for g in filling.groups]
     return sorted(groups, key=lambda g: g.items[0])
-
-
-def _pieces(kinds: Sequence[Hashable], start: int) -> list[Repetition | range]:
-    """The longest repetition, what repeats before and behind it, and the stretches between."""
-    found = longest_repetition(kinds)
-    if found is None:
-        return [range(start, start + len(kinds))]
-    return [
-        *_pieces(kinds[: found.start], start),
-        Repetition(start=start + found.start, period=found.period, count=found.count),
-        *_pieces(kinds[found.stop :], start + found.stop),
-    ]
 
 
 class _Filling:

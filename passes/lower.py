@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +12,12 @@ from torch.fx import Graph, GraphModule, Node
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
+from fcdp_compile.passes.alone import lower_alone
 from fcdp_compile.passes.context import META, Packing, PassContext, Source, StepMeta, use_of
 from fcdp_compile.passes.inline import fake_flat, inline
+from fcdp_compile.passes.views import is_view
 from fcdp_compile.plan import LANES, Bucket, Kind, Step, Tier
 from fcdp_compile.registry import ParamSpec
-from fcdp_compile.torch_compat import OpOverload
 
 
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -33,12 +33,15 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
     Steps on other lanes take each other's results while these are still on their way; `wait` stands between
     a lane and compute only.  Everything is placed just in time: gathers before the first use of the bucket,
-    reductions after its last gradient.  With one rank in a group the node of that group is left out.
+    reductions after its last gradient.  With one rank in a group the node of that group is left out; with
+    one rank in all nothing is left (`lower_alone`).
 
     Requires: every `unshard` has a `Use` with a source; equal keys read equal shards.
     Leaves: no `unshard`, no `reduce_grad`; a `free` after the last use of each gathered bucket; a `StepMeta`
     on every explicit node.  A loaded bucket has no inter-node all-gather in this graph.
     """
+    if ctx.ranks == 1:
+        return lower_alone(gm, ctx)
     _merge_unshards(gm.graph)
     _sink_unshards(gm.graph)
     stores: list[Node] = []
@@ -230,20 +233,9 @@ def _uses_of_storage(node: Node) -> list[Node]:
     uses = [node]
     for user in node.users:
         uses.append(user)
-        if _is_view(user):
+        if is_view(user):
             uses += _uses_of_storage(user)
     return uses
-
-
-def _is_view(node: Node) -> bool:
-    """Whether a node's result shares memory with an argument."""
-    if node.target is operator.getitem:  # a piece of what split, unbind or chunk return
-        return _is_view(node.all_input_nodes[0])
-    if not isinstance(node.target, OpOverload):
-        return False
-    if node.target is torch.ops.aten._unsafe_view.default:
-        return True
-    return any(r.alias_info is not None for r in node.target._schema.returns)
 
 
 def _reduce(graph: Graph, ctx: PassContext) -> None:

@@ -38,6 +38,21 @@ def longest_repetition(sequence: Sequence[Hashable]) -> Repetition | None:
     )
 
 
+def stretches(sequence: Sequence[Hashable], start: int = 0) -> list[Repetition | range]:
+    """Cut a sequence into its longest repetition, what repeats before and behind it, and what does not.
+
+    start: the number of the sequence's first item.
+    """
+    found = longest_repetition(sequence)
+    if found is None:
+        return [range(start, start + len(sequence))] if sequence else []
+    return [
+        *stretches(sequence[: found.start], start),
+        Repetition(start=start + found.start, period=found.period, count=found.count),
+        *stretches(sequence[found.stop :], start + found.stop),
+    ]
+
+
 def _repetitions(word: list[int]) -> Iterator[Repetition]:
     """Every maximal repetition at least once, as far as whole periods go.
 

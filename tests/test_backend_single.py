@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 import fcdp_compile
+from fcdp_compile import torch_compat
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +146,22 @@ def test_an_unknown_option_lists_the_known_ones() -> None:
         compile_with(options={"comptue": "eager"})
 
 
-def test_the_default_mode_is_taken_and_others_are_refused() -> None:
+def test_modes_reach_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compile_with(mode="default").shape == (1, 2)
-    with pytest.raises(Exception, match="takes no mode='max-autotune'"):
+    seen = []
+
+    def spy(gm: object, inputs: object, settings: dict[str, object]) -> object:
+        seen.append((settings, inductor_config.max_autotune))
+        return real(gm, inputs, settings)
+
+    real = torch_compat.compile_with_inductor
+    monkeypatch.setattr(torch_compat, "compile_with_inductor", spy)
+    torch._dynamo.reset()
+    assert compile_with(mode="max-autotune-no-cudagraphs").shape == (1, 2)
+    assert seen
+    assert all(settings["max_autotune"] and not outside for settings, outside in seen)
+
+
+def test_modes_with_cuda_graphs_are_refused() -> None:
+    with pytest.raises(Exception, match="use mode='max-autotune-no-cudagraphs'"):
         compile_with(mode="max-autotune")

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._inductor import cpp_builder
 from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder, aten
+from fcdp_compile import compute as compute_module
 from fcdp_compile import torch_compat
-from fcdp_compile.compute import Compute
+from fcdp_compile.compute import Compute, inductor_settings
 
 
 def scaled(
@@ -26,11 +29,11 @@ def scaled(
     return b.finish(b.call(aten.neg.default, y), *([y] if twice else []))
 
 
-def with_constant(value: float) -> GraphModule:
+def with_constant(value: float, *, elements: int = 3) -> GraphModule:
     b = GraphBuilder({})
-    x = b.input("x", (3,))
+    x = b.input("x", (elements,))
     gm = b.finish(x)
-    gm.register_buffer("constant", torch.full((3,), value))
+    gm.register_buffer("constant", torch.full((elements,), value))
     with gm.graph.inserting_before(gm.graph.output_node()):
         constant = gm.graph.get_attr("constant")
         total = gm.graph.call_function(aten.add.Tensor, (x, constant))
@@ -93,10 +96,16 @@ def test_which_input_is_which_is_a_difference(compute: Compute) -> None:
     assert two([*given])[0].tolist() == [-1.0] * 3
 
 
-def test_constants_are_never_shared(compute: Compute) -> None:
+def test_constants_are_compared_by_their_values(compute: Compute) -> None:
     one, two = compute.compile(with_constant(1.0)), compute.compile(with_constant(5.0))
     assert one([torch.zeros(3)])[0].tolist() == [1.0] * 3
     assert two([torch.zeros(3)])[0].tolist() == [5.0] * 3
+    assert compute.compile(with_constant(1.0)) is one
+
+
+def test_large_constants_are_never_shared(compute: Compute) -> None:
+    large = with_constant(1.0, elements=2000)
+    assert compute.compile(large) is not compute.compile(with_constant(1.0, elements=2000))
 
 
 def test_arguments_are_emptied(compute: Compute) -> None:
@@ -108,14 +117,62 @@ def test_arguments_are_emptied(compute: Compute) -> None:
 def test_inductor_compiles_equal_ones_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
-    def fake(gm: GraphModule, inputs: Any) -> Any:
+    def fake(gm: GraphModule, inputs: Any, settings: Any) -> Any:
         compiled.append([tuple(i.shape) for i in inputs])
+        assert settings == {"max_autotune": True}
         return gm.forward
 
     monkeypatch.setattr(torch_compat, "compile_with_inductor", fake)
-    compute = Compute("inductor")
+    compute = Compute("inductor", {"max_autotune": True})
     for gm in (scaled(), scaled(), scaled((4,))):
         compute.compile(gm)
     assert compiled == [[(3,)], [(4,)]]
     assert compute.decompositions()
     assert Compute("eager").decompositions() is None
+
+
+def test_modes_are_inductors() -> None:
+    assert inductor_settings(None) == inductor_settings("default") == {}
+    assert inductor_settings("max-autotune-no-cudagraphs")["max_autotune"] is True
+
+
+@pytest.mark.parametrize(
+    ("mode", "instead"),
+    [
+        ("max-autotune", "use mode='max-autotune-no-cudagraphs'"),
+        ("reduce-overhead", "use mode='default'"),
+        ("fast", "takes .*max-autotune-no-cudagraphs"),
+    ],
+)
+def test_modes_with_cuda_graphs_and_unknown_ones_are_refused(mode: str, instead: str) -> None:
+    with pytest.raises(ValueError, match=instead):
+        inductor_settings(mode)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(names: Any) -> str:
+        raise cpp_builder.exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "cpp_compiler_search", search)
+    compute_module._warn_once.cache_clear()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_it_falls_back_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        model = nn.Linear(2, 3)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="fcdp", options={"compute": "inductor"})
+        x = torch.ones(1, 2)
+        assert torch.equal(compiled(x), model(x))
+    (record,) = [r for r in caplog.records if "ATen" in r.getMessage()]
+    assert record.levelname == "WARNING"
+    assert "No working C++ compiler found" in record.getMessage()
+
+
+def test_with_a_compiler_there_is_nothing_to_fall_back_from() -> None:
+    assert Compute.available("inductor", "cpu") == "inductor"
+    assert Compute.available("eager", "cuda") == "eager"
