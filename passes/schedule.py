@@ -86,12 +86,12 @@ def in_flight_bytes(gm: GraphModule, ctx: PassContext) -> int:
 class _Cut:
     """A place between compute nodes where communication happens.
 
-    needs: the gather that compute waits for here.  reduction: whose gradients are complete here.
+    needs: the gather that compute waits for here.  reductions: those whose gradients are complete here.
     collects: whether the first result of a reduction is used here.
     """
 
     needs: Gather | None = None
-    reduction: Reduction | None = None
+    reductions: tuple[Reduction, ...] = ()
     collects: bool = False
 
 
@@ -159,7 +159,7 @@ class _Sweep:
 
     def _find_cuts(self, gathers: list[Gather], reductions: list[Reduction]) -> dict[Node, _Cut]:
         cuts = {g.wait: _Cut(needs=g) for g in gathers}
-        cuts |= {r.starts[0]: _Cut(reduction=r) for r in reductions}
+        cuts |= {r.starts[0]: _Cut(reductions=(r,)) for r in reductions}
         first = next(
             n for n in self._graph.nodes if n.op != "placeholder" and n.target is not ops.check
         )
@@ -169,7 +169,29 @@ class _Sweep:
         for node in (first, output, collect):
             cuts.setdefault(node, _Cut())
         cuts[collect].collects = True
-        return dict(sorted(cuts.items(), key=lambda item: self._order[item[0]]))
+        ordered = dict(sorted(cuts.items(), key=lambda item: self._order[item[0]]))
+        return self._merge(ordered, {n for g in gathers for n in g.pack})
+
+    def _merge(self, cuts: dict[Node, _Cut], packing: set[Node]) -> dict[Node, _Cut]:
+        """Leave reductions to the cut where compute waits next, if there is no compute between.
+
+        There they start behind the gathers, which compute needs sooner.
+        """
+        merged: dict[Node, _Cut] = {}
+        waiting: list[Node] = []  # cuts since the last compute that only reduce
+        for node in self._graph.nodes:
+            cut = cuts.get(node)
+            if cut is None:
+                if node.target not in ops.EXPLICIT and node not in packing:
+                    waiting = []
+                continue
+            if cut.needs is not None:
+                older = [r for n in waiting for r in merged.pop(n).reductions]
+                cut.reductions = (*older, *cut.reductions)
+            merged[node] = cut
+            only_reduces = cut.reductions and cut.needs is None and not cut.collects
+            waiting = [*waiting, node] if only_reduces else []
+        return merged
 
     def _shares(
         self, gathers: list[Gather], reductions: list[Reduction], ctx: PassContext
@@ -221,8 +243,8 @@ class _Sweep:
             yield from self._spread_next(node)
         while (gather := self._to_fetch.first) is not None and self._budget.may_fetch(gather):
             yield from self._fetch_next(node)
-        if cut.reduction is not None:
-            yield from self._reduce(cut.reduction)
+        for reduction in cut.reductions:
+            yield from self._reduce(reduction)
         if cut.needs is not None:
             yield cut.needs.wait
         if cut.collects:
