@@ -168,25 +168,41 @@ class GraphBuilder:
 
 
 def toy_forward(
-    specs: Mapping[str, ParamSpec], *, viewed: bool = False, uses: Sequence[str] | None = None
+    specs: Mapping[str, ParamSpec],
+    *,
+    viewed: bool = False,
+    uses: Sequence[str] | None = None,
+    returned: Sequence[str] = (),
 ) -> GraphModule:
-    """The toy model's forward: outputs y, then saved x and shards.  uses: names in order, all by default."""
+    """The toy model's forward: outputs y, then returned parameters, then saved x and shards.
+
+    uses: names in order, all by default.
+    """
     names = list(uses or [s.name for s in specs.values()])
     b = GraphBuilder(specs)
     shards = {n: b.shard(n) for n in dict.fromkeys(names)}
     x = b.input("x", dtype=_dtype(specs))
-    y = x
+    y, full = x, {}
     for name in names:
-        w = b.call(aten.view.default, b.unshard(shards[name], name, viewed=viewed), [-1])
+        full[name] = b.unshard(shards[name], name, viewed=viewed)
+        w = b.call(aten.view.default, full[name], [-1])
         squares = b.call(aten.sum.default, b.call(aten.mul.Tensor, w, w))
         y = b.call(aten.add.Tensor, y, b.call(aten.mul.Tensor, squares, x))
-    return b.finish(b.call(aten.sub.Tensor, y, x), x, *shards.values())
+    y = b.call(aten.sub.Tensor, y, x)
+    return b.finish(y, *(full[n] for n in returned), x, *shards.values())
 
 
 def toy_backward(
-    specs: Mapping[str, ParamSpec], *, frozen: Iterable[str] = (), viewed: bool = False
+    specs: Mapping[str, ParamSpec],
+    *,
+    frozen: Iterable[str] = (),
+    viewed: bool = False,
+    uses: Sequence[str] | None = None,
 ) -> GraphModule:
-    """The toy model's backward: inputs x, shards, tangent; outputs dx, then dw (None where frozen)."""
+    """The toy model's backward: inputs x, shards, tangent; outputs dx, then dw (None where frozen).
+
+    uses: names in order, from the last to the first by default; a gradient is complete after the last.
+    """
     b = GraphBuilder(specs)
     x = b.input("x", dtype=_dtype(specs))
     names = [s.name for s in specs.values()]
@@ -195,12 +211,14 @@ def toy_backward(
     dx = b.call(aten.sub.Tensor, tangent, tangent)
     twice = b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, tangent, x), 2.0)
     grads: dict[str, Node | None] = dict.fromkeys(names)
-    for name in reversed(names):
+    order = list(uses or reversed(names))
+    last = {name: i for i, name in enumerate(order)}
+    for i, name in enumerate(order):
         w = b.unshard(shards[name], name, viewed=viewed)
         flat = b.call(aten.view.default, w, [-1])
         squares = b.call(aten.sum.default, b.call(aten.mul.Tensor, flat, flat))
         dx = b.call(aten.add.Tensor, dx, b.call(aten.mul.Tensor, squares, tangent))
-        if name not in frozen:
+        if name not in frozen and i == last[name]:
             grads[name] = b.reduce_grad(b.call(aten.mul.Tensor, w, twice), name)
     return b.finish(dx, *grads.values())
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from builders_graph import (
     GraphBuilder,
@@ -39,6 +37,7 @@ from fcdp_compile.passes.context import META, Packing, StepMeta
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.place import place
 from fcdp_compile.plan import LANES, Direction, Variant
+from tests.passes.storages import storages
 
 WHERE = Where()
 COLD, WARM = Variant.COLD, Variant.WARM
@@ -211,21 +210,6 @@ CONTINUES: dict[Callable[..., Any], set[Callable[..., Any]]] = {
     ops.inter_reduce_scatter: set(),
 }
 """The steps that may take a step's result while it is on its way."""
-
-
-def storages(gm: GraphModule) -> dict[Node, int]:
-    """What memory each tensor lies in, told by running the graph on fake ones; awaited buffers are fresh."""
-    mode = FakeTensorMode()
-    env: dict[Node, Any] = {}
-    with mode:
-        for node in gm.graph.nodes:
-            val = node.meta.get("val")
-            if node.op != "call_function" or node.target in ops.EXPLICIT:
-                is_tensor = isinstance(val, Tensor)
-                env[node] = torch.empty(val.shape, dtype=val.dtype) if is_tensor else None
-            else:
-                env[node] = node.target(*map_arg(node.args, env.get), **node.kwargs)
-    return {n: v.untyped_storage()._cdata for n, v in env.items() if isinstance(v, Tensor)}
 
 
 def check(gm: GraphModule, unlowered: GraphModule) -> None:
