@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
+    "FakeTensorMode",
     "OpOverload",
     "aot_autograd",
     "boxed",
@@ -125,7 +126,7 @@ def graph_module(root: nn.Module, graph: Graph, name: str = "GraphModule") -> Gr
 
 def without_code() -> AbstractContextManager[None]:
     """Make torch's own passes put off generating Python code in the same way."""
-    return _use_lazy_graph_module(True)  # type: ignore[no-any-return]
+    return _use_lazy_graph_module(True)
 
 
 def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:

@@ -25,11 +25,11 @@ def lower_alone(gm: GraphModule, ctx: PassContext) -> GraphModule:
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
         spec = ctx.specs[str(node.args[1])]
         with graph.inserting_before(node):
-            _replace(node, _cast(graph, node.args[0], spec.gather_dtype))  # type: ignore[arg-type]
+            _replace(node, _cast(graph, node.args[0], spec.gather_dtype))
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         spec = ctx.specs[str(node.args[1])]
         with graph.inserting_before(node):
-            reduced = _cast(graph, node.args[0], spec.reduce_dtype)  # type: ignore[arg-type]
+            reduced = _cast(graph, node.args[0], spec.reduce_dtype)
             _replace(node, _cast(graph, reduced, spec.home_dtype))
     gm.graph.lint()
     gm.recompile()
