@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +181,25 @@ def test_without_a_compiler_it_falls_back_with_one_warning(
 def test_with_a_compiler_there_is_nothing_to_fall_back_from() -> None:
     assert Compute.available("inductor", "cpu") == "inductor"
     assert Compute.available("eager", "cuda") == "eager"
+
+
+TRAIN = """
+import json, torch, fcdp_compile
+from torch._dynamo.utils import counters
+model = fcdp_compile.shard(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU()))
+net = torch.compile(model, backend="fcdp", options={"compute": "inductor"})
+net(torch.ones(2, 3)).sum().backward()
+names = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
+print(json.dumps([counters["inductor"][n] for n in names]))
+"""
+
+
+def test_a_second_process_finds_every_segment_in_inductors_cache(tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", TRAIN], env=environment, check=True, capture_output=True
+        )
+        found.append(json.loads(done.stdout))
+    assert found == [[0, 2, 0], [2, 0, 0]]
