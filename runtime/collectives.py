@@ -46,6 +46,7 @@ class Collectives:
     def all_gather(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
         """Start an all-gather of `send` (any dtype: bytes travel); `name` is of the profiler's range."""
         group, size = self._group(kind)
+        send = _contiguous(send)
         own = tensor_of(send)
         self._counters.add(kind, (size - 1) * own.nbytes)
         if size == 1:
@@ -53,14 +54,13 @@ class Collectives:
         out = _empty(own, size * own.numel())
         if not own.nbytes:
             return Pending(out)
-        if not isinstance(send, Pending):
-            send = own = own.contiguous()
         run = partial(_gather, out, own, group)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduce_scatter(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
         """Start a reduce-scatter that averages over the group; sums are taken in fp32 or wider."""
         group, size = self._group(kind)
+        send = _contiguous(send)
         whole = tensor_of(send)
         self._counters.add(kind, (size - 1) * (whole.nbytes // size))
         if size == 1:
@@ -68,8 +68,6 @@ class Collectives:
         out = _empty(whole, whole.numel() // size)
         if not whole.nbytes:
             return Pending(out)
-        if not isinstance(send, Pending):
-            send = whole = whole.contiguous()
         run = partial(_reduce, out, whole, group, size)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
@@ -103,6 +101,14 @@ def are_blocking(topology: Topology) -> bool:
 
 def _has_nccl(group: dist.ProcessGroup | None) -> bool:
     return "nccl" in dist.get_backend(group)  # "cpu:gloo,cuda:nccl" of make_mesh too
+
+
+def _contiguous(send: Tensor | Pending) -> Tensor | Pending:
+    """What a lane leaves is contiguous; what compute made, also if it comes as a `Pending`, need not be."""
+    if isinstance(send, Pending) and send.done is not None:
+        return send
+    tensor = tensor_of(send)
+    return send if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _empty(like: Tensor, elements: int) -> Tensor:
