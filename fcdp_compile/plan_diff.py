@@ -23,7 +23,6 @@ _BUCKET_FIELDS = (
     "reduce_itemsize",
     "slot_bytes",
     "frozen",
-    "tier",
 )
 
 
@@ -45,9 +44,9 @@ def diff(a: Plan, b: Plan, *, names: tuple[str, str] = ("first", "second")) -> l
 
 
 def _diff_buckets(a: Plan, b: Plan, names: tuple[str, str]) -> Iterator[str]:
-    theirs = {bucket.id: bucket.agreed() for bucket in b.buckets}
-    mine = [bucket.agreed() for bucket in a.buckets]
-    pairs = [(x, theirs[x.id]) for x in mine if x.id in theirs and x != theirs[x.id]]
+    theirs = {bucket.id: bucket for bucket in b.buckets}
+    common = [(x, theirs[x.id]) for x in a.buckets if x.id in theirs]
+    pairs = [(x, y) for x, y in common if x.agreed() != y.agreed()]
     for x, y in pairs[:_BUCKETS_SHOWN]:
         yield from _diff_bucket(x, y, names)
     if len(pairs) > _BUCKETS_SHOWN:
@@ -55,6 +54,9 @@ def _diff_buckets(a: Plan, b: Plan, names: tuple[str, str]) -> Iterator[str]:
 
 
 def _diff_bucket(x: Bucket, y: Bucket, names: tuple[str, str]) -> Iterator[str]:
+    if x.agreed().tier is not y.agreed().tier:
+        tiers = [f"{b.tier.value} ({b.why})" for b in (x, y)]
+        yield _values(f"bucket {x.id} tier", *tiers, names)
     for field in _BUCKET_FIELDS:
         if getattr(x, field) != getattr(y, field):
             yield _values(f"bucket {x.id} {field}", getattr(x, field), getattr(y, field), names)
