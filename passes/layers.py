@@ -30,6 +30,8 @@ def cut_layers(run: Sequence[Node]) -> list[list[Node]]:
     Requires: nodes in an order that can run.
     Returns pieces that are the run when put one behind the other.
     """
+    if len(run) < _MIN_SEGMENTS * _MIN_NODES:
+        return [list(run)] if run else []
     borders = {0, len(run)}
     crossing = _crossing(run)
     for stretch in stretches([_kind(n) for n in run]):
