@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
+from threading import Event
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,9 @@ from fcdp_compile.runtime.pending import Pending
 # torch 2.13 renamed these and warns of the older names, the only ones of 2.11.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+_LOOK = timedelta(seconds=0.25)
+"""How often a blocked collective looks whether the interpreter ends."""
 
 _INTER = {Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER}
 
@@ -54,7 +59,7 @@ class Collectives:
         out = _empty(own, size * own.numel())
         if not own.nbytes:
             return Pending(out)
-        run = partial(_gather, out, own, group)
+        run = partial(_gather, out, own, group, self._lanes.exiting)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduce_scatter(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
@@ -68,7 +73,7 @@ class Collectives:
         out = _empty(whole, whole.numel() // size)
         if not whole.nbytes:
             return Pending(out)
-        run = partial(_reduce, out, whole, group, size)
+        run = partial(_reduce, out, whole, group, size, self._lanes.exiting)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def agree(self, words: list[int]) -> list[list[int]]:
@@ -117,19 +122,21 @@ def _empty(like: Tensor, elements: int) -> Tensor:
         return like.new_empty(elements)
 
 
-def _gather(out: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> None:
+def _gather(out: Tensor, send: Tensor, group: dist.ProcessGroup | None, exiting: Event) -> None:
     if send.is_cuda and not _has_nccl(group):
         staged = _on_host(send)
         host_out = _pinned(staged, out.numel())
-        _gather(host_out, staged, group)
+        _gather(host_out, staged, group, exiting)
         _to_device(out, host_out)
         return
     # Bytes travel, whatever the dtype.  Views taken here, as the caller's inference mode would spoil them.
     work = _all_gather(out.view(torch.uint8), send.view(torch.uint8), group=group, async_op=True)
-    work.wait()
+    _finish(work, group, exiting)
 
 
-def _reduce(out: Tensor, send: Tensor, group: dist.ProcessGroup | None, size: int) -> None:
+def _reduce(
+    out: Tensor, send: Tensor, group: dist.ProcessGroup | None, size: int, exiting: Event
+) -> None:
     if send.is_cuda and _has_nccl(group):
         _reduce_scatter(out, send, op=dist.ReduceOp.AVG, group=group, async_op=True).wait()
         return
@@ -137,13 +144,28 @@ def _reduce(out: Tensor, send: Tensor, group: dist.ProcessGroup | None, size: in
     # right ones, and leaves the sum to us.
     staged = _on_host(send) if send.is_cuda else send
     parts = torch.empty_like(staged)
-    dist.all_to_all_single(parts, staged, group=group, async_op=True).wait()
+    _finish(dist.all_to_all_single(parts, staged, group=group, async_op=True), group, exiting)
     wide = torch.promote_types(parts.dtype, torch.float32)
     average = parts.view(size, -1).sum(0, dtype=wide).div_(size)
     if send.is_cuda:
         _to_device(out, average.to(out.dtype).pin_memory())
     else:
         out.copy_(average)
+
+
+def _finish(work: dist.Work, group: dist.ProcessGroup | None, exiting: Event) -> None:
+    """Wait for a collective; until the interpreter ends, if it blocks ([Note: end of the interpreter])."""
+    if _has_nccl(group):
+        work.wait()  # makes the current stream wait; with a timeout it would block
+        return
+    while True:
+        try:
+            work.wait(_LOOK)
+        except RuntimeError:
+            if work.is_completed() or exiting.is_set():
+                raise
+        else:
+            return
 
 
 def _on_host(tensor: Tensor) -> Tensor:

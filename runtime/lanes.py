@@ -6,17 +6,24 @@
 A task is started with the pending results that it reads and runs after them, and after whatever its lane was
 given before.  All ranks start the same tasks in the same order (their plans are compared), so lanes that
 wait for each other cannot wait in a circle.
+
+[Note: end of the interpreter] A rank that fails in a step leaves tasks behind that wait for its peers.  The
+threads are daemons, because their peers may never come.  But a daemon that comes back from C++ while the
+interpreter ends is killed inside of it, and the whole process aborts in place of its own exit code.  So
+before the interpreter ends (atexit), `exiting` is set, tasks that block look at it now and then and give up,
+those that have not begun are cancelled, and the threads end.
 """
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Protocol
 
 import torch
@@ -26,6 +33,8 @@ from torch.profiler import record_function
 from fcdp_compile.plan import Bucket, Kind, Lane
 from fcdp_compile.runtime.pending import Done, Pending
 from fcdp_compile.torch_compat import is_profiling, name_thread
+
+_END_S = 5.0  # for a thread at the end of the interpreter: a copy of a few GB, and what looks at `exiting`
 
 Run = Callable[[], object]
 
@@ -44,12 +53,17 @@ class Lanes:
     """The lanes of one model on this rank.
 
     is_blocking: whether collectives block their caller, so that each lane needs a thread.
+    exiting: set when the interpreter ends ([Note: end of the interpreter]).
     """
 
     def __init__(self, device: torch.device, *, is_blocking: bool) -> None:
+        self.exiting = Event()
         self._device = device
         self._is_blocking = is_blocking or device.type != "cuda"
         self._lanes: dict[Lane, _Lane] = {}
+        give_up = partial(_give_up, self._lanes, self.exiting)
+        atexit.register(give_up)
+        weakref.finalize(self, _close, self._lanes, give_up).atexit = False
 
     def start(
         self, lane: Lane, run: Run, *, out: Tensor, reads: Sequence[Tensor | Pending], name: str
@@ -66,13 +80,26 @@ class Lanes:
 
     def _lane(self, lane: Lane) -> _Lane:
         if lane not in self._lanes:
-            if self._is_blocking:
-                threaded = _ThreadLane(f"fcdp {lane.value}", self._device)
-                weakref.finalize(self, threaded.close)
-                self._lanes[lane] = threaded
-            else:
-                self._lanes[lane] = _StreamLane(self._device)
+            self._lanes[lane] = (
+                _ThreadLane(f"fcdp {lane.value}", self._device, self.exiting)
+                if self._is_blocking
+                else _StreamLane(self._device)
+            )
         return self._lanes[lane]
+
+
+def _close(lanes: dict[Lane, _Lane], give_up: Callable[[], None]) -> None:
+    atexit.unregister(give_up)
+    for lane in lanes.values():
+        lane.close()
+
+
+def _give_up(lanes: dict[Lane, _Lane], exiting: Event) -> None:
+    exiting.set()
+    for lane in lanes.values():
+        lane.close()
+    for lane in lanes.values():
+        lane.join()
 
 
 def _named(name: str, run: Run) -> Run:
@@ -89,6 +116,12 @@ def _named(name: str, run: Run) -> Run:
 class _Lane(Protocol):
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
         """Start a task; `held` is cleared as soon as the task needs its buffers no longer."""
+
+    def close(self) -> None:
+        """Take no more tasks, and let go of what is not needed for those there are."""
+
+    def join(self) -> None:
+        """Wait for what a closed lane does in Python, within reason."""
 
 
 class _Stream:
@@ -143,16 +176,24 @@ class _StreamLane:
         given = torch.cuda.current_stream(self._device).record_event()
         return _OnStream(self._stream.issue(run, after, held, given), self._device)
 
+    def close(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
 
 class _ThreadLane:
     """A worker thread; with a stream of its own where buffers are on a CUDA device."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, exiting: Event) -> None:
         self._device = device
         self._stream = _Stream(device) if device.type == "cuda" else None
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        # A daemon: an interpreter that exits while a peer is gone must not wait for it.
-        Thread(target=_work, args=(self._tasks, name), name=name, daemon=True).start()
+        self._thread = Thread(
+            target=_work, args=(self._tasks, name, exiting), name=name, daemon=True
+        )
+        self._thread.start()
 
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
         call: Callable[[], Done | None] = partial(_run_here, run, after, held)
@@ -167,6 +208,9 @@ class _ThreadLane:
     def close(self) -> None:
         """Let the thread end after what it was given."""
         self._tasks.put(None)
+
+    def join(self) -> None:
+        self._thread.join(_END_S)
 
 
 def _run_here(run: Run, after: Sequence[Done], held: list[object]) -> None:
@@ -216,9 +260,17 @@ class _Task:
         finally:
             del future
 
+    def cancel(self) -> None:
+        """Do not make the call; who waits for it gets an error."""
+        del self._call
+        self._future.cancel()
 
-def _work(tasks: SimpleQueue[_Task | None], name: str) -> None:
+
+def _work(tasks: SimpleQueue[_Task | None], name: str, exiting: Event) -> None:
     name_thread(name)
     with torch.no_grad():
         while (task := tasks.get()) is not None:
-            task.settle()
+            if exiting.is_set():
+                task.cancel()
+            else:
+                task.settle()

@@ -100,7 +100,12 @@ class Program:
     def _bind_segment(self, node: Node) -> _Call:
         segment = self._segments[str(node.target)]
         places = [self._place[a] for a in node.args]
-        last = {p for p in places if self._dies_at(node, p)}
+        now = self._place[node]
+        last = {
+            self._place[a]
+            for a in node.all_input_nodes
+            if all(self._place[user] <= now for user in a.users)
+        }
 
         def call(values: list[Any]) -> Any:
             args = [values[p] for p in places]
@@ -109,10 +114,6 @@ class Program:
             return segment(args)
 
         return call
-
-    def _dies_at(self, node: Node, place: int) -> bool:
-        argument = next(a for a in node.args if isinstance(a, Node) and self._place[a] == place)
-        return all(self._place[user] <= self._place[node] for user in argument.users)
 
     def _bind_explicit(self, node: Node) -> _Call:
         target, kwargs = node.target, node.kwargs

@@ -159,7 +159,9 @@ def test_difference_names_the_sides_and_the_steps() -> None:
 
 
 def test_difference_shows_values_of_a_bucket() -> None:
-    assert diff(PLAN, OTHER["tier"]) == ["bucket 1 tier: first host (all adapters); second none (all adapters)"]
+    assert diff(PLAN, OTHER["tier"]) == [
+        "bucket 1 tier: first host (all adapters); second none (all adapters)"
+    ]
     lines = diff(PLAN, OTHER["member missing"])
     name = ADAPTERS.params[-1].name
     assert f"only first has bucket 1 parameter {name}" in lines
