@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch._dynamo.utils import counters
 
 import fcdp_compile
 from fcdp_compile import backend, torch_compat
@@ -137,7 +136,7 @@ def _measure(arguments: argparse.Namespace) -> Times:
         inductor_s=inductor.total_s,
         segments=segment.calls,
         compiled=inductor.calls,
-        cache_hits=counters["inductor"]["fxgraph_cache_hit"],
+        cache_hits=torch_compat.fx_graph_cache_hits(),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
@@ -42,6 +43,7 @@ __all__ = [
     "compile_with_inductor",
     "detect_fake_mode",
     "every_thread",
+    "fx_graph_cache_hits",
     "graph_module",
     "inductor_decompositions",
     "inductor_modes",
@@ -142,6 +144,11 @@ def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
 def inductor_decompositions() -> dict[Any, Any]:
     """The decompositions that Inductor's lowerings rely on."""
     return dict(select_decomp_table())
+
+
+def fx_graph_cache_hits() -> int:
+    """How many graphs this process took from Inductor's cache instead of compiling them."""
+    return int(counters["inductor"]["fxgraph_cache_hit"])
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
