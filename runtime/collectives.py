@@ -158,14 +158,14 @@ def _finish(work: dist.Work, group: dist.ProcessGroup | None, exiting: Event) ->
     if _has_nccl(group):
         work.wait()  # makes the current stream wait; with a timeout it would block
         return
-    while True:
+    while not work.is_completed():
         try:
             work.wait(_LOOK)
         except RuntimeError:
-            if work.is_completed() or exiting.is_set():
+            # Either it took longer, or failed, or was done right after: only the work itself can tell.
+            if exiting.is_set():
                 raise
-        else:
-            return
+    work.wait()
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""Waiting for a collective that blocks: looking now and then must never change what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Event
+
+import pytest
+import torch.distributed as dist
+
+from fcdp_compile.runtime import collectives
+
+
+class Work:
+    """A collective that is done after some looks, in the middle of one or right after it."""
+
+    def __init__(self, looks: int, error: str | None = None, on_look: Callable[[], None] = int):
+        self._left = looks
+        self._error = error
+        self._on_look = on_look
+
+    def is_completed(self) -> bool:
+        return self._left <= 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._on_look()
+        if self._left > 0:
+            assert timeout is not None, "it would block"
+            self._left -= 1  # done right after this look, which does not know it
+            raise RuntimeError("Operation timed out!")
+        if self._error is not None:
+            raise RuntimeError(self._error)
+
+
+@pytest.fixture(autouse=True)
+def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+
+
+@pytest.mark.parametrize("looks", [0, 1, 3])
+def test_a_collective_that_is_done_right_after_a_look_has_not_failed(looks: int) -> None:
+    collectives._finish(Work(looks), None, Event())
+
+
+@pytest.mark.parametrize("looks", [0, 1, 3])
+def test_a_failure_is_told_as_it_is(looks: int) -> None:
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        collectives._finish(Work(looks, "closed by peer"), None, Event())
+
+
+def test_it_gives_up_when_the_interpreter_ends() -> None:
+    exiting = Event()
+    with pytest.raises(RuntimeError, match="timed out"):
+        collectives._finish(Work(1000, on_look=exiting.set), None, exiting)
