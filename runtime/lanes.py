@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread
+from traceback import clear_frames
 from typing import Protocol
 
 import torch
@@ -246,19 +247,19 @@ class _Task:
 
     def settle(self) -> None:
         call, future = self._call, self._future
-        # The call holds buffers, and whoever waits may count on them being gone.  The future goes before
-        # the frame does, because the traceback of an error holds the frame and the future the error.
+        # The call holds buffers, and whoever waits may count on them being gone.
         del self._call, self._future
         try:
             left = call()
         except BaseException as error:  # handed to whoever waits
             del call
+            # Frames of the task hold buffers too.  A waiter's frame that holds the future closes a circle,
+            # so without this they would be there until the garbage collector comes.
+            clear_frames(error.__traceback__)
             future.set_exception(error)
         else:
             del call
             future.set_result(left)
-        finally:
-            del future
 
     def cancel(self) -> None:
         """Do not make the call; who waits for it gets an error."""

@@ -66,20 +66,29 @@ class Program:
 
     def run(self, model: ShardedModel, args: list[Any]) -> tuple[Any, ...]:
         """Run on `args`, which is emptied."""
+        values = self._start(model, args)
+        try:
+            for call, place, dead in self._instructions:
+                values[place] = call(values)
+                for d in dead:
+                    values[d] = None
+        except BaseException:
+            values.clear()  # the error's traceback holds this frame, perhaps for long
+            raise
+        return tuple(
+            constant if place is None else values[place]
+            for place, constant in zip(self._outputs, self._constants, strict=True)
+        )
+
+    def _start(self, model: ShardedModel, args: list[Any]) -> list[Any]:
+        """The values before the first node; a function of its own, for its last `value` to go."""
         values: list[Any] = [None] * len(self._place) + [_Run(model)]
         for place, value in zip(self._inputs, args, strict=True):
             values[place] = value
         args.clear()
         for place in self._unused:
             values[place] = None
-        for call, place, dead in self._instructions:
-            values[place] = call(values)
-            for d in dead:
-                values[d] = None
-        return tuple(
-            constant if place is None else values[place]
-            for place, constant in zip(self._outputs, self._constants, strict=True)
-        )
+        return values
 
     def _bind(self, node: Node) -> _Call:
         if node.op == "call_module":

@@ -267,6 +267,20 @@ def test_a_step_that_fails_fails_the_run_before_compute_sees_its_result(kind: Ki
     assert torch.isfinite(y)
 
 
+def test_the_error_of_a_run_holds_none_of_its_values() -> None:
+    """Whoever catches it may want the memory, with the error still at hand."""
+    made = lower_toy(EVEN, WHERE, strategy="zero3", segmented=True)
+    model = fake_model("zero3")
+    model.collectives.fails = {Kind.INTRA_ALL_GATHER}
+    _, homes = same_on_all_ranks()
+    args = [*(h.clone() for h in homes), X.clone()]
+    alive = [weakref.ref(a) for a in args]
+    with pytest.raises(RuntimeError) as caught:
+        program(made, Direction.FORWARD).run(model, args)
+    assert caught.value.__traceback__ is not None
+    assert [a() for a in alive] == [None] * len(alive)
+
+
 def test_wrong_number_of_arguments() -> None:
     made = lower_toy(EVEN, WHERE, segmented=True)
     with pytest.raises(ValueError, match="zip"):
