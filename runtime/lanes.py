@@ -11,7 +11,8 @@ wait for each other cannot wait in a circle.
 threads are daemons, because their peers may never come.  But a daemon that comes back from C++ while the
 interpreter ends is killed inside of it, and the whole process aborts in place of its own exit code.  So
 before the interpreter ends (atexit), `exiting` is set, tasks that block look at it now and then and give up,
-those that have not begun are cancelled, and the threads end.
+and those that have not begun are cancelled.  What was given up is still under way, and its process group
+would wait for it when it goes, as long as the peers live: so the thread stays, and holds it.
 """
 
 from __future__ import annotations
@@ -191,10 +192,9 @@ class _ThreadLane:
         self._device = device
         self._stream = _Stream(device) if device.type == "cuda" else None
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._thread = Thread(
-            target=_work, args=(self._tasks, name, exiting), name=name, daemon=True
-        )
-        self._thread.start()
+        self._is_quiet = Event()
+        args = (self._tasks, name, exiting, self._is_quiet)
+        Thread(target=_work, args=args, name=name, daemon=True).start()
 
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
         call: Callable[[], Done | None] = partial(_run_here, run, after, held)
@@ -211,7 +211,7 @@ class _ThreadLane:
         self._tasks.put(None)
 
     def join(self) -> None:
-        self._thread.join(_END_S)
+        self._is_quiet.wait(_END_S)
 
 
 def _run_here(run: Run, after: Sequence[Done], held: list[object]) -> None:
@@ -245,7 +245,8 @@ class _Task:
         self._call = call
         self._future = future
 
-    def settle(self) -> None:
+    def settle(self, exiting: Event) -> BaseException | None:
+        """Make the call; returns its error if it was given up."""
         call, future = self._call, self._future
         # The call holds buffers, and whoever waits may count on them being gone.
         del self._call, self._future
@@ -253,13 +254,16 @@ class _Task:
             left = call()
         except BaseException as error:  # handed to whoever waits
             del call
-            # Frames of the task hold buffers too.  A waiter's frame that holds the future closes a circle,
-            # so without this they would be there until the garbage collector comes.
-            clear_frames(error.__traceback__)
+            is_given_up = exiting.is_set()
+            if not is_given_up:
+                # Frames of the task hold buffers too.  A waiter's frame that holds the future closes a
+                # circle, so without this they would be there until the garbage collector comes.
+                clear_frames(error.__traceback__)
             future.set_exception(error)
-        else:
-            del call
-            future.set_result(left)
+            return error if is_given_up else None
+        del call
+        future.set_result(left)
+        return None
 
     def cancel(self) -> None:
         """Do not make the call; who waits for it gets an error."""
@@ -267,11 +271,15 @@ class _Task:
         self._future.cancel()
 
 
-def _work(tasks: SimpleQueue[_Task | None], name: str, exiting: Event) -> None:
+def _work(tasks: SimpleQueue[_Task | None], name: str, exiting: Event, is_quiet: Event) -> None:
     name_thread(name)
+    given_up: list[BaseException] = []  # their frames hold the groups
     with torch.no_grad():
         while (task := tasks.get()) is not None:
             if exiting.is_set():
                 task.cancel()
-            else:
-                task.settle()
+            elif (error := task.settle(exiting)) is not None:
+                given_up.append(error)
+    is_quiet.set()
+    if given_up:
+        Event().wait()  # for ever: [Note: end of the interpreter]
