@@ -55,8 +55,8 @@ def _diff_buckets(a: Plan, b: Plan, names: tuple[str, str]) -> Iterator[str]:
 
 def _diff_bucket(x: Bucket, y: Bucket, names: tuple[str, str]) -> Iterator[str]:
     if x.agreed().tier is not y.agreed().tier:
-        tiers = [f"{b.tier.value} ({b.why})" for b in (x, y)]
-        yield _values(f"bucket {x.id} tier", *tiers, names)
+        mine, other = (f"{b.tier.value} ({b.why})" for b in (x, y))
+        yield _values(f"bucket {x.id} tier", mine, other, names)
     for field in _BUCKET_FIELDS:
         if getattr(x, field) != getattr(y, field):
             yield _values(f"bucket {x.id} {field}", getattr(x, field), getattr(y, field), names)
