@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,8 +103,8 @@ def _shape(given: argparse.Namespace, default: Shape) -> Shape:
 class _list:
     """The type of an option that takes some of a few known names, separated by commas."""
 
-    def __init__(self, known: object) -> None:
-        self._known = list(known)  # type: ignore[call-overload]
+    def __init__(self, known: Iterable[str]) -> None:
+        self._known = list(known)
 
     def __call__(self, text: str) -> list[str]:
         names = text.split(",")

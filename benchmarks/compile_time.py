@@ -109,11 +109,13 @@ def _measure(arguments: argparse.Namespace) -> Times:
     now = _cpu_s if arguments.cpu_time else time.perf_counter
     total, inductor, planning, segment = (_Stopwatch(now) for _ in range(4))
     # Private places, patched here alone, so that nothing of this is in the package.
-    torch_compat.compile_with_inductor = inductor.around(torch_compat.compile_with_inductor)
-    compilation = backend._Compilation
-    compilation._plan = planning.around(compilation._plan)  # type: ignore[method-assign]
-    compilation._compile = total.around(compilation._compile)  # type: ignore[method-assign]
-    Compute.compile = segment.around(Compute.compile)  # type: ignore[method-assign]
+    for owner, name, watch in (
+        (torch_compat, "compile_with_inductor", inductor),
+        (backend._Compilation, "_plan", planning),
+        (backend._Compilation, "_compile", total),
+        (Compute, "compile", segment),
+    ):
+        setattr(owner, name, watch.around(getattr(owner, name)))
 
     mesh = fcdp_compile.make_mesh(nodes=arguments.nodes) if "RANK" in os.environ else None
     torch.manual_seed(0)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +25,7 @@ from benchmarks.gpu_memory import peak_over, used_bytes
 from benchmarks.gpu_parts import Fsdp2Peak, Steps
 from benchmarks.model import Gpt, make_batch, make_model
 from benchmarks.shape import Shape
+from benchmarks.train_fcdp import FcdpTrainer
 from benchmarks.train_torch import TorchTrainer
 from fcdp_compile.sharding import state_of
 from fcdp_compile.torch_compat import every_thread
@@ -45,8 +45,7 @@ def measure_steps(device: torch.device, shape: Shape, trace: Path) -> Steps:
     frozen_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     mesh = fcdp_compile.make_mesh(nodes=RANKS)
     sharded = fcdp_compile.shard(model, mesh, strategy="fcdp")
-    compiled: nn.Module = torch.compile(sharded, backend="fcdp")  # type: ignore[assignment]
-    cached = TorchTrainer(compiled, list(sharded.parameters()))
+    cached = FcdpTrainer(sharded)
     _step(cached, shape, device)  # compiles, and fills the cache
     with peak_over(baseline_bytes, device) as peak:
         for _ in range(_WARM_UP):
@@ -57,8 +56,7 @@ def measure_steps(device: torch.device, shape: Shape, trace: Path) -> Steps:
     # As our segments are: Inductor on GPUs, ATen kernels on CPUs.
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     resident = TorchTrainer(
-        torch.compile(replicated, backend=backend),  # type: ignore[arg-type]
-        list(replicated.parameters()),
+        torch.compile(replicated, backend=backend), list(replicated.parameters())
     )
     for _ in range(_WARM_UP):
         _step(resident, shape, device)

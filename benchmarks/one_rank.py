@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,11 +99,11 @@ def _model(arguments: argparse.Namespace) -> nn.Module:
     )
 
 
-def _stepper(model: nn.Module, net: Callable[..., object], ids: Tensor) -> Callable[[], float]:
+def _stepper(model: nn.Module, net: Callable[..., Any], ids: Tensor) -> Callable[[], float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> float:
-        logits: Tensor = net(input_ids=ids).logits  # type: ignore[attr-defined]
+        logits: Tensor = net(input_ids=ids).logits
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
         loss.backward()
         optimizer.step()

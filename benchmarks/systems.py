@@ -153,6 +153,17 @@ SYSTEMS: tuple[System, ...] = (
         compile_s=5.0,
     ),
     System(
+        name="fcdp-zero2",
+        title="fcdp as ZeRO-2",
+        about='`fcdp_compile.shard(strategy="zero2")`: parameters whole between their uses, gradients and '
+        "optimizer state sharded over all ranks",
+        family="train_fcdp",
+        state=State.NONE,
+        traffic=Traffic(micro_t=0.5, step_t=0.5),
+        is_ours=True,
+        compile_s=5.0,
+    ),
+    System(
         name="fsdp2-compiled",
         title="FSDP2, compiled",
         about="each block compiled by Inductor, then `fully_shard`",

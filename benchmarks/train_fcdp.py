@@ -11,15 +11,14 @@ from benchmarks.train_torch import TorchTrainer
 from benchmarks.trainer import HostMemory, Place
 from fcdp_compile.sharding import state_of
 
-_STRATEGIES = {"fcdp": "fcdp", "fcdp-zero3": "zero3"}
+_STRATEGIES = {"fcdp": "fcdp", "fcdp-zero2": "zero2", "fcdp-zero3": "zero3"}
 
 
 class FcdpTrainer(TorchTrainer):
     """The plain loop around a sharded and compiled model."""
 
     def __init__(self, sharded: nn.Module) -> None:
-        compiled: nn.Module = torch.compile(sharded, backend="fcdp")  # type: ignore[assignment]
-        super().__init__(compiled, list(sharded.parameters()))
+        super().__init__(torch.compile(sharded, backend="fcdp"), list(sharded.parameters()))
         self._sharded = sharded
 
     def host_memory(self) -> HostMemory:

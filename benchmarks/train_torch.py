@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.model import Gpt
@@ -23,7 +24,8 @@ def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
 class TorchTrainer:
     """The plain loop; systems differ in the model they bring and in how they accumulate."""
 
-    def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    # torch says neither of a compiled module nor of a fully sharded one that it is a module.
+    def __init__(self, model: Any, parameters: list[nn.Parameter]) -> None:
         self.model = model
         self.optimizer = make_adamw(parameters)
 
@@ -47,16 +49,12 @@ class TorchTrainer:
 class DdpTrainer(TorchTrainer):
     """Gradients cross in the last micro-batch only; DDP holds them whole anyway."""
 
-    model: DistributedDataParallel
-
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self.model.no_sync()
 
 
 class HsdpTrainer(TorchTrainer):
     """Gradients are reduced within the node every time, between nodes in the last micro-batch."""
-
-    model: FSDPModule  # type: ignore[assignment]
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         self.model.set_requires_all_reduce(is_last)
@@ -65,8 +63,6 @@ class HsdpTrainer(TorchTrainer):
 
 class NoSyncTrainer(TorchTrainer):
     """Gradients are reduced in the last micro-batch only, and whole until then."""
-
-    model: FSDPModule  # type: ignore[assignment]
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         self.model.set_requires_gradient_sync(is_last)
