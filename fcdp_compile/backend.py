@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 
 from fcdp_compile import registry
 from fcdp_compile.compute import Compute, inductor_settings
@@ -29,9 +29,15 @@ from fcdp_compile.mesh import process_count
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.options import Options
 from fcdp_compile.passes.bucket import bucket, buckets_of
-from fcdp_compile.passes.choose_tiers import Placement, choose_tiers
-from fcdp_compile.passes.context import PassContext, Source, Use, use_of
+from fcdp_compile.passes.choose_tiers import (
+    Placement,
+    choose_tiers,
+    place_bucket,
+    place_steps,
+)
+from fcdp_compile.passes.context import PassContext, use_of
 from fcdp_compile.passes.describe import describe
+from fcdp_compile.passes.inline import Inliner
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.partition import partition
 from fcdp_compile.passes.place import place
@@ -39,7 +45,8 @@ from fcdp_compile.passes.predict import predict
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
-from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Schedule, Tier, Variant
+from fcdp_compile.passes.variants import clone, only_loaded, variants
+from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Tier, Variant
 from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
@@ -47,7 +54,7 @@ from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Cache
 from fcdp_compile.torch_compat import (
     aot_autograd,
-    graph_module,
+    as_boxed,
     min_cut_rematerialization_partition,
     without_code,
 )
@@ -103,6 +110,7 @@ class _Compilation:
         self._machine = options.machine_on(device_type)
         kind = Compute.available(options.compute_on(device_type), device_type)
         self._compute = Compute(kind, settings)
+        self._inliner = Inliner(self._compute.decompositions())
         self._bound: CompiledPlan | None = None
         self._forward_buckets: dict[str, Bucket] = {}
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
@@ -171,7 +179,7 @@ class _Compilation:
             in_flight_bytes=self._options.in_flight_bytes,
             host_budget=model.host_memory.budget,
             direction=direction,
-            decompositions=self._compute.decompositions(),
+            inliner=self._inliner,
         )
 
     def _known(self, model: ShardedModel, direction: Direction) -> dict[str, tuple[Bucket, ...]]:
@@ -202,19 +210,19 @@ class _Compilation:
             base = replace(self._context(model, direction), backward_buckets=used_again)
             buckets |= {b.id: b for b in buckets_of(gm)}
             buckets |= {b.id: b for b in _reduced(gm, base)}
-            for variant in _variants(gm, base):
+            for variant in variants(gm, base):
                 ctx = replace(base, variant=variant)
-                placed = place(_clone(gm), ctx)
+                placed = place(clone(gm), ctx)
                 if direction is not Direction.BACKWARD and model.strategy.is_resident:
-                    refresh |= dict.fromkeys(_only_loaded(placed, base))
+                    refresh |= dict.fromkeys(only_loaded(placed, base))
                 lowered = segment(schedule(lower(placed, ctx), ctx))
                 self._lowered[direction, variant] = lowered
                 schedules.append(describe(lowered, ctx))
         in_order = [buckets[i] for i in sorted(buckets)]
         placement = self._placement(model, graphs, in_order)
         if placement is not None:
-            in_order = [_placed(b, placement) for b in in_order]
-            schedules = [_without_copies(s, in_order) for s in schedules]
+            in_order = [place_bucket(b, placement) for b in in_order]
+            schedules = [place_steps(s, in_order) for s in schedules]
         plan = Plan(
             strategy=model.strategy.name,
             nodes=model.topology.nodes,
@@ -260,7 +268,7 @@ class _Compilation:
         )
         model.note_placement(
             {
-                e.bucket: e.bytes if c.tier is Tier.GPU else 0
+                e.bucket: e.bytes_in(c.tier)
                 for e, c in zip(step.entries, placement.choices, strict=True)
             },
             placement.peak_bytes,
@@ -276,7 +284,7 @@ class _Compilation:
             self._plan(model, {direction: gm})
         bound = self._bound
         if bound is None:
-            return _as_boxed(_reading(self._compute.compile(gm)))
+            return as_boxed(_reading(self._compute.compile(gm)))
         buckets = {b.id: b for b in bound.plan.buckets}
         for (of, variant), lowered in self._lowered.items():
             if of is direction:
@@ -285,16 +293,8 @@ class _Compilation:
                 bound.programs[of, variant] = Program(lowered, segments, buckets)
                 bound.reads[of] = _union(bound.reads.get(of, ()), _read_inputs(lowered))
         if direction is Direction.BACKWARD:
-            return _as_boxed(bound.backward)
-        return _as_boxed(partial(bound.forward, direction))
-
-
-def _as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    def call(args: list[Any]) -> Any:
-        return function(args)
-
-    call._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows that it may pass a list
-    return call
+            return as_boxed(bound.backward)
+        return as_boxed(partial(bound.forward, direction))
 
 
 def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -315,24 +315,6 @@ def _read_inputs(lowered: GraphModule) -> tuple[int, ...]:
 
 def _union(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*left, *right}))
-
-
-def _placed(bucket: Bucket, placement: Placement) -> Bucket:
-    for choice in placement.choices:
-        if choice.bucket == bucket.id:
-            composition = bucket.why.partition(";")[0]
-            return replace(bucket, tier=choice.tier, why=f"{composition}; {choice.why}")
-    return bucket
-
-
-def _without_copies(schedule: Schedule, buckets: Sequence[Bucket]) -> Schedule:
-    """The schedule without bytes over the bus for what stays on the device."""
-    kept = {b.id for b in buckets if b.tier is Tier.GPU}
-    steps = tuple(
-        replace(s, bytes=0) if s.kind in (Kind.STORE, Kind.LOAD) and s.bucket in kept else s
-        for s in schedule.steps
-    )
-    return replace(schedule, steps=steps)
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
@@ -374,37 +356,10 @@ def _reduced(gm: GraphModule, ctx: PassContext) -> list[Bucket]:
     return [ctx.known[str(n.args[1])][0] for n in nodes]
 
 
-def _variants(gm: GraphModule, ctx: PassContext) -> list[Variant]:
-    """Cold alone where nothing outlives the backward; warm alone where the cold one would store nothing."""
-    if ctx.direction is Direction.BACKWARD or not ctx.strategy.is_resident:
-        return [Variant.COLD]
-    stores = Source.GATHER_AND_STORE in [u.source for u in _cold_uses(gm, ctx)]
-    return [Variant.COLD, Variant.WARM] if stores else [Variant.WARM]
-
-
-def _only_loaded(placed: GraphModule, ctx: PassContext) -> list[int]:
-    """The buckets that a graph loads even when it is cold."""
-    loaded = (u.bucket.id for u in _cold_uses(placed, ctx) if u.source is Source.LOAD)
-    return list(dict.fromkeys(loaded))
-
-
-def _cold_uses(gm: GraphModule, ctx: PassContext) -> list[Use]:
-    cold = place(_clone(gm), replace(ctx, variant=Variant.COLD))
-    return [use_of(n) for n in cold.graph.find_nodes(op="call_function", target=UNSHARD)]
-
-
-def _clone(gm: GraphModule) -> GraphModule:
-    graph = Graph()
-    env: dict[Node, Node] = {}
-    results = graph.graph_copy(gm.graph, env)
-    graph.output(results)
-    return graph_module(gm, graph)
-
-
 def _summary(plan: Plan) -> str:
     steps = sum(len(s.steps) for s in plan.schedules)
     frozen = sum(b.frozen for b in plan.buckets)
-    kept = sum(b.tier is Tier.GPU for b in plan.buckets)
+    kept = sum(b.tier in (Tier.GPU, Tier.GPU_FULL) for b in plan.buckets)
     peak = "" if plan.peak_bytes is None else f", predicted peak {plan.peak_bytes / 2**20:.1f} MiB"
     return (
         f"graph {plan.graph}: {plan.strategy} on {plan.nodes} x {plan.ranks_per_node} ranks, "

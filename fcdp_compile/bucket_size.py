@@ -24,12 +24,12 @@ def bucket_bytes(total_bytes: int, *, latency_s: float, bytes_per_s: float) -> i
     whole KiB and kept between MIN_BYTES and MAX_BYTES.  It must be the same on all ranks, so latency and
     bandwidth are given or agreed, never one rank's measurement.
 
-    Raises: ValueError if the link's numbers are not positive and finite.
+    Raises: ValueError if the link's numbers are not finite, the latency below or the bandwidth not above 0.
     """
-    if not (0 < latency_s < math.inf and 0 < bytes_per_s < math.inf):
+    if not (0 <= latency_s < math.inf and 0 < bytes_per_s < math.inf):
         raise ValueError(
             f"a link of latency {latency_s} s and {bytes_per_s} B/s cannot size buckets; both must be "
-            "positive and finite"
+            "finite, the bandwidth above zero"
         )
     best = int(math.sqrt(total_bytes * latency_s * bytes_per_s)) >> 10 << 10
     return min(max(best, MIN_BYTES), MAX_BYTES)

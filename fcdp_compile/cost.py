@@ -5,6 +5,7 @@ Arithmetic only; speeds come from the user, a measurement or the defaults below.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,9 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if not (self.latency_s >= 0 and self.bytes_per_s > 0):
+        if not (0 <= self.latency_s < math.inf and 0 < self.bytes_per_s < math.inf):
             raise ValueError(
-                f"a link needs latency_s >= 0 and bytes_per_s > 0, not {self.latency_s} and "
+                f"a link needs finite latency_s >= 0 and bytes_per_s > 0, not {self.latency_s} and "
                 f"{self.bytes_per_s}"
             )
 
@@ -40,6 +41,8 @@ class Machine:
 
     inter: of one node's card, which its ranks share.  intra: of one rank to the others of its node.  h2d,
     d2h: of one rank's bus.  flops_per_s, memory_bytes_per_s: what one rank's compute reaches.
+
+    Raises: ValueError for a speed of compute that is not above zero.
     """
 
     inter: Link
@@ -48,6 +51,13 @@ class Machine:
     d2h: Link
     flops_per_s: float
     memory_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_s", "memory_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"machine's {name!r} must be above zero, not {getattr(self, name)}"
+                )
 
     def time_s(self, step: Step, ranks_per_node: int) -> float:
         """Seconds that a step keeps its lane busy."""
@@ -92,7 +102,7 @@ def machine_from(description: Mapping[str, Any], base: Machine) -> Machine:
         if name not in values:
             raise ValueError(f"a machine has no {name!r}; it has {', '.join(values)}")
         if not isinstance(values[name], Link):
-            values[name] = _positive(name, value)
+            values[name] = _number(name, value)
             continue
         if not isinstance(value, Mapping):
             raise TypeError(f"machine's {name!r} must be a mapping, not {type(value).__name__}")
@@ -109,13 +119,6 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"machine's {name!r} must be a number, not {type(value).__name__}")
     return float(value)
-
-
-def _positive(name: str, value: Any) -> float:
-    number = _number(name, value)
-    if not number > 0:
-        raise ValueError(f"machine's {name!r} must be above zero, not {value}")
-    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ class HomeShard(DTensor):
     def _like(dtensor: DTensor) -> HomeShard:
         # `from_local` leaves a view, which would hold another tensor of the same memory.
         local = dtensor._local_tensor
-        shard: HomeShard = HomeShard(  # type: ignore[no-untyped-call]
+        shard: HomeShard = HomeShard(  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
             local.detach() if type(local) is Tensor else local,
             dtensor._spec,
             requires_grad=dtensor.requires_grad,
@@ -98,7 +98,8 @@ class HomeShard(DTensor):
     @property
     def data(self) -> Tensor:
         """The values without autograd, sharing memory."""
-        return DTensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        values: Tensor = _DATA.__get__(self)
+        return values
 
     @data.setter
     def data(self, other: Tensor) -> None:
@@ -127,7 +128,8 @@ class HomeShard(DTensor):
     @property
     def held(self) -> Tensor:
         """The local shard, which may have no memory now: for those who do not read it."""
-        return _SLOT.__get__(self)  # type: ignore[no-any-return]
+        held: Tensor = _SLOT.__get__(self)
+        return held
 
     @property
     def released_by(self) -> object | None:
@@ -181,10 +183,10 @@ class HomeShard(DTensor):
     def __tensor_flatten__(self) -> Any:
         # A compiler is about to look at the storage.
         self.bring_back()
-        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]  # DTensor's has no types
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = tree_map_only(HomeShard, _as_dtensor, (args, kwargs or {}))
@@ -205,9 +207,23 @@ class HomeShard(DTensor):
         self.bring_back()
         return super().full_tensor(**options)
 
+    def __repr__(self, *args: Any, **options: Any) -> str:  # type: ignore[override]
+        # DTensor's looks at `_local_tensor`, perhaps while the model is being called.
+        self.bring_back()
+        return str(super().__repr__(*args, **options))  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HomeShard:
+        if id(self) not in memo:
+            self.bring_back()
+            copy = HomeShard._like(DTensor(self.held.clone(), self._spec, requires_grad=False))
+            copy.requires_grad_(self.requires_grad)
+            memo[id(self)] = copy
+        found: HomeShard = memo[id(self)]
+        return found
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.bring_back()
-        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # Tensor's has no types
 
 
 class _Away:
@@ -222,6 +238,7 @@ class _Away:
 
 
 _SLOT: Any = DTensor.__dict__["_local_tensor"]
+_DATA: Any = DTensor.data  # a descriptor, which torch's types do not tell
 
 _released: weakref.WeakValueDictionary[int, HomeShard] = weakref.WeakValueDictionary()
 """Every released shard of the process by its storage, which lives as long as it does."""

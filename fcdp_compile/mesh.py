@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fcdp_compile.torch_compat import gloo_timeout
+
 INTER, INTRA = "inter", "intra"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Topology:
     """N nodes of g ranks, where this rank is, and the groups it talks in.
 
     node, place: n and l of this rank.  home_mesh: the ("intra", "inter") mesh of the DTensors (`layout`,
     [Note: chunk order]).  control: a CPU group over all ranks for small agreements.  In one process without
     torch.distributed there are no groups and no mesh.
+
+    [Note: groups of our own] Where collectives block, threads begin them, and a group whose members begin its
+    collectives in different orders mixes them up, silently.  So inter and intra are then not the mesh's: in
+    those the Python thread communicates, for DTensors and for the user.  Models on one mesh share them, and
+    the lanes that use them (`runtime.lanes.Lanes.shared`).
     """
 
     nodes: int
@@ -90,7 +98,7 @@ def process_count() -> int:
 
 
 def topology_of(mesh: DeviceMesh | None) -> Topology:
-    """Read the topology off a mesh; makes the control group, so every rank of the mesh must call it.
+    """Read the topology off a mesh; the first time that makes groups, so every rank of the mesh must call it.
 
     Raises: TypeError for anything but a DeviceMesh, ValueError if it lacks "inter" and "intra", or if there
     is no mesh though several processes run.
@@ -112,6 +120,22 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
             f"mesh has dimensions {tuple(names) or 'without names'}, expected ('inter', 'intra'); "
             "make it with fcdp_compile.make_mesh()"
         )
+    if id(mesh) not in _topologies:
+        _topologies[id(mesh)] = _make_topology(mesh)
+        weakref.finalize(mesh, _topologies.pop, id(mesh), None).atexit = False
+    return _topologies[id(mesh)]
+
+
+_topologies: dict[int, Topology] = {}
+"""By the mesh, as long as that lives: torch never gives a group back."""
+
+
+def has_nccl(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group's collectives on CUDA tensors run on a stream; so do those of "cpu:gloo,cuda:nccl"."""
+    return "nccl" in dist.get_backend(group)
+
+
+def _make_topology(mesh: DeviceMesh) -> Topology:
     inter, intra = mesh.get_group(INTER), mesh.get_group(INTRA)
     nodes, ranks_per_node = mesh.mesh.shape
     ranks = mesh.mesh.flatten().tolist()
@@ -127,7 +151,20 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
         place=mesh.get_local_rank(INTRA),
         device_type=mesh.device_type,
         home_mesh=home_mesh,
-        inter=inter,
-        intra=intra,
+        inter=_own(inter, mesh.device_type),
+        intra=_own(intra, mesh.device_type),
         control=dist.new_group(ranks, backend="gloo", use_local_synchronization=True),
     )
+
+
+def _own(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """A group of the same ranks for the lanes ([Note: groups of our own])."""
+    if dist.get_world_size(group) == 1 or (device_type == "cuda" and has_nccl(group)):
+        return group
+    own: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=gloo_timeout(group),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    return own

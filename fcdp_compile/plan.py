@@ -57,11 +57,12 @@ LANES: dict[Kind, Lane] = {
 
 
 class Tier(Enum):
-    """Where the node shard of a bucket waits between its uses."""
+    """What of a bucket waits between its uses, and where: its node shard, or on the GPU all of it."""
 
     NONE = "none"
-    GPU = "gpu"
     HOST = "host"
+    GPU = "gpu"
+    GPU_FULL = "gpu-full"
 
 
 class Direction(Enum):
@@ -96,8 +97,8 @@ class Bucket:
     """Parameters that travel together.
 
     id: number within the model.  dtype: what travels in all-gathers.  reduce_dtype: what travels in
-    reduce-scatters.  frozen: no parameter of it requires a gradient.  tier: where its node shard waits.
-    why: the reason for its composition and tier, for people.
+    reduce-scatters.  frozen: no parameter of it requires a gradient.  tier: what of it waits
+    between its uses, and where.  why: the reason for its composition and tier, for people.
     """
 
     id: int
@@ -130,7 +131,7 @@ class Bucket:
 
     def agreed(self) -> Bucket:
         """What ranks must agree on: for reasons of its own each may have a copy on its GPU or its host."""
-        return replace(self, tier=Tier.HOST if self.tier is Tier.GPU else self.tier, why="")
+        return replace(self, tier=Tier.NONE if self.tier is Tier.NONE else Tier.HOST, why="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +155,13 @@ class Step:
 
     @property
     def agreed_bytes(self) -> int:
-        """Bytes that ranks must agree on: those that travel between them."""
-        return 0 if self.lane in (Lane.H2D, Lane.D2H) else self.bytes
+        """Bytes that ranks must agree on in a plan: those that travel between them.
+
+        But not those of an intra-node all-gather, which its bucket implies: whether it is needed at all is
+        agreed on at run time (`runtime.host_cache` [Note: full parameters]).
+        """
+        local = self.lane in (Lane.H2D, Lane.D2H) or self.kind is Kind.INTRA_ALL_GATHER
+        return 0 if local else self.bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ from fcdp_compile.ops import UNSHARD
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.replicas import agree_on_replicas
 from fcdp_compile.runtime import numa
-from fcdp_compile.runtime.model import ParamRecord, ShardedModel
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.shardable import check_model
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
@@ -211,7 +212,7 @@ def _home_shard(
     if parameter.grad is not None:
         grad = _part(parameter.grad, layout, topology)
         home.grad = HomeShard.of(grad, layout, topology.home_mesh, requires_grad=False)
-    return home  # type: ignore[return-value]
+    return cast(nn.Parameter, home)  # isinstance says so too (HomeShard._is_param)
 
 
 def _part(whole: Tensor, layout: ParamLayout, topology: Topology) -> Tensor:
@@ -237,7 +238,9 @@ def _sharded_class(
 
 
 def _state(module: nn.Module) -> _ModuleState:
-    return module._fcdp  # type: ignore[return-value]
+    state: Any = module._fcdp  # nn.Module's attributes are typed as tensors and modules
+    found: _ModuleState = state
+    return found
 
 
 def _gathering_property(name: str) -> property:
@@ -250,7 +253,8 @@ def _gathering_property(name: str) -> property:
         if not (torch.compiler.is_compiling() or state.gate.inside or is_recomputing()):
             return parameter
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return UNSHARD(local, state.keys[name])  # type: ignore[no-any-return]
+        full: Tensor = UNSHARD(local, state.keys[name])
+        return full
 
     return property(get)
 

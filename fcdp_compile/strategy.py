@@ -10,6 +10,7 @@ FCDP (Park et al.).
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -23,10 +24,14 @@ class Scope(Enum):
 
 
 class Cache(Enum):
-    """Where a gathered node shard waits for its next use; adaptive: on the GPU while there is room."""
+    """Where a gathered node shard waits for its next use; gpu-full: the whole bucket.
+
+    Adaptive: on the GPU while there is room, and there the whole bucket while there is room for that.
+    """
 
     NONE = "none"
     GPU = "gpu"
+    GPU_FULL = "gpu-full"
     HOST = "host"
     ADAPTIVE = "adaptive"
 
@@ -71,6 +76,11 @@ class Strategy:
         """Whether cached node shards may wait in host memory."""
         return self.cache in (Cache.HOST, Cache.ADAPTIVE)
 
+    @property
+    def may_keep_full(self) -> bool:
+        """Whether gathered parameters may stay on the GPU between their uses."""
+        return self.cache in (Cache.ADAPTIVE, Cache.GPU_FULL)
+
     def without_cache(self) -> Strategy:
         """The same strategy where caching gains nothing: on one node."""
         return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
@@ -80,17 +90,21 @@ class Strategy:
         """Look a preset up by name.
 
         Raises: TypeError for anything but a name or a Strategy, ValueError for an unknown name (with the
-        known ones and the nearest).
+        known ones and the nearest) and for a code of PaRO's that is invalid or not available.
         """
         if isinstance(name, Strategy):
             return name
         if not isinstance(name, str):
             raise TypeError(f"strategy must be a name or a Strategy, not {type(name).__name__}")
-        if name in PRESETS:
-            return PRESETS[name]
-        near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
+        known = _ALIASES.get(name, name)
+        if known in PRESETS:
+            return PRESETS[known]
+        if (code := _PARO.fullmatch(name)) is not None:
+            raise ValueError(_why_no_paro(name, code[1]))
+        names = [*PRESETS, *_ALIASES]
+        near = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown strategy {name!r}; choose one of {', '.join(PRESETS)}{hint}")
+        raise ValueError(f"unknown strategy {name!r}; choose one of {', '.join(names)}{hint}")
 
 
 def _preset(name: str, cache: Cache, life: Life) -> Strategy:
@@ -100,8 +114,36 @@ def _preset(name: str, cache: Cache, life: Life) -> Strategy:
 PRESETS: dict[str, Strategy] = {
     s.name: s
     for s in (
+        _preset("zero2", Cache.GPU_FULL, Life.UNTIL_CHANGED),
         _preset("zero3", Cache.NONE, Life.UNTIL_BACKWARD),
         _preset("zero++", Cache.GPU, Life.UNTIL_BACKWARD),
+        _preset("paro-igg", Cache.GPU, Life.UNTIL_CHANGED),
         _preset("fcdp", Cache.ADAPTIVE, Life.UNTIL_CHANGED),
     )
 }
+
+_ALIASES = {"fsdp": "zero3", "hpz": "zero++", "paro-ggg": "zero3", "paro-ngg": "zero2"}
+"""Other names of the same points."""
+
+
+def aliases_of(strategy: Strategy) -> list[str]:
+    """The other names of a preset."""
+    return [alias for alias, name in _ALIASES.items() if name == strategy.name]
+
+
+_PARO = re.compile(r"paro-([nig]{3})", re.IGNORECASE)
+
+
+def _why_no_paro(name: str, code: str) -> str:
+    """Why a code (scopes of parameters, gradients and optimizer states, N, I or G each) is no preset here."""
+    parameters, gradients, states = ("nig".index(scope) for scope in code.lower())
+    for what, scope in (("parameters", parameters), ("gradients", gradients)):
+        if scope > states:
+            return (
+                f"strategy {name!r} shards {what} over more ranks than optimizer states, so a rank would "
+                f"step values whose {what} it does not hold; PaRO's Principle 1 rules it out"
+            )
+    return (
+        f"strategy {name!r} is valid but not available; of PaRO's there are those with gradients and "
+        "optimizer states sharded over all ranks: paro-ngg, paro-igg and paro-ggg"
+    )

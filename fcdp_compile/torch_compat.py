@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
@@ -39,11 +41,13 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "aot_autograd",
+    "as_boxed",
     "boxed",
     "compile_with_inductor",
     "detect_fake_mode",
     "every_thread",
     "fx_graph_cache_hits",
+    "gloo_timeout",
     "graph_module",
     "inductor_decompositions",
     "inductor_modes",
@@ -121,6 +125,13 @@ def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:
     return SavedForBackwardsAOTOutput(index)
 
 
+def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group's collectives on CPU tensors wait for their peers; None if it does not say."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
+
+
 def graph_module(root: nn.Module, graph: Graph, name: str = "GraphModule") -> GraphModule:
     """A GraphModule that generates its Python code when it is first called or printed, if ever."""
     return _LazyGraphModule(root, graph, name)
@@ -129,6 +140,17 @@ def graph_module(root: nn.Module, graph: Graph, name: str = "GraphModule") -> Gr
 def without_code() -> AbstractContextManager[None]:
     """Make torch's own passes put off generating Python code in the same way."""
     return _use_lazy_graph_module(True)
+
+
+def as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell AOTAutograd that a function takes its arguments as a list and empties it."""
+
+    def call(args: list[Any]) -> Any:
+        return function(args)
+
+    marked: Any = call
+    marked._boxed_call = True
+    return call
 
 
 def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:

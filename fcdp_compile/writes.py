@@ -39,7 +39,8 @@ def refuse_writes(gm: GraphModule) -> None:
             if node.target is UNSHARD and (storage := _storage(node)) is not None:
                 gathered[storage] = str(node.args[1])
             elif gathered and _writes(node) and isinstance(written := node.args[0], Node):
-                key = gathered.get(_storage(written))  # type: ignore[arg-type]
+                storage = _storage(written)
+                key = None if storage is None else gathered.get(storage)
                 if key is not None:
                     raise FcdpError(
                         f"forward writes to parameter {key.partition(':')[2]!r} ({_line(node)}), which is a "

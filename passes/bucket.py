@@ -21,6 +21,7 @@ _Kind = tuple[bool, torch.dtype, torch.dtype]
 _TIERS = {
     Cache.NONE: Tier.NONE,
     Cache.GPU: Tier.GPU,
+    Cache.GPU_FULL: Tier.GPU_FULL,
     Cache.HOST: Tier.HOST,
     Cache.ADAPTIVE: Tier.HOST,  # until `choose_tiers` has seen the whole step
 }
@@ -162,6 +163,8 @@ def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
 def _why_kept(made: Bucket, ctx: PassContext) -> str:
     if made.tier is not Tier.NONE:
         life = "until it changes" if ctx.strategy.is_resident else "until the backward"
+        if made.tier is Tier.GPU_FULL:
+            return f"{ctx.strategy.name} keeps it on the gpu in full {life}"
         return f"{ctx.strategy.name} keeps node shards on the {made.tier.value} {life}"
     if ctx.nodes == 1:
         return "one node, nothing to cache"

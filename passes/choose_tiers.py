@@ -1,25 +1,27 @@
-"""Choose which cached node shards stay on the device: arithmetic on timelines, no graph is touched.
+"""Choose what of cached buckets stays on the device: arithmetic on timelines, no graph is touched.
 
 The cache of "FCDP: Fully Cached Data Parallel for Communication-Avoiding Large-Scale Training" (Park et al.)
 keeps a node shard on the GPU while the memory in use is below a threshold tau, else on the host.  Here the
 same is decided ahead from the predicted memory of the whole step; at run time `DeviceMemory` has the last
-word.
+word.  Where there is room for more, whole buckets stay, and nothing is gathered again within the node either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fcdp_compile.plan import Tier
+from fcdp_compile.plan import Bucket, Kind, Schedule, Step, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A bucket that is cached.
 
-    bytes: what the device holds in addition while the bucket is kept there: its node shard, and home shards
+    bytes: what the device holds in addition while the node shard is kept there: itself, and home shards
     that could leave otherwise.  moved_bytes: what goes over the bus in a step if it is on the host instead.
+    full_bytes: what it holds beyond that while the whole bucket is kept, None if it cannot be.
+    spread_bytes: what this rank sends within the node in a step unless it is.
     spans: when, as half-open ranges of positions in the timeline that `choose_tiers` is given.
     """
 
@@ -27,10 +29,19 @@ class Entry:
     bytes: int
     moved_bytes: int
     spans: tuple[tuple[int, int], ...]
+    full_bytes: int | None = None
+    spread_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.bytes < 0 or self.moved_bytes < 0:
+        if min(self.bytes, self.moved_bytes, self.full_bytes or 0, self.spread_bytes) < 0:
             raise ValueError(f"bucket {self.bucket} has a negative size: {self}")
+
+    def bytes_in(self, tier: Tier) -> int:
+        """What the device holds in addition if the bucket waits in that tier."""
+        if tier is Tier.GPU_FULL:
+            assert self.full_bytes is not None
+            return self.bytes + self.full_bytes
+        return self.bytes if tier is Tier.GPU else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +69,14 @@ def choose_tiers(
     capacity_bytes: int | None,
     threshold: float,
 ) -> Placement:
-    """Keep node shards on the device as long as the predicted peak stays within the threshold.
+    """Keep node shards on the device, and then whole buckets, while the peak is within the threshold.
 
         peak = static + max over positions of (alive + kept entries)  <=  threshold * capacity
 
-    In the order of what most relieves the bus for each byte and position that it takes; the first that does
-    not fit ends it, so that more memory never sends a bucket back to the host.  Where not even the step
-    without a cache fits, everything is on the host, which is ZeRO-3's memory.
+    Node shards go first, in the order of what most relieves the bus for each byte and position that they
+    take; if all of them fit, whole buckets, in the order of what most relieves the node's own links.  The
+    first that does not fit ends it, so that more memory never makes a bucket wait farther away.  Where not
+    even the step without a cache fits, everything is on the host, which is ZeRO-3's memory.
 
     alive_bytes: of a step with everything on the host, position by position.  static_bytes: what is there
     throughout.  capacity_bytes: the device's; None: not to be used for a cache.
@@ -73,46 +85,105 @@ def choose_tiers(
     """
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold must be above 0 and at most 1, not {threshold}")
-    alive = [static_bytes + b for b in alive_bytes]
-    limit = -1 if capacity_bytes is None else int(threshold * capacity_bytes)
-    kept: dict[int, str] = {}
-    refused = ""
-    for entry in sorted(entries, key=_relief, reverse=True):
-        after = _with(alive, entry)
-        top = max(after, default=static_bytes)
-        if top > limit:
-            refused = _refusal(entry, top, limit, capacity_bytes)
-            break
-        alive = after
-        kept[entry.bucket] = f"peak {_mib(top)} within {_mib(limit)}"
-    choices = [
-        Choice(bucket=e.bucket, tier=Tier.GPU, why=f"node shard stays on the gpu: {kept[e.bucket]}")
-        if e.bucket in kept
-        else Choice(bucket=e.bucket, tier=Tier.HOST, why=f"node shard on the host: {refused}")
-        for e in entries
-    ]
-    return Placement(choices=tuple(choices), peak_bytes=max(alive, default=static_bytes))
+    room = _Room(
+        [static_bytes + b for b in alive_bytes] or [static_bytes], capacity_bytes, threshold
+    )
+    chosen = {
+        e.bucket: Choice(bucket=e.bucket, tier=Tier.HOST, why=_WAITS[Tier.HOST]) for e in entries
+    }
+    if _fill(room, Tier.GPU, sorted(entries, key=_bus_relief, reverse=True), chosen):
+        whole = [e for e in entries if e.full_bytes is not None]
+        _fill(room, Tier.GPU_FULL, sorted(whole, key=_link_relief, reverse=True), chosen)
+    return Placement(choices=tuple(chosen.values()), peak_bytes=room.peak)
 
 
-def _relief(entry: Entry) -> tuple[float, int]:
-    # Of equals the bucket used last, whose backward comes first.
-    positions = sum(stop - start for start, stop in entry.spans)
-    return entry.moved_bytes / max(1, entry.bytes * positions), entry.bucket
+def _fill(room: _Room, tier: Tier, entries: Sequence[Entry], chosen: dict[int, Choice]) -> bool:
+    """Move entries to a tier in order; returns whether all fit, and says of those that did not why."""
+    for i, entry in enumerate(entries):
+        size = entry.bytes_in(tier) - entry.bytes_in(chosen[entry.bucket].tier)
+        if refused := room.take(entry, size):
+            for left in entries[i:]:
+                now = chosen[left.bucket]
+                chosen[left.bucket] = replace(now, why=f"{_WAITS[now.tier]}: {refused}")
+            return False
+        why = f"{_WAITS[tier]}: peak {_mib(room.peak)} within {_mib(room.limit)}"
+        chosen[entry.bucket] = Choice(bucket=entry.bucket, tier=tier, why=why)
+    return True
 
 
-def _with(alive: Sequence[int], entry: Entry) -> list[int]:
-    result = list(alive)
-    for start, stop in entry.spans:
-        for position in range(start, stop):
-            result[position] += entry.bytes
-    return result
+_WAITS = {
+    Tier.HOST: "node shard on the host",
+    Tier.GPU: "node shard stays on the gpu",
+    Tier.GPU_FULL: "stays on the gpu in full",
+}
 
 
-def _refusal(entry: Entry, top: int, limit: int, capacity_bytes: int | None) -> str:
-    if capacity_bytes is None:
-        return "no device memory to use for a cache"
-    return f"with bucket {entry.bucket} too the peak of {_mib(top)} would exceed {_mib(limit)}"
+class _Room:
+    """The device's memory position by position, and the limit that no position may exceed."""
+
+    def __init__(self, alive: list[int], capacity_bytes: int | None, threshold: float) -> None:
+        self._alive = alive
+        self._capacity_bytes = capacity_bytes
+        self.limit = -1 if capacity_bytes is None else int(threshold * capacity_bytes)
+
+    @property
+    def peak(self) -> int:
+        return max(self._alive)
+
+    def take(self, entry: Entry, size: int) -> str:
+        """Take so many bytes during the entry's spans; returns why they can't be, or nothing."""
+        after = list(self._alive)
+        for start, stop in entry.spans:
+            for position in range(start, stop):
+                after[position] += size
+        if (top := max(after)) <= self.limit:
+            self._alive = after
+            return ""
+        if self._capacity_bytes is None:
+            return "no device memory to use for a cache"
+        return f"with bucket {entry.bucket} too the peak of {_mib(top)} would exceed {_mib(self.limit)}"
+
+
+# Of equals the bucket used last, whose backward comes first.
+def _bus_relief(entry: Entry) -> tuple[float, int]:
+    return entry.moved_bytes / max(1, entry.bytes * _positions(entry)), entry.bucket
+
+
+def _link_relief(entry: Entry) -> tuple[float, int]:
+    return entry.spread_bytes / max(1, (entry.full_bytes or 0) * _positions(entry)), entry.bucket
+
+
+def _positions(entry: Entry) -> int:
+    return sum(stop - start for start, stop in entry.spans)
 
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def place_bucket(bucket: Bucket, placement: Placement) -> Bucket:
+    """The bucket in the tier that was chosen for it."""
+    for choice in placement.choices:
+        if choice.bucket == bucket.id:
+            composition = bucket.why.partition(";")[0]
+            return replace(bucket, tier=choice.tier, why=f"{composition}; {choice.why}")
+    return bucket
+
+
+def place_steps(schedule: Schedule, buckets: Sequence[Bucket]) -> Schedule:
+    """The schedule without the bytes that need not move, as their bucket is where it is used."""
+    tiers = {b.id: b.tier for b in buckets}
+    gathered = {s.bucket for s in schedule.steps if s.kind is Kind.INTER_ALL_GATHER}
+    steps = tuple(
+        replace(s, bytes=0)
+        if s.bucket is not None and _stays(s, tiers[s.bucket], is_new=s.bucket in gathered)
+        else s
+        for s in schedule.steps
+    )
+    return replace(schedule, steps=steps)
+
+
+def _stays(step: Step, tier: Tier, *, is_new: bool) -> bool:
+    if step.kind in (Kind.STORE, Kind.LOAD):
+        return tier in (Tier.GPU, Tier.GPU_FULL)
+    return step.kind is Kind.INTRA_ALL_GATHER and tier is Tier.GPU_FULL and not is_new

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from torch.fx import Node
 
 from fcdp_compile.cost import MACHINES, Machine
 from fcdp_compile.host_memory import HostBudget
+from fcdp_compile.passes.inline import Inliner
 from fcdp_compile.plan import Bucket, Direction, Step, Variant
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.strategy import Strategy
@@ -64,7 +64,7 @@ class PassContext:
     in_flight_bytes: how many bytes of gathered parameters and of gradients on their way may be alive at
     once (`schedule` [Note: in-flight budget]); None for what `schedule` finds sensible.
     backward_buckets: ids of the buckets that the backward of this graph uses.
-    decompositions: what the compiler of the segments wants decomposed, by op.
+    inliner: inserts functions, decomposed as the compiler of the segments wants it.
     """
 
     strategy: Strategy
@@ -83,7 +83,7 @@ class PassContext:
     direction: Direction = Direction.FORWARD
     variant: Variant = Variant.COLD
     backward_buckets: tuple[int, ...] = ()
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None
+    inliner: Inliner = field(default_factory=Inliner)
 
     @property
     def ranks(self) -> int:

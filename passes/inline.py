@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,53 +11,61 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from fcdp_compile.passes.context import META
 from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode
 
 Table = Mapping[Any, Callable[..., Any]]
 
 
-def inline(
-    graph: Graph,
-    function: Callable[[list[Tensor]], Sequence[Tensor]],
-    inputs: Sequence[Node],
-    decompositions: Table | None = None,
-    *,
-    mark: object = None,
-) -> list[Node]:
-    """Insert `function(inputs)` at the graph's insert point and return the nodes of its results.
+class Inliner:
+    """Inserts functions into the graphs of one compilation.
 
-    The function is a lambda.  It is traced on fake tensors, so its shapes must not depend on their values;
-    lambdas of one code that close over equal values, such as the packing of equal layers, are traced once.
-    decompositions: as for the rest of the graph, by AOTAutograd.  mark: the record to leave on new nodes.
+    decompositions: as for the rest of the graphs, by AOTAutograd.
     """
-    like = tuple(_Like.of(n.meta["val"]) for n in inputs)
-    traced = _traced(_Closure(function), like, _ByIdentity(decompositions))
-    env: dict[Node, Node] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
-    for node in traced.nodes:
-        if node.op == "call_function":
-            copy = env[node] = graph.node_copy(node, env.__getitem__)
-            args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-            copy.meta = {"val": node.target(*args, **kwargs)}
-            if mark is not None:
-                copy.meta[META] = mark
-    (results,) = traced.output_node().args
-    return [env[n] for n in results]  # type: ignore[union-attr, index]
 
+    def __init__(self, decompositions: Table | None = None) -> None:
+        self._decompositions = dict(decompositions or {})
+        self._traced: dict[tuple[_Closure, tuple[_Like, ...]], Graph] = {}
 
-@functools.lru_cache(maxsize=256)
-def _traced(closure: _Closure, like: tuple[_Like, ...], table: _ByIdentity) -> Graph:
-    function = closure.function
-    # While AOTAutograd calls the passes its mode is on, and would not take fake tensors of another one.
-    with detect_fake_mode() or FakeTensorMode():
-        values = [
-            torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device) for v in like
-        ]
-    traced = make_fx(lambda *tensors: list(function(list(tensors))), dict(table.held or {}))
-    graph = traced(*values).graph
-    for node in graph.nodes:  # the values of this trace, and with them the mode and its shapes
-        node.meta.clear()
-    return graph
+    def inline(
+        self,
+        graph: Graph,
+        function: Callable[[list[Tensor]], Sequence[Tensor]],
+        inputs: Sequence[Node],
+        meta: Mapping[str, object] | None = None,
+    ) -> list[Node]:
+        """Insert `function(inputs)` at the graph's insert point and return the nodes of its results.
+
+        The function is a lambda.  It is traced on fake tensors, so its shapes must not depend on their
+        values; lambdas of one code that close over equal values, such as the packing of equal layers, are
+        traced once.  meta: what new nodes get besides their value.
+        """
+        like = tuple(_Like.of(n.meta["val"]) for n in inputs)
+        key = _Closure(function), like
+        if key not in self._traced:
+            self._traced[key] = self._trace(function, like)
+        traced = self._traced[key]
+        env: dict[Node, Node] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+        for node in traced.nodes:
+            if node.op == "call_function":
+                copy = env[node] = graph.node_copy(node, env.__getitem__)
+                args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+                copy.meta = {"val": node.target(*args, **kwargs), **(meta or {})}
+        results: Any = traced.output_node().args[0]
+        return [env[n] for n in results]
+
+    def _trace(
+        self, function: Callable[[list[Tensor]], Sequence[Tensor]], like: tuple[_Like, ...]
+    ) -> Graph:
+        # While AOTAutograd calls the passes its mode is on, and would not take fake tensors of another one.
+        with detect_fake_mode() or FakeTensorMode():
+            values = [
+                torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device) for v in like
+            ]
+        traced = make_fx(lambda *tensors: list(function(list(tensors))), self._decompositions)
+        graph = traced(*values).graph
+        for node in graph.nodes:  # the values of this trace, and with them the mode and its shapes
+            node.meta.clear()
+        return graph
 
 
 class _Like(NamedTuple):
@@ -92,19 +99,6 @@ class _Closure:
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
-
-
-class _ByIdentity:
-    """A table of decompositions, too large to compare."""
-
-    def __init__(self, held: Table | None) -> None:
-        self.held = held
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and self.held is other.held
 
 
 def fake_flat(like: Node, elements: int, dtype: torch.dtype) -> Tensor:

@@ -14,8 +14,8 @@ from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from fcdp_compile.passes.alone import lower_alone
 from fcdp_compile.passes.context import META, Packing, PassContext, Source, StepMeta, use_of
-from fcdp_compile.passes.inline import fake_flat, inline
-from fcdp_compile.passes.views import is_view
+from fcdp_compile.passes.inline import fake_flat
+from fcdp_compile.passes.views import copy_returned, is_view
 from fcdp_compile.plan import LANES, Bucket, Kind, Step, Tier
 from fcdp_compile.registry import ParamSpec
 
@@ -142,7 +142,9 @@ def _gather(
     """Returns the gathered buffer, None if it needs no gathering: with one rank."""
     anchor, source = unshards[0], use_of(unshards[0]).source
     assert source is not None, f"bucket {bucket.id} has no source; run `place` first"
-    shards = {ctx.specs[str(n.args[1])].name: _placeholder_of(n.args[0]) for n in unshards}  # type: ignore[arg-type]
+    shards = {
+        ctx.specs[str(n.args[1])].name: _placeholder_of(n.all_input_nodes[0]) for n in unshards
+    }
     dtype = getattr(torch, bucket.dtype)
     layouts = [p.layout for p in bucket.params]
     node_shard = bucket.slot_elements * ctx.nodes
@@ -168,20 +170,21 @@ def _gather(
             tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
             stores.append(_explicit(graph, ops.store, [buffer], bucket, tier_bytes))
         if ctx.ranks_per_node > 1:
-            sent = (ctx.ranks_per_node - 1) * bucket.node_bytes(ctx.nodes)
+            is_there = source is Source.LOAD and bucket.tier is Tier.GPU_FULL
+            sent = 0 if is_there else (ctx.ranks_per_node - 1) * bucket.node_bytes(ctx.nodes)
             val = fake_flat(like, node_shard * ctx.ranks_per_node, dtype)
             buffer = pending = _explicit(graph, ops.intra_all_gather, [buffer], bucket, sent, val)
         if pending is not None:
             buffer = wait_for(graph, pending)
-        full = inline(graph, lambda b: unpack_full(b[0], layouts), [buffer], ctx.decompositions)
+        full = ctx.inliner.inline(graph, lambda b: unpack_full(b[0], layouts), [buffer])
     params = dict(zip([p.name for p in bucket.params], full, strict=True))
     used = [params[ctx.specs[str(n.args[1])].name] for n in unshards]
     for node, param in zip(unshards, used, strict=True):
         param.meta |= {k: v for k, v in node.meta.items() if k != META}
         node.replace_all_uses_with(param)
         _erase_unused([node])
-    if ctx.ranks_per_node == 1:
-        _copy_returned(graph, used)
+    if ctx.ranks_per_node == 1 or ctx.strategy.may_keep_full:
+        copy_returned(graph, used)
     _erase_unused([p for p in full if not p.users])
     return None if pending is None else buffer
 
@@ -189,24 +192,13 @@ def _gather(
 def _pack(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -> Node:
     layouts = [p.layout for p in bucket.params]
     dtype = getattr(torch, bucket.dtype)
-    (buffer,) = inline(
+    (buffer,) = ctx.inliner.inline(
         graph,
         lambda s: [pack_home(s, layouts, dtype)],
         members,
-        ctx.decompositions,
-        mark=Packing(bucket=bucket.id),
+        {META: Packing(bucket=bucket.id)},
     )
     return buffer
-
-
-def _copy_returned(graph: Graph, params: list[Node]) -> None:
-    """Return copies: without an intra-node gather a parameter may be the home or the cached shard itself."""
-    output = graph.output_node()
-    for param in (p for p in params if output in p.users):
-        with graph.inserting_before(output):
-            copy = graph.call_function(torch.ops.aten.clone.default, (param,))
-        copy.meta = dict(param.meta)
-        output.replace_input_with(param, copy)
 
 
 def _erase_unused(nodes: list[Node]) -> None:
@@ -269,12 +261,10 @@ def _reduce_bucket(
     layouts = [s.layout for s in specs]
     dtype = getattr(torch, bucket.reduce_dtype)
     slot = sum(layout.slot_elements for layout in layouts)
-    grads: list[Node] = [n.args[0] for n in members]  # type: ignore[misc]
+    grads: list[Node] = [n.all_input_nodes[0] for n in members]
     last = max(grads, key=order.__getitem__)
     with graph.inserting_before(_after(last)):
-        (buffer,) = inline(
-            graph, lambda g: [pack_grads(g, layouts, dtype)], grads, ctx.decompositions
-        )
+        (buffer,) = ctx.inliner.inline(graph, lambda g: [pack_grads(g, layouts, dtype)], grads)
         packed, pending = buffer, None  # type: Node, Node | None
         elements = slot * ctx.nodes * ctx.ranks_per_node
         for op, size in (
@@ -290,11 +280,8 @@ def _reduce_bucket(
             buffer = wait_for(graph, pending)
     with graph.inserting_before(min(members, key=order.__getitem__)):
         shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
-        shards = inline(
-            graph,
-            lambda b: unpack_grads(b[0], layouts, shapes, homes),
-            [buffer],
-            ctx.decompositions,
+        shards = ctx.inliner.inline(
+            graph, lambda b: unpack_grads(b[0], layouts, shapes, homes), [buffer]
         )
     for node, result in zip(members, shards, strict=True):
         node.replace_all_uses_with(result)

@@ -75,13 +75,10 @@ def timeline(gm: GraphModule, *, elsewhere: Collection[int], device_type: str) -
 
 
 def evaluate(size: Bytes, hints: Mapping[sympy.Symbol, int]) -> int:
-    """Bytes of a size for given values of its symbols.
-
-    Raises: KeyError for a symbol that has no value.
-    """
+    """Bytes of a size for given values of its symbols; one that has none, as data decide it, counts as 0."""
     if isinstance(size, int):
         return size
-    values = {s: hints[s] for s in size.free_symbols}
+    values = {s: hints.get(s, 0) for s in size.free_symbols}
     return int(size.xreplace(values))
 
 
@@ -182,7 +179,7 @@ def _bytes(value: Tensor) -> Bytes:
 
 
 def _step(node: Node) -> str:
-    kind = ops.EXPLICIT.get(node.target)  # type: ignore[arg-type]
+    kind = ops.EXPLICIT.get(node.target) if callable(node.target) else None
     return str(node.target) if kind is None else kind.value
 
 

@@ -72,8 +72,8 @@ def check_saved(fw: GraphModule, num_fwd_outputs: int) -> None:
 
 
 def _outputs(graph: Graph) -> list[Any]:
-    (outputs,) = graph.output_node().args
-    return list(outputs)  # type: ignore[arg-type]
+    outputs: Any = graph.output_node().args[0]
+    return list(outputs)
 
 
 def _has_backward(graph: Graph, num_fwd_outputs: int) -> bool:
@@ -90,7 +90,7 @@ def _merge_reductions(graph: Graph) -> None:
             continue
         with graph.inserting_before(add):
             total = graph.call_function(torch.ops.aten.add.Tensor, (left.args[0], right.args[0]))
-            total.meta = dict(left.args[0].meta)  # type: ignore[union-attr]
+            total.meta = dict(left.all_input_nodes[0].meta)
             reduced = graph.call_function(REDUCE_GRAD, (total, left.args[1]))
             reduced.meta = dict(left.meta)
         add.replace_all_uses_with(reduced)

@@ -113,21 +113,35 @@ def _entries(
             continue
         home = sum(map(_home_bytes, _specs(bucket, ctx))) if is_released(bucket, ctx) else 0
         node_bytes = bucket.node_bytes(ctx.nodes)
-        moves = sum(
-            a.bucket == bucket.id and a.step in (Kind.STORE.value, Kind.LOAD.value)
+        mine = [
+            [a.step for a in part if a.bucket == bucket.id]
             for (_, variant), part in parts.items()
             if variant is Variant.COLD or len(parts) == 1
-            for a in part
+        ]
+        moves = sum(steps.count(k.value) for steps in mine for k in (Kind.STORE, Kind.LOAD))
+        spreads = sum(
+            steps.count(Kind.INTRA_ALL_GATHER.value)
+            for steps in mine
+            if Kind.INTER_ALL_GATHER.value not in steps
         )
         entries.append(
             Entry(
                 bucket=bucket.id,
                 bytes=node_bytes + home,
                 moved_bytes=moves * node_bytes,
+                full_bytes=_full_bytes(bucket, ctx),
+                spread_bytes=spreads * (ctx.ranks_per_node - 1) * node_bytes,
                 spans=tuple(_spans(bucket, parts, ctx)),
             )
         )
     return entries
+
+
+def _full_bytes(bucket: Bucket, ctx: PassContext) -> int | None:
+    """What a bucket has beyond its node shard; None where that is nothing, or must not be kept."""
+    if ctx.ranks_per_node == 1 or not ctx.strategy.may_keep_full:
+        return None
+    return bucket.full_bytes(ctx.nodes, ctx.ranks_per_node) - bucket.node_bytes(ctx.nodes)
 
 
 def _spans(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -24,7 +26,8 @@ def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
     if not buckets:
         return
     output = fw.graph.output_node()
-    outputs: list[Node] = list(output.args[0])  # type: ignore[arg-type]
+    results: Any = output.args[0]
+    outputs: list[Node] = list(results)
     saved = outputs[num_fwd_outputs:]
     tensors = [n for n in saved if isinstance(n.meta["val"], Tensor)]
     symbols = [n for n in saved if n not in tensors and not is_opaque(n)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fcdp_compile.torch_compat import OpOverload
 
@@ -19,3 +20,32 @@ def is_view(node: Node) -> bool:
     if node.target is torch.ops.aten._unsafe_view.default:
         return True
     return any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def copy_returned(graph: Graph, parameters: Collection[Node]) -> None:
+    """Let a graph return copies of parameters and of views of them: whoever receives one may write to it."""
+    output = graph.output_node()
+    copies: dict[Node, Node] = {}
+    for returned in output.all_input_nodes:
+        chain = _chain(returned, parameters)
+        if chain[0] not in parameters:
+            continue
+        with graph.inserting_before(output):
+            for source, node in zip([None, *chain], chain, strict=False):
+                if node in copies:
+                    continue
+                if source is None:
+                    copies[node] = graph.call_function(torch.ops.aten.clone.default, (node,))
+                else:
+                    copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+                copies[node].meta = dict(node.meta)
+        output.replace_input_with(returned, copies[returned])
+
+
+def _chain(node: Node, parameters: Collection[Node]) -> list[Node]:
+    """What a node is a view of, from the first or a parameter on, and itself."""
+    chain = [node]
+    while node not in parameters and node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+        chain.append(node)
+    return chain[::-1]

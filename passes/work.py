@@ -19,8 +19,8 @@ def flops_of(graph: Graph) -> int:
 
 def accessed_bytes_of(graph: Graph) -> int:
     """Bytes of a segment's inputs and results: the least that its compute reads and writes."""
-    (results,) = graph.output_node().args
-    nodes = [*graph.find_nodes(op="placeholder"), *results]  # type: ignore[misc]
+    results: Any = graph.output_node().args[0]
+    nodes = [*graph.find_nodes(op="placeholder"), *results]
     return sum(_nbytes(n.meta.get("val")) for n in nodes if isinstance(n, Node))
 
 

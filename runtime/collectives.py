@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.mesh import Topology
+from fcdp_compile.mesh import Topology, has_nccl
 from fcdp_compile.plan import LANES, Kind
 from fcdp_compile.runtime.counters import AGREE, Counters
 from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.tasks import Begun
 
 # torch 2.13 renamed these and warns of the older names, the only ones of 2.11.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -101,11 +102,7 @@ class Collectives:
 def are_blocking(topology: Topology) -> bool:
     """Whether collectives on this topology block their caller: Gloo's do, also for CUDA tensors."""
     groups = [g for g in (topology.inter, topology.intra) if g is not None]
-    return any(not _has_nccl(g) for g in groups)
-
-
-def _has_nccl(group: dist.ProcessGroup | None) -> bool:
-    return "nccl" in dist.get_backend(group)  # "cpu:gloo,cuda:nccl" of make_mesh too
+    return any(not has_nccl(g) for g in groups)
 
 
 def _contiguous(send: Tensor | Pending) -> Tensor | Pending:
@@ -122,42 +119,58 @@ def _empty(like: Tensor, elements: int) -> Tensor:
         return like.new_empty(elements)
 
 
-def _gather(out: Tensor, send: Tensor, group: dist.ProcessGroup | None, exiting: Event) -> None:
-    if send.is_cuda and not _has_nccl(group):
-        staged = _on_host(send)
-        host_out = _pinned(staged, out.numel())
-        _gather(host_out, staged, group, exiting)
-        _to_device(out, host_out)
-        return
+def _gather(
+    out: Tensor, send: Tensor, group: dist.ProcessGroup | None, exiting: Event
+) -> Begun | None:
+    if send.is_cuda and has_nccl(group):
+        _start_gather(out, send, group).wait()  # makes the current stream wait
+        return None
+    staged = _on_host(send) if send.is_cuda else send
+    arrived = _pinned(staged, out.numel()) if send.is_cuda else out
+    work = _start_gather(arrived, staged, group)
+
+    def finish() -> None:
+        _finish(work, exiting)
+        if arrived is not out:
+            _to_device(out, arrived)
+
+    return Begun(finish)
+
+
+def _start_gather(out: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     # Bytes travel, whatever the dtype.  Views taken here, as the caller's inference mode would spoil them.
-    work = _all_gather(out.view(torch.uint8), send.view(torch.uint8), group=group, async_op=True)
-    _finish(work, group, exiting)
+    work: dist.Work = _all_gather(
+        out.view(torch.uint8), send.view(torch.uint8), group=group, async_op=True
+    )
+    return work
 
 
 def _reduce(
     out: Tensor, send: Tensor, group: dist.ProcessGroup | None, size: int, exiting: Event
-) -> None:
-    if send.is_cuda and _has_nccl(group):
+) -> Begun | None:
+    if send.is_cuda and has_nccl(group):
         _reduce_scatter(out, send, op=dist.ReduceOp.AVG, group=group, async_op=True).wait()
-        return
+        return None
     # Gloo's reduce_scatter is an all-reduce underneath and moves twice the bytes; all-to-all moves the
     # right ones, and leaves the sum to us.
     staged = _on_host(send) if send.is_cuda else send
     parts = torch.empty_like(staged)
-    _finish(dist.all_to_all_single(parts, staged, group=group, async_op=True), group, exiting)
-    wide = torch.promote_types(parts.dtype, torch.float32)
-    average = parts.view(size, -1).sum(0, dtype=wide).div_(size)
-    if send.is_cuda:
-        _to_device(out, average.to(out.dtype).pin_memory())
-    else:
-        out.copy_(average)
+    work = dist.all_to_all_single(parts, staged, group=group, async_op=True)
+
+    def finish() -> None:
+        _finish(work, exiting)
+        wide = torch.promote_types(parts.dtype, torch.float32)
+        average = parts.view(size, -1).sum(0, dtype=wide).div_(size)
+        if out.is_cuda:
+            _to_device(out, average.to(out.dtype).pin_memory())
+        else:
+            out.copy_(average)
+
+    return Begun(finish)
 
 
-def _finish(work: dist.Work, group: dist.ProcessGroup | None, exiting: Event) -> None:
-    """Wait for a collective; until the interpreter ends, if it blocks ([Note: end of the interpreter])."""
-    if _has_nccl(group):
-        work.wait()  # makes the current stream wait; with a timeout it would block
-        return
+def _finish(work: dist.Work, exiting: Event) -> None:
+    """Wait for a collective that blocks; until the interpreter ends, for which see `thread_lane`."""
     while not work.is_completed():
         try:
             work.wait(_LOOK)

@@ -1,8 +1,15 @@
-"""Node shards that wait for their next use: in pinned host memory or on the device.
+"""What waits for its next use: node shards in pinned host memory or on the device, or whole buckets there.
 
 A bucket has at most one entry, of one generation, in its plan's tier or, where the device's memory is short
 when it is stored, on the host.  Host slabs have the exact size, are allocated once and written again and
 again; only `drop` gives them back.
+
+[Note: full parameters] Where there is room, the device keeps the whole bucket as gathered, and nothing needs
+to be gathered again within the node either.  That is a collective that all ranks of a node leave out or none,
+so they agree on it, at the start of each forward: a bucket is kept in full if every rank planned it so and
+none found its memory short since.  Graphs have the all-gather in any case; it is passed over if what is
+loaded is the whole bucket.  A rank's own part of that is its node shard, so falling back moves nothing
+between ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.errors import StaleParameterError
+from fcdp_compile.mesh import Topology
 from fcdp_compile.plan import LANES, Bucket, Kind, Tier
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.device_memory import DeviceMemory
@@ -25,9 +33,12 @@ from fcdp_compile.strategy import Life
 
 @dataclass(slots=True)
 class _Entry:
-    """tier: where it is.  uses: backwards that still want it, where the life ends with the backward."""
+    """kept: the node shard, or the whole bucket.  tier: which of them, and where.
 
-    node_shard: Pending
+    uses: backwards that still want it, where the life ends with the backward.
+    """
+
+    kept: Pending
     generation: int
     uses: int
     tier: Tier
@@ -51,6 +62,7 @@ class NodeShardCache:
         self._lanes = lanes
         self._entries: dict[int, _Entry] = {}
         self._fallen_back: set[int] = set()
+        self._in_full: set[int] = set()  # what all ranks agreed to keep so
         # Asked before an entry stays on the device; None where the strategy wants it there come what may.
         self.memory: DeviceMemory | None = None
 
@@ -59,6 +71,44 @@ class NodeShardCache:
         """How many buckets are on the host although they were planned for the device."""
         return len(self._fallen_back)
 
+    # --- full parameters: [Note: full parameters] ---------------------------------------------------------
+
+    def wants_in_full(self, bucket: Bucket) -> bool:
+        """Whether this rank would keep the whole bucket."""
+        return bucket.tier is Tier.GPU_FULL and bucket.id not in self._fallen_back
+
+    def keeps_in_full(self, bucket: Bucket) -> bool:
+        """Whether all ranks have agreed to keep the whole bucket."""
+        return bucket.id in self._in_full
+
+    def agree_in_full(self, bucket: Bucket, topology: Topology, *, agreed: bool) -> None:
+        """Take note of what all ranks came to; a bucket that is kept in full against it falls back."""
+        if agreed:
+            self._in_full.add(bucket.id)
+            return
+        self._in_full.discard(bucket.id)
+        entry = self._entries.get(bucket.id)
+        if entry is None or entry.tier is not Tier.GPU_FULL:
+            return
+        if (full := entry.kept).done is not None:
+            full.done.order()
+        node_shard = full.tensor.view(topology.ranks_per_node, -1)[topology.place]
+        if self._tier_now(bucket) is Tier.GPU:
+            node_shard = node_shard.clone()  # a view would keep all of it
+        self.store(bucket, node_shard, entry.generation).wait()
+        self._entries[bucket.id].uses = entry.uses
+
+    def keep_full(self, bucket: Bucket, generation: int, full: Pending) -> None:
+        """Keep the whole bucket [G*S] in place of the node shard that it was gathered from, if agreed."""
+        entry = self._entries.get(bucket.id)
+        if bucket.id not in self._in_full or entry is None or entry.generation != generation:
+            return
+        self._give_back(entry)
+        kept = Pending(full.tensor, done=full.done, is_full=True)
+        self._entries[bucket.id] = _Entry(kept, generation, entry.uses, Tier.GPU_FULL)
+
+    # --- entries ------------------------------------------------------------------------------------------
+
     def generation(self, bucket_id: int) -> int | None:
         """The generation of the bucket's entry, None without one."""
         entry = self._entries.get(bucket_id)
@@ -66,18 +116,35 @@ class NodeShardCache:
 
     def host_bytes(self) -> int:
         """Bytes of the node shards on the host; without the rounding to pages (`PinnedPool.slab_bytes`)."""
-        return sum(
-            e.node_shard.tensor.nbytes for e in self._entries.values() if e.tier is Tier.HOST
-        )
+        return sum(e.kept.tensor.nbytes for e in self._entries.values() if e.tier is Tier.HOST)
 
     def _tier_now(self, bucket: Bucket) -> Tier:
-        """The planned tier, or the host if the device has no room; then for good: it will not have later."""
-        if bucket.tier is not Tier.GPU or bucket.id in self._fallen_back:
+        """Where a node shard goes: to the host if the device has no room; then for good, it will not later.
+
+        One that is about to become the whole bucket goes there only when all ranks have agreed not to.
+        """
+        if bucket.id in self._in_full:
+            if self._is_short():
+                self._fallen_back.add(bucket.id)
+            return Tier.GPU
+        if bucket.tier not in (Tier.GPU, Tier.GPU_FULL) or bucket.id in self._fallen_back:
             return Tier.HOST
-        if self.memory is not None and self.memory.is_short():
+        if self._is_short():
             self._fallen_back.add(bucket.id)
             return Tier.HOST
         return Tier.GPU
+
+    def _look_at_memory(self, bucket: Bucket, entry: _Entry) -> None:
+        """Let what is on the device fall back if memory has become short since it was stored."""
+        if self._entries.get(bucket.id) is not entry or not self._is_short():
+            return
+        self._fallen_back.add(bucket.id)
+        if entry.tier is Tier.GPU and bucket.id not in self._in_full:
+            self.store(bucket, Pending(entry.kept.tensor, done=entry.kept.done), entry.generation)
+            self._entries[bucket.id].uses = entry.uses
+
+    def _is_short(self) -> bool:
+        return self.memory is not None and self.memory.is_short()
 
     def store(self, bucket: Bucket, node_shard: Tensor | Pending, generation: int) -> Pending:
         """Keep the node shard [N*S] of that generation: in the bucket's tier if there is room."""
@@ -93,7 +160,7 @@ class NodeShardCache:
             return Pending(kept.tensor, done=done)
         source = tensor_of(node_shard)
         is_on_host = entry is not None and entry.tier is Tier.HOST
-        slab = entry.node_shard.tensor if entry and is_on_host else self._slab(source)
+        slab = entry.kept.tensor if entry and is_on_host else self._slab(source)
         self._counters.add(Kind.STORE, source.nbytes)
         stored = self._lanes.start(
             LANES[Kind.STORE],
@@ -110,25 +177,32 @@ class NodeShardCache:
         return self._pool.take(like.numel(), like.dtype)
 
     def load(self, bucket: Bucket, generation: int) -> Pending:
-        """The node shard [N*S] of that generation, on the device.
+        """The node shard [N*S] of that generation, or the whole bucket [G*S], on the device.
 
         Raises: StaleParameterError if the entry is gone or of another generation.
         """
         entry = self._entries.get(bucket.id)
         if entry is None or entry.generation != generation:
+            again = (
+                "; a strategy that caches until the backward has no second one with retain_graph=True"
+                if self._life is Life.UNTIL_BACKWARD
+                else ""
+            )
             raise StaleParameterError(
                 f"bucket {bucket.id} ({bucket.params[0].name}, …) was gathered again or released since the "
                 "forward that this backward belongs to; run the backward before the next optimizer step"
+                f"{again}"
             )
         if self._life is Life.UNTIL_BACKWARD:
             entry.uses -= 1
             if not entry.uses:
                 self._entries.pop(bucket.id)
                 self._give_back(entry)
-        kept = entry.node_shard
-        if entry.tier is Tier.GPU:
+        kept = entry.kept
+        if entry.tier is not Tier.HOST:
+            self._look_at_memory(bucket, entry)
             self._counters.add(Kind.LOAD, 0)
-            return Pending(kept.tensor, done=kept.done)
+            return Pending(kept.tensor, done=kept.done, is_full=kept.is_full)
         self._counters.add(Kind.LOAD, kept.tensor.nbytes)
         with torch.inference_mode(False):
             on_device = torch.empty_like(kept.tensor, device=self._device)
@@ -145,7 +219,7 @@ class NodeShardCache:
         entry = self._entries.get(bucket_id)
         if entry is None or entry.generation != generation or entry.tier is not Tier.HOST:
             return None
-        kept = entry.node_shard
+        kept = entry.kept
         if kept.done is not None:
             kept.done.order()
             if self._device.type == "cuda":  # the reader is the Python thread, not a stream
@@ -161,4 +235,4 @@ class NodeShardCache:
 
     def _give_back(self, entry: _Entry) -> None:
         if entry.tier is Tier.HOST:
-            self._pool.give_back(entry.node_shard.tensor)
+            self._pool.give_back(entry.kept.tensor)

@@ -9,17 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from fcdp_compile import plan_json
-from fcdp_compile.errors import FcdpError, PlanMismatchError
-from fcdp_compile.home_shard import HomeShard, placements_of
-from fcdp_compile.mesh import INTER, INTRA, Topology
+from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
-from fcdp_compile.registry import ParamSpec, check_shard
+from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
+from fcdp_compile.runtime.agreement import any_rank
 from fcdp_compile.runtime.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
@@ -27,84 +24,12 @@ from fcdp_compile.runtime.host_memory import HostMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.released import is_released, release
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
 from fcdp_compile.strategy import Strategy
 
 log = logging.getLogger(__name__)
-
-
-class ParamRecord:
-    """One parameter: its spec and where the model keeps it, several places if it is tied.
-
-    Modules are held weakly and the parameter looked up, because a user may put another one in its place.
-    """
-
-    __slots__ = ("_places", "spec")
-
-    def __init__(self, spec: ParamSpec) -> None:
-        self.spec = spec
-        self._places: list[tuple[weakref.ref[nn.Module], str]] = []
-
-    def add_place(self, module: nn.Module, name: str) -> None:
-        """Note a place of the parameter."""
-        self._places.append((weakref.ref(module), name))
-
-    def parameter(self) -> nn.Parameter:
-        """The parameter as it is now.
-
-        Raises: FcdpError if its module is gone or no longer has it.
-        """
-        if (parameter := self.living()) is None:
-            raise FcdpError(
-                f"parameter {self.spec.name!r} was removed from the model after fcdp_compile.shard; "
-                "shard the model again after changing its structure"
-            )
-        return parameter
-
-    def living(self) -> nn.Parameter | None:
-        """The parameter as it is now, None if there is none any more.
-
-        Raises: FcdpError if a DTensor of another mesh or other placements was put in its place, or different
-        parameters in the places of a tied one.
-        """
-        now = self.places()
-        if any(p is not now[0] for p in now):
-            raise FcdpError(
-                f"parameter {self.spec.name!r} was tied when it was sharded and now has two values; tie its "
-                "uses again, or untie them before fcdp_compile.shard"
-            )
-        if now and isinstance(now[0], DTensor):
-            self._check_home(now[0])
-        return now[0] if now else None
-
-    def places(self) -> list[nn.Parameter]:
-        """What is in each of its places now, unchecked."""
-        modules = [(ref(), name) for ref, name in self._places]
-        found = [m._parameters.get(name) for m, name in modules if m is not None]
-        return [p for p in found if p is not None]
-
-    def _check_home(self, parameter: DTensor) -> None:
-        # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on ("inter", "intra").
-        expected = placements_of(self.spec.layout)
-        names = parameter.device_mesh.mesh_dim_names
-        if names != (INTRA, INTER) or tuple(parameter.placements) != expected:
-            raise FcdpError(
-                f"parameter {self.spec.name!r} is now cut as {tuple(parameter.placements)} over mesh "
-                f"{names}, but was sharded as {expected} over {(INTRA, INTER)}; assign its .data or load a "
-                "state dict without assign=True, which both keep the cut"
-            )
-
-    def local(self) -> Tensor:
-        """This rank's home shard, without autograd."""
-        local: Tensor = self.parameter()
-        if isinstance(local, HomeShard):
-            local.bring_back()
-            local = local.held
-        elif isinstance(local, DTensor):
-            local = local._local_tensor
-        check_shard(self.spec, local)
-        return local.detach()
 
 
 class ShardedModel:
@@ -125,7 +50,7 @@ class ShardedModel:
         self.records = {r.spec.key: r for r in records}
         self.device = device
         self.counters = Counters()
-        self.lanes = Lanes(device, is_blocking=are_blocking(topology))
+        self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
         self.collectives = Collectives(topology, self.counters, self.lanes)
         self.pool = PinnedPool(device, numa_node=numa.node_of(device))
         self.host_memory = HostMemory(topology)
@@ -268,6 +193,7 @@ class ShardedModel:
     ) -> list[Bucket]:
         """Agree with all ranks on the plan, and on which of these buckets the cache lacks or has outdated.
 
+        Where whole buckets may be kept, they agree on those besides.
         digest: of the plan about to run.  describe: gives the plan as JSON, for a disagreement.
 
         Raises: PlanMismatchError on every rank if ranks are about to run different plans.
@@ -281,12 +207,21 @@ class ShardedModel:
         outdated = [
             b.id in changed or self.cache.generation(b.id) != self.generation(b) for b in buckets
         ]
-        agreed = self._agree(digest, outdated, describe)
-        for bucket, mine_too, is_stale in zip(buckets, outdated, agreed, strict=True):
+        may_keep_full = self.strategy.may_keep_full and self.topology.ranks_per_node > 1
+        refused = [not self.cache.wants_in_full(b) for b in buckets] if may_keep_full else []
+        agreed = any_rank(self.collectives, digest, [*outdated, *refused], describe)
+        for bucket, mine_too, is_stale in zip(buckets, outdated, agreed, strict=False):
             if is_stale and not mine_too:
                 # Another rank's shard changed: the copy here is as outdated as there.
                 self.generations.change(self.keys_of(bucket))
-        return [b for b, is_stale in zip(buckets, agreed, strict=True) if is_stale]
+        for bucket, is_refused in zip(buckets, agreed[len(buckets) :], strict=False):
+            self._settle_full(bucket, agreed=not is_refused)
+        return [b for b, is_stale in zip(buckets, agreed, strict=False) if is_stale]
+
+    def _settle_full(self, bucket: Bucket, *, agreed: bool) -> None:
+        if agreed and not self.cache.keeps_in_full(bucket):
+            self.shards(bucket)  # those that only the host's copy has come back before it goes
+        self.cache.agree_in_full(bucket, self.topology, agreed=agreed)
 
     def fingerprints_of_uncached(self, buckets: Sequence[Bucket]) -> list[int]:
         """Fingerprints of the home shards of those buckets that no tier keeps, 0 for the others.
@@ -307,25 +242,8 @@ class ShardedModel:
         """Whether any rank found something; all ranks must ask."""
         return any(row[0] for row in self.collectives.agree([len(found)]))
 
-    def _agree(self, digest: str, flags: list[bool], describe: Callable[[], str]) -> list[bool]:
-        # One message of a fixed size, whatever the plan: ranks with different plans must not meet in
-        # collectives of different sizes.
-        head = int(digest[:15], 16)
-        words = [
-            sum(f << i for i, f in enumerate(flags[w : w + 60])) for w in range(0, len(flags), 60)
-        ]
-        first = self.collectives.agree([head, *words[:7], *[0] * (7 - len(words[:7]))])
-        if any(row[0] != head for row in first):
-            texts = self.collectives.exchange_texts(describe())
-            raise PlanMismatchError(_mismatch(texts))
-        rows = [row[1:] for row in first]
-        if len(words) > 7:
-            more = self.collectives.agree(words[7:])
-            rows = [a + b for a, b in zip(rows, more, strict=True)]
-        return [any(row[i // 60] >> i % 60 & 1 for row in rows) for i in range(len(flags))]
-
     def refresh(self, bucket: Bucket) -> None:
-        """Gather a bucket between nodes straight into the cache."""
+        """Gather a bucket between nodes straight into the cache; within the node too if it is kept whole."""
         dtype = getattr(torch, bucket.dtype)
         shards = self.shards(bucket)
         home = pack_home(shards, [p.layout for p in bucket.params], dtype)
@@ -335,7 +253,14 @@ class ShardedModel:
             home = home.clone()
         kind = Kind.INTER_ALL_GATHER
         node_shard = self.collectives.all_gather(kind, home, range_name(kind, bucket))
-        self.cache.store(bucket, node_shard, self.generation(bucket)).wait()
+        generation = self.generation(bucket)
+        stored = self.cache.store(bucket, node_shard, generation)
+        if self.cache.keeps_in_full(bucket):
+            kind = Kind.INTRA_ALL_GATHER
+            full = self.collectives.all_gather(kind, stored, range_name(kind, bucket))
+            self.cache.keep_full(bucket, generation, full)
+            stored = full
+        stored.wait()
 
     def values_loaded(self) -> None:
         """A state dict was loaded: every parameter may have changed."""
@@ -349,16 +274,6 @@ class ShardedModel:
             self.generations.change(stepped)
         if mine:
             self.counters.end_step(optimizer)
-
-
-def _mismatch(texts: list[str]) -> str:
-    plans = [plan_json.from_json(text, source=f"plan of rank {i}") for i, text in enumerate(texts)]
-    other = next(i for i, plan in enumerate(plans) if plan.digest() != plans[0].digest())
-    lines = "\n  ".join(plan_json.diff(plans[0], plans[other], names=("rank 0", f"rank {other}")))
-    return (
-        f"ranks 0 and {other} compiled different plans; make every rank run the "
-        f"same model with the same settings:\n  {lines}"
-    )
 
 
 def _optimizer_hook(model: weakref.ref[ShardedModel]) -> Any:

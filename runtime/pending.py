@@ -24,15 +24,23 @@ class Pending:
 
     Lanes take `tensor` and `done` to start what comes after it; `wait` hands the result to whoever computes
     on this thread's stream, once.
+
+    is_full: of what a cache gives: the bucket as gathered [G*S], not its node shard [N*S].
     """
 
-    __slots__ = ("_held", "_is_waited", "done", "tensor")
+    __slots__ = ("_held", "_is_waited", "done", "is_full", "tensor")
 
     def __init__(
-        self, tensor: Tensor, *, done: Done | None = None, held: list[object] | None = None
+        self,
+        tensor: Tensor,
+        *,
+        done: Done | None = None,
+        held: list[object] | None = None,
+        is_full: bool = False,
     ) -> None:
         self.tensor = tensor
         self.done = done
+        self.is_full = is_full
         # An invariant: what a stream reads must not go back to the allocator before the compute stream has
         # been ordered after that read, or the next kernel may get the same memory.
         self._held = held

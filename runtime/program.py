@@ -135,15 +135,20 @@ class Program:
             return _nothing
         if target is ops.wait:
             return lambda values: values[first].wait()
-        bucket = self._buckets[kwargs["bucket"]]  # type: ignore[index]
+        bucket_id = kwargs["bucket"]
+        assert isinstance(bucket_id, int), bucket_id
+        assert callable(target), target
+        bucket = self._buckets[bucket_id]
         if target is ops.load:
             return partial(self._load, bucket)
         if target is ops.store:
             return partial(self._store, bucket, first)
-        kind = ops.EXPLICIT[target]  # type: ignore[index]
+        kind = ops.EXPLICIT[target]
         assert kind is not None, target
         name = range_name(kind, bucket)
-        if kind in (Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER):
+        if kind is Kind.INTRA_ALL_GATHER:
+            return partial(self._spread, bucket, first, name)
+        if kind is Kind.INTER_ALL_GATHER:
             return lambda values: values[-1].model.collectives.all_gather(kind, values[first], name)
         assert kind in (Kind.INTER_REDUCE_SCATTER, Kind.INTRA_REDUCE_SCATTER), kind
         return lambda values: values[-1].model.collectives.reduce_scatter(kind, values[first], name)
@@ -155,6 +160,15 @@ class Program:
     def _store(self, bucket: Bucket, first: int, values: list[Any]) -> Pending:
         run: _Run = values[-1]
         return run.model.cache.store(bucket, values[first], run.generation(bucket))
+
+    def _spread(self, bucket: Bucket, first: int, name: str, values: list[Any]) -> Pending:
+        part, run = values[first], values[-1]
+        if isinstance(part, Pending) and part.is_full:
+            run.model.counters.add(Kind.INTRA_ALL_GATHER, 0)
+            return part
+        full: Pending = run.model.collectives.all_gather(Kind.INTRA_ALL_GATHER, part, name)
+        run.model.cache.keep_full(bucket, run.generation(bucket), full)
+        return full
 
     def _stamp(self, ids: Any, values: list[Any]) -> Tensor:
         run: _Run = values[-1]

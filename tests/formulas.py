@@ -16,6 +16,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
+RESIDENT = ("zero2", "paro-igg", "fcdp")
+"""Strategies that keep what they have gathered until it changes."""
+
 Shape = Sequence[int]
 Bucket = tuple[str, ...]
 
@@ -75,9 +78,10 @@ class _Tally:
         if self._nodes > 1:
             self._add(f"inter_{kind}", (self._nodes - 1) * self._slot(names))
 
-    def intra(self, kind: str, names: Bucket) -> None:
+    def intra(self, kind: str, names: Bucket, *, is_there: bool = False) -> None:
         if self._g > 1:
-            self._add(f"intra_{kind}", (self._g - 1) * self._nodes * self._slot(names))
+            sent = (self._g - 1) * self._nodes * self._slot(names)
+            self._add(f"intra_{kind}", 0 if is_there else sent)
 
     def copy(self, kind: str, names: Bucket, *, to_host: bool) -> None:
         self._add(kind, self._nodes * self._slot(names) if to_host else 0)
@@ -111,17 +115,20 @@ def training_step(
         caches = nodes > 1 and strategy != "zero3" and bucket not in left_out
         is_frozen = not set(bucket) & model.trainable
         again = tuple(n for n in bucket if n in model.backward)
-        resident = caches and strategy == "fcdp" and is_frozen
+        resident = caches and strategy in RESIDENT and is_frozen
+        in_full = caches and strategy == "zero2"
         if not resident or first:
             tally.inter("all_gather", bucket)
-            if caches and (resident or again or strategy == "fcdp"):
+            if caches and (resident or again or strategy in RESIDENT):
                 tally.copy("store", bucket, to_host=on_host)
         if resident:
             tally.copy("load", bucket, to_host=on_host)
-        tally.intra("all_gather", bucket)
+            if in_full and first:
+                tally.intra("all_gather", bucket)  # before the forward, which then has it
+        tally.intra("all_gather", bucket, is_there=resident and in_full)
         if again and caches:
             tally.copy("load", bucket, to_host=on_host)
-            tally.intra("all_gather", bucket)
+            tally.intra("all_gather", bucket, is_there=in_full)
         elif again:  # gathered between nodes once more, and only what is needed
             tally.inter("all_gather", again)
             tally.intra("all_gather", again)
@@ -136,14 +143,15 @@ def evaluation_batch(
 ) -> Moved:
     """One forward without gradients after training; the first finds the trainable buckets changed."""
     tally = _Tally(model, nodes, ranks_per_node)
-    resident = nodes > 1 and strategy == "fcdp"
+    resident = nodes > 1 and strategy in RESIDENT
     for bucket in model.buckets:
         stale = first and bool(set(bucket) & model.trainable)
         if not resident or stale:
             tally.inter("all_gather", bucket)
         if resident:
-            tally.copy("store" if stale else "load", bucket, to_host=True)
-        tally.intra("all_gather", bucket)
+            tally.copy("store" if stale else "load", bucket, to_host=strategy == "fcdp")
+        is_there = resident and strategy == "zero2" and not stale
+        tally.intra("all_gather", bucket, is_there=is_there)
     return tally.moved()
 
 

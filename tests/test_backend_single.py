@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,3 +166,15 @@ def test_modes_reach_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modes_with_cuda_graphs_are_refused() -> None:
     with pytest.raises(Exception, match="use mode='max-autotune-no-cudagraphs'"):
         compile_with(mode="max-autotune")
+
+
+def test_a_dump_that_cannot_be_written_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would be rank 0 alone, and the others would wait."""
+    (tmp_path / "file").write_text("in the way")
+    model = fcdp_compile.shard(nn.Linear(4, 4))
+    options = {"dump": tmp_path / "file" / "folder"}
+    torch.compile(model, backend="fcdp", options=options)(torch.ones(2, 4)).sum().backward()
+    (told,) = [r.getMessage() for r in caplog.records if "cannot write plans" in r.getMessage()]
+    assert str(tmp_path) in told

@@ -34,7 +34,11 @@ def test_an_example() -> None:
     assert size % 1024 == 0
 
 
-@pytest.mark.parametrize("link", [(0.0, 1e9), (1e-3, 0.0), (math.nan, 1e9), (1e-3, math.inf)])
+def test_without_latency_small_ones_are_best() -> None:
+    assert bucket_bytes(10**9, latency_s=0.0, bytes_per_s=1.25e8) == MIN_BYTES
+
+
+@pytest.mark.parametrize("link", [(-1e-3, 1e9), (1e-3, 0.0), (math.nan, 1e9), (1e-3, math.inf)])
 def test_a_link_that_cannot_be_is_refused(link: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="cannot size buckets"):
         bucket_bytes(1, latency_s=link[0], bytes_per_s=link[1])

@@ -246,7 +246,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ("arguments", "expected"),
     [
         ((), "fcdp: no command given; choose one of dump"),
-        (("dmup", "x"), "fcdp: unknown command 'dmup'; choose one of dump; did you mean 'dump'?"),
+        (
+            ("dmup", "x"),
+            "fcdp: unknown command 'dmup'; choose one of dump, strategies; did you mean 'dump'?",
+        ),
         (("Dump",), "did you mean 'dump'?"),
         (("frobnicate",), "fcdp: unknown command 'frobnicate'; choose one of dump"),
         (("du\nmp",), r"unknown command 'du\nmp'"),

@@ -122,6 +122,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         ({"machine": {"inter": {"speed": 1}}}, ValueError, "a link has no 'speed'"),
         ({"machine": {"inter": {"bytes_per_s": 0}}}, ValueError, "bytes_per_s > 0"),
         ({"machine": {"flops_per_s": "fast"}}, TypeError, "must be a number, not str"),
+        ({"machine": {"flops_per_s": 0}}, ValueError, "must be above zero, not 0"),
         ({"host_memory": 1.5}, TypeError, "a text such as '64GiB', not float"),
         ({"host_memory": True}, TypeError, "not bool"),
         ({"host_memory": -1}, ValueError, "between 0 and 4611686018427387903 bytes, not -1"),

@@ -128,7 +128,11 @@ FAULTS: list[tuple[Path_, object, str]] = [
     (("buckets", 0, "frozen"), 1, "buckets[0].frozen: is 1, not true or false"),
     (("refresh",), 0, "refresh: is 0, not a list"),
     # enums
-    (("buckets", 0, "tier"), "disk", 'buckets[0].tier: is "disk", not one of none, gpu, host'),
+    (
+        ("buckets", 0, "tier"),
+        "disk",
+        'buckets[0].tier: is "disk", not one of none, host, gpu, gpu-full',
+    ),
     (("schedules", 0, "direction"), [], "schedules[0].direction: is a list, not one of forward"),
     ((*FIRST_STEP, "kind"), "gather", 'schedules[0].steps[0].kind: is "gather", not one of'),
     # fields

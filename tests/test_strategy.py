@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from fcdp_compile.strategy import PRESETS, Cache, Life, Scope, Strategy
@@ -20,12 +22,41 @@ def test_presets_are_different_points() -> None:
 
 
 def test_only_a_cache_that_outlives_the_backward_is_resident() -> None:
-    assert {name for name, s in PRESETS.items() if s.is_resident} == {"fcdp"}
+    assert {n for n, s in PRESETS.items() if s.is_resident} == {"zero2", "paro-igg", "fcdp"}
 
 
 def test_where_each_preset_keeps_node_shards() -> None:
-    caches = {name: PRESETS[name].cache for name in ("zero3", "zero++", "fcdp")}
-    assert caches == {"zero3": Cache.NONE, "zero++": Cache.GPU, "fcdp": Cache.ADAPTIVE}
+    assert {name: s.cache for name, s in PRESETS.items()} == {
+        "zero2": Cache.GPU_FULL,
+        "zero3": Cache.NONE,
+        "zero++": Cache.GPU,
+        "paro-igg": Cache.GPU,
+        "fcdp": Cache.ADAPTIVE,
+    }
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("fsdp", "zero3"), ("hpz", "zero++"), ("paro-ggg", "zero3"), ("paro-ngg", "zero2")],
+)
+def test_other_names_of_a_preset(alias: str, name: str) -> None:
+    assert Strategy.parse(alias) is PRESETS[name]
+
+
+def test_the_codes_of_paro() -> None:
+    """27 of three letters: 13 are ruled out, and of the 14 others three are available."""
+    found: dict[str, list[str]] = {"available": [], "valid": [], "invalid": []}
+    for code in map("".join, itertools.product("nig", repeat=3)):
+        try:
+            Strategy.parse(f"paro-{code}")
+            found["available"].append(code)
+        except ValueError as error:
+            found["invalid" if "Principle 1" in str(error) else "valid"].append(code)
+    assert found["available"] == ["ngg", "igg", "ggg"]
+    valid = {*found["available"], *found["valid"]}
+    expected = "nnn nni nng nii nig ngg ini ing iii iig igg gng gig ggg"
+    assert sorted(valid) == sorted(expected.split())
+    assert len(found["invalid"]) == 13
 
 
 def test_nothing_cached_is_not_resident() -> None:
@@ -39,9 +70,9 @@ def test_nothing_cached_is_not_resident() -> None:
     assert not strategy.is_resident
 
 
-@pytest.mark.parametrize("name", ["FCDP", "fcpd", "zero2", "zero+"])
+@pytest.mark.parametrize("name", ["FCDP", "fcpd", "zero33", "zero+"])
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest(name: str) -> None:
-    with pytest.raises(ValueError, match=r"choose one of zero3, zero\+\+, fcdp; did you mean"):
+    with pytest.raises(ValueError, match=r"choose one of zero2, zero3, zero\+\+, .*; did you mean"):
         Strategy.parse(name)
 
 

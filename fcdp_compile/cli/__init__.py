@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from fcdp_compile.cli import dump
+from fcdp_compile.cli import dump, strategies
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan_json import one_line
@@ -32,7 +32,7 @@ class _Command(Protocol):
         """Find the answer; FcdpError or OSError for bad input."""
 
 
-_COMMANDS: dict[str, _Command] = {"dump": dump}
+_COMMANDS: dict[str, _Command] = {"dump": dump, "strategies": strategies}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="fcdp",
-        description="Look at what the fcdp backend compiled.",
+        description="Look at what the fcdp backend compiled, and at what it can do.",
         epilog='Exit codes: 0 fine, 1 the answer is "no", 2 bad input.',
         allow_abbrev=False,
     )

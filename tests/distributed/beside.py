@@ -125,6 +125,12 @@ class Beside:
                 assert_close(whole(mine), other, f"gradient of {name}")
 
 
+def named(model: nn.Module, name: str) -> Any:
+    """The parameter whose qualified name ends in `name`."""
+    (found,) = (p for n, p in model.named_parameters() if f".{n}".endswith(f".{name}"))
+    return found
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The full value of a parameter or gradient; every rank must call it."""
     tensor = tensor.detach()

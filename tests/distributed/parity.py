@@ -47,6 +47,38 @@ class Trial:
     gradients_compared: int = 3
 
 
+class Sharded:
+    """`model` of a trial sharded, `net` compiled, its `optimizer`; `plain` is what it was before."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        trial: Trial,
+        *,
+        options: dict[str, Any] | None = None,
+        **shard_options: Any,
+    ) -> None:
+        fresh()
+        self.case = CASES[trial.case]
+        self.rank, self.ranks = rank_and_ranks(mesh)
+        self.model = build(trial)
+        self.plain = copy.deepcopy(self.model)
+        fcdp_compile.shard(self.model, mesh, strategy=trial.strategy, **shard_options)
+        self.net = compile_with(self.model, trial.compute, **(options or {}))
+        self.optimizer = adamw(self.model)
+
+    def batches(self, step: int, **more: Any) -> list[Tensor]:
+        """Every rank's, in order."""
+        return [batch(self.case, step=step, rank=r, **more) for r in range(self.ranks)]
+
+    def loss(self, ids: Tensor) -> Tensor:
+        return self.case.loss(self.net, ids)  # type: ignore[arg-type]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def rank_and_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
     return (0, 1) if mesh is None else (dist.get_rank(), dist.get_world_size())
 
@@ -88,7 +120,7 @@ class Replica:
     """Plain training on every rank's batch, in this process alone."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor]) -> None:
-        self.model = copy.deepcopy(model)
+        self.model = model
         self._loss = loss
         self._optimizer = adamw(self.model)
 
@@ -108,29 +140,26 @@ class Replica:
 
 def check_trial(mesh: DeviceMesh | None, trial: Trial) -> None:
     """Train both, and compare losses at every step, gradients at first and parameters at last."""
-    fresh()
-    case = CASES[trial.case]
-    rank, ranks = rank_and_ranks(mesh)
-    model = build(trial)
-    replica = Replica(model, case.loss)
-    fcdp_compile.shard(model, mesh, strategy=trial.strategy)
-    net = compile_with(model, trial.compute)
-    optimizer = adamw(model)
+    mine = Sharded(mesh, trial)
+    replica = Replica(mine.plain, mine.case.loss)
     for step in range(trial.steps):
-        batches = [batch(case, step=step, rank=r) for r in range(ranks)]
-        loss = case.loss(net, batches[rank])
+        batches = mine.batches(step)
+        loss = mine.loss(batches[mine.rank])
         loss.backward()
-        expected = replica.backward(batches)[rank]
+        expected = replica.backward(batches)[mine.rank]
         about = f"{trial}, step {step}"
         assert abs(loss.item() - expected) <= RELATIVE * abs(expected), (
             f"{about}: loss {loss.item()}, expected {expected}"
         )
         if step < trial.gradients_compared:
-            check_close(about, gradients(model), gradients(replica.model), floor=GRADIENT_FLOOR)
-        optimizer.step()
-        optimizer.zero_grad()
+            check_close(
+                about, gradients(mine.model), gradients(replica.model), floor=GRADIENT_FLOOR
+            )
+        mine.step()
         replica.step()
-    check_close(f"{trial}, at last", values(model), values(replica.model), floor=PARAMETER_FLOOR)
+    check_close(
+        f"{trial}, at last", values(mine.model), values(replica.model), floor=PARAMETER_FLOOR
+    )
 
 
 def check_trials(mesh: DeviceMesh | None, trials: Iterable[Trial]) -> None:

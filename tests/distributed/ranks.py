@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 
-_PRELOAD = ["torch", "transformers", "peft", "fcdp_compile.backend", "tests.distributed.models"]
+_PRELOAD = ["tests.distributed.preload"]
 TIMEOUT_S = 150.0
 
 

@@ -13,20 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from fcdp_compile.errors import FcdpError, PlanMismatchError
 from tests.distributed.beside import whole
+from tests.distributed.jobs import message_of
 from tests.distributed.models import CASES, batch
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
 
 _LIMIT_S = 60.0
-
-
-def _message(error: type[Exception], function: Any) -> str:
-    try:
-        function()
-    except error as raised:
-        return str(raised)
-    return "nothing was raised"
 
 
 def _different_plans(mesh: DeviceMesh) -> list[str]:
@@ -38,7 +31,7 @@ def _different_plans(mesh: DeviceMesh) -> list[str]:
         options = {"bucket_mb": 0.0003 if rank == 1 else 1.0}
         net = torch.compile(model, backend="fcdp", options=options)
         ids = batch(case, step=0, rank=rank)
-        messages.append(_message(PlanMismatchError, lambda: case.loss(net, ids).backward()))  # noqa: B023
+        messages.append(message_of(PlanMismatchError, lambda: case.loss(net, ids).backward()))  # noqa: B023
     # The ranks are still in step: the next collective finds every one of them.
     dist.barrier()
     return messages
@@ -62,7 +55,7 @@ def _frozen_on_one_rank(mesh: DeviceMesh) -> str:
     case.loss(net, ids).backward()
     if dist.get_rank() == 2:
         model.first.weight.requires_grad_(False)
-    return _message(FcdpError, lambda: case.loss(net, ids).backward())
+    return message_of(FcdpError, lambda: case.loss(net, ids).backward())
 
 
 def test_freezing_on_one_rank_alone_is_found_before_the_next_step() -> None:
@@ -89,7 +82,7 @@ def _different_models(mesh: DeviceMesh) -> list[str]:
         (_Deep(3), {"param_dtype": torch.bfloat16 if odd_one else None}),
     ]
     messages = [
-        _message(ValueError, lambda: fcdp_compile.shard(model, mesh, **options))  # noqa: B023
+        message_of(ValueError, lambda: fcdp_compile.shard(model, mesh, **options))  # noqa: B023
         for model, options in trials
     ]
     dist.barrier()

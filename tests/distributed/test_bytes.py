@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile.plan import Direction, Kind, Lane, Plan, Variant
+from fcdp_compile.plan import Direction, Kind, Lane, Plan, Tier, Variant
 from fcdp_compile.plan_json import read_plan
 from tests import formulas
 from tests.distributed.beside import Beside
@@ -23,7 +23,7 @@ from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
 
-STRATEGIES = ("zero3", "zero++", "fcdp")
+STRATEGIES = ("zero2", "zero3", "zero++", "paro-igg", "fcdp")
 MOVING = {k.value for k in Kind if k not in (Kind.COMPUTE, Kind.WAIT, Kind.FREE)}
 _TOGETHER, _ALONE = 25.0, 0.1 / 2**20
 """bucket_mb: all parameters of a kind in one bucket, or every one in its own."""
@@ -96,9 +96,13 @@ def _planned(plan: Plan, *variants: tuple[Direction, Variant], refresh: bool) ->
             sent.update({k.value: n for k, n in schedule.bytes_by_kind().items()})
             calls.update(s.kind.value for s in schedule.steps if s.kind.value in MOVING)
     for bucket in (plan.bucket(i) for i in plan.refresh if refresh):
-        gathered = {"inter_all_gather": (plan.nodes - 1) * bucket.slot_bytes}
-        sent.update(gathered | {"store": bucket.node_bytes(plan.nodes)})
+        node_bytes = bucket.node_bytes(plan.nodes)
+        sent["inter_all_gather"] += (plan.nodes - 1) * bucket.slot_bytes
+        sent["store"] += node_bytes if bucket.tier is Tier.HOST else 0
         calls.update(("inter_all_gather", "store"))
+        if bucket.tier is Tier.GPU_FULL and plan.ranks_per_node > 1:
+            sent["intra_all_gather"] += (plan.ranks_per_node - 1) * node_bytes
+            calls["intra_all_gather"] += 1
     return formulas.Moved(bytes={k: n for k, n in sent.items() if n}, calls=dict(calls))
 
 
@@ -218,7 +222,7 @@ def test_no_backward_gathers_between_nodes_what_is_cached(
         assert inter == ({Kind.INTER_REDUCE_SCATTER} if nodes > 1 else set())
 
 
-def test_a_frozen_bucket_of_fcdp_has_no_step_between_nodes(
+def test_a_frozen_bucket_that_stays_has_no_step_between_nodes(
     measured: tuple[int, int, list[dict[Key, Measured]]],
 ) -> None:
     nodes, _, results = measured
@@ -228,9 +232,9 @@ def test_a_frozen_bucket_of_fcdp_has_no_step_between_nodes(
         assert bool(frozen) == (case == "odd-lora")
         steps = [s for schedule in found.plan.schedules for s in schedule.steps]
         inter = [s for s in steps if s.lane is Lane.INTER and s.bucket in frozen]
-        has_inter = nodes > 1 and bool(frozen) and strategy != "fcdp"
+        has_inter = nodes > 1 and bool(frozen) and strategy not in formulas.RESIDENT
         assert bool(inter) == has_inter
-        if strategy == "fcdp" and nodes > 1:
+        if strategy in formulas.RESIDENT and nodes > 1:
             assert frozen == set(found.plan.refresh)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from tests.distributed.beside import Beside, assert_close, whole
+from tests.distributed.jobs import WORKS, Job, Verdicts, run_jobs
 from tests.distributed.models import CASES
-from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
 
@@ -150,7 +149,7 @@ def _clipping(mesh: DeviceMesh) -> None:
     pair.compare_gradients()
 
 
-_JOBS: dict[str, Callable[[DeviceMesh], None]] = {
+_JOBS: dict[str, Job] = {
     "names and flags": _names_and_flags,
     "full state dict": _full_state_dict,
     "compiled state dict": _compiled_state_dict,
@@ -161,22 +160,9 @@ _JOBS: dict[str, Callable[[DeviceMesh], None]] = {
 }
 
 
-def _all(mesh: DeviceMesh) -> dict[str, str]:
-    verdicts = {}
-    for name, job in _JOBS.items():
-        try:
-            job(mesh)
-        except Exception as error:
-            verdicts[name] = f"{type(error).__name__}: {error}"
-        else:
-            verdicts[name] = "works"
-        dist.barrier()
-    return verdicts
-
-
 @pytest.fixture(scope="module")
-def verdicts() -> list[dict[str, str]]:
-    return run(_all, nodes=2, ranks_per_node=2)
+def verdicts() -> Verdicts:
+    return run_jobs(_JOBS, nodes=2, ranks_per_node=2)
 
 
 _SCALAR = pytest.mark.xfail(
@@ -189,5 +175,5 @@ _SCALAR = pytest.mark.xfail(
 @pytest.mark.parametrize(
     "tool", [pytest.param(n, marks=_SCALAR) if "scalar" in n else n for n in _JOBS]
 )
-def test_a_tool_works_on_a_sharded_model(verdicts: list[dict[str, str]], tool: str) -> None:
-    assert [v[tool] for v in verdicts] == ["works"] * 4
+def test_a_tool_works_on_a_sharded_model(verdicts: Verdicts, tool: str) -> None:
+    assert [v[tool] for v in verdicts] == [WORKS] * 4

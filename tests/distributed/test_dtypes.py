@@ -6,7 +6,7 @@ nodes and then between them, and AdamW steps the fp32 values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,19 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
-import fcdp_compile
-from tests.distributed.models import CASES, Case, batch
+from tests.distributed.models import Case
 from tests.distributed.parity import (
     GRADIENT_FLOOR,
     LEARNING_RATE,
+    Sharded,
     Trial,
     adamw,
     build,
     check_close,
-    compile_with,
-    fresh,
     gradients,
-    rank_and_ranks,
     values,
 )
 from tests.distributed.ranks import run
@@ -94,25 +91,22 @@ def _check(
     compute: str | None,
     is_checkpointed: bool,
 ) -> None:
-    fresh()
-    case = CASES[name]
-    rank, ranks = rank_and_ranks(mesh)
-    model = build(Trial(case=name, is_checkpointed=is_checkpointed))
+    trial = Trial(case=name, compute=compute, is_checkpointed=is_checkpointed)
+    mine = Sharded(mesh, trial, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    case, model = mine.case, mine.model
     plain = build(Trial(case=name))  # functional_call is over when a checkpoint recomputes
     start = values(plain)
-    fcdp_compile.shard(model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    net: Callable[..., Any] = compile_with(model, compute)
-    optimizers = [adamw(model), adamw(plain)]
+    optimizers = [mine.optimizer, adamw(plain)]
     relative = RELATIVE[param_dtype] * (
         4 if compute == "inductor" or (compute and is_checkpointed) else 1
     )
     for step in range(STEPS):
-        batches = [batch(case, step=step, rank=r) for r in range(ranks)]
-        loss = case.loss(net, batches[rank])  # type: ignore[arg-type]
+        batches = mine.batches(step)
+        loss = mine.loss(batches[mine.rank])
         loss.backward()
         expected = _backward(plain, case, batches, mesh, param_dtype, reduce_dtype or param_dtype)
         about = f"{name} in {param_dtype}, {reduce_dtype}, {compute}, step {step}"
-        assert abs(loss.item() - expected[rank]) <= relative * abs(expected[rank]), about
+        assert abs(loss.item() - expected[mine.rank]) <= relative * abs(expected[mine.rank]), about
         assert all(g.dtype is torch.float32 for g in gradients(model).values()), about
         if step == 0:  # later the parameters differ by roundings too, which `_check_moved` bounds
             check_close(

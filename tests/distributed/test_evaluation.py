@@ -93,12 +93,12 @@ def evaluated(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Eval
 def test_the_second_batch_moves_nothing_between_nodes(
     evaluated: list[dict[tuple[str, str], Evaluated]],
 ) -> None:
-    """With fcdp; the control is that the first one does, the last training step having changed parameters."""
+    """Where what is gathered stays; the control is that the first does, training having changed parameters."""
     for rank in evaluated:
         for (_, strategy), found in rank.items():
             first, *others = (b.bytes.get("inter_all_gather", 0) for b in found.batches)
             assert first > 0
-            assert all(n == (0 if strategy == "fcdp" else first) for n in others)
+            assert all(n == (0 if strategy in formulas.RESIDENT else first) for n in others)
 
 
 def test_evaluation_moves_what_the_formula_says(

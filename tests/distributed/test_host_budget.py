@@ -22,6 +22,7 @@ from fcdp_compile.plan import Tier
 from fcdp_compile.plan_json import read_plan
 from fcdp_compile.runtime import host_memory
 from fcdp_compile.sharding import state_of
+from tests.distributed.jobs import message_of
 from tests.distributed.models import CASES, batch
 from tests.distributed.parity import adamw, check_equal, fresh
 from tests.distributed.ranks import run
@@ -126,14 +127,6 @@ def test_ranks_agree_on_the_least_and_one_warns() -> None:
     assert Limit.CGROUP.value in message
 
 
-def _message(error: type[Exception], function: Any) -> str:
-    try:
-        function()
-    except error as raised:
-        return str(raised)
-    return "nothing was raised"
-
-
 def _misuse(mesh: DeviceMesh) -> tuple[str, str]:
     ids = batch(CASES["odd"], step=0, rank=dist.get_rank())
     loss_of = CASES["odd"].loss
@@ -141,9 +134,9 @@ def _misuse(mesh: DeviceMesh) -> tuple[str, str]:
     loss = loss_of(net, ids)
     if dist.get_rank() == 1:
         model.second.weight.data.add_(1)
-    stale = _message(StaleParameterError, loss.backward)
+    stale = message_of(StaleParameterError, loss.backward)
     net, _ = _model("odd", mesh, host_memory="0B" if dist.get_rank() == 3 else None)
-    different = _message(PlanMismatchError, lambda: loss_of(net, ids))
+    different = message_of(PlanMismatchError, lambda: loss_of(net, ids))
     dist.barrier()
     return stale, different
 

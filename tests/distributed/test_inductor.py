@@ -47,7 +47,7 @@ def _check_lengths(mesh: DeviceMesh | None, checkpointed: bool, dynamic: bool) -
     fresh()
     torch.manual_seed(0)
     model = Model(LAYERS, 0.0, checkpointed=checkpointed)
-    replica = Replica(model, _loss)
+    replica = Replica(copy.deepcopy(model), _loss)
     net = _sharded(model, mesh, dynamic=dynamic)
     rank, ranks = rank_and_ranks(mesh)
     for step, length in enumerate([6, 9, 5] if dynamic else [6]):

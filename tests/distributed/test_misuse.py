@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -66,11 +68,11 @@ def test_other_shards_and_new_parameters_are_right_or_refused() -> None:
 
 def _vary(mesh: DeviceMesh, strategy: str) -> list[float]:
     """Ranks see a new length, and recompile, at different steps; a weight is tied across a graph break."""
-    case = CASES["gpt2"]
+    case = CASES["broken"]
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     model = fcdp_compile.shard(case.model(), mesh, strategy=strategy)
-    net = torch.compile(model, backend="fcdp", options={"bucket_mb": 0.05})
+    net = torch.compile(model, backend="fcdp", options={"bucket_mb": 300 / 2**20})
     losses = []
     for step, length in enumerate((16, 16 + 2 * (rank == 0), 16 + 3 * (rank == 1), 20)):
         loss = case.loss(net, batch(case, step=step, rank=rank, length=length))
@@ -84,3 +86,25 @@ def _vary(mesh: DeviceMesh, strategy: str) -> list[float]:
 def test_ranks_that_recompile_at_different_steps_agree(strategy: str) -> None:
     results = run(_vary, strategy, nodes=2, ranks_per_node=1)
     assert all(len(losses) == 4 for losses in results)
+
+
+def _copies(mesh: DeviceMesh) -> None:
+    model = _sharded(mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    CASES["odd"].loss(model, batch(CASES["odd"], step=0, rank=0)).backward()
+    optimizer.step()
+    weight = model.first.weight
+    values = weight.full_tensor().detach().clone()
+    copied = copy.deepcopy([weight, weight, optimizer])
+    assert copied[0] is copied[1]
+    assert copied[0].requires_grad
+    with torch.no_grad():
+        weight.zero_()
+    assert torch.equal(copied[0].full_tensor(), values)
+    assert "local_tensor" in repr(weight)
+    kept, expected = (o.state_dict()["state"][0]["exp_avg"] for o in (copied[2], optimizer))
+    assert torch.equal(kept.full_tensor(), expected.full_tensor())
+
+
+def test_parameters_and_optimizers_can_be_copied() -> None:
+    run(_copies, nodes=2, ranks_per_node=1)

@@ -65,5 +65,5 @@ def test_one_node_of_two() -> None:
 
 
 def test_one_node_of_three() -> None:
-    trials = [Trial(case="odd", is_checkpointed=True), Trial(case="gpt2-lora")]
+    trials = [Trial(case="odd", is_checkpointed=True), Trial(case="odd-lora")]
     run(check_trials, trials, nodes=1, ranks_per_node=3)

@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-import fcdp_compile
-from tests.distributed.models import CASES, batch
-from tests.distributed.parity import (
-    Trial,
-    adamw,
-    build,
-    check_equal,
-    compile_with,
-    fresh,
-    gradients,
-    rank_and_ranks,
-    values,
-)
+from tests.distributed.parity import Sharded, Trial, check_equal, gradients, values
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
 
-STRATEGIES = ["zero3", "zero++", "fcdp"]
+STRATEGIES = ["zero3", "zero2", "zero++", "paro-igg", "fcdp"]
 
 
 def _history(mesh: DeviceMesh | None, trial: Trial) -> dict[str, Tensor]:
     """Everything a run computes: losses and gradients of every step, and the last parameters."""
-    fresh()
-    case = CASES[trial.case]
-    rank, _ = rank_and_ranks(mesh)
-    model = fcdp_compile.shard(build(trial), mesh, strategy=trial.strategy)
-    net: Any = compile_with(model, trial.compute)
-    optimizer = adamw(model)
+    mine = Sharded(mesh, trial)
     found: dict[str, Tensor] = {}
     for step in range(trial.steps):
-        loss = case.loss(net, batch(case, step=step, rank=rank))
+        loss = mine.loss(mine.batches(step)[mine.rank])
         loss.backward()
         found[f"loss {step}"] = loss.detach()
-        found |= {f"gradient {step} of {n}": g for n, g in gradients(model).items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return found | values(model)
+        found |= {f"gradient {step} of {n}": g for n, g in gradients(mine.model).items()}
+        mine.step()
+    return found | values(mine.model)
 
 
 def _compare(mesh: DeviceMesh | None, cases: list[str], steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import fcdp_compile
 from fcdp_compile import backend
+from fcdp_compile.passes.choose_tiers import choose_tiers
 from fcdp_compile.passes.predict import StepMemory
-from fcdp_compile.plan import Kind, Plan, Tier
+from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan_json import from_json, to_json
 from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.run import CompiledPlan
@@ -28,10 +30,17 @@ _BUCKET_MB = 300 / 2**20  # several buckets
 
 
 class Trained:
-    """A model after a few steps on a device of so many bytes, and what was seen on the way."""
+    """A model on a device of so many bytes, after a few steps, and what was seen on the way."""
 
     def __init__(
-        self, mesh: DeviceMesh, name: str, capacity: int | None, *, used: int = 0, tau: float = 1.0
+        self,
+        mesh: DeviceMesh,
+        name: str,
+        capacity: int | None,
+        *,
+        used: int = 0,
+        tau: float = 1.0,
+        steps: int = 3,
     ) -> None:
         fresh()
         torch.manual_seed(0)
@@ -45,17 +54,17 @@ class Trained:
             "device_memory": capacity,
             "memory_threshold": tau,
         }
-        net = torch.compile(self.model, backend="fcdp", options=options)
-        optimizer = adamw(self.model)
+        self.net = torch.compile(self.model, backend="fcdp", options=options)
+        self.optimizer = adamw(self.model)
         self.losses = []
-        for step in range(3):
+        for step in range(steps):
             for micro in range(2):  # the second forward finds everything valid
                 ids = batch(case, step=2 * step + micro, rank=rank_and_ranks(mesh)[0])
-                loss = case.loss(net, ids)
+                loss = case.loss(self.net, ids)
                 loss.backward()
                 self.losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self.moved = fcdp_compile.traffic(self.model).total
         self.memory = fcdp_compile.memory(self.model)
         self.host_bytes = state_of(self.model).cache.host_bytes()
@@ -90,33 +99,42 @@ class Trained:
 _PREDICT = backend.predict
 
 
-def _numbers(mesh: DeviceMesh, name: str) -> None:
-    nothing = Trained(mesh, name, None)
-    plenty = Trained(mesh, name, _PLENTY)
+def _numbers(mesh: DeviceMesh, name: str, nothing: Trained, plenty: Trained) -> None:
     tiny = Trained(mesh, name, 1)
     low, high = tiny.plans[0].peak_bytes, plenty.plans[0].peak_bytes
+    between = _peak_without_full(plenty.steps[0])
     assert low is not None
     assert high is not None
-    assert low < high
-    some = Trained(mesh, name, (low + high) // 2)
-    expected = values(nothing.model)
-    for other in (plenty, tiny, some):
+    assert low < between < high
+    some = Trained(mesh, name, (low + between) // 2)
+    more = Trained(mesh, name, (between + high) // 2)
+    for other in (plenty, tiny, some, more):
         assert other.losses == nothing.losses
-        check_equal("parameters", values(other.model), expected)
+        check_equal("parameters", values(other.model), values(nothing.model))
         for plan in other.plans:
             assert from_json(to_json(plan), source="plan") == plan
     assert set(nothing.tiers) == set(tiny.tiers) == {Tier.HOST}
-    assert set(plenty.tiers) == {Tier.GPU}
     assert set(some.tiers) == {Tier.HOST, Tier.GPU}
+    assert set(more.tiers) == {Tier.GPU, Tier.GPU_FULL}
+    assert set(plenty.tiers) == {Tier.GPU_FULL}
     assert nothing.moved == tiny.moved
     assert (nothing.memory.predicted_peak_bytes, nothing.plans[0].peak_bytes) == (None, None)
     assert some.memory.predicted_peak_bytes == some.plans[0].peak_bytes
-    assert (some.plans[0].peak_bytes or 0) <= (low + high) // 2
+    assert (some.plans[0].peak_bytes or 0) <= (low + between) // 2
     for link in ("h2d", "d2h"):
-        assert plenty.moved.bytes(link) == 0
+        assert plenty.moved.bytes(link) == more.moved.bytes(link) == 0
         assert 0 < some.moved.bytes(link) < nothing.moved.bytes(link)
-    assert 0 == plenty.host_bytes < some.host_bytes < nothing.host_bytes
-    assert plenty.moved.bytes("inter", "all_gather") == nothing.moved.bytes("inter", "all_gather")
+    assert 0 == plenty.host_bytes == more.host_bytes < some.host_bytes < nothing.host_bytes
+    for trained in (nothing, some, more, plenty):
+        assert trained.moved.bytes("inter", "all_gather") == nothing.moved.bytes(
+            "inter", "all_gather"
+        )
+        assert trained.moved.bytes("intra", "all_gather") == _spread_bytes(trained.plans[0])
+    assert (
+        plenty.moved.bytes("intra", "all_gather")
+        < more.moved.bytes("intra", "all_gather")
+        < some.moved.bytes("intra", "all_gather")
+    )
     for plan in plenty.plans:
         for schedule in plan.schedules:
             moved = schedule.bytes_by_kind()
@@ -124,42 +142,116 @@ def _numbers(mesh: DeviceMesh, name: str) -> None:
             assert Kind.LOAD not in moved
 
 
-def _full_device(mesh: DeviceMesh, name: str) -> None:
+def _peak_without_full(step: StepMemory) -> int:
+    placement = choose_tiers(
+        [replace(e, full_bytes=None) for e in step.entries],
+        step.alive_bytes,
+        static_bytes=step.static_bytes,
+        capacity_bytes=_PLENTY,
+        threshold=1.0,
+    )
+    return placement.peak_bytes
+
+
+def _spread_bytes(plan: Plan) -> int:
+    """What a run of `Trained` gathers within the node: 3 steps of 2 micro-batches, of which one is cold."""
+    per_run = {
+        (s.direction, s.variant): s.bytes_by_kind().get(Kind.INTRA_ALL_GATHER, 0)
+        for s in plan.schedules
+    }
+    warm = per_run[Direction.FORWARD, Variant.WARM]
+    cold = per_run.get((Direction.FORWARD, Variant.COLD), warm)
+    refreshed = [plan.bucket(i) for i in plan.refresh]
+    once = sum(
+        (plan.ranks_per_node - 1) * b.node_bytes(plan.nodes)
+        for b in refreshed
+        if b.tier is Tier.GPU_FULL
+    )
+    return 3 * (cold + warm + 2 * per_run[Direction.BACKWARD, Variant.COLD]) + once
+
+
+def _full_device(mesh: DeviceMesh, name: str, expected: Trained, plenty: Trained) -> None:
     """Planned for the device, which turns out to be full: to the host, on one rank or all."""
-    expected = Trained(mesh, name, None)
     rank, _ = rank_and_ranks(mesh)
     for used in (_PLENTY, _PLENTY if rank == 0 else 0):
         found = Trained(mesh, name, _PLENTY, used=used, tau=0.9)
         assert found.losses == expected.losses
         check_equal("parameters", values(found.model), values(expected.model))
-        assert set(found.tiers) == {Tier.GPU}
+        assert set(found.tiers) == {Tier.GPU_FULL}
+        cache = state_of(found.model).cache
+        assert not any(cache.keeps_in_full(b) for b in found.plans[0].buckets)
         if used:
             assert found.memory.fallbacks == len(found.tiers)
-            assert found.moved == expected.moved
             assert found.host_bytes == expected.host_bytes
         else:
             assert found.memory.fallbacks == found.host_bytes == 0
+        # It shows in the first forward, from the second one on nothing is kept in full.
+        spread = found.moved.bytes("intra", "all_gather")
+        assert plenty.moved.bytes("intra", "all_gather") < spread
+        assert spread < expected.moved.bytes("intra", "all_gather")
 
 
-def _own_affairs(mesh: DeviceMesh, name: str) -> list[str]:
-    """Ranks of different memory work together."""
+def _own_affairs(mesh: DeviceMesh, name: str, expected: Trained) -> list[str]:
+    """Ranks of different memory work together; whole buckets are kept by all or none."""
     rank, _ = rank_and_ranks(mesh)
-    expected = Trained(mesh, name, None)
     found = Trained(mesh, name, [1, _PLENTY, None, _PLENTY][rank])
     assert found.losses == expected.losses
+    intra = found.moved.bytes("intra", "all_gather")
+    assert intra == expected.moved.bytes("intra", "all_gather")
     return [tier.value for tier in found.tiers]
 
 
 def _jobs(mesh: DeviceMesh, name: str) -> list[str]:
-    _numbers(mesh, name)
-    _full_device(mesh, name)
-    return _own_affairs(mesh, name)
+    nothing, plenty = Trained(mesh, name, None), Trained(mesh, name, _PLENTY)
+    _numbers(mesh, name, nothing, plenty)
+    _full_device(mesh, name, nothing, plenty)
+    return _own_affairs(mesh, name, nothing)
 
 
 @pytest.mark.parametrize("name", ["odd", "odd-lora"])
 def test_tiers_change_bytes_and_no_number(name: str) -> None:
     tiers = run(_jobs, name, nodes=2, ranks_per_node=2)
-    assert [set(t) for t in tiers] == [{"host"}, {"gpu"}, {"host"}, {"gpu"}]
+    assert [set(t) for t in tiers] == [{"host"}, {"gpu-full"}, {"host"}, {"gpu-full"}]
+
+
+def _two_plans(mesh: DeviceMesh, name: str) -> None:
+    """Two compilations of one model, of which one keeps whole buckets, taking turns in every order."""
+    seen = []
+    for capacity in (None, _PLENTY):
+        fresh()
+        torch.manual_seed(0)
+        case = CASES[name]
+        model = fcdp_compile.shard(case.model(), mesh)
+        nets = [
+            torch.compile(
+                model, backend="fcdp", options={"bucket_mb": _BUCKET_MB, "device_memory": c}
+            )
+            for c in (capacity, None if capacity is None else 1)
+        ]
+        optimizer = adamw(model)
+        rank, _ = rank_and_ranks(mesh)
+        losses = []
+        for step, order in enumerate(["AaBb", "ABab", "ABba", "BAab", "AaAa", "BbBb"]):
+            forwards: dict[str, Any] = {}
+            for i, turn in enumerate(order):
+                if turn.isupper():
+                    ids = batch(case, step=10 * step + i, rank=rank)
+                    forwards[turn.lower()] = case.loss(nets["AB".index(turn)], ids)
+                else:
+                    loss = forwards.pop(turn)
+                    loss.backward()
+                    losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = {k: v.full_tensor() for k, v in model.state_dict().items()}
+        seen.append((losses, saved))
+    assert seen[0][0] == seen[1][0]
+    check_equal("parameters", seen[1][1], seen[0][1])
+
+
+@pytest.mark.parametrize("name", ["odd", "odd-lora"])
+def test_plans_of_different_tiers_share_a_model(name: str) -> None:
+    run(_two_plans, name, nodes=2, ranks_per_node=2)
 
 
 # --- prediction -----------------------------------------------------------------------------------------
@@ -167,21 +259,17 @@ def test_tiers_change_bytes_and_no_number(name: str) -> None:
 
 def _measured(mesh: DeviceMesh, name: str) -> tuple[int, int]:
     """Peak of what a step allocates, the least that the profiler saw of a few, and the predicted one."""
-    trained = Trained(mesh, name, 1)
+    untrained = Trained(mesh, name, 1, steps=0)
     case = CASES[name]
-    net = torch.compile(
-        trained.model, backend="fcdp", options={"bucket_mb": _BUCKET_MB, "device_memory": 1}
-    )
-    optimizer = adamw(trained.model)
     tops = []
     for step in range(5):
         ids = batch(case, step=step, rank=0, size=4)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            case.loss(net, ids).backward()
+            case.loss(untrained.net, ids).backward()
         tops.append(_peak_seen(profiled))
-        optimizer.step()
-        optimizer.zero_grad()
-    return min(tops[2:]), max(trained.steps[-1].alive_bytes)  # the first ones allocate for good
+        untrained.optimizer.step()
+        untrained.optimizer.zero_grad()
+    return min(tops[2:]), max(untrained.steps[-1].alive_bytes)  # the first ones allocate for good
 
 
 def _peak_seen(profiled: profile) -> int:

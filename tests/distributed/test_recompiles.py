@@ -12,22 +12,18 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer as torch_optimizer
 
-import fcdp_compile
 from fcdp_compile.sharding import state_of
-from tests.distributed.models import CASES, batch
+from tests.distributed.models import batch
 from tests.distributed.parity import (
     GRADIENT_FLOOR,
     PARAMETER_FLOOR,
     RELATIVE,
     Replica,
+    Sharded,
     Trial,
-    adamw,
-    build,
     check_close,
-    compile_with,
     fresh,
     gradients,
-    rank_and_ranks,
     values,
 )
 from tests.distributed.ranks import run
@@ -47,24 +43,19 @@ def _train(
     mesh: DeviceMesh | None, name: str, lengths: list[list[int]], folder: Path, strategy: str
 ) -> list[int]:
     """Train with these lengths and compare; the graphs there were after each step and evaluation."""
-    fresh()
-    case = CASES[name]
-    rank, ranks = rank_and_ranks(mesh)
-    model = build(Trial(case=name))
-    replica = Replica(model, case.loss)
-    fcdp_compile.shard(model, mesh, strategy=strategy)
-    net: Any = compile_with(model, "eager", dump=folder / f"{name}-{strategy}")
-    optimizer = adamw(model)
+    dump = folder / f"{name}-{strategy}"
+    mine = Sharded(mesh, Trial(case=name, strategy=strategy), options={"dump": dump})
+    model, case, rank = mine.model, mine.case, mine.rank
+    replica = Replica(mine.plain, case.loss)
     counts = []
     for step, by_rank in enumerate(lengths):
-        batches = [batch(case, step=step, rank=r, length=by_rank[r]) for r in range(ranks)]
-        loss = case.loss(net, batches[rank])
+        batches = [batch(case, step=step, rank=r, length=by_rank[r]) for r in range(mine.ranks)]
+        loss = mine.loss(batches[rank])
         loss.backward()
         expected = replica.backward(batches)[rank]
         assert abs(loss.item() - expected) <= RELATIVE * expected, f"{name}, step {step}"
         check_close(name, gradients(model), gradients(replica.model), floor=GRADIENT_FLOOR)
-        optimizer.step()
-        optimizer.zero_grad()
+        mine.step()
         replica.step()
         counts.append(state_of(model)._graphs)
     check_close(name, values(model), values(replica.model), floor=PARAMETER_FLOOR)
@@ -72,10 +63,10 @@ def _train(
         ids = batch(case, step=100, rank=rank, length=length)
         with torch.no_grad():
             expected = case.loss(replica.model, ids).item()
-            assert abs(case.loss(net, ids).item() - expected) <= RELATIVE * expected
+            assert abs(mine.loss(ids).item() - expected) <= RELATIVE * expected
         counts.append(state_of(model)._graphs)
     if rank == 0:
-        assert counts[-1] == _plans(folder / f"{name}-{strategy}")
+        assert counts[-1] == _plans(dump)
     return counts
 
 
@@ -117,16 +108,11 @@ def _train_and_forget(mesh: DeviceMesh | None, name: str, compute: str | None) -
 
 
 def _train_once(mesh: DeviceMesh | None, name: str, compute: str | None) -> weakref.ref[Any]:
-    case = CASES[name]
-    rank, _ = rank_and_ranks(mesh)
-    model = fcdp_compile.shard(build(Trial(case=name)), mesh)
-    net: Any = compile_with(model, compute)
-    optimizer = adamw(model)
+    mine = Sharded(mesh, Trial(case=name, compute=compute))
     for step in range(2):
-        case.loss(net, batch(case, step=step, rank=rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weakref.ref(state_of(model))
+        mine.loss(mine.batches(step)[mine.rank]).backward()
+        mine.step()
+    return weakref.ref(state_of(mine.model))
 
 
 @pytest.mark.parametrize("compute", ["eager", None])

@@ -55,9 +55,9 @@ def _count(
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_alone(dropout: float) -> None:
     few, _ = _count(None, 6, dropout, "fcdp", 1.0)
-    many, segments = _count(None, 40, dropout, "fcdp", 1.0)
+    many, segments = _count(None, 20, dropout, "fcdp", 1.0)
     assert many <= few
-    assert segments > 70  # a forward and a backward of each layer
+    assert segments > 35  # a forward and a backward of each layer
 
 
 @pytest.mark.distributed

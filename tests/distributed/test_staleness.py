@@ -1,4 +1,7 @@
-"""Every way to change a parameter: what was gathered before is not trained on afterwards."""
+"""Every way to change a parameter: what was gathered before is not trained on afterwards.
+
+`test_staleness_between` is about changes between a forward and its backward.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.sharding import state_of
-from tests.distributed.beside import TOLERANCE, Beside, assert_close, sgd, whole
+from tests.distributed.beside import TOLERANCE, Beside, assert_close, named, sgd, whole
 from tests.distributed.models import CASES, Case, Odd, with_lora
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
 
-STRATEGIES = ("zero3", "zero++", "fcdp")
 _OPTIONS = {
     "bucket_mb": 300 / 2**20
 }  # several buckets, so that refreshing one and all are not the same
 
 
 # --- changes: each is applied to both models ------------------------------------------------------------
-
-
-def _weight(model: nn.Module, name: str) -> nn.Parameter:
-    """The parameter whose qualified name ends in `name`."""
-    (found,) = (p for n, p in model.named_parameters() if f".{n}".endswith(f".{name}"))
-    return found
 
 
 def _shifted(model: nn.Module) -> dict[str, Tensor]:
@@ -65,7 +60,7 @@ def _load_submodule(pair: Beside) -> None:
 
 def _in_place(pair: Beside, name: str) -> None:
     with torch.no_grad():
-        _each(pair, lambda m: _weight(m, name).mul_(0.5))
+        _each(pair, lambda m: named(m, name).mul_(0.5))
 
 
 def _in_place_foreach(pair: Beside) -> None:
@@ -74,19 +69,19 @@ def _in_place_foreach(pair: Beside) -> None:
 
 
 def _data_multiplied(pair: Beside, name: str) -> None:
-    _each(pair, lambda m: _weight(m, name).data.mul_(-1.5))
+    _each(pair, lambda m: named(m, name).data.mul_(-1.5))
 
 
 def _data_added(pair: Beside, name: str) -> None:
     def change(model: nn.Module) -> None:
-        _weight(model, name).data += 1.0
+        named(model, name).data += 1.0
 
     _each(pair, change)
 
 
 def _data_assigned(pair: Beside, name: str) -> None:
     def change(model: nn.Module) -> None:
-        p = _weight(model, name)
+        p = named(model, name)
         p.data = p.detach() * 0.5
 
     _each(pair, change)
@@ -94,7 +89,7 @@ def _data_assigned(pair: Beside, name: str) -> None:
 
 def _data_assigned_whole(pair: Beside, name: str) -> None:
     def change(model: nn.Module) -> None:
-        p = _weight(model, name)
+        p = named(model, name)
         generator = torch.Generator().manual_seed(5)
         p.data = torch.randn(p.shape, generator=generator)
 
@@ -102,7 +97,7 @@ def _data_assigned_whole(pair: Beside, name: str) -> None:
 
 
 def _local_on_one_rank(pair: Beside, name: str, by_attribute: bool) -> None:
-    mine, plain = (_weight(m, name) for m in pair.both)
+    mine, plain = (named(m, name) for m in pair.both)
     if pair.rank == 0:  # the first chunk, which is never empty
         with torch.no_grad():
             (mine._local_tensor if by_attribute else mine.to_local()).mul_(-2.0).add_(1.0)
@@ -112,28 +107,28 @@ def _local_on_one_rank(pair: Beside, name: str, by_attribute: bool) -> None:
 
 def _local_on_all_ranks(pair: Beside, name: str) -> None:
     with torch.no_grad():
-        _weight(pair.model, name).to_local().mul_(0.5)
-        _weight(pair.plain, name).mul_(0.5)
+        named(pair.model, name).to_local().mul_(0.5)
+        named(pair.plain, name).mul_(0.5)
 
 
 def _swapped_rows(pair: Beside, name: str) -> None:
     """A change that leaves every sum of the values as it was."""
 
     def change(model: nn.Module) -> None:
-        p = _weight(model, name)
+        p = named(model, name)
         p.data = whole(p).flip(0)
 
     _each(pair, change)
 
 
 def _freeze(pair: Beside, name: str) -> None:
-    _each(pair, lambda m: _weight(m, name).requires_grad_(False))
+    _each(pair, lambda m: named(m, name).requires_grad_(False))
     pair.use(sgd)
     pair.train(2)
 
 
 def _unfreeze(pair: Beside, name: str) -> None:
-    _each(pair, lambda m: _weight(m, name).requires_grad_(True))
+    _each(pair, lambda m: named(m, name).requires_grad_(True))
     pair.use(sgd)
     pair.train(2)
 
@@ -362,194 +357,3 @@ def test_a_changed_parameter_of_an_adapted_model_is_gathered_again(
     _check((seen[change] for seen in lora), changes_loss=change not in _SAME_LOSS)
     if change in _SAME_LOSS:
         assert all(seen[change].refreshed_bytes > 0 for seen in lora)
-
-
-# --- between a forward and its backward -----------------------------------------------------------------
-
-
-def _fresh(pair: Beside) -> None:
-    """Train on: whatever a case left behind must not matter."""
-    for optimizer in (pair.optimizer, pair.plain_optimizer):
-        optimizer.zero_grad()
-    pair.train(2)
-    pair.compare_parameters()
-
-
-def _loss(pair: Beside, step: int) -> Tensor:
-    return pair.case.loss(pair.net, pair.data(step))
-
-
-def _gradients_at_forward(pair: Beside, *steps: int) -> None:
-    pair.plain_optimizer.zero_grad()
-    pair.plain_backward(*steps)
-
-
-def _step_between(pair: Beside) -> str:
-    """An optimizer step between forward and backward; "raised", or "forward" for the forward's gradient."""
-    loss = _loss(pair, 50)
-    loss.backward()
-    pair.plain_backward(50)
-    loss = _loss(pair, 51)
-    kept = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
-    pair.optimizer.step()
-    pair.optimizer.zero_grad()
-    pair.plain_optimizer.step()
-    try:
-        loss.backward()
-        verdict = "forward"
-    except StaleParameterError:
-        pair.optimizer.zero_grad()
-        verdict = "raised"
-    stepped = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
-    if verdict == "forward":
-        _set_plain(pair, kept)
-        _gradients_at_forward(pair, 51)
-        pair.compare_gradients()
-        _set_plain(pair, stepped)
-    _fresh(pair)
-    return verdict
-
-
-def _set_plain(pair: Beside, values: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in pair.plain.named_parameters():
-            parameter.copy_(values[name])
-
-
-def _edit_between(pair: Beside, with_second_forward: bool) -> str:
-    """An edit that no version counter sees; "raised", or "forward" for the forward's gradient."""
-    kept = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
-    loss = _loss(pair, 52)
-    _each(pair, lambda m: _weight(m, "norm.weight").data.mul_(2.0))
-    if with_second_forward:
-        _loss(pair, 53)
-    edited = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
-    try:
-        loss.backward()
-        verdict = "forward"
-    except StaleParameterError:
-        pair.optimizer.zero_grad()
-        verdict = "raised"
-    if verdict == "forward":
-        _set_plain(pair, kept)
-        _gradients_at_forward(pair, 52)
-        pair.compare_gradients()
-        _set_plain(pair, edited)
-    _fresh(pair)
-    return verdict
-
-
-def _two_backwards(pair: Beside, *, first_first: bool) -> None:
-    losses = [_loss(pair, 54), _loss(pair, 55)]
-    for loss in losses if first_first else reversed(losses):
-        loss.backward()
-    _gradients_at_forward(pair, 54, 55)
-    pair.compare_gradients()
-    _fresh(pair)
-
-
-def _twice_in_one_loss(pair: Beside) -> None:
-    (_loss(pair, 56) + _loss(pair, 57)).backward()
-    _gradients_at_forward(pair, 56, 57)
-    pair.compare_gradients()
-    _fresh(pair)
-
-
-def _forward_alone(pair: Beside) -> None:
-    _loss(pair, 58)
-    _loss(pair, 59)
-    _fresh(pair)
-
-
-def _older_backward(pair: Beside) -> str:
-    """forward, step, forward, and then the first one's backward."""
-    older = _loss(pair, 60)
-    _loss(pair, 61).backward()
-    pair.plain_backward(61)
-    kept = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
-    pair.optimize()
-    stepped = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
-    newer = _loss(pair, 62)
-    try:
-        older.backward()
-        verdict = "forward"
-    except StaleParameterError:
-        verdict = "raised"
-        pair.optimizer.zero_grad()
-    if verdict == "forward":
-        _set_plain(pair, kept)
-        _gradients_at_forward(pair, 60)
-        pair.compare_gradients()
-        _set_plain(pair, stepped)
-        pair.optimizer.zero_grad()
-    newer.backward()
-    _gradients_at_forward(pair, 62)
-    pair.compare_gradients()
-    _fresh(pair)
-    return verdict
-
-
-def _between(mesh: DeviceMesh, name: str, strategy: str) -> dict[str, str]:
-    pair = Beside(mesh, CASES[name], strategy=strategy, options=_OPTIONS)
-    pair.train(2)
-    _two_backwards(pair, first_first=True)
-    _two_backwards(pair, first_first=False)
-    _twice_in_one_loss(pair)
-    _forward_alone(pair)
-    return {
-        "step": _step_between(pair),
-        "older backward": _older_backward(pair),
-        "edit": _attempt(partial(_edit_between, pair, with_second_forward=False)),
-        "edit and forward": _attempt(partial(_edit_between, pair, with_second_forward=True)),
-    }
-
-
-def _attempt(case: Callable[[], str]) -> str:
-    try:
-        return case()
-    except AssertionError as error:
-        return f"wrong: {error}"
-
-
-def _between_all(mesh: DeviceMesh) -> dict[tuple[str, str], dict[str, str]]:
-    return {
-        (name, strategy): _between(mesh, name, strategy)
-        for name in ("odd", "odd-lora")
-        for strategy in STRATEGIES
-    }
-
-
-@pytest.fixture(scope="module")
-def between() -> list[dict[tuple[str, str], dict[str, str]]]:
-    return run(_between_all, nodes=2, ranks_per_node=2)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["odd", "odd-lora"])
-def test_a_backward_uses_what_its_forward_saw(
-    between: list[dict[tuple[str, str], dict[str, str]]], name: str, strategy: str
-) -> None:
-    """Two forwards and backwards in both orders, two calls in one loss, and a step in between."""
-    for rank in between:
-        verdicts = rank[name, strategy]
-        assert verdicts["step"] == ("raised" if strategy == "zero3" else "forward")
-        assert verdicts["older backward"] == "raised"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "case"),
-    [
-        ("fcdp", "edit"),
-        ("fcdp", "edit and forward"),
-        ("zero++", "edit"),
-        ("zero++", "edit and forward"),
-        ("zero3", "edit"),
-        ("zero3", "edit and forward"),
-    ],
-)
-@pytest.mark.parametrize("name", ["odd", "odd-lora"])
-def test_a_silent_write_before_the_backward_is_not_trained_on(
-    between: list[dict[tuple[str, str], dict[str, str]]], name: str, strategy: str, case: str
-) -> None:
-    for rank in between:
-        assert rank[name, strategy][case] in ("forward", "raised")

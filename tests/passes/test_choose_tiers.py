@@ -10,14 +10,30 @@ from fcdp_compile.passes.choose_tiers import Entry, Placement, choose_tiers
 from fcdp_compile.plan import Tier
 
 
-def entry(bucket: int, size: int, *spans: tuple[int, int], moved: int | None = None) -> Entry:
+def entry(
+    bucket: int,
+    size: int,
+    *spans: tuple[int, int],
+    moved: int | None = None,
+    full: int | None = None,
+    spread: int = 0,
+) -> Entry:
     return Entry(
-        bucket=bucket, bytes=size, moved_bytes=2 * size if moved is None else moved, spans=spans
+        bucket=bucket,
+        bytes=size,
+        moved_bytes=2 * size if moved is None else moved,
+        spans=spans,
+        full_bytes=full,
+        spread_bytes=spread,
     )
 
 
 def kept(placement: Placement) -> list[int]:
-    return [c.bucket for c in placement.choices if c.tier is Tier.GPU]
+    return [c.bucket for c in placement.choices if c.tier is not Tier.HOST]
+
+
+def in_full(placement: Placement) -> list[int]:
+    return [c.bucket for c in placement.choices if c.tier is Tier.GPU_FULL]
 
 
 def choose(
@@ -56,6 +72,33 @@ def test_short_lives_and_busy_buckets_come_first() -> None:
     assert kept(choose([entry(0, 10, (0, 4)), entry(1, 10, (0, 4))], [0] * 4, 19)) == [1]
 
 
+def test_whole_buckets_stay_once_every_node_shard_does() -> None:
+    entries = [entry(0, 10, (0, 2), full=5), entry(1, 20, (0, 2), full=1)]
+    for capacity, shards, full in [
+        (29, [1], []),
+        (30, [0, 1], []),
+        (31, [0, 1], [1]),
+        (35, [0, 1], [1]),
+        (36, [0, 1], [0, 1]),
+    ]:
+        placement = choose(entries, [0, 0], capacity)
+        assert (kept(placement), in_full(placement)) == (shards, full)
+    assert placement.peak_bytes == 36
+    assert all("in full: peak" in c.why for c in placement.choices)
+    (refused,) = [c.why for c in choose(entries, [0, 0], 35).choices if c.bucket == 0]
+    assert refused.startswith("node shard stays on the gpu: with bucket 0 too the peak of")
+
+
+def test_the_busiest_within_the_node_come_first_and_some_cannot() -> None:
+    entries = [
+        entry(0, 10, (0, 4), full=5, spread=10),
+        entry(1, 10, (0, 4), full=5, spread=30),
+        entry(2, 10, (0, 4)),
+    ]
+    assert in_full(choose(entries, [0] * 4, 35)) == [1]
+    assert in_full(choose(entries, [0] * 4, 1000)) == [0, 1]
+
+
 def test_nothing_fits() -> None:
     entries = [entry(0, 10, (0, 2)), entry(1, 20, (0, 2))]
     placement = choose(entries, [50, 60], 40, static=5)
@@ -88,6 +131,8 @@ def steps(draw: st.DrawFn) -> tuple[list[Entry], list[int], int]:
             bucket=i,
             bytes=draw(st.integers(0, 60)),
             moved_bytes=draw(st.integers(0, 200)),
+            full_bytes=draw(st.none() | st.integers(0, 60)),
+            spread_bytes=draw(st.integers(0, 200)),
             spans=tuple((a, b) for a, b in [draw(cuts)] if a < b),
         )
         for i in range(draw(st.integers(0, 6)))
@@ -95,13 +140,15 @@ def steps(draw: st.DrawFn) -> tuple[list[Entry], list[int], int]:
     return entries, alive, draw(st.integers(0, 50))
 
 
-def peak_of(entries: list[Entry], alive: list[int], static: int, chosen: set[int]) -> int:
+def peak_of(
+    entries: list[Entry], alive: list[int], static: int, chosen: set[int], full: set[int]
+) -> int:
     """From scratch, position by position."""
     return max(
         static
         + size
         + sum(
-            e.bytes
+            e.bytes + ((e.full_bytes or 0) if e.bucket in full else 0)
             for e in entries
             if e.bucket in chosen and any(a <= position < b for a, b in e.spans)
         )
@@ -115,14 +162,17 @@ def test_limit_and_monotony(
 ) -> None:
     entries, alive, static = step
     placement = choose(entries, alive, capacity, static=static, tau=tau)
-    chosen = set(kept(placement))
-    assert placement.peak_bytes == peak_of(entries, alive, static, chosen)
-    without = peak_of(entries, alive, static, set())
+    chosen, full = set(kept(placement)), set(in_full(placement))
+    assert placement.peak_bytes == peak_of(entries, alive, static, chosen, full)
+    assert full <= chosen
+    without = peak_of(entries, alive, static, set(), set())
     if without <= tau * capacity:
         assert placement.peak_bytes <= tau * capacity
     else:
         assert chosen == set(), "a cache on the device would only make it worse"
     larger = choose(entries, alive, capacity + more, static=static, tau=tau)
     assert chosen <= set(kept(larger))
+    assert full <= set(in_full(larger))
     everything = choose(entries, alive, 10**6, static=static)
     assert set(kept(everything)) == {e.bucket for e in entries}
+    assert set(in_full(everything)) == {e.bucket for e in entries if e.full_bytes is not None}

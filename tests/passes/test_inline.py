@@ -9,17 +9,19 @@ from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder
 from fcdp_compile.passes import inline as inline_module
-from fcdp_compile.passes.inline import inline
+from fcdp_compile.passes.inline import Inliner
 
 
-def scaled_twice(factors: list[float], *, size: int = 4) -> GraphModule:
+def scaled_twice(
+    factors: list[float], *, size: int = 4, inliner: Inliner | None = None
+) -> GraphModule:
     """Return a graph: x -> its halves, which are views, each times a factor."""
     b = GraphBuilder({})
     x = b.input("x", (size,))
     gm = b.finish(x)
     output = gm.graph.output_node()
     with gm.graph.inserting_before(output):
-        results = inline(
+        results = (inliner or Inliner()).inline(
             gm.graph, lambda t: [h * f for h, f in zip(t[0].chunk(2), factors, strict=True)], [x]
         )
     output.args = (tuple(results),)
@@ -37,7 +39,6 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(*args)
 
     monkeypatch.setattr(inline_module, "make_fx", counting)
-    inline_module._traced.cache_clear()
     return made
 
 
@@ -53,8 +54,9 @@ def test_nodes_compute_what_the_function_does_and_have_its_values() -> None:
 
 
 def test_equal_functions_are_traced_once(traces: list[int]) -> None:
+    inliner = Inliner()
     for _ in range(3):
-        scaled_twice([2.0, 3.0])
+        scaled_twice([2.0, 3.0], inliner=inliner)
     assert len(traces) == 1
 
 
@@ -62,8 +64,9 @@ def test_equal_functions_are_traced_once(traces: list[int]) -> None:
 def test_other_values_and_other_shapes_are_traced_anew(
     traces: list[int], factors: list[float], size: int
 ) -> None:
-    scaled_twice([2.0, 3.0])
-    one, two = scaled_twice(factors, size=size)(torch.ones(size))
+    inliner = Inliner()
+    scaled_twice([2.0, 3.0], inliner=inliner)
+    one, two = scaled_twice(factors, size=size, inliner=inliner)(torch.ones(size))
     assert len(traces) == 2
     assert one.tolist() == [factors[0]] * (size // 2)
     assert two.tolist() == [factors[1]] * (size // 2)
@@ -74,4 +77,4 @@ def test_a_default_value_is_refused() -> None:
     x = b.input("x", (4,))
     gm = b.finish(x)
     with pytest.raises(AssertionError, match="default value"):
-        inline(gm.graph, lambda t, f=2.0: [t[0] * f], [x])
+        Inliner().inline(gm.graph, lambda t, f=2.0: [t[0] * f], [x])

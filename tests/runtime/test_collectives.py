@@ -7,7 +7,6 @@ from datetime import timedelta
 from threading import Event
 
 import pytest
-import torch.distributed as dist
 
 from fcdp_compile.runtime import collectives
 
@@ -33,23 +32,18 @@ class Work:
             raise RuntimeError(self._error)
 
 
-@pytest.fixture(autouse=True)
-def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-
-
 @pytest.mark.parametrize("looks", [0, 1, 3])
 def test_a_collective_that_is_done_right_after_a_look_has_not_failed(looks: int) -> None:
-    collectives._finish(Work(looks), None, Event())
+    collectives._finish(Work(looks), Event())
 
 
 @pytest.mark.parametrize("looks", [0, 1, 3])
 def test_a_failure_is_told_as_it_is(looks: int) -> None:
     with pytest.raises(RuntimeError, match="closed by peer"):
-        collectives._finish(Work(looks, "closed by peer"), None, Event())
+        collectives._finish(Work(looks, "closed by peer"), Event())
 
 
 def test_it_gives_up_when_the_interpreter_ends() -> None:
     exiting = Event()
     with pytest.raises(RuntimeError, match="timed out"):
-        collectives._finish(Work(1000, on_look=exiting.set), None, exiting)
+        collectives._finish(Work(1000, on_look=exiting.set), exiting)

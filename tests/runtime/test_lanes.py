@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -21,6 +22,7 @@ from builders_plan import make_bucket
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.tasks import Begun
 from fcdp_compile.torch_compat import every_thread
 
 CPU = torch.device("cpu")
@@ -200,6 +202,94 @@ class TestErrors:
         raise RuntimeError(f"{read.numel()} elements")
 
 
+class TestBegun:
+    """Tasks that only begin something, and leave the rest to another thread."""
+
+    def test_the_next_begins_before_the_first_is_finished(self, lanes: Lanes) -> None:
+        first, second, order = Gate(), Gate(), list[str]()
+        started = [
+            start(lanes, Lane.INTER, lambda: order.append("1") or Begun(first)),
+            start(lanes, Lane.INTER, lambda: order.append("2") or Begun(second)),
+        ]
+        first.wait_until_begun()
+        start(lanes, Lane.INTER, lambda: None).wait()
+        assert order == ["1", "2"]
+        first.open()
+        second.wait_until_begun()
+        second.open()
+        for pending in started:
+            pending.wait()
+
+    def test_not_many_are_on_their_way_at_once(self, lanes: Lanes) -> None:
+        gate, begun, third = Gate(), list[int](), Gate()
+        for i in range(2):
+            start(lanes, Lane.INTER, lambda i=i: begun.append(i) or Begun(gate))
+        start(lanes, Lane.INTER, lambda: begun.append(2) or third() or Begun(gate))
+        last = start(lanes, Lane.INTER, lambda: begun.append(3))
+        third.wait_until_begun()
+        third.open()
+        with pytest.raises(TimeoutError):
+            last.done._future.result(timeout=0.2)
+        gate.open()
+        last.wait()
+        assert begun == [0, 1, 2, 3]
+
+    def test_who_waits_waits_for_the_finish(self, lanes: Lanes) -> None:
+        gate, out, seen = Gate(), torch.zeros(1), torch.zeros(1)
+
+        def finish() -> None:
+            gate()
+            out.fill_(7)
+
+        pending = start(lanes, Lane.INTER, lambda: Begun(finish), out=out)
+        reader = start(lanes, Lane.INTRA, lambda: seen.copy_(out), pending, out=seen)
+        gate.open()
+        assert (reader.wait().item(), pending.wait().item()) == (7, 7)
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_buffers_are_held_until_then_and_no_longer(self, lanes: Lanes, fails: bool) -> None:
+        for _ in range(30):
+            gate, read = Gate(), torch.ones(2)
+            alive = weakref.ref(read)
+            finish = partial(self.finish, read, gate, fails)
+            pending = start(lanes, Lane.INTER, lambda f=finish: Begun(f), read)
+            del read, finish
+            gate.wait_until_begun()
+            gc.collect()
+            assert alive() is not None
+            gate.open()
+            with pytest.raises(RuntimeError, match="gone") if fails else nullcontext():
+                pending.wait()
+            assert alive() is None
+
+    @staticmethod
+    def finish(read: Tensor, gate: Gate, fails: bool) -> None:
+        gate()
+        read.add_(1)
+        if fails:
+            raise RuntimeError("a peer is gone")
+
+    def test_a_failure_reaches_who_waits_and_the_lane_goes_on(self, lanes: Lanes) -> None:
+        failed = start(lanes, Lane.INTER, lambda: Begun(TestErrors.fail))
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            failed.wait()
+        out = torch.zeros(1)
+        follows = start(lanes, Lane.INTER, lambda: Begun(lambda: out.fill_(2)), out=out)
+        assert follows.wait().item() == 2
+
+    def test_it_ends_with_its_owner_and_finishes_first(self, new_threads) -> None:
+        lanes, gate = Lanes(CPU, is_blocking=True), Gate()
+        out = torch.zeros(1)
+        pending = start(lanes, Lane.INTER, lambda: Begun(lambda: gate() or out.fill_(4)), out=out)
+        gate.wait_until_begun()
+        threads = new_threads()
+        assert [t.name for t in threads] == ["fcdp inter", "fcdp inter end"]
+        del lanes
+        gate.open()
+        assert pending.wait().item() == 4
+        assert ended(threads)
+
+
 class TestBuffers:
     def test_they_are_held_until_the_task_is_done_though_nobody_waits(self, lanes: Lanes) -> None:
         gate = Gate()
@@ -371,6 +461,25 @@ class TestEndOfTheInterpreter:
         assert done.returncode == 1
         assert done.stdout == "gave up\n"
         assert done.stderr.endswith("ValueError: the user's\n")
+
+    def test_what_has_begun_gives_up_too(self) -> None:
+        done = self.run("""
+            from fcdp_compile.runtime.tasks import Begun
+
+            def blocked():
+                begun.set()
+                assert lanes.exiting.wait(40)
+                print("gave up", flush=True)
+                raise RuntimeError("exiting")
+
+            for _ in range(3):
+                lanes.start(Lane.INTER, lambda: Begun(blocked), out=out, reads=[], name="x")
+            last = lanes.start(Lane.INTER, lambda: print("began"), out=out, reads=[], name="x")
+            begun.wait()
+            time.sleep(0.2)  # until the third has begun
+            sys.exit(3)
+        """)
+        assert (done.returncode, done.stdout, done.stderr) == (3, "gave up\n" * 3, "")
 
     def test_what_takes_its_time_is_waited_for(self) -> None:
         """In C++, from where a thread must not come back when the interpreter is gone."""

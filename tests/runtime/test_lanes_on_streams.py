@@ -141,7 +141,7 @@ def hold_nothing(self: Lanes, lane: Lane, task: Any, *, out: Any, reads: Any, na
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("fcdp_compile.runtime.lanes._OnStream.order", order_nothing),
+        ("fcdp_compile.runtime.stream_lane.OnStream.order", order_nothing),
         ("fcdp_compile.runtime.lanes.Lanes.start", hold_nothing),
         ("tests.runtime.fake_cuda.Stream.wait_event", lambda self, event: None),
     ],

@@ -1,0 +1,78 @@
+"""`fcdp strategies`: what there is to choose from, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, fields
+
+from tabulate import tabulate
+
+from fcdp_compile.cli.answer import Answer
+from fcdp_compile.formulas import Costs, costs
+from fcdp_compile.strategy import PRESETS, Strategy, aliases_of
+
+SUMMARY = "list the strategies with formulas for their traffic and memory"
+DESCRIPTION = (
+    "List the strategies that fcdp_compile.shard takes, with the bytes that they send and keep: N nodes of g "
+    "ranks, F frozen and T trainable parameter bytes, s micro-batches per optimizer step."
+)
+
+_HEADERS = (
+    "strategy",
+    "also",
+    "keeps",
+    "between nodes, per node",
+    "first step more",
+    "within a node, per rank",
+    "host bus, per rank",
+    "parameters on a gpu",
+    "host memory of a node",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `fcdp strategies`."""
+    parser.add_argument(
+        "--format",
+        choices=("table", "json"),
+        default="table",
+        help="table: for reading (default); json: a list of objects, formulas as texts",
+    )
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Format the list."""
+    found = {strategy: costs(strategy) for strategy in PRESETS.values()}
+    if options.format == "json":
+        return Answer(json.dumps([_record(s, c) for s, c in found.items()], indent=1))
+    rows = [_row(strategy, cost) for strategy, cost in found.items()]
+    table = tabulate(rows, headers=_HEADERS, tablefmt="simple", disable_numparse=True)
+    note = (
+        "Bytes of one optimizer step of s micro-batches on N > 1 nodes of g ranks; F, T: frozen and "
+        "trainable parameters.\nfcdp keeps on the GPU what there is room for: here is what it takes with "
+        "none."
+    )
+    return Answer(f"{table}\n\n{note}")
+
+
+def _record(strategy: Strategy, cost: Costs) -> dict[str, object]:
+    formulas = {f.name: str(getattr(cost, f.name)) for f in fields(cost)}
+    point = {k: getattr(v, "value", v) for k, v in asdict(strategy).items()}
+    return {**point, "aliases": aliases_of(strategy), "bytes": formulas}
+
+
+def _row(strategy: Strategy, cost: Costs) -> tuple[str, ...]:
+    kept = "nothing" if strategy.cache.value == "none" else strategy.cache.value
+    life = "" if kept == "nothing" else f", {strategy.life.value.replace('-', ' ')}"
+    return (
+        strategy.name,
+        ", ".join(aliases_of(strategy)),
+        kept + life,
+        str(cost.inter),
+        str(cost.first_inter),
+        str(cost.intra),
+        str(cost.bus),
+        str(cost.gpu),
+        str(cost.host),
+    )

@@ -1,0 +1,66 @@
+"""What a strategy costs, in symbols: bytes that travel and bytes that stay, from its fields alone.
+
+N nodes of g ranks, G = N g.  F, T: bytes of frozen and of trainable parameters in the dtype that is gathered,
+W = F + T; gradients are counted in that dtype too.  s: micro-batches of an optimizer step, each of which
+gathers what its forward and its backward read (here: everything) and reduces its gradients.  Padding comes on
+top.  Sources: ZeRO (Rajbhandari et al., 2020), ZeRO++ (Wang et al., 2023), PaRO (Wu et al., 2023, tables 2
+and 3), FCDP (Park et al., table I).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from fcdp_compile.strategy import Cache, Strategy
+
+N, g, s = sympy.symbols("N g s", positive=True, integer=True)
+F, T = sympy.symbols("F T", nonnegative=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Of an optimizer step in the steady state, in bytes.
+
+    inter: sent by one node to others.  intra: sent by one rank within its node.  bus: copied by one rank to
+    and from host memory.  first_inter, first_intra: what the very first step sends in addition.
+    gpu: of parameters on one rank between their uses, home shards included.  host: in one node's memory.
+    """
+
+    inter: sympy.Expr
+    intra: sympy.Expr
+    bus: sympy.Expr
+    first_inter: sympy.Expr
+    first_intra: sympy.Expr
+    gpu: sympy.Expr
+    host: sympy.Expr
+
+
+def costs(strategy: Strategy) -> Costs:
+    """The costs of a strategy on N > 1 nodes; an adaptive cache counts as if all of it were on the host."""
+    W = F + T
+    is_cached = strategy.cache is not Cache.NONE
+    is_full = strategy.cache is Cache.GPU_FULL
+    on_host = strategy.keeps_on_host
+    # How often each crosses: resident ones once a change, others in every forward, and uncached ones twice.
+    if strategy.is_resident:
+        gathered, first = T, F
+    else:
+        gathered, first = s * W * (1 if is_cached else 2), sympy.Integer(0)
+    between, within = (N - 1) / N, (g - 1) / g
+    # A frozen bucket that is kept in full is spread once; a node shard in every forward and backward.
+    spread = T if is_full else 2 * s * W
+    leaves = on_host and strategy.is_resident  # a frozen home shard whose node shard is on the host
+    home = (T if leaves else W) / (N * g)
+    kept = {Cache.GPU: W / g, Cache.GPU_FULL: W}.get(strategy.cache, sympy.Integer(0))
+    return Costs(
+        inter=sympy.factor((gathered + s * T) * between),
+        intra=sympy.factor((spread + s * T) * within),
+        # A store in a cold forward, a load in any other and in every backward.
+        bus=2 * s * W / g if on_host else sympy.Integer(0),
+        first_inter=sympy.factor(first * between),
+        first_intra=sympy.factor((F if is_full else sympy.Integer(0)) * within),
+        gpu=sympy.factor(home + kept),
+        host=W if on_host else sympy.Integer(0),
+    )

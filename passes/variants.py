@@ -1,0 +1,41 @@
+"""Which variants of a graph are worth compiling, and what they load; nothing is changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Graph, GraphModule, Node
+
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.passes.context import PassContext, Source, Use, use_of
+from fcdp_compile.passes.place import place
+from fcdp_compile.plan import Direction, Variant
+from fcdp_compile.torch_compat import graph_module
+
+
+def variants(gm: GraphModule, ctx: PassContext) -> list[Variant]:
+    """Cold alone where nothing outlives the backward; warm alone where the cold one would store nothing."""
+    if ctx.direction is Direction.BACKWARD or not ctx.strategy.is_resident:
+        return [Variant.COLD]
+    stores = Source.GATHER_AND_STORE in [u.source for u in _cold_uses(gm, ctx)]
+    return [Variant.COLD, Variant.WARM] if stores else [Variant.WARM]
+
+
+def only_loaded(placed: GraphModule, ctx: PassContext) -> list[int]:
+    """The buckets that a graph loads even when it is cold."""
+    loaded = (u.bucket.id for u in _cold_uses(placed, ctx) if u.source is Source.LOAD)
+    return list(dict.fromkeys(loaded))
+
+
+def _cold_uses(gm: GraphModule, ctx: PassContext) -> list[Use]:
+    cold = place(clone(gm), replace(ctx, variant=Variant.COLD))
+    return [use_of(n) for n in cold.graph.find_nodes(op="call_function", target=UNSHARD)]
+
+
+def clone(gm: GraphModule) -> GraphModule:
+    """A copy whose nodes may be changed; it shares their values."""
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    results = graph.graph_copy(gm.graph, env)
+    graph.output(results)
+    return graph_module(gm, graph)

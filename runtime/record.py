@@ -1,0 +1,86 @@
+"""Where a sharded model keeps one of its parameters."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.home_shard import HomeShard, placements_of
+from fcdp_compile.mesh import INTER, INTRA
+from fcdp_compile.registry import ParamSpec, check_shard
+
+
+class ParamRecord:
+    """One parameter: its spec and where the model keeps it, several places if it is tied.
+
+    Modules are held weakly and the parameter looked up, because a user may put another one in its place.
+    """
+
+    __slots__ = ("_places", "spec")
+
+    def __init__(self, spec: ParamSpec) -> None:
+        self.spec = spec
+        self._places: list[tuple[weakref.ref[nn.Module], str]] = []
+
+    def add_place(self, module: nn.Module, name: str) -> None:
+        """Note a place of the parameter."""
+        self._places.append((weakref.ref(module), name))
+
+    def parameter(self) -> nn.Parameter:
+        """The parameter as it is now.
+
+        Raises: FcdpError if its module is gone or no longer has it.
+        """
+        if (parameter := self.living()) is None:
+            raise FcdpError(
+                f"parameter {self.spec.name!r} was removed from the model after fcdp_compile.shard; "
+                "shard the model again after changing its structure"
+            )
+        return parameter
+
+    def living(self) -> nn.Parameter | None:
+        """The parameter as it is now, None if there is none any more.
+
+        Raises: FcdpError if a DTensor of another mesh or other placements was put in its place, or different
+        parameters in the places of a tied one.
+        """
+        now = self.places()
+        if any(p is not now[0] for p in now):
+            raise FcdpError(
+                f"parameter {self.spec.name!r} was tied when it was sharded and now has two values; tie its "
+                "uses again, or untie them before fcdp_compile.shard"
+            )
+        if now and isinstance(now[0], DTensor):
+            self._check_home(now[0])
+        return now[0] if now else None
+
+    def places(self) -> list[nn.Parameter]:
+        """What is in each of its places now, unchecked."""
+        modules = [(ref(), name) for ref, name in self._places]
+        found = [m._parameters.get(name) for m, name in modules if m is not None]
+        return [p for p in found if p is not None]
+
+    def _check_home(self, parameter: DTensor) -> None:
+        # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on ("inter", "intra").
+        expected = placements_of(self.spec.layout)
+        names = parameter.device_mesh.mesh_dim_names
+        if names != (INTRA, INTER) or tuple(parameter.placements) != expected:
+            raise FcdpError(
+                f"parameter {self.spec.name!r} is now cut as {tuple(parameter.placements)} over mesh "
+                f"{names}, but was sharded as {expected} over {(INTRA, INTER)}; assign its .data or load a "
+                "state dict without assign=True, which both keep the cut"
+            )
+
+    def local(self) -> Tensor:
+        """This rank's home shard, without autograd."""
+        local: Tensor = self.parameter()
+        if isinstance(local, HomeShard):
+            local.bring_back()
+            local = local.held
+        elif isinstance(local, DTensor):
+            local = local._local_tensor
+        check_shard(self.spec, local)
+        return local.detach()

@@ -1,0 +1,40 @@
+"""Models whose frozen shards leave the device, and which of them are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fcdp_compile.home_shard import HomeShard
+from tests.distributed.beside import Beside
+from tests.distributed.models import CASES, Case
+
+OPTIONS = {"bucket_mb": 300 / 2**20}  # several buckets
+NAMES = ("first.base_layer.weight", "first.base_layer.bias", "scale", "embedding.weight")
+"""Evenly and unevenly cut, a scalar, a tied one."""
+
+
+def frozen_of(model: nn.Module) -> dict[str, HomeShard]:
+    return {n: p for n, p in model.named_parameters() if not p.requires_grad}  # type: ignore[misc]
+
+
+def held_bytes(parameter: HomeShard) -> int:
+    return parameter.held.untyped_storage().nbytes()
+
+
+def there(model: nn.Module) -> list[str]:
+    """The frozen parameters whose shards take memory on this rank; comparing parameters brings them back."""
+    return [n for n, p in frozen_of(model).items() if held_bytes(p)]
+
+
+def forward(pair: Beside, step: int = 1000) -> Tensor:
+    return pair.case.loss(pair.net, pair.data(step))
+
+
+def make_pair(mesh: DeviceMesh, case: str | Case = "odd-lora", **more: Any) -> Beside:
+    chosen = CASES[case] if isinstance(case, str) else case
+    pair = Beside(mesh, chosen, options=OPTIONS, **more)
+    pair.train(2)
+    return pair

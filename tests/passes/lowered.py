@@ -1,0 +1,102 @@
+"""Graphs before and after `lower`, and what holds for every one, computed from the graph alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from builders_graph import GraphBuilder, Shape, Where, calls, clone, make_context, make_specs
+from fcdp_compile import ops
+from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
+from fcdp_compile.passes.bucket import bucket
+from fcdp_compile.passes.context import META, StepMeta
+from fcdp_compile.passes.lower import lower
+from fcdp_compile.passes.place import place
+from fcdp_compile.plan import LANES
+from tests.passes.storages import storages
+
+WHERE = Where()
+SHAPES = {"a": (4, 4), "frozen": (8,), "b": (12,)}  # three sizes that divide by 4
+STARTS = (
+    ops.inter_all_gather,
+    ops.intra_all_gather,
+    ops.store,
+    ops.load,
+    ops.intra_reduce_scatter,
+    ops.inter_reduce_scatter,
+)
+
+
+def lowered(build: Callable[[GraphBuilder], GraphModule], params: dict[str, Shape], **more: Any):
+    """A graph of one's own as a forward of zero3, before and after."""
+    specs = make_specs(params, WHERE)
+    ctx = make_context(specs, WHERE, strategy="zero3", **more)
+    before = place(bucket(build(GraphBuilder(specs)), ctx), ctx)
+    ctx = make_context(specs, WHERE, strategy="zero3", known=known(before), **more)
+    return before, lower(clone(before), ctx)
+
+
+def known(gm: GraphModule):
+    return {str(n.args[1]): (n.meta[META].bucket,) for n in calls(gm, UNSHARD)}
+
+
+CONTINUES: dict[Callable[..., Any], set[Callable[..., Any]]] = {
+    ops.load: {ops.intra_all_gather},
+    ops.inter_all_gather: {ops.store, ops.intra_all_gather},
+    ops.intra_all_gather: set(),
+    ops.store: set(),
+    ops.intra_reduce_scatter: {ops.inter_reduce_scatter},
+    ops.inter_reduce_scatter: set(),
+}
+"""The steps that may take a step's result while it is on its way."""
+
+
+def check(gm: GraphModule, unlowered: GraphModule) -> None:
+    """Everything that holds for any lowered graph."""
+    gm.graph.lint()
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    assert not calls(gm, UNSHARD)
+    assert not calls(gm, REDUCE_GRAD)
+    for node in order:
+        if node.target in STARTS:
+            takers = [u.target for u in node.users if u.target is not ops.wait]
+            assert CONTINUES[node.target].issuperset(takers)
+            assert len(set(takers)) == len(takers)
+            waits = [u for u in node.users if u.target is ops.wait]
+            assert len(waits) == (not set(takers) - {ops.store})
+        if node.target in ops.EXPLICIT and node.target not in (ops.stamp, ops.check):
+            meta = node.meta[META]
+            assert isinstance(meta, StepMeta)
+            assert meta.step.kind.value == node.target.__name__
+            assert meta.step.lane is LANES[meta.step.kind]
+            assert meta.step.bucket == node.kwargs["bucket"]
+    for node in calls(gm, ops.store):
+        (wait,) = node.users
+        assert all(n.target is ops.wait or n.op == "output" for n in _from(wait))
+    for kind in (ops.inter_all_gather, ops.intra_all_gather, ops.load, ops.free):
+        ids = [n.kwargs["bucket"] for n in calls(gm, kind)]
+        assert len(ids) == len(set(ids)), f"{kind.__name__} twice for a bucket"
+    memory = storages(gm)
+    for free in calls(gm, ops.free):
+        freed = {memory[p] for p in free.args}
+        readers = [n for n in order if any(memory.get(i) in freed for i in n.all_input_nodes)]
+        assert max(readers, key=order.__getitem__) is free
+        assert order[readers[-2]] == order[free] - 1
+    assert _shapes(gm) == _shapes(unlowered)
+
+
+def _from(node: Node) -> list[Node]:
+    found = []
+    while node.op != "root":
+        found.append(node)
+        node = node.next
+    return found
+
+
+def _shapes(gm: GraphModule) -> list[object]:
+    return [
+        (o.meta["val"].shape, o.meta["val"].dtype) if isinstance(o, Node) else o
+        for o in gm.graph.output_node().args[0]
+    ]

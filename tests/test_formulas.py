@@ -1,0 +1,106 @@
+"""Costs in symbols: equal to the arithmetic of the byte tests, and to what the papers say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import sympy
+
+from fcdp_compile.cli import main
+from fcdp_compile.formulas import F, N, T, costs, g, s
+from fcdp_compile.strategy import PRESETS, Strategy
+from tests.formulas import Model, training_step
+
+SHAPES = {"frozen": (48, 8), "trained": (96, 4)}  # no padding at any of the sizes below
+
+
+def cost(name: str) -> dict[str, sympy.Expr]:
+    found = costs(Strategy.parse(name))
+    return {field: getattr(found, field) for field in found.__slots__}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_they_are_what_the_tests_of_bytes_count(
+    name: str, nodes: int, ranks_per_node: int, is_lora: bool
+) -> None:
+    trained = {"trained"} if is_lora else set(SHAPES)
+    model = Model(
+        shapes=SHAPES,
+        trainable=frozenset(trained),
+        backward=frozenset(SHAPES),
+        buckets=[(n,) for n in SHAPES],
+    )
+    sizes = {n: 4 * a * b for n, (a, b) in SHAPES.items()}
+    values = {
+        N: nodes,
+        g: ranks_per_node,
+        s: 1,
+        F: sum(b for n, b in sizes.items() if n not in trained),
+        T: sum(sizes[n] for n in trained),
+    }
+    symbolic = {field: e.subs(values) for field, e in cost(name).items()}
+    first, later = (
+        training_step(model, name, nodes, ranks_per_node, first=is_first).bytes
+        for is_first in (True, False)
+    )
+
+    def sent(moved: dict[str, int], link: str) -> int:
+        return sum(b for kind, b in moved.items() if kind.startswith(link))
+
+    assert symbolic["inter"] == ranks_per_node * sent(later, "inter")
+    assert symbolic["intra"] == sent(later, "intra")
+    assert symbolic["bus"] == later.get("store", 0) + later.get("load", 0)
+    assert symbolic["first_inter"] == ranks_per_node * (sent(first, "inter") - sent(later, "inter"))
+    assert symbolic["first_intra"] == sent(first, "intra") - sent(later, "intra")
+
+
+def test_full_fine_tuning_as_the_papers_count_it() -> None:
+    """In units of W (N - 1)/N between nodes: FCDP table I, ZeRO++ section 3.2."""
+    unit = {F: 0}
+    per_step = {name: cost(name)["inter"].subs(unit) / (T * (N - 1) / N) for name in PRESETS}
+    assert sympy.simplify(per_step["zero3"] - 3 * s) == 0
+    assert sympy.simplify(per_step["zero++"] - 2 * s) == 0
+    for resident in ("fcdp", "zero2", "paro-igg"):
+        assert sympy.simplify(per_step[resident] - (1 + s)) == 0
+
+
+def test_frozen_weights_cross_once() -> None:
+    for resident in ("fcdp", "zero2", "paro-igg"):
+        assert F not in cost(resident)["inter"].free_symbols
+        assert sympy.simplify(cost(resident)["first_inter"] - F * (N - 1) / N) == 0
+    assert F in cost("zero3")["inter"].free_symbols
+    assert F in cost("zero++")["inter"].free_symbols
+
+
+def test_memory() -> None:
+    W = F + T
+    assert sympy.simplify(cost("zero3")["gpu"] - W / (N * g)) == 0
+    assert sympy.simplify(cost("zero2")["gpu"] - W / (N * g) - W) == 0
+    assert sympy.simplify(cost("paro-igg")["gpu"] - W / (N * g) - W / g) == 0
+    assert sympy.simplify(cost("fcdp")["gpu"] - T / (N * g)) == 0, "below ZeRO-3's by F/G"
+    assert cost("fcdp")["host"] == W
+    assert {n: cost(n)["host"] for n in PRESETS if n != "fcdp"} == dict.fromkeys(
+        (n for n in PRESETS if n != "fcdp"), 0
+    )
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["strategies"]) == 0
+    out = capsys.readouterr().out
+    for name in (*PRESETS, "fsdp", "hpz", "paro-ngg"):
+        assert name in out
+    assert "2*s*(F + T)/g" in out
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["strategies", "--format", "json"]) == 0
+    found = {r["name"]: r for r in json.loads(capsys.readouterr().out)}
+    assert set(found) == set(PRESETS)
+    assert found["zero++"]["aliases"] == ["hpz"]
+    assert found["zero2"]["cache"] == "gpu-full"
+    expected = cost("fcdp")["inter"]
+    names = {str(symbol): symbol for symbol in (N, g, s, F, T)}
+    assert sympy.simplify(sympy.sympify(found["fcdp"]["bytes"]["inter"], names) - expected) == 0
