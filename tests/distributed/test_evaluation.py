@@ -93,7 +93,7 @@ def evaluated(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Eval
 def test_the_second_batch_moves_nothing_between_nodes(
     evaluated: list[dict[tuple[str, str], Evaluated]],
 ) -> None:
-    """Where what is gathered stays; the control is that the first does, training having changed parameters."""
+    """Where what is gathered stays; the first one does, training having changed parameters."""
     for rank in evaluated:
         for (_, strategy), found in rank.items():
             first, *others = (b.bytes.get("inter_all_gather", 0) for b in found.batches)
