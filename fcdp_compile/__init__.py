@@ -12,12 +12,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fcdp_compile.accumulation import no_sync
     from fcdp_compile.errors import (
         FcdpError,
         PlanFormatError,
         PlanMismatchError,
         StaleParameterError,
         UnshardedParameterError,
+        UnsynchronizedGradientError,
     )
     from fcdp_compile.memory import Memory, memory
     from fcdp_compile.mesh import make_mesh
@@ -34,8 +36,10 @@ __all__ = [
     "Strategy",
     "Traffic",
     "UnshardedParameterError",
+    "UnsynchronizedGradientError",
     "make_mesh",
     "memory",
+    "no_sync",
     "shard",
     "traffic",
 ]
@@ -49,8 +53,10 @@ _HOMES = {
     "Strategy": "strategy",
     "Traffic": "traffic",
     "UnshardedParameterError": "errors",
+    "UnsynchronizedGradientError": "errors",
     "make_mesh": "mesh",
     "memory": "memory",
+    "no_sync": "accumulation",
     "shard": "sharding",
     "traffic": "traffic",
 }

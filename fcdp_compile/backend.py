@@ -41,6 +41,7 @@ from fcdp_compile.passes.inline import Inliner
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.partition import partition
 from fcdp_compile.passes.place import place
+from fcdp_compile.passes.place_gradients import place_gradients
 from fcdp_compile.passes.predict import predict
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
@@ -222,7 +223,8 @@ class _Compilation:
         placement = self._placement(model, graphs, in_order)
         if placement is not None:
             in_order = [place_bucket(b, placement) for b in in_order]
-            schedules = [place_steps(s, in_order) for s in schedules]
+        in_order = self._place_gradients(model, in_order, placement)
+        schedules = [place_steps(s, in_order) for s in schedules]
         plan = Plan(
             strategy=model.strategy.name,
             nodes=model.topology.nodes,
@@ -234,9 +236,48 @@ class _Compilation:
             peak_bytes=None if placement is None else placement.peak_bytes,
         )
         self._bound = CompiledPlan(plan, model)
+        if backward is not None and model.strategy.accumulates_on is not None:
+            ctx = replace(self._context(model, Direction.BACKWARD), backward_buckets=used_again)
+            self._bound.add_accumulation = partial(
+                self._add_accumulation, self._bound, clone(backward), ctx
+            )
         log.info("%s", _summary(plan))
+        self._dump(plan, model, again=False)
+
+    def _dump(self, plan: Plan, model: ShardedModel, *, again: bool) -> None:
         if self._options.dump is not None:
-            Dump(self._options.dump, model.number).write(plan, self._lowered)
+            Dump(self._options.dump, model.number).write(plan, self._lowered, again=again)
+
+    def _add_accumulation(
+        self, bound: CompiledPlan, backward: GraphModule, base: PassContext
+    ) -> None:
+        """Lower and compile the variants of a backward that most users never run."""
+        schedules = []
+        for variant in (Variant.ACCUMULATE, Variant.COLLECT):
+            ctx = replace(base, variant=variant)
+            lowered = segment(schedule(lower(place(clone(backward), ctx), ctx), ctx))
+            self._lowered[Direction.BACKWARD, variant] = lowered
+            schedules.append(place_steps(describe(lowered, ctx), bound.plan.buckets))
+            self._bind(bound, Direction.BACKWARD, variant)
+        bound.plan = replace(bound.plan, schedules=(*bound.plan.schedules, *schedules))
+        self._dump(bound.plan, bound.living_model(), again=True)
+
+    def _place_gradients(
+        self, model: ShardedModel, buckets: Sequence[Bucket], placement: Placement | None
+    ) -> list[Bucket]:
+        memory = model.cache.memory
+        room = None
+        if placement is not None and memory is not None:
+            limit = int(self._options.memory_threshold * memory.capacity_bytes)
+            room = max(0, limit - placement.peak_bytes)
+        t = model.topology
+        return place_gradients(
+            buckets,
+            model.strategy,
+            nodes=t.nodes,
+            ranks_per_node=t.ranks_per_node,
+            room_bytes=room,
+        )
 
     def _placement(
         self, model: ShardedModel, graphs: dict[Direction, GraphModule], buckets: Sequence[Bucket]
@@ -285,16 +326,20 @@ class _Compilation:
         bound = self._bound
         if bound is None:
             return as_boxed(_reading(self._compute.compile(gm)))
-        buckets = {b.id: b for b in bound.plan.buckets}
-        for (of, variant), lowered in self._lowered.items():
+        for of, variant in self._lowered:
             if of is direction:
-                names = [str(n.target) for n in lowered.graph.find_nodes(op="call_module")]
-                segments = {name: self._compute.compile(getattr(lowered, name)) for name in names}
-                bound.programs[of, variant] = Program(lowered, segments, buckets)
-                bound.reads[of] = _union(bound.reads.get(of, ()), _read_inputs(lowered))
+                self._bind(bound, of, variant)
         if direction is Direction.BACKWARD:
             return as_boxed(bound.backward)
         return as_boxed(partial(bound.forward, direction))
+
+    def _bind(self, bound: CompiledPlan, direction: Direction, variant: Variant) -> None:
+        lowered = self._lowered[direction, variant]
+        names = [str(n.target) for n in lowered.graph.find_nodes(op="call_module")]
+        segments = {name: self._compute.compile(getattr(lowered, name)) for name in names}
+        buckets = {b.id: b for b in bound.plan.buckets}
+        bound.programs[direction, variant] = Program(lowered, segments, buckets)
+        bound.reads[direction] = _union(bound.reads.get(direction, ()), _read_inputs(lowered))
 
 
 def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

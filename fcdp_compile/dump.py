@@ -23,14 +23,24 @@ class Dump:
         self._has_failed = False
         self._prefix = "graph" if model_number == 0 else f"model-{model_number}-graph"
 
-    def write(self, plan: Plan, graphs: Mapping[tuple[Direction, Variant], GraphModule]) -> None:
+    def write(
+        self,
+        plan: Plan,
+        graphs: Mapping[tuple[Direction, Variant], GraphModule],
+        *,
+        again: bool = False,
+    ) -> None:
         """Write one plan and its graphs; the first of a model removes what an earlier run left.
+
+        again: the plan was written before and has more schedules now.
 
         A folder that cannot be written is warned of once: an error would stop rank 0 alone.
         """
         if self._has_failed or (dist.is_initialized() and dist.get_rank() != 0):
             return
         try:
+            if plan.graph == 0 and not again:
+                self._remove_older()
             self._write(plan, graphs)
         except OSError as error:
             self._has_failed = True
@@ -41,11 +51,12 @@ class Dump:
                 error,
             )
 
+    def _remove_older(self) -> None:
+        for old in self._folder.glob(f"{self._prefix}-[0-9][0-9][0-9].*"):
+            old.unlink()
+
     def _write(self, plan: Plan, graphs: Mapping[tuple[Direction, Variant], GraphModule]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if plan.graph == 0:
-            for old in self._folder.glob(f"{self._prefix}-[0-9][0-9][0-9].*"):
-                old.unlink()
         stem = f"{self._prefix}-{plan.graph:03d}"
         write_plan(self._folder / f"{stem}.plan.json", plan)
         for (direction, variant), gm in graphs.items():

@@ -19,3 +19,7 @@ class PlanFormatError(FcdpError, ValueError):
 
 class UnshardedParameterError(FcdpError):
     """A compiled graph reads a parameter that `shard` has not seen while several processes run."""
+
+
+class UnsynchronizedGradientError(FcdpError):
+    """Gradients of micro-batches wait that no synchronising backward has reduced."""

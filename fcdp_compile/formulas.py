@@ -2,9 +2,11 @@
 
 N nodes of g ranks, G = N g.  F, T: bytes of frozen and of trainable parameters in the dtype that is gathered,
 W = F + T; gradients are counted in that dtype too.  s: micro-batches of an optimizer step, each of which
-gathers what its forward and its backward read (here: everything) and reduces its gradients.  Padding comes on
-top.  Sources: ZeRO (Rajbhandari et al., 2020), ZeRO++ (Wang et al., 2023), PaRO (Wu et al., 2023, tables 2
-and 3), FCDP (Park et al., table I).
+gathers what its forward and its backward read (here: everything), with `no_sync` around all but the last.
+a: bytes of an accumulated gradient, in fp32 or wider, per byte of parameter.  Padding comes on top.
+
+Sources: ZeRO (Rajbhandari et al., 2020), ZeRO++ (Wang et al., 2023), PaRO (Wu et al., 2023, tables 2 and 3),
+FCDP (Park et al., table I).
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from dataclasses import dataclass
 
 import sympy
 
-from fcdp_compile.strategy import Cache, Strategy
+from fcdp_compile.strategy import Cache, Scope, Strategy
 
 N, g, s = sympy.symbols("N g s", positive=True, integer=True)
 F, T = sympy.symbols("F T", nonnegative=True)
+a = sympy.Symbol("a", positive=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,9 @@ class Costs:
 
     inter: sent by one node to others.  intra: sent by one rank within its node.  bus: copied by one rank to
     and from host memory.  first_inter, first_intra: what the very first step sends in addition.
-    gpu: of parameters on one rank between their uses, home shards included.  host: in one node's memory.
+    gpu: of parameters on one rank between their uses, home shards included.  gradients: of gradients on one
+    rank, shards for the optimizer included.  host: in one node's memory, gradients included.  Memory is what
+    s > 1 takes.
     """
 
     inter: sympy.Expr
@@ -34,6 +39,7 @@ class Costs:
     first_inter: sympy.Expr
     first_intra: sympy.Expr
     gpu: sympy.Expr
+    gradients: sympy.Expr
     host: sympy.Expr
 
 
@@ -53,14 +59,19 @@ def costs(strategy: Strategy) -> Costs:
     spread = T if is_full else 2 * s * W
     leaves = on_host and strategy.is_resident  # a frozen home shard whose node shard is on the host
     home = (T if leaves else W) / (N * g)
+    # Gradients wait whole and are reduced once, wait within the node, or are reduced every time.
+    between_nodes = s if strategy.gradient is Scope.GLOBAL else 1
+    within_node = 1 if strategy.gradient is Scope.NONE else s
+    waits = {Scope.NONE: a * T, Scope.INTRA: a * T / g}.get(strategy.gradient, sympy.Integer(0))
     kept = {Cache.GPU: W / g, Cache.GPU_FULL: W}.get(strategy.cache, sympy.Integer(0))
     return Costs(
-        inter=sympy.factor((gathered + s * T) * between),
-        intra=sympy.factor((spread + s * T) * within),
-        # A store in a cold forward, a load in any other and in every backward.
-        bus=2 * s * W / g if on_host else sympy.Integer(0),
+        inter=sympy.factor((gathered + between_nodes * T) * between),
+        intra=sympy.factor((spread + within_node * T) * within),
+        # A store in a cold forward, a load in any other and in every backward; gradients there and back.
+        bus=2 * s * W / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0),
         first_inter=sympy.factor(first * between),
         first_intra=sympy.factor((F if is_full else sympy.Integer(0)) * within),
         gpu=sympy.factor(home + kept),
-        host=W if on_host else sympy.Integer(0),
+        gradients=sympy.factor(T / (N * g) + (0 if on_host else waits)),
+        host=W + g * waits if on_host else sympy.Integer(0),
     )

@@ -101,10 +101,21 @@ def inter_reduce_scatter(grads: Tensor, bucket: int) -> Any:
     _only_in_a_graph("inter_reduce_scatter")
 
 
-def stamp(buckets: tuple[int, ...]) -> Tensor:
-    """What this forward uses, saved for its backward: int64 [2, len(buckets)] on the CPU.
+def collect(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
+    """Gradients [n] plus those of these parameters that wait, which then wait no longer; pending."""
+    _only_in_a_graph("collect")
 
-    First row: the buckets' generations.  Second: fingerprints of the shards of those that no tier keeps.
+
+def accumulate(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
+    """Let gradients [n] of these parameters wait for those of the next micro-batch; pending."""
+    _only_in_a_graph("accumulate")
+
+
+def stamp(buckets: tuple[int, ...]) -> Tensor:
+    """What this forward uses, saved for its backward: int64 [2, 1 + len(buckets)] on the CPU.
+
+    First column: whether the backward shall accumulate gradients; 0.  Then of each bucket its generation, and
+    the fingerprint of its shards if no tier keeps them.
     """
     _only_in_a_graph("stamp")
 
@@ -121,6 +132,8 @@ EXPLICIT: dict[Callable[..., Any], Kind | None] = {
     load: Kind.LOAD,
     wait: Kind.WAIT,
     free: Kind.FREE,
+    collect: Kind.COLLECT,
+    accumulate: Kind.ACCUMULATE,
     intra_reduce_scatter: Kind.INTRA_REDUCE_SCATTER,
     inter_reduce_scatter: Kind.INTER_REDUCE_SCATTER,
     stamp: None,

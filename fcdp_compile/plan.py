@@ -15,7 +15,7 @@ from enum import Enum
 
 from fcdp_compile.layout import ParamLayout
 
-SCHEMA = "fcdp.plan/2"
+SCHEMA = "fcdp.plan/3"
 
 
 class Lane(Enum):
@@ -38,6 +38,8 @@ class Kind(Enum):
     LOAD = "load"
     WAIT = "wait"
     FREE = "free"
+    COLLECT = "collect"
+    ACCUMULATE = "accumulate"
     INTRA_REDUCE_SCATTER = "intra_reduce_scatter"
     INTER_REDUCE_SCATTER = "inter_reduce_scatter"
 
@@ -50,6 +52,8 @@ LANES: dict[Kind, Lane] = {
     Kind.LOAD: Lane.H2D,
     Kind.WAIT: Lane.COMPUTE,
     Kind.FREE: Lane.COMPUTE,
+    Kind.COLLECT: Lane.H2D,
+    Kind.ACCUMULATE: Lane.D2H,
     Kind.INTRA_REDUCE_SCATTER: Lane.INTRA,
     Kind.INTER_REDUCE_SCATTER: Lane.INTER,
 }
@@ -74,10 +78,16 @@ class Direction(Enum):
 
 
 class Variant(Enum):
-    """cold: trainable buckets have changed, gather them; warm: everything is cached, load it."""
+    """Of a forward, cold: trainable buckets have changed, gather them; warm: everything is cached, load it.
+
+    Of a backward, cold: reduce gradients to the home shards; accumulate: keep them at the strategy's scope,
+    as within `no_sync`; collect: reduce them with what was accumulated before.
+    """
 
     COLD = "cold"
     WARM = "warm"
+    ACCUMULATE = "accumulate"
+    COLLECT = "collect"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +108,9 @@ class Bucket:
 
     id: number within the model.  dtype: what travels in all-gathers.  reduce_dtype: what travels in
     reduce-scatters.  frozen: no parameter of it requires a gradient.  tier: what of it waits
-    between its uses, and where.  why: the reason for its composition and tier, for people.
+    between its uses, and where.  gradient_tier: where gradients of micro-batches wait for the one that
+    synchronises; none: each is reduced to the home shards.  why: the reason for its composition and tier,
+    for people.
     """
 
     id: int
@@ -109,6 +121,7 @@ class Bucket:
     reduce_itemsize: int
     frozen: bool
     tier: Tier
+    gradient_tier: Tier
     why: str
 
     @property
@@ -131,7 +144,10 @@ class Bucket:
 
     def agreed(self) -> Bucket:
         """What ranks must agree on: for reasons of its own each may have a copy on its GPU or its host."""
-        return replace(self, tier=Tier.NONE if self.tier is Tier.NONE else Tier.HOST, why="")
+        tier, gradient_tier = (
+            Tier.NONE if t is Tier.NONE else Tier.HOST for t in (self.tier, self.gradient_tier)
+        )
+        return replace(self, tier=tier, gradient_tier=gradient_tier, why="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

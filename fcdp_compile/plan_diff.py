@@ -57,6 +57,9 @@ def _diff_bucket(x: Bucket, y: Bucket, names: tuple[str, str]) -> Iterator[str]:
     if x.agreed().tier is not y.agreed().tier:
         mine, other = (f"{b.tier.value} ({b.why})" for b in (x, y))
         yield _values(f"bucket {x.id} tier", mine, other, names)
+    if x.agreed().gradient_tier is not y.agreed().gradient_tier:
+        mine, other = (b.gradient_tier.value for b in (x, y))
+        yield _values(f"bucket {x.id} gradient_tier", mine, other, names)
     for field in _BUCKET_FIELDS:
         if getattr(x, field) != getattr(y, field):
             yield _values(f"bucket {x.id} {field}", getattr(x, field), getattr(y, field), names)

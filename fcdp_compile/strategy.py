@@ -36,6 +36,14 @@ class Cache(Enum):
     ADAPTIVE = "adaptive"
 
 
+class GradientOn(Enum):
+    """Where accumulated gradients wait; auto: on the GPU while the planned step has room for them."""
+
+    AUTO = "auto"
+    GPU = "gpu"
+    HOST = "host"
+
+
 class Life(Enum):
     """How long a cached node shard is kept."""
 
@@ -50,7 +58,10 @@ class Strategy:
     name: the preset's name, for people.
     home: scope of the shards that the optimizer owns and steps.
     cache, life: where a gathered node shard waits, and until when.
-    gradient: scope at which gradients accumulate between micro-batches.
+    gradient: scope at which gradients accumulate between micro-batches (`fcdp_compile.no_sync`).
+    gradient_on: where they wait meanwhile.
+
+    Raises: ValueError for a point that is not available.
     """
 
     name: str
@@ -58,12 +69,17 @@ class Strategy:
     cache: Cache
     life: Life
     gradient: Scope
+    gradient_on: GradientOn = GradientOn.AUTO
 
     def __post_init__(self) -> None:
-        if self.home is not Scope.GLOBAL or self.gradient is not Scope.GLOBAL:
+        if self.home is not Scope.GLOBAL:
             raise ValueError(
-                f"strategy {self.name!r}: home {self.home.value} with gradient "
-                f"{self.gradient.value} is not available; use scope global for both"
+                f"strategy {self.name!r}: home {self.home.value} is not available; use scope global"
+            )
+        if self.gradient is Scope.GLOBAL and self.gradient_on is GradientOn.HOST:
+            raise ValueError(
+                f"strategy {self.name!r} reduces every micro-batch's gradients to the home shards, so none "
+                "wait on the host; use gradient_on='auto', or a strategy that accumulates, such as 'fcdp'"
             )
 
     @property
@@ -81,9 +97,21 @@ class Strategy:
         """Whether gathered parameters may stay on the GPU between their uses."""
         return self.cache in (Cache.ADAPTIVE, Cache.GPU_FULL)
 
-    def without_cache(self) -> Strategy:
-        """The same strategy where caching gains nothing: on one node."""
-        return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
+    @property
+    def accumulates_on(self) -> GradientOn | None:
+        """Where gradients of micro-batches wait; None if each is reduced to the home shards."""
+        return None if self.gradient is Scope.GLOBAL else self.gradient_on
+
+    def on_one_node(self) -> Strategy:
+        """The same strategy where there is nothing to avoid between nodes."""
+        gradient = Scope.GLOBAL if self.gradient is Scope.INTRA else self.gradient
+        return replace(
+            self,
+            cache=Cache.NONE,
+            life=Life.UNTIL_BACKWARD,
+            gradient=gradient,
+            gradient_on=GradientOn.AUTO if gradient is Scope.GLOBAL else self.gradient_on,
+        )
 
     @staticmethod
     def parse(name: str | Strategy) -> Strategy:
@@ -107,22 +135,44 @@ class Strategy:
         raise ValueError(f"unknown strategy {name!r}; choose one of {', '.join(names)}{hint}")
 
 
-def _preset(name: str, cache: Cache, life: Life) -> Strategy:
-    return Strategy(name=name, home=Scope.GLOBAL, cache=cache, life=life, gradient=Scope.GLOBAL)
+def _preset(name: str, cache: Cache, life: Life, gradient: Scope) -> Strategy:
+    return Strategy(name=name, home=Scope.GLOBAL, cache=cache, life=life, gradient=gradient)
+
+
+_KEPT = {
+    "n": (Cache.GPU_FULL, Life.UNTIL_CHANGED),
+    "i": (Cache.GPU, Life.UNTIL_CHANGED),
+    "g": (Cache.NONE, Life.UNTIL_BACKWARD),
+}
+"""What PaRO's scope of parameters comes to: where what is gathered stays."""
+
+_SCOPES = {"n": Scope.NONE, "i": Scope.INTRA, "g": Scope.GLOBAL}
+
+
+def _paro(code: str, name: str = "") -> Strategy:
+    """PaRO's strategy of that code: scopes of parameters, gradients and optimizer states."""
+    return _preset(name or f"paro-{code}", *_KEPT[code[0]], _SCOPES[code[1]])
 
 
 PRESETS: dict[str, Strategy] = {
     s.name: s
     for s in (
-        _preset("zero2", Cache.GPU_FULL, Life.UNTIL_CHANGED),
-        _preset("zero3", Cache.NONE, Life.UNTIL_BACKWARD),
-        _preset("zero++", Cache.GPU, Life.UNTIL_BACKWARD),
-        _preset("paro-igg", Cache.GPU, Life.UNTIL_CHANGED),
-        _preset("fcdp", Cache.ADAPTIVE, Life.UNTIL_CHANGED),
+        _paro("nng", "zero1"),
+        _paro("ngg", "zero2"),
+        _paro("ggg", "zero3"),
+        _preset("zero++", Cache.GPU, Life.UNTIL_BACKWARD, Scope.GLOBAL),
+        *(_paro(code) for code in ("nig", "ing", "iig", "igg", "gng", "gig")),
+        _preset("fcdp", Cache.ADAPTIVE, Life.UNTIL_CHANGED, Scope.INTRA),
     )
 }
 
-_ALIASES = {"fsdp": "zero3", "hpz": "zero++", "paro-ggg": "zero3", "paro-ngg": "zero2"}
+_ALIASES = {
+    "fsdp": "zero3",
+    "hpz": "zero++",
+    "paro-nng": "zero1",
+    "paro-ngg": "zero2",
+    "paro-ggg": "zero3",
+}
 """Other names of the same points."""
 
 
@@ -144,6 +194,6 @@ def _why_no_paro(name: str, code: str) -> str:
                 f"step values whose {what} it does not hold; PaRO's Principle 1 rules it out"
             )
     return (
-        f"strategy {name!r} is valid but not available; of PaRO's there are those with gradients and "
-        "optimizer states sharded over all ranks: paro-ngg, paro-igg and paro-ggg"
+        f"strategy {name!r} is valid but not available; of PaRO's there are those with optimizer states "
+        "sharded over all ranks: " + ", ".join(f"paro-{p}{g}g" for p in "nig" for g in "nig")
     )

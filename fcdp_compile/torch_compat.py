@@ -42,6 +42,7 @@ __all__ = [
     "OpOverload",
     "aot_autograd",
     "as_boxed",
+    "backward_number",
     "boxed",
     "compile_with_inductor",
     "detect_fake_mode",
@@ -49,6 +50,7 @@ __all__ = [
     "fx_graph_cache_hits",
     "gloo_timeout",
     "graph_module",
+    "has_gradient_hooks",
     "inductor_decompositions",
     "inductor_modes",
     "is_opaque",
@@ -78,7 +80,17 @@ def is_recomputing() -> bool:
 
     Hooks of a backward run with gradients off, unless it is itself to be differentiated.
     """
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+    return torch.is_grad_enabled() and backward_number() != -1
+
+
+def backward_number() -> int:
+    """A number of the backward that runs in this thread, which all its graphs share; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether `register_hook` was called on a leaf and its handle not removed."""
+    return bool(tensor._backward_hooks)
 
 
 def is_profiling() -> bool:

@@ -19,6 +19,8 @@ _KINDS: dict[str, tuple[str, str]] = {
     Kind.INTRA_REDUCE_SCATTER.value: ("intra", "reduce_scatter"),
     Kind.STORE.value: ("d2h", "store"),
     Kind.LOAD.value: ("h2d", "load"),
+    Kind.ACCUMULATE.value: ("d2h", "accumulate"),
+    Kind.COLLECT.value: ("h2d", "collect"),
 }
 """Link and kind of every counter, in the order of the table.  Messages of agreement are counted as inter."""
 

@@ -13,7 +13,7 @@ from fcdp_compile.passes.context import META, PassContext, Use
 from fcdp_compile.passes.grouping import group
 from fcdp_compile.plan import Bucket, BucketParam, Direction, Tier
 from fcdp_compile.registry import ParamSpec
-from fcdp_compile.strategy import Cache
+from fcdp_compile.strategy import Cache, GradientOn
 
 _Kind = tuple[bool, torch.dtype, torch.dtype]
 """frozen, gather dtype, reduce dtype: only parameters of one kind travel together."""
@@ -24,6 +24,14 @@ _TIERS = {
     Cache.GPU_FULL: Tier.GPU_FULL,
     Cache.HOST: Tier.HOST,
     Cache.ADAPTIVE: Tier.HOST,  # until `choose_tiers` has seen the whole step
+}
+
+
+_GRADIENT_TIERS = {
+    None: Tier.NONE,
+    GradientOn.GPU: Tier.GPU,
+    GradientOn.HOST: Tier.HOST,
+    GradientOn.AUTO: Tier.HOST,  # until `place_gradients` has seen what room there is
 }
 
 
@@ -144,6 +152,7 @@ def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassCo
         reduce_itemsize=specs[0].reduce_dtype.itemsize,
         frozen=frozen,
         tier=Tier.NONE,
+        gradient_tier=Tier.NONE if frozen else _GRADIENT_TIERS[ctx.strategy.accumulates_on],
         why="",
     )
     made = replace(made, tier=_tier(made, taken_bytes, ctx))

@@ -172,18 +172,20 @@ def place_bucket(bucket: Bucket, placement: Placement) -> Bucket:
 
 def place_steps(schedule: Schedule, buckets: Sequence[Bucket]) -> Schedule:
     """The schedule without the bytes that need not move, as their bucket is where it is used."""
-    tiers = {b.id: b.tier for b in buckets}
+    by_id = {b.id: b for b in buckets}
     gathered = {s.bucket for s in schedule.steps if s.kind is Kind.INTER_ALL_GATHER}
     steps = tuple(
         replace(s, bytes=0)
-        if s.bucket is not None and _stays(s, tiers[s.bucket], is_new=s.bucket in gathered)
+        if s.bucket is not None and _stays(s, by_id[s.bucket], is_new=s.bucket in gathered)
         else s
         for s in schedule.steps
     )
     return replace(schedule, steps=steps)
 
 
-def _stays(step: Step, tier: Tier, *, is_new: bool) -> bool:
+def _stays(step: Step, bucket: Bucket, *, is_new: bool) -> bool:
+    if step.kind in (Kind.ACCUMULATE, Kind.COLLECT):
+        return bucket.gradient_tier is Tier.GPU
     if step.kind in (Kind.STORE, Kind.LOAD):
-        return tier in (Tier.GPU, Tier.GPU_FULL)
-    return step.kind is Kind.INTRA_ALL_GATHER and tier is Tier.GPU_FULL and not is_new
+        return bucket.tier in (Tier.GPU, Tier.GPU_FULL)
+    return step.kind is Kind.INTRA_ALL_GATHER and bucket.tier is Tier.GPU_FULL and not is_new

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile import ops
-from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
-from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.packing import pack_home, unpack_full
 from fcdp_compile.passes.alone import lower_alone
-from fcdp_compile.passes.context import META, Packing, PassContext, Source, StepMeta, use_of
+from fcdp_compile.passes.context import META, Packing, PassContext, Source, use_of
+from fcdp_compile.passes.explicit import explicit, wait_for
 from fcdp_compile.passes.inline import fake_flat
+from fcdp_compile.passes.reduce_grads import reduce_grads
 from fcdp_compile.passes.views import copy_returned, is_view
-from fcdp_compile.plan import LANES, Bucket, Kind, Step, Tier
-from fcdp_compile.registry import ParamSpec
+from fcdp_compile.plan import Bucket, Tier
 
 
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -30,6 +27,14 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
         HOME              shards -> pack [S] -> intra_all_gather -> ...
         gradients         pack [G*S] -> intra_reduce_scatter [N*S] -> inter_reduce_scatter -> wait [S]
                           -> unpack -> gradient shards
+          that accumulate pack [G*S] -> intra_reduce_scatter [N*S] -> collect -> accumulate -> wait
+                          negative zeros -> gradient shards
+          that collect    pack [G*S] -> intra_reduce_scatter [N*S] -> collect -> inter_reduce_scatter ...
+
+    Gradients accumulate at the strategy's scope: here within the node; whole ones before anything is reduced.
+
+    [Note: negative zeros] What adds nothing to a gradient, not even to one of zeros, and can be told from the
+    zeros that `zero_grad` writes (`runtime.gradients`).
 
     Steps on other lanes take each other's results while these are still on their way; `wait` stands between
     a lane and compute only.  Everything is placed just in time: gathers before the first use of the bucket,
@@ -51,7 +56,7 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
         if buffer is not None:
             gathered[bucket] = buffer
     _free(gm.graph, gathered)
-    _reduce(gm.graph, ctx)
+    reduce_grads(gm.graph, ctx)
     with gm.graph.inserting_before(gm.graph.output_node()):
         for pending in stores:
             wait_for(gm.graph, pending)
@@ -88,47 +93,6 @@ def _by_bucket(graph: Graph) -> dict[Bucket, list[Node]]:
     return groups
 
 
-def _explicit(
-    graph: Graph,
-    op: Callable[..., Any],
-    args: Sequence[Node],
-    bucket: Bucket,
-    sent_bytes: int,
-    val: Tensor | None = None,
-) -> Node:
-    """Insert an explicit node; `val` is the device memory that its result takes from here on."""
-    node = graph.call_function(op, tuple(args), {"bucket": bucket.id})
-    kind = ops.EXPLICIT[op]
-    assert kind is not None
-    step = Step(
-        index=0, kind=kind, lane=LANES[kind], bucket=bucket.id, bytes=sent_bytes, waits=(), label=""
-    )
-    node.meta[META] = StepMeta(step=step)
-    if val is not None:
-        node.meta["val"] = val
-    return node
-
-
-def wait_for(graph: Graph, pending: Node) -> Node:
-    """Insert a wait for a started step, whose result it gives."""
-    meta = pending.meta[META]
-    node = graph.call_function(ops.wait, (pending,), {"bucket": meta.step.bucket})
-    node.meta[META] = StepMeta(
-        step=Step(
-            index=0,
-            kind=Kind.WAIT,
-            lane=LANES[Kind.WAIT],
-            bucket=meta.step.bucket,
-            bytes=0,
-            waits=(),
-            label=meta.step.kind.value,
-        )
-    )
-    if "val" in pending.meta:
-        node.meta["val"] = pending.meta["val"]
-    return node
-
-
 def _placeholder_of(node: Node) -> Node:
     """The graph input that a shard argument is; `to_local` leaves a view of the same shape between."""
     while node.op != "placeholder":
@@ -154,7 +118,7 @@ def _gather(
             like = next(iter(shards.values()))
             tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
             val = fake_flat(like, node_shard, dtype)
-            buffer = pending = _explicit(graph, ops.load, [], bucket, tier_bytes, val)
+            buffer = pending = explicit(graph, ops.load, [], bucket, tier_bytes, val)
         else:
             missing = [p.name for p in bucket.params if p.name not in shards]
             assert not missing, (
@@ -165,15 +129,15 @@ def _gather(
         if source in (Source.GATHER, Source.GATHER_AND_STORE):
             sent = (ctx.nodes - 1) * bucket.slot_bytes
             val = fake_flat(like, node_shard, dtype)
-            buffer = pending = _explicit(graph, ops.inter_all_gather, [buffer], bucket, sent, val)
+            buffer = pending = explicit(graph, ops.inter_all_gather, [buffer], bucket, sent, val)
         if source is Source.GATHER_AND_STORE:
             tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
-            stores.append(_explicit(graph, ops.store, [buffer], bucket, tier_bytes))
+            stores.append(explicit(graph, ops.store, [buffer], bucket, tier_bytes))
         if ctx.ranks_per_node > 1:
             is_there = source is Source.LOAD and bucket.tier is Tier.GPU_FULL
             sent = 0 if is_there else (ctx.ranks_per_node - 1) * bucket.node_bytes(ctx.nodes)
             val = fake_flat(like, node_shard * ctx.ranks_per_node, dtype)
-            buffer = pending = _explicit(graph, ops.intra_all_gather, [buffer], bucket, sent, val)
+            buffer = pending = explicit(graph, ops.intra_all_gather, [buffer], bucket, sent, val)
         if pending is not None:
             buffer = wait_for(graph, pending)
         full = ctx.inliner.inline(graph, lambda b: unpack_full(b[0], layouts), [buffer])
@@ -217,7 +181,7 @@ def _free(graph: Graph, gathered: dict[Bucket, Node]) -> None:
         if last.op == "output":
             continue  # the model returns a parameter: whoever receives it frees it
         with graph.inserting_after(last):
-            _explicit(graph, ops.free, [buffer], bucket, 0)
+            explicit(graph, ops.free, [buffer], bucket, 0)
 
 
 def _uses_of_storage(node: Node) -> list[Node]:
@@ -228,69 +192,3 @@ def _uses_of_storage(node: Node) -> list[Node]:
         if is_view(user):
             uses += _uses_of_storage(user)
     return uses
-
-
-def _reduce(graph: Graph, ctx: PassContext) -> None:
-    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    _sink_results(graph, nodes)
-    groups: dict[Bucket, list[Node]] = {}
-    for node in nodes:
-        groups.setdefault(ctx.known[str(node.args[1])][0], []).append(node)
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    for bucket, members in groups.items():
-        by_position = {p.name: i for i, p in enumerate(bucket.params)}
-        members.sort(key=lambda n: by_position[ctx.specs[str(n.args[1])].name])
-        _reduce_bucket(graph, bucket, members, order, ctx)
-
-
-def _sink_results(graph: Graph, reductions: list[Node]) -> None:
-    """Move reductions and what depends on them to the end, so that a bucket's may be done in one."""
-    moved = dict.fromkeys(reductions)
-    for node in graph.nodes:
-        if node.op != "output" and any(a in moved for a in node.all_input_nodes):
-            moved[node] = None
-    end = graph.output_node()
-    for node in [n for n in graph.nodes if n in moved]:
-        end.prepend(node)
-
-
-def _reduce_bucket(
-    graph: Graph, bucket: Bucket, members: list[Node], order: dict[Node, int], ctx: PassContext
-) -> None:
-    specs: list[ParamSpec] = [ctx.specs[str(n.args[1])] for n in members]
-    layouts = [s.layout for s in specs]
-    dtype = getattr(torch, bucket.reduce_dtype)
-    slot = sum(layout.slot_elements for layout in layouts)
-    grads: list[Node] = [n.all_input_nodes[0] for n in members]
-    last = max(grads, key=order.__getitem__)
-    with graph.inserting_before(_after(last)):
-        (buffer,) = ctx.inliner.inline(graph, lambda g: [pack_grads(g, layouts, dtype)], grads)
-        packed, pending = buffer, None  # type: Node, Node | None
-        elements = slot * ctx.nodes * ctx.ranks_per_node
-        for op, size in (
-            (ops.intra_reduce_scatter, ctx.ranks_per_node),
-            (ops.inter_reduce_scatter, ctx.nodes),
-        ):
-            if size > 1:
-                elements //= size
-                sent = (size - 1) * elements * bucket.reduce_itemsize
-                val = fake_flat(packed, elements, dtype)
-                buffer = pending = _explicit(graph, op, [buffer], bucket, sent, val)
-        if pending is not None:
-            buffer = wait_for(graph, pending)
-    with graph.inserting_before(min(members, key=order.__getitem__)):
-        shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
-        shards = ctx.inliner.inline(
-            graph, lambda b: unpack_grads(b[0], layouts, shapes, homes), [buffer]
-        )
-    for node, result in zip(members, shards, strict=True):
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
-
-
-def _after(node: Node) -> Node:
-    """The first place after `node`, the inputs, and the frees of what it was the last to use."""
-    following = node.next
-    while following.op == "placeholder" or following.target is ops.free:
-        following = following.next
-    return following

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.passes.context import META, PassContext, StepMeta
-from fcdp_compile.passes.lower import wait_for
+from fcdp_compile.passes.explicit import wait_for
 from fcdp_compile.passes.transfers import Gather, Reduction, find_gathers, find_reductions
 
 # More of any of these gains nothing on simulated lanes, and costs memory (tests/passes/test_lane_time.py).
@@ -49,7 +49,7 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     Requires: `lower`.
     Leaves: the same nodes in another order, and perhaps more waits (for a reduction's first half).
     """
-    gathers, reductions = find_gathers(gm.graph, ctx), find_reductions(gm.graph, ctx)
+    gathers, reductions = find_gathers(gm.graph, ctx), find_reductions(gm.graph)
     if not gathers and not reductions:
         return gm
     sweep = _Sweep(gm.graph, gathers, reductions, ctx)
@@ -68,7 +68,7 @@ def in_flight_bytes(gm: GraphModule, ctx: PassContext) -> int:
         gone = max((at[n] for n in g.ends), default=end)
         changes += [(at[g.starts[0]], g.fetched_bytes), (at[g.spread[0]], g.full_bytes)]
         changes.append((gone, -g.bytes))
-    for r in find_reductions(gm.graph, ctx):
+    for r in find_reductions(gm.graph):
         read = [at[u] for u in r.starts[0].users if u.target is ops.wait]
         changes += [
             (at[r.starts[0]], r.bytes),

@@ -1,4 +1,4 @@
-"""Let a backward know which generation of each parameter its forward saw."""
+"""Let a backward know which generation of each parameter its forward saw, and what to do with gradients."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fcdp_compile import ops
+from fcdp_compile.ops import REDUCE_GRAD
 from fcdp_compile.passes.bucket import buckets_of
 from fcdp_compile.torch_compat import detect_fake_mode, is_opaque, saved_output_descriptor
 
 
 def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
-    """Save one more value: which values of its buckets the backward must use.
+    """Save one more value: which values of its buckets the backward must use, and whether it accumulates.
 
         forward:  stamps = stamp(buckets), returned among the saved tensors
         backward: check(stamps, buckets), first of all
 
     Requires: `partition`, and `bucket` on both graphs.
-    Leaves: a `stamp` and a `check`; both graphs unchanged if the backward gathers nothing.
+    Leaves: a `stamp` and a `check`; both graphs unchanged if the backward gathers and reduces nothing.
     """
     buckets = tuple(b.id for b in buckets_of(bw))
-    if not buckets:
+    if not buckets and not bw.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         return
     output = fw.graph.output_node()
     results: Any = output.args[0]
@@ -36,7 +37,7 @@ def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
     mode = detect_fake_mode([n.meta.get("val") for n in fw.graph.nodes])
     assert mode is not None, "graphs are traced with fake tensors"
     with mode:
-        node.meta["val"] = torch.zeros(2, len(buckets), dtype=torch.int64)
+        node.meta["val"] = torch.zeros(2, 1 + len(buckets), dtype=torch.int64)
     at = num_fwd_outputs + len(tensors)
     output.args = ((*outputs[:at], node, *outputs[at:]),)
     if (descriptions := output.meta.get("desc")) is not None:

@@ -15,7 +15,12 @@ from fcdp_compile import ops
 from fcdp_compile.passes.context import PassContext
 
 _GATHERS = (ops.load, ops.inter_all_gather, ops.intra_all_gather)
-_REDUCTIONS = (ops.intra_reduce_scatter, ops.inter_reduce_scatter)
+_REDUCTIONS = (
+    ops.collect,
+    ops.accumulate,
+    ops.intra_reduce_scatter,
+    ops.inter_reduce_scatter,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +54,11 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """A bucket's gradients on their way to the home shards.
+    """A bucket's gradients on their way to the home shards, or to where they accumulate.
 
-    starts: intra-node and inter-node reduce-scatter, those there are.  wait: for the last of them.
-    packed_bytes: of the gradients lined up, which the first one reads.  reduced_bytes: of what it leaves.
+    starts: reduce-scatters, and what adds and keeps accumulated gradients, in order.  wait: for the last of
+    them.  packed_bytes: of the gradients lined up, which the first one reads.  reduced_bytes: of what it
+    leaves.
     """
 
     starts: tuple[Node, ...]
@@ -72,11 +78,11 @@ def find_gathers(graph: Graph, ctx: PassContext) -> list[Gather]:
     return [_gather(w, c, ctx) for w, c in waits if c[-1].target in _GATHERS]
 
 
-def find_reductions(graph: Graph, ctx: PassContext) -> list[Reduction]:
+def find_reductions(graph: Graph) -> list[Reduction]:
     """The reductions of a lowered graph in the order their results are waited for."""
     waits = ((w, _chain(w)) for w in _calls(graph, ops.wait))
     return [
-        _reduction(w, c, ctx)
+        _reduction(w, c)
         for w, c in waits
         if c[-1].target in _REDUCTIONS and _next(c[-1], _REDUCTIONS) is None
     ]
@@ -100,14 +106,12 @@ def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
     )
 
 
-def _reduction(wait: Node, chain: list[Node], ctx: PassContext) -> Reduction:
-    packed = _nbytes(chain[0].all_input_nodes[0])
-    within = chain[0].target is ops.intra_reduce_scatter
+def _reduction(wait: Node, chain: list[Node]) -> Reduction:
     return Reduction(
         starts=tuple(chain),
         wait=wait,
-        packed_bytes=packed,
-        reduced_bytes=packed // (ctx.ranks_per_node if within else ctx.nodes),
+        packed_bytes=_nbytes(chain[0].all_input_nodes[0]),
+        reduced_bytes=_nbytes(chain[0]),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fcdp_compile import plan_json
 from fcdp_compile.errors import PlanMismatchError
@@ -15,18 +17,28 @@ _FLAGS = 60
 """Flags in a word: int64, and no sign."""
 
 
-def any_rank(
-    collectives: Collectives, digest: str, flags: Sequence[bool], describe: Callable[[], str]
-) -> list[bool]:
+SYNCHRONISES, ACCUMULATES = "synchronises", "accumulates"
+"""What the backward of a forward will do with gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a rank is about to run: the digest of a plan, a mode, and what gives the plan as JSON."""
+
+    digest: str
+    mode: str
+    describe: Callable[[], str]
+
+
+def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> list[bool]:
     """For each flag, whether any rank raised it; all ranks must ask, with as many flags.
 
-    digest: of the plan about to run.  describe: gives the plan as JSON, for a disagreement.
-
-    Raises: PlanMismatchError on every rank if ranks are about to run different plans.
+    Raises: PlanMismatchError on every rank if ranks are about to run different plans, or one in different
+    modes.
     """
     # One message of a fixed size, whatever the plan: ranks with different plans must not meet in
     # collectives of different sizes.
-    head = int(digest[:15], 16)
+    head = int(hashlib.sha256(f"{about.digest} {about.mode}".encode()).hexdigest()[:15], 16)
     words = [
         sum(f << i for i, f in enumerate(flags[w : w + _FLAGS]))
         for w in range(0, len(flags), _FLAGS)
@@ -34,12 +46,25 @@ def any_rank(
     padded = words[:_FIRST_WORDS] + [0] * (_FIRST_WORDS - len(words))
     first = collectives.agree([head, *padded])
     if any(row[0] != head for row in first):
-        raise PlanMismatchError(_mismatch(collectives.exchange_texts(describe())))
+        modes = collectives.exchange_texts(about.mode)
+        raise PlanMismatchError(
+            _mode_mismatch(modes) or _mismatch(collectives.exchange_texts(about.describe()))
+        )
     rows = [row[1:] for row in first]
     if len(words) > _FIRST_WORDS:
         more = collectives.agree(words[_FIRST_WORDS:])
         rows = [a + b for a, b in zip(rows, more, strict=True)]
     return [any(row[i // _FLAGS] >> i % _FLAGS & 1 for row in rows) for i in range(len(flags))]
+
+
+def _mode_mismatch(modes: list[str]) -> str:
+    other = next((i for i, mode in enumerate(modes) if mode != modes[0]), None)
+    if other is None:
+        return ""
+    return (
+        f"rank 0 {modes[0]} the gradients of this forward and rank {other} {modes[other]} them; enter and "
+        "leave fcdp_compile.no_sync for the same micro-batches on every rank"
+    )
 
 
 def _mismatch(texts: list[str]) -> str:

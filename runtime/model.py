@@ -9,16 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from fcdp_compile.errors import UnsynchronizedGradientError
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
-from fcdp_compile.runtime.agreement import any_rank
+from fcdp_compile.runtime.agreement import About, any_rank
 from fcdp_compile.runtime.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.gradients import Accumulation
 from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.host_memory import HostMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name
@@ -46,7 +52,7 @@ class ShardedModel:
         self.number = number
         self.topology = topology
         # Between one node there is nothing to avoid: caching would only cost copies.
-        self.strategy = strategy if topology.nodes > 1 else strategy.without_cache()
+        self.strategy = strategy if topology.nodes > 1 else strategy.on_one_node()
         self.records = {r.spec.key: r for r in records}
         self.device = device
         self.counters = Counters()
@@ -55,6 +61,9 @@ class ShardedModel:
         self.pool = PinnedPool(device, numa_node=numa.node_of(device))
         self.host_memory = HostMemory(topology)
         self.cache = NodeShardCache(strategy.life, device, self.counters, self.pool, self.lanes)
+        self.accumulation = Accumulation(
+            {r.spec.name: r for r in self.records.values()}, self.counters, self.pool, self.lanes
+        )
         self.generations = Generations(self.records)
         self.fingerprints = Fingerprints()
         self._buckets: dict[str, list[Bucket]] = {}
@@ -65,8 +74,12 @@ class ShardedModel:
         self._graphs = 0
         self._has_warned = False
         self._keys = {r.spec.name: key for key, r in self.records.items()}
-        self._handle = register_optimizer_step_post_hook(_optimizer_hook(weakref.ref(self)))
-        weakref.finalize(self, self._handle.remove)
+        me = weakref.ref(self)
+        for handle in (
+            register_optimizer_step_pre_hook(_hook(me, ShardedModel.optimizer_steps)),
+            register_optimizer_step_post_hook(_hook(me, ShardedModel.optimizer_stepped)),
+        ):
+            weakref.finalize(self, handle.remove)
 
     # --- what the traced ops need (registry.Owner) -------------------------------------------------------
 
@@ -188,13 +201,11 @@ class ShardedModel:
 
     # --- validity -----------------------------------------------------------------------------------------
 
-    def stale(
-        self, buckets: Sequence[Bucket], digest: str, describe: Callable[[], str]
-    ) -> list[Bucket]:
-        """Agree with all ranks on the plan, and on which of these buckets the cache lacks or has outdated.
+    def stale(self, buckets: Sequence[Bucket], about: About) -> list[Bucket]:
+        """Agree with all ranks on what is about to run, and on which of these buckets are to be gathered.
 
-        Where whole buckets may be kept, they agree on those besides.
-        digest: of the plan about to run.  describe: gives the plan as JSON, for a disagreement.
+        Those that the cache lacks or has outdated on any rank; where whole buckets may be kept, they agree on
+        those besides.
 
         Raises: PlanMismatchError on every rank if ranks are about to run different plans.
         """
@@ -209,7 +220,7 @@ class ShardedModel:
         ]
         may_keep_full = self.strategy.may_keep_full and self.topology.ranks_per_node > 1
         refused = [not self.cache.wants_in_full(b) for b in buckets] if may_keep_full else []
-        agreed = any_rank(self.collectives, digest, [*outdated, *refused], describe)
+        agreed = any_rank(self.collectives, about, [*outdated, *refused])
         for bucket, mine_too, is_stale in zip(buckets, outdated, agreed, strict=False):
             if is_stale and not mine_too:
                 # Another rank's shard changed: the copy here is as outdated as there.
@@ -266,6 +277,23 @@ class ShardedModel:
         """A state dict was loaded: every parameter may have changed."""
         self.generations.change(self.records)
 
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """Refuse a step with gradients that lack what earlier micro-batches accumulated.
+
+        Raises: UnsynchronizedGradientError.
+        """
+        if not (waiting := self.accumulation.settle()):
+            return
+        owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        by_name = {r.spec.name: r for r in self.records.values()}
+        lacking = [n for n in waiting if any(id(p) in owned for p in by_name[n].places())]
+        if lacking:
+            raise UnsynchronizedGradientError(
+                f"gradients of parameter {lacking[0]!r} (one of {len(lacking)}) were accumulated under "
+                "fcdp_compile.no_sync and are on no rank complete; run the last micro-batch, forward and "
+                "backward, outside of no_sync before optimizer.step()"
+            )
+
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note which parameters an optimizer has just changed."""
         owned = {id(p): (key, p) for key, r in self.records.items() for p in r.places()}
@@ -276,9 +304,11 @@ class ShardedModel:
             self.counters.end_step(optimizer)
 
 
-def _optimizer_hook(model: weakref.ref[ShardedModel]) -> Any:
+def _hook(
+    model: weakref.ref[ShardedModel], act: Callable[[ShardedModel, Optimizer], None]
+) -> Callable[[Optimizer, Any, Any], None]:
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (live := model()) is not None:
-            live.optimizer_stepped(optimizer)
+            act(live, optimizer)
 
     return hook

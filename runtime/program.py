@@ -21,12 +21,16 @@ _Call = Callable[[list[Any]], Any]
 
 
 class _Run:
-    """The last place of a run's values: its model, and the generations its forward stamped by bucket id."""
+    """The last place of a run's values: its model, and the generations its forward stamped by bucket id.
 
-    __slots__ = ("generations", "model")
+    accumulates: of a forward, whether its backward shall accumulate gradients.
+    """
 
-    def __init__(self, model: ShardedModel) -> None:
+    __slots__ = ("accumulates", "generations", "model")
+
+    def __init__(self, model: ShardedModel, *, accumulates: bool) -> None:
         self.model = model
+        self.accumulates = accumulates
         self.generations: dict[int, int] = {}
 
     def generation(self, bucket: Bucket) -> int:
@@ -63,10 +67,22 @@ class Program:
         self._outputs = [self._place[o] if isinstance(o, Node) else None for o in output]
         self._constants = [None if isinstance(o, Node) else o for o in output]
         self._unused = [self._place[n] for n in nodes if n.op == "placeholder" and not n.users]
+        self._stamps = [
+            self._inputs.index(self._place[n.args[0]]) for n in nodes if n.target is ops.check
+        ]
 
-    def run(self, model: ShardedModel, args: list[Any]) -> tuple[Any, ...]:
-        """Run on `args`, which is emptied."""
-        values = self._start(model, args)
+    def shall_accumulate(self, args: list[Any]) -> bool:
+        """Whether the forward of a backward that is about to run on `args` was told to accumulate."""
+        return any(bool(args[i][0, 0]) for i in self._stamps)
+
+    def run(
+        self, model: ShardedModel, args: list[Any], *, accumulates: bool = False
+    ) -> tuple[Any, ...]:
+        """Run on `args`, which is emptied.
+
+        accumulates: of a forward, whether its backward shall accumulate gradients.
+        """
+        values = self._start(_Run(model, accumulates=accumulates), args)
         try:
             for call, place, dead in self._instructions:
                 values[place] = call(values)
@@ -80,9 +96,9 @@ class Program:
             for place, constant in zip(self._outputs, self._constants, strict=True)
         )
 
-    def _start(self, model: ShardedModel, args: list[Any]) -> list[Any]:
+    def _start(self, run: _Run, args: list[Any]) -> list[Any]:
         """The values before the first node; a function of its own, for its last `value` to go."""
-        values: list[Any] = [None] * len(self._place) + [_Run(model)]
+        values: list[Any] = [None] * len(self._place) + [run]
         for place, value in zip(self._inputs, args, strict=True):
             values[place] = value
         args.clear()
@@ -143,6 +159,11 @@ class Program:
             return partial(self._load, bucket)
         if target is ops.store:
             return partial(self._store, bucket, first)
+        if target in (ops.collect, ops.accumulate):
+            params: Any = kwargs["params"]
+            if target is ops.accumulate:
+                return partial(self._accumulate, bucket, params, first)
+            return partial(self._collect, bucket, params, first, node.meta["val"].dtype)
         kind = ops.EXPLICIT[target]
         assert kind is not None, target
         name = range_name(kind, bucket)
@@ -170,15 +191,33 @@ class Program:
         run.model.cache.keep_full(bucket, run.generation(bucket), full)
         return full
 
+    def _collect(
+        self,
+        bucket: Bucket,
+        params: tuple[str, ...],
+        first: int,
+        dtype: torch.dtype,
+        values: list[Any],
+    ) -> Pending:
+        run: _Run = values[-1]
+        return run.model.accumulation.collect(bucket, params, values[first], dtype)
+
+    def _accumulate(
+        self, bucket: Bucket, params: tuple[str, ...], first: int, values: list[Any]
+    ) -> Pending:
+        run: _Run = values[-1]
+        return run.model.accumulation.accumulate(bucket, params, values[first])
+
     def _stamp(self, ids: Any, values: list[Any]) -> Tensor:
         run: _Run = values[-1]
         buckets = [self._buckets[i] for i in ids]
         generations = [run.model.generation(b) for b in buckets]
-        return torch.tensor([generations, run.model.fingerprints_of_uncached(buckets)])
+        fingerprints = run.model.fingerprints_of_uncached(buckets)
+        return torch.tensor([[int(run.accumulates), *generations], [0, *fingerprints]])
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
         run: _Run = values[-1]
-        generations, fingerprints = values[first].tolist()
+        generations, fingerprints = values[first][:, 1:].tolist()
         # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
         run.generations.update(zip(ids, generations, strict=True))
         buckets = [self._buckets[i] for i in ids]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.home_shard import bring_back_inputs
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan_json import to_json
+from fcdp_compile.runtime.agreement import ACCUMULATES, SYNCHRONISES, About
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
+from fcdp_compile.torch_compat import backward_number
 
 ProgramKey = tuple[Direction, Variant]
 
@@ -26,39 +29,63 @@ class CompiledPlan:
         # Compiled code outlives the model in Dynamo's caches and must not keep its host memory alive.
         self._model = weakref.ref(model)
         self.programs: dict[ProgramKey, Program] = {}
+        # Lowers what `no_sync` needs besides, the first time that it is needed.
+        self.add_accumulation: Callable[[], None] = _nothing
         # Which inputs a graph computes with in any variant: released home shards among them come back first.
         self.reads: dict[Direction, tuple[int, ...]] = {}
         self._digest = plan.digest()
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
         self._gathers = _gathered_when_cold(plan)
         self._uncached = [b for b in plan.buckets if b.tier is Tier.NONE]
+        self._accumulated = [b.id for b in plan.buckets if b.gradient_tier is not Tier.NONE]
 
     def forward(self, direction: Direction, args: list[Any]) -> tuple[Any, ...]:
         """Run the forward (or inference) graph on `args`, which is emptied.
 
         Raises: PlanMismatchError if another rank is about to run another plan.
         """
-        model = self._living_model()
-        variant = self._prepare(model)
+        model = self.living_model()
+        accumulates = direction is Direction.FORWARD and model.accumulation.is_on
+        variant = self._prepare(model, accumulates=accumulates)
         bring_back_inputs(args[i] for i in self.reads.get(direction, ()))
-        return self.programs[direction, variant].run(model, args)
+        return self.programs[direction, variant].run(model, args, accumulates=accumulates)
 
     def backward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run the backward graph on `args`, which is emptied."""
-        model = self._living_model()
+        model = self.living_model()
         bring_back_inputs(args[i] for i in self.reads.get(Direction.BACKWARD, ()))
-        return self.programs[Direction.BACKWARD, Variant.COLD].run(model, args)
+        variant = self._backward_variant(model, args)
+        if variant is not Variant.COLD and (Direction.BACKWARD, variant) not in self.programs:
+            self.add_accumulation()
+        results = self.programs[Direction.BACKWARD, variant].run(model, args)
+        model.accumulation.end_graph()
+        return results
 
-    def _living_model(self) -> ShardedModel:
+    def _backward_variant(self, model: ShardedModel, args: list[Any]) -> Variant:
+        """What the forward was told to do with gradients, and whether any wait; the same on all ranks."""
+        if not self._accumulated:
+            return Variant.COLD
+        model.accumulation.begin_backward(backward_number())
+        if self.programs[Direction.BACKWARD, Variant.COLD].shall_accumulate(args):
+            return Variant.ACCUMULATE
+        waits = model.accumulation.waits_for(self._accumulated)
+        return Variant.COLLECT if waits else Variant.COLD
+
+    def living_model(self) -> ShardedModel:
         model = self._model()
         if model is None:
             raise FcdpError("the sharded model no longer exists; its compiled function outlived it")
         return model
 
-    def _prepare(self, model: ShardedModel) -> Variant:
+    def _prepare(self, model: ShardedModel, *, accumulates: bool) -> Variant:
         """Agree with the other ranks, refresh what must be valid before the start, choose the variant."""
         relevant = [self._buckets[i] for i in (*self.plan.refresh, *self._gathers)]
-        stale = model.stale(relevant, self._digest, lambda: to_json(self.plan))
+        about = About(
+            digest=self._digest,
+            mode=ACCUMULATES if accumulates else SYNCHRONISES,
+            describe=lambda: to_json(self.plan),
+        )
+        stale = model.stale(relevant, about)
         in_graph = [b for b in stale if b.id in self._gathers]
         if not model.strategy.is_resident:
             return Variant.COLD
@@ -75,6 +102,10 @@ class CompiledPlan:
             if bucket.frozen:
                 model.release_shards(bucket)
         return Variant.COLD if cold else Variant.WARM
+
+
+def _nothing() -> None:
+    return None
 
 
 def _gathered_when_cold(plan: Plan) -> tuple[int, ...]:

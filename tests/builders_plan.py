@@ -29,6 +29,8 @@ LANE_OF: dict[Kind, Lane] = {
     Kind.INTER_REDUCE_SCATTER: Lane.INTER,
     Kind.INTRA_ALL_GATHER: Lane.INTRA,
     Kind.INTRA_REDUCE_SCATTER: Lane.INTRA,
+    Kind.COLLECT: Lane.H2D,
+    Kind.ACCUMULATE: Lane.D2H,
     Kind.STORE: Lane.D2H,
     Kind.LOAD: Lane.H2D,
 }
@@ -70,6 +72,7 @@ def make_bucket(
         reduce_itemsize=4,
         frozen=frozen,
         tier=tier,
+        gradient_tier=Tier.NONE if frozen else Tier.HOST,
         why=why,
     )
 
@@ -196,6 +199,7 @@ def _buckets(draw: st.DrawFn, bucket_id: int, nodes: int, ranks_per_node: int) -
         reduce_itemsize=reduce_itemsize,
         frozen=draw(st.booleans()),
         tier=draw(st.sampled_from(Tier)),
+        gradient_tier=draw(st.sampled_from(Tier)),
         why=draw(texts),
     )
 

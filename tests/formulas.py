@@ -16,7 +16,36 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-RESIDENT = ("zero2", "paro-igg", "fcdp")
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What of a gathered bucket is kept, until it changes or until the backward; where gradients accumulate.
+
+    keeps: "full", "shard", "host" (the node shard, there) or nothing.  gradient: whole ("n"), within a node
+    ("i"), not at all ("g").
+    """
+
+    keeps: str
+    resident: bool = True
+    gradient: str = "g"
+
+
+POINTS = {
+    "zero1": Point(keeps="full", gradient="n"),
+    "zero2": Point(keeps="full"),
+    "zero3": Point(keeps="", resident=False),
+    "zero++": Point(keeps="shard", resident=False),
+    "paro-nig": Point(keeps="full", gradient="i"),
+    "paro-ing": Point(keeps="shard", gradient="n"),
+    "paro-iig": Point(keeps="shard", gradient="i"),
+    "paro-igg": Point(keeps="shard"),
+    "paro-gng": Point(keeps="", resident=False, gradient="n"),
+    "paro-gig": Point(keeps="", resident=False, gradient="i"),
+    "fcdp": Point(keeps="host", gradient="i"),
+}
+"""By the strategies' names."""
+
+RESIDENT = [name for name, point in POINTS.items() if point.resident]
 """Strategies that keep what they have gathered until it changes."""
 
 Shape = Sequence[int]
@@ -86,6 +115,25 @@ class _Tally:
     def copy(self, kind: str, names: Bucket, *, to_host: bool) -> None:
         self._add(kind, self._nodes * self._slot(names) if to_host else 0)
 
+    def reduce(
+        self, bucket: Bucket, scope: str, number: int, *, is_last: bool, on_host: bool
+    ) -> None:
+        """The gradients of micro-batch `number`."""
+        if scope == "i" and self._nodes == 1:
+            scope = "g"
+        sharded = "n" if scope == "n" else "ig"
+        waits = self._nodes * (self._g if scope == "n" else 1) * self._slot(bucket)
+        if sharded != "n":
+            self.intra("reduce_scatter", bucket)
+        if scope != "g":
+            self._add("collect", waits if on_host and number else 0)
+            if not is_last:
+                self._add("accumulate", waits if on_host else 0)
+                return
+        if sharded == "n":
+            self.intra("reduce_scatter", bucket)
+        self.inter("reduce_scatter", bucket)
+
     def moved(self) -> Moved:
         return Moved(bytes={k: n for k, n in self._bytes.items() if n}, calls=dict(self._calls))
 
@@ -104,37 +152,45 @@ def training_step(
     *,
     first: bool,
     left_out: Collection[Bucket] = (),
+    micro_batches: int = 1,
+    gradients_on_host: bool = False,
 ) -> Moved:
-    """One forward and backward after all trainable parameters changed; at first nothing is cached.
+    """A step's forwards and backwards after all trainable parameters changed; at first nothing is cached.
 
-    left_out: buckets that found no place in the cache.
+    left_out: buckets that found no place in the cache.  gradients_on_host: where those accumulate, in fp32.
     """
     tally = _Tally(model, nodes, ranks_per_node)
-    on_host = strategy == "fcdp"
-    for bucket in model.buckets:
-        caches = nodes > 1 and strategy != "zero3" and bucket not in left_out
-        is_frozen = not set(bucket) & model.trainable
-        again = tuple(n for n in bucket if n in model.backward)
-        resident = caches and strategy in RESIDENT and is_frozen
-        in_full = caches and strategy == "zero2"
-        if not resident or first:
-            tally.inter("all_gather", bucket)
-            if caches and (resident or again or strategy in RESIDENT):
-                tally.copy("store", bucket, to_host=on_host)
-        if resident:
-            tally.copy("load", bucket, to_host=on_host)
-            if in_full and first:
-                tally.intra("all_gather", bucket)  # before the forward, which then has it
-        tally.intra("all_gather", bucket, is_there=resident and in_full)
-        if again and caches:
-            tally.copy("load", bucket, to_host=on_host)
-            tally.intra("all_gather", bucket, is_there=in_full)
-        elif again:  # gathered between nodes once more, and only what is needed
-            tally.inter("all_gather", again)
-            tally.intra("all_gather", again)
-        if not is_frozen:
-            tally.intra("reduce_scatter", bucket)
-            tally.inter("reduce_scatter", bucket)
+    point = POINTS[strategy]
+    on_host = point.keeps == "host"
+    for number in range(micro_batches):
+        for bucket in model.buckets:
+            caches = nodes > 1 and bool(point.keeps) and bucket not in left_out
+            is_frozen = not set(bucket) & model.trainable
+            again = tuple(n for n in bucket if n in model.backward)
+            was_changed = number == 0 and (first or not is_frozen)
+            resident = caches and point.resident
+            before = resident and is_frozen  # what is stale is gathered before the forward
+            in_full = caches and point.keeps == "full"
+            if not resident or was_changed:
+                tally.inter("all_gather", bucket)
+                if caches and (again or resident):
+                    tally.copy("store", bucket, to_host=on_host)
+            if before or (resident and not was_changed):
+                tally.copy("load", bucket, to_host=on_host)
+            if before and was_changed and in_full:
+                tally.intra("all_gather", bucket)
+            is_there = in_full and resident and (before or not was_changed)
+            tally.intra("all_gather", bucket, is_there=is_there)
+            if again and caches:
+                tally.copy("load", bucket, to_host=on_host)
+                tally.intra("all_gather", bucket, is_there=in_full)
+            elif again:  # gathered between nodes once more, and only what is needed
+                tally.inter("all_gather", again)
+                tally.intra("all_gather", again)
+            if not is_frozen:
+                is_last = number == micro_batches - 1
+                scope = point.gradient if micro_batches > 1 else "g"
+                tally.reduce(bucket, scope, number, is_last=is_last, on_host=gradients_on_host)
     return tally.moved()
 
 
@@ -144,13 +200,14 @@ def evaluation_batch(
     """One forward without gradients after training; the first finds the trainable buckets changed."""
     tally = _Tally(model, nodes, ranks_per_node)
     resident = nodes > 1 and strategy in RESIDENT
+    point = POINTS[strategy]
     for bucket in model.buckets:
         stale = first and bool(set(bucket) & model.trainable)
         if not resident or stale:
             tally.inter("all_gather", bucket)
         if resident:
-            tally.copy("store" if stale else "load", bucket, to_host=strategy == "fcdp")
-        is_there = resident and strategy == "zero2" and not stale
+            tally.copy("store" if stale else "load", bucket, to_host=point.keeps == "host")
+        is_there = resident and point.keeps == "full" and not stale
         tally.intra("all_gather", bucket, is_there=is_there)
     return tally.moved()
 

@@ -8,7 +8,7 @@ import pytest
 import sympy
 
 from fcdp_compile.cli import main
-from fcdp_compile.formulas import F, N, T, costs, g, s
+from fcdp_compile.formulas import F, N, T, a, costs, g, s
 from fcdp_compile.strategy import PRESETS, Strategy
 from tests.formulas import Model, training_step
 
@@ -23,8 +23,9 @@ def cost(name: str) -> dict[str, sympy.Expr]:
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (2, 3), (4, 2)])
 @pytest.mark.parametrize("is_lora", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 4])
 def test_they_are_what_the_tests_of_bytes_count(
-    name: str, nodes: int, ranks_per_node: int, is_lora: bool
+    name: str, nodes: int, ranks_per_node: int, is_lora: bool, micro_batches: int
 ) -> None:
     trained = {"trained"} if is_lora else set(SHAPES)
     model = Model(
@@ -33,17 +34,26 @@ def test_they_are_what_the_tests_of_bytes_count(
         backward=frozenset(SHAPES),
         buckets=[(n,) for n in SHAPES],
     )
-    sizes = {n: 4 * a * b for n, (a, b) in SHAPES.items()}
+    sizes = {n: 4 * rows * columns for n, (rows, columns) in SHAPES.items()}
     values = {
         N: nodes,
         g: ranks_per_node,
-        s: 1,
+        s: micro_batches,
+        a: 1,
         F: sum(b for n, b in sizes.items() if n not in trained),
         T: sum(sizes[n] for n in trained),
     }
     symbolic = {field: e.subs(values) for field, e in cost(name).items()}
     first, later = (
-        training_step(model, name, nodes, ranks_per_node, first=is_first).bytes
+        training_step(
+            model,
+            name,
+            nodes,
+            ranks_per_node,
+            first=is_first,
+            micro_batches=micro_batches,
+            gradients_on_host=name == "fcdp",
+        ).bytes
         for is_first in (True, False)
     )
 
@@ -52,7 +62,8 @@ def test_they_are_what_the_tests_of_bytes_count(
 
     assert symbolic["inter"] == ranks_per_node * sent(later, "inter")
     assert symbolic["intra"] == sent(later, "intra")
-    assert symbolic["bus"] == later.get("store", 0) + later.get("load", 0)
+    bus = ("store", "load", "accumulate", "collect")
+    assert symbolic["bus"] == sum(later.get(kind, 0) for kind in bus)
     assert symbolic["first_inter"] == ranks_per_node * (sent(first, "inter") - sent(later, "inter"))
     assert symbolic["first_intra"] == sent(first, "intra") - sent(later, "intra")
 
@@ -63,8 +74,10 @@ def test_full_fine_tuning_as_the_papers_count_it() -> None:
     per_step = {name: cost(name)["inter"].subs(unit) / (T * (N - 1) / N) for name in PRESETS}
     assert sympy.simplify(per_step["zero3"] - 3 * s) == 0
     assert sympy.simplify(per_step["zero++"] - 2 * s) == 0
-    for resident in ("fcdp", "zero2", "paro-igg"):
+    for resident in ("zero2", "paro-igg"):
         assert sympy.simplify(per_step[resident] - (1 + s)) == 0
+    for accumulating in ("fcdp", "zero1", "paro-iig"):
+        assert per_step[accumulating] == 2, "a gather and a reduction, whatever s"
 
 
 def test_frozen_weights_cross_once() -> None:
@@ -81,7 +94,9 @@ def test_memory() -> None:
     assert sympy.simplify(cost("zero2")["gpu"] - W / (N * g) - W) == 0
     assert sympy.simplify(cost("paro-igg")["gpu"] - W / (N * g) - W / g) == 0
     assert sympy.simplify(cost("fcdp")["gpu"] - T / (N * g)) == 0, "below ZeRO-3's by F/G"
-    assert cost("fcdp")["host"] == W
+    assert cost("fcdp")["gradients"] == cost("zero3")["gradients"] == T / (N * g)
+    assert sympy.simplify(cost("zero1")["gradients"] - a * T - T / (N * g)) == 0
+    assert sympy.simplify(cost("fcdp")["host"] - W - a * T) == 0
     assert {n: cost(n)["host"] for n in PRESETS if n != "fcdp"} == dict.fromkeys(
         (n for n in PRESETS if n != "fcdp"), 0
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from fcdp_compile.strategy import PRESETS, Cache, Life, Scope, Strategy
+from fcdp_compile.strategy import PRESETS, Cache, GradientOn, Life, Scope, Strategy
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -22,29 +23,60 @@ def test_presets_are_different_points() -> None:
 
 
 def test_only_a_cache_that_outlives_the_backward_is_resident() -> None:
-    assert {n for n, s in PRESETS.items() if s.is_resident} == {"zero2", "paro-igg", "fcdp"}
+    found = {n for n, s in PRESETS.items() if not s.is_resident}
+    assert found == {"zero3", "zero++", "paro-gng", "paro-gig"}
 
 
 def test_where_each_preset_keeps_node_shards() -> None:
     assert {name: s.cache for name, s in PRESETS.items()} == {
-        "zero2": Cache.GPU_FULL,
-        "zero3": Cache.NONE,
-        "zero++": Cache.GPU,
-        "paro-igg": Cache.GPU,
+        **dict.fromkeys(("zero1", "zero2", "paro-nig"), Cache.GPU_FULL),
+        **dict.fromkeys(("zero3", "paro-gng", "paro-gig"), Cache.NONE),
+        **dict.fromkeys(("zero++", "paro-ing", "paro-iig", "paro-igg"), Cache.GPU),
         "fcdp": Cache.ADAPTIVE,
     }
 
 
+def test_where_gradients_accumulate() -> None:
+    assert {name: s.gradient for name, s in PRESETS.items()} == {
+        **dict.fromkeys(("zero1", "paro-ing", "paro-gng"), Scope.NONE),
+        **dict.fromkeys(("fcdp", "paro-nig", "paro-iig", "paro-gig"), Scope.INTRA),
+        **dict.fromkeys(("zero2", "zero3", "zero++", "paro-igg"), Scope.GLOBAL),
+    }
+    for strategy in PRESETS.values():
+        accumulates = strategy.gradient is not Scope.GLOBAL
+        assert strategy.accumulates_on is (GradientOn.AUTO if accumulates else None)
+
+
+def test_gradients_that_do_not_accumulate_cannot_wait_on_the_host() -> None:
+    with pytest.raises(ValueError, match="so none wait on the host"):
+        replace(PRESETS["zero3"], gradient_on=GradientOn.HOST)
+    assert replace(PRESETS["fcdp"], gradient_on=GradientOn.HOST).accumulates_on is GradientOn.HOST
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_on_one_node_nothing_is_cached_and_only_whole_gradients_wait(name: str) -> None:
+    strategy = PRESETS[name].on_one_node()
+    assert (strategy.name, strategy.cache) == (name, Cache.NONE)
+    assert strategy.gradient is not Scope.INTRA
+    assert (strategy.accumulates_on is None) == (PRESETS[name].gradient is not Scope.NONE)
+
+
 @pytest.mark.parametrize(
     ("alias", "name"),
-    [("fsdp", "zero3"), ("hpz", "zero++"), ("paro-ggg", "zero3"), ("paro-ngg", "zero2")],
+    [
+        ("fsdp", "zero3"),
+        ("hpz", "zero++"),
+        ("paro-ggg", "zero3"),
+        ("paro-ngg", "zero2"),
+        ("paro-nng", "zero1"),
+    ],
 )
 def test_other_names_of_a_preset(alias: str, name: str) -> None:
     assert Strategy.parse(alias) is PRESETS[name]
 
 
 def test_the_codes_of_paro() -> None:
-    """27 of three letters: 13 are ruled out, and of the 14 others three are available."""
+    """27 of three letters: 13 are ruled out, and of the 14 others nine are available."""
     found: dict[str, list[str]] = {"available": [], "valid": [], "invalid": []}
     for code in map("".join, itertools.product("nig", repeat=3)):
         try:
@@ -52,7 +84,7 @@ def test_the_codes_of_paro() -> None:
             found["available"].append(code)
         except ValueError as error:
             found["invalid" if "Principle 1" in str(error) else "valid"].append(code)
-    assert found["available"] == ["ngg", "igg", "ggg"]
+    assert found["available"] == ["nng", "nig", "ngg", "ing", "iig", "igg", "gng", "gig", "ggg"]
     valid = {*found["available"], *found["valid"]}
     expected = "nnn nni nng nii nig ngg ini ing iii iig igg gng gig ggg"
     assert sorted(valid) == sorted(expected.split())
@@ -72,7 +104,7 @@ def test_nothing_cached_is_not_resident() -> None:
 
 @pytest.mark.parametrize("name", ["FCDP", "fcpd", "zero33", "zero+"])
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest(name: str) -> None:
-    with pytest.raises(ValueError, match=r"choose one of zero2, zero3, zero\+\+, .*; did you mean"):
+    with pytest.raises(ValueError, match=r"choose one of zero1, zero2, zero3, .*; did you mean"):
         Strategy.parse(name)
 
 
@@ -88,9 +120,13 @@ def test_what_is_no_name_is_a_type_error(name: object) -> None:
         Strategy.parse(name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("home", "gradient"), [(Scope.INTRA, Scope.GLOBAL), (Scope.GLOBAL, Scope.NONE)]
-)
-def test_points_that_nothing_lowers_yet_are_refused(home: Scope, gradient: Scope) -> None:
-    with pytest.raises(ValueError, match="use scope global for both"):
-        Strategy(name="x", home=home, cache=Cache.NONE, life=Life.UNTIL_CHANGED, gradient=gradient)
+@pytest.mark.parametrize("home", [Scope.INTRA, Scope.NONE])
+def test_points_that_nothing_lowers_yet_are_refused(home: Scope) -> None:
+    with pytest.raises(ValueError, match="use scope global"):
+        Strategy(
+            name="x",
+            home=home,
+            cache=Cache.NONE,
+            life=Life.UNTIL_CHANGED,
+            gradient=Scope.GLOBAL,
+        )

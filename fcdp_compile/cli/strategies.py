@@ -27,6 +27,7 @@ _HEADERS = (
     "within a node, per rank",
     "host bus, per rank",
     "parameters on a gpu",
+    "gradients on a gpu",
     "host memory of a node",
 )
 
@@ -49,9 +50,10 @@ def run(options: argparse.Namespace) -> Answer:
     rows = [_row(strategy, cost) for strategy, cost in found.items()]
     table = tabulate(rows, headers=_HEADERS, tablefmt="simple", disable_numparse=True)
     note = (
-        "Bytes of one optimizer step of s micro-batches on N > 1 nodes of g ranks; F, T: frozen and "
-        "trainable parameters.\nfcdp keeps on the GPU what there is room for: here is what it takes with "
-        "none."
+        "Bytes of one optimizer step of s micro-batches on N > 1 nodes of g ranks, with no_sync "
+        "around all but the last; F, T: frozen and trainable parameters, a: bytes of an accumulated "
+        "gradient per byte of parameter.\nfcdp keeps on the GPU what there is room for: here is what it "
+        "takes with none."
     )
     return Answer(f"{table}\n\n{note}")
 
@@ -74,5 +76,6 @@ def _row(strategy: Strategy, cost: Costs) -> tuple[str, ...]:
         str(cost.intra),
         str(cost.bus),
         str(cost.gpu),
+        str(cost.gradients),
         str(cost.host),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -45,7 +46,7 @@ def test_forward_returns_what_the_backward_takes_in_the_same_place() -> None:
     assert saved[-1] is made
     assert inputs.index(checked.args[0]) == saved.index(made)
     assert inputs[-1].name == "tangent"
-    assert (made.meta["val"].dtype, made.meta["val"].shape) == (torch.int64, (2, 2))
+    assert (made.meta["val"].dtype, made.meta["val"].shape) == (torch.int64, (2, 1 + 2))
 
 
 def test_the_check_comes_before_anything_else() -> None:
@@ -76,14 +77,19 @@ def test_it_stands_behind_tensors_and_before_symbols() -> None:
     assert inputs == ["size", "shard_a", "stamps", "tangent"]
 
 
-def test_a_backward_that_gathers_nothing_needs_no_stamp() -> None:
+@pytest.mark.parametrize("reduces", [True, False])
+def test_a_backward_that_neither_gathers_nor_reduces_needs_no_stamp(reduces: bool) -> None:
     specs = make_specs({"a": (4, 4)}, WHERE)
-    fw = bucket(toy_forward(specs), make_context(specs, WHERE))
-    b = GraphBuilder(specs)
-    bw = b.finish(b.reduce_grad(b.input("tangent", (4, 4)), "a"))
+    f, b = GraphBuilder(specs), GraphBuilder(specs)
+    fw = bucket(f.finish(f.unshard(f.shard("a"), "a")), make_context(specs, WHERE))
+    tangent = b.input("tangent", (4, 4))
+    bw = b.finish(b.reduce_grad(tangent, "a") if reduces else tangent)
     before = str(fw.graph), str(bw.graph)
     stamp(fw, bw, num_fwd_outputs=1)
-    assert (str(fw.graph), str(bw.graph)) == before
+    assert ((str(fw.graph), str(bw.graph)) == before) == (not reduces)
+    if reduces:
+        (made,) = calls(fw, ops.stamp)
+        assert (made.args, made.meta["val"].shape) == (((),), (2, 1))
 
 
 def test_both_variants_stamp_and_only_the_backward_checks() -> None:
@@ -92,5 +98,6 @@ def test_both_variants_stamp_and_only_the_backward_checks() -> None:
         key: (len(calls(gm, ops.stamp)), len(calls(gm, ops.check)))
         for key, gm in made.graphs.items()
     }
-    assert [made.forward(v) in made.graphs.values() for v in Variant] == [True, True]
+    forwards = [made.forward(v) for v in (Variant.COLD, Variant.WARM)]
+    assert all(f in made.graphs.values() for f in forwards)
     assert sorted(counts.values()) == [(0, 1), (1, 0), (1, 0)]

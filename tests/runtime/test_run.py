@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,29 @@ from builders_graph import Where, lower_toy
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Plan, Variant
+from fcdp_compile.runtime.agreement import About
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Strategy
 
 COLD, WARM = Variant.COLD, Variant.WARM
+
+
+class Accumulation:
+    """Says what waits."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.waiting: list[int] = []
+        self.ended = 0
+
+    def begin_backward(self, number: int) -> None:
+        assert number == -1, "there is no backward here"
+
+    def waits_for(self, bucket_ids: list[int]) -> bool:
+        return not set(self.waiting).isdisjoint(bucket_ids)
+
+    def end_graph(self) -> None:
+        self.ended += 1
 
 
 class Model:
@@ -28,8 +48,11 @@ class Model:
         self.refreshed: list[int] = []
         self.replaced: list[int] = []
         self.released: list[int] = []
+        self.modes: list[str] = []
+        self.accumulation = Accumulation()
 
-    def stale(self, buckets: list[Bucket], digest: str, plan: Any) -> list[Bucket]:
+    def stale(self, buckets: list[Bucket], about: About) -> list[Bucket]:
+        self.modes.append(about.mode)
         self.asked = [b.id for b in buckets]
         return [b for b in buckets if b.id in self.stale_ids]
 
@@ -68,12 +91,12 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
     bound = CompiledPlan(plan, model)
 
     def program(name: str) -> Any:
-        def run(model: Model, args: list[Any]) -> tuple[Any, ...]:
+        def run(model: Model, args: list[Any], *, accumulates: bool = False) -> tuple[Any, ...]:
             ran.append(name)
             args.clear()
             return ()
 
-        return SimpleNamespace(run=run)
+        return SimpleNamespace(run=run, shall_accumulate=lambda args: bool(args))
 
     for direction, variant in made.graphs:
         bound.programs[direction, variant] = program(f"{direction.value} {variant.value}")
@@ -133,6 +156,55 @@ def test_a_backward_asks_nobody(strategy: str) -> None:
     bound.backward([])
     assert ran == ["backward cold"]
     assert (model.asked, model.refreshed) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_told", "waiting", "expected"),
+    [
+        ("fcdp", False, [], "cold"),
+        ("fcdp", True, [], "accumulate"),
+        ("fcdp", True, [0], "accumulate"),
+        ("fcdp", False, [2], "collect"),
+        ("fcdp", False, [1], "cold"),  # frozen: of another graph
+        ("zero3", True, [], "cold"),
+    ],
+)
+def test_what_a_backward_does_with_gradients(
+    strategy: str, is_told: bool, waiting: list[int], expected: str
+) -> None:
+    bound, model, ran = compiled(strategy)
+    cold = bound.programs[Direction.BACKWARD, COLD]
+    added = []
+
+    def add() -> None:
+        added.append(len(ran))
+        for variant in (Variant.ACCUMULATE, Variant.COLLECT):
+            run = partial(_note, ran, variant.value)
+            bound.programs[Direction.BACKWARD, variant] = SimpleNamespace(run=run)
+
+    bound.add_accumulation = add
+    cold.run = partial(_note, ran, "cold")
+    model.accumulation.waiting = waiting
+    for _ in range(2):
+        bound.backward([1] if is_told else [])
+    assert ran == [expected] * 2
+    assert model.accumulation.ended == 2
+    assert added == ([] if expected == "cold" else [0]), "lowered when first needed, and once"
+
+
+def _note(ran: list[str], name: str, model: Model, args: list[Any]) -> tuple[Any, ...]:
+    ran.append(name)
+    return ()
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_ranks_compare_whether_they_accumulate(is_on: bool) -> None:
+    bound, model, _ = compiled("fcdp")
+    bound.programs[Direction.INFERENCE, WARM] = bound.programs[Direction.FORWARD, WARM]
+    model.accumulation.is_on = is_on
+    bound.forward(Direction.FORWARD, [])
+    bound.forward(Direction.INFERENCE, [])
+    assert model.modes == ["accumulates" if is_on else "synchronises", "synchronises"]
 
 
 def test_the_model_is_held_weakly() -> None:

@@ -1,0 +1,123 @@
+"""Replace reductions of gradients by explicit communication nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fcdp_compile import ops
+from fcdp_compile.ops import REDUCE_GRAD
+from fcdp_compile.packing import pack_grads, unpack_grads
+from fcdp_compile.passes.context import PassContext
+from fcdp_compile.passes.explicit import explicit, wait_for
+from fcdp_compile.passes.inline import fake_flat
+from fcdp_compile.plan import Bucket, Tier, Variant
+from fcdp_compile.registry import ParamSpec
+from fcdp_compile.strategy import Scope
+
+
+def reduce_grads(graph: Graph, ctx: PassContext) -> None:
+    """Replace each `reduce_grad` by the steps of its bucket's reduction; a part of `lower`."""
+    nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    _sink_results(graph, nodes)
+    groups: dict[Bucket, list[Node]] = {}
+    for node in nodes:
+        groups.setdefault(ctx.known[str(node.args[1])][0], []).append(node)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    for bucket, members in groups.items():
+        by_position = {p.name: i for i, p in enumerate(bucket.params)}
+        members.sort(key=lambda n: by_position[ctx.specs[str(n.args[1])].name])
+        _reduce_bucket(graph, bucket, members, order, ctx)
+
+
+def _sink_results(graph: Graph, reductions: list[Node]) -> None:
+    """Move reductions and what depends on them to the end, so that a bucket's may be done in one."""
+    moved = dict.fromkeys(reductions)
+    for node in graph.nodes:
+        if node.op != "output" and any(a in moved for a in node.all_input_nodes):
+            moved[node] = None
+    end = graph.output_node()
+    for node in [n for n in graph.nodes if n in moved]:
+        end.prepend(node)
+
+
+def _reduce_bucket(
+    graph: Graph, bucket: Bucket, members: list[Node], order: dict[Node, int], ctx: PassContext
+) -> None:
+    specs: list[ParamSpec] = [ctx.specs[str(n.args[1])] for n in members]
+    layouts = [s.layout for s in specs]
+    dtype = getattr(torch, bucket.reduce_dtype)
+    grads: list[Node] = [n.all_input_nodes[0] for n in members]
+    last = max(grads, key=order.__getitem__)
+    with graph.inserting_before(_after(last)):
+        (packed,) = ctx.inliner.inline(graph, lambda g: [pack_grads(g, layouts, dtype)], grads)
+        reduced = _reduce_packed(graph, bucket, packed, specs, ctx)
+    with graph.inserting_before(min(members, key=order.__getitem__)):
+        shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
+        if ctx.variant is Variant.ACCUMULATE:
+            shards = [_negative_zeros(graph, packed, s) for s in specs]
+        else:
+            shards = ctx.inliner.inline(
+                graph, lambda b: unpack_grads(b[0], layouts, shapes, homes), [reduced]
+            )
+    for node, result in zip(members, shards, strict=True):
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _reduce_packed(
+    graph: Graph, bucket: Bucket, packed: Node, specs: Sequence[ParamSpec], ctx: PassContext
+) -> Node:
+    """The steps of a reduction and the wait for the last one; whatever that leaves."""
+    dtype = getattr(torch, bucket.reduce_dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    elements = sum(s.layout.slot_elements for s in specs) * ctx.ranks
+    buffer, pending = packed, None  # type: Node, Node | None
+    for op, size in _reduction_steps(ctx):
+        if op in (ops.collect, ops.accumulate):
+            held_bytes = elements * wide.itemsize if bucket.gradient_tier is Tier.HOST else 0
+            val = fake_flat(packed, elements, wide if ctx.variant is Variant.ACCUMULATE else dtype)
+            buffer = pending = explicit(graph, op, [buffer], bucket, held_bytes, val)
+            pending.kwargs = {**pending.kwargs, "params": tuple(s.name for s in specs)}
+            continue
+        elements //= size
+        sent = (size - 1) * elements * bucket.reduce_itemsize
+        val = fake_flat(packed, elements, dtype)
+        buffer = pending = explicit(graph, op, [buffer], bucket, sent, val)
+    return buffer if pending is None else wait_for(graph, pending)
+
+
+def _reduction_steps(ctx: PassContext) -> list[tuple[Callable[..., Any], int]]:
+    """The ops that gradients go through, each with the size of its group."""
+    steps: list[tuple[Callable[..., Any], int]] = []
+    for whole, op, size in (
+        (Scope.NONE, ops.intra_reduce_scatter, ctx.ranks_per_node),
+        (Scope.INTRA, ops.inter_reduce_scatter, ctx.nodes),
+    ):
+        if ctx.strategy.gradient is whole and ctx.variant is Variant.ACCUMULATE:
+            return [*steps, (ops.collect, 1), (ops.accumulate, 1)]
+        if ctx.strategy.gradient is whole and ctx.variant is Variant.COLLECT:
+            steps.append((ops.collect, 1))
+        if size > 1:
+            steps.append((op, size))
+    return steps
+
+
+def _negative_zeros(graph: Graph, like: Node, spec: ParamSpec) -> Node:
+    """A gradient shard of [Note: negative zeros]."""
+    val = like.meta["val"].new_empty(spec.local_shape, dtype=spec.home_dtype)
+    options = {"dtype": spec.home_dtype, "device": val.device, "pin_memory": False}
+    node = graph.call_function(torch.ops.aten.full.default, (spec.local_shape, -0.0), options)
+    node.meta["val"] = val
+    return node
+
+
+def _after(node: Node) -> Node:
+    """The first place after `node`, the inputs, and the frees of what it was the last to use."""
+    following = node.next
+    while following.op == "placeholder" or following.target is ops.free:
+        following = following.next
+    return following

@@ -1,0 +1,238 @@
+"""`no_sync`: micro-batches whose gradients stay within the node come to what they come to without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import fcdp_compile
+from fcdp_compile import FcdpError, PlanMismatchError, Strategy, UnsynchronizedGradientError
+from fcdp_compile.strategy import GradientOn
+from tests.distributed.beside import Beside
+from tests.distributed.models import CASES
+from tests.distributed.ranks import run
+
+pytestmark = pytest.mark.distributed
+
+STEPS, MICRO_BATCHES = 3, 3
+
+
+def _micro_batches(pair: Beside, count: int = MICRO_BATCHES) -> None:
+    """Accumulate the gradients of so many micro-batches on both sides."""
+    for i in range(count):
+        last = i == count - 1
+        with nullcontext() if last else fcdp_compile.no_sync(pair.net):
+            loss = pair.case.loss(pair.net, pair.data(pair.step))
+            loss.backward()
+        pair.plain_backward(pair.step)
+        pair.step += 1
+
+
+def _train(mesh: DeviceMesh, case: str, strategy: str, gradient_on: str) -> dict[str, int]:
+    """Returns what an optimizer step but the first has moved, by kind."""
+    chosen = replace(Strategy.parse(strategy), gradient_on=GradientOn(gradient_on))
+    pair = Beside(mesh, CASES[case], strategy=chosen)
+    for _ in range(STEPS):
+        _micro_batches(pair)
+        pair.compare_gradients()
+        pair.optimize()
+    pair.compare_parameters()
+    return {k: n for k, n in pair.counters.last_step.items() if n}
+
+
+def _train_all(mesh: DeviceMesh, trials: list[tuple[str, str, str]]) -> list[dict[str, int]]:
+    return [_train(mesh, *trial) for trial in trials]
+
+
+TRIALS = [
+    (case, strategy, place)
+    for case in ("odd", "odd-lora", "broken")
+    for strategy, place in (
+        ("fcdp", "auto"),
+        ("fcdp", "host"),
+        ("zero1", "auto"),
+        ("zero3", "auto"),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def moved() -> dict[tuple[str, str, str], dict[str, int]]:
+    found = run(_train_all, TRIALS, nodes=2, ranks_per_node=2)
+    return dict(zip(TRIALS, found[0], strict=True))
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (1, 2), (3, 1)])
+def test_gradients_and_parameters_are_those_of_replicated_training(
+    nodes: int, ranks_per_node: int
+) -> None:
+    run(_train_all, TRIALS[:8], nodes=nodes, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize("case", ["odd", "odd-lora", "broken"])
+def test_what_crosses_between_nodes(
+    moved: dict[tuple[str, str, str], dict[str, int]], case: str
+) -> None:
+    """An optimizer step gathers once and reduces once, whatever the number of its micro-batches."""
+    every = moved[case, "zero3", "auto"]
+    for strategy, place in (("fcdp", "auto"), ("fcdp", "host"), ("zero1", "auto")):
+        mine = moved[case, strategy, place]
+        assert mine["inter_reduce_scatter"] * MICRO_BATCHES == every["inter_reduce_scatter"]
+        if case != "broken":  # its two graphs share what is gathered, and reduce on their own
+            assert mine["inter_all_gather"] == mine["inter_reduce_scatter"]
+
+
+def test_what_stays_within_a_node(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
+    """Every micro-batch is reduced there with fcdp; where whole gradients wait, only their sum is."""
+    every = moved["odd", "zero3", "auto"]["intra_reduce_scatter"]
+    assert moved["odd", "fcdp", "auto"]["intra_reduce_scatter"] == every
+    assert moved["odd", "zero1", "auto"]["intra_reduce_scatter"] * MICRO_BATCHES == every
+
+
+def test_what_waits_on_the_host(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
+    """It goes there after every micro-batch but the last, and comes back for every one but the first."""
+    node_shard = moved["odd", "fcdp", "host"]["intra_reduce_scatter"]  # g - 1 = 1 of them each time
+    for kind in ("accumulate", "collect"):
+        assert moved["odd", "fcdp", "host"][kind] * MICRO_BATCHES == node_shard * (
+            MICRO_BATCHES - 1
+        )
+        assert kind not in moved["odd", "fcdp", "auto"]
+
+
+# --- clearing and misuse ------------------------------------------------------------------------------
+
+
+def _backward(pair: Beside, *, plain: bool = True) -> None:
+    pair.case.loss(pair.net, pair.data(pair.step)).backward()
+    if plain:
+        pair.plain_backward(pair.step)
+    pair.step += 1
+
+
+def _cleared(mesh: DeviceMesh, place: str) -> None:
+    chosen = replace(Strategy.parse("fcdp"), gradient_on=GradientOn(place))
+    pair = Beside(mesh, CASES["odd"], strategy=chosen)
+    optimizers = pair.optimizer, pair.plain_optimizer
+
+    def clear(*, set_to_none: bool, only: str = "") -> None:
+        for model in pair.both:
+            for name, parameter in model.named_parameters():
+                if only in name and parameter.grad is not None:
+                    if set_to_none:
+                        parameter.grad = None
+                    else:
+                        parameter.grad.zero_()
+
+    def check(what: str) -> None:
+        _backward(pair)
+        try:
+            pair.compare_gradients()
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from None
+        pair.optimize()
+
+    with fcdp_compile.no_sync(pair.model):
+        _backward(pair)
+    check("not cleared")
+    for set_to_none in (True, False):
+        for only in (
+            "",
+            "first",
+        ):  # all gradients, and some of those that share a bucket with others
+            with fcdp_compile.no_sync(pair.model):
+                _backward(pair)
+            clear(set_to_none=set_to_none, only=only)
+            with fcdp_compile.no_sync(pair.model):
+                _backward(pair)
+            check(f"cleared {only}, set_to_none={set_to_none}")
+            # What was synchronised before is there, and is cleared too.
+            _backward(pair)
+            with fcdp_compile.no_sync(pair.model):
+                _backward(pair)
+            clear(set_to_none=set_to_none, only=only)
+            check(f"cleared {only} after a synchronised one, set_to_none={set_to_none}")
+    # Cleared, and none of it left: a step has nothing to refuse.
+    with fcdp_compile.no_sync(pair.model):
+        _backward(pair)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        optimizer.step()
+    check("after a step without gradients")
+    # Between a forward and its backward.
+    with fcdp_compile.no_sync(pair.model):
+        _backward(pair)
+    loss = pair.case.loss(pair.net, pair.data(pair.step))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    pair.plain_backward(pair.step)
+    pair.compare_gradients()
+
+
+@pytest.mark.parametrize("place", ["gpu", "host"])
+def test_clearing_gradients_clears_what_waits(place: str) -> None:
+    run(_cleared, place, nodes=2, ranks_per_node=2)
+
+
+def _raises(kind: type[Exception], act: Callable[[], object]) -> str:
+    with pytest.raises(kind) as caught:
+        act()
+    return str(caught.value)
+
+
+def _misuse(mesh: DeviceMesh) -> dict[str, str]:
+    found = {}
+    pair = Beside(mesh, CASES["odd"], strategy="fcdp")
+    for model in pair.both:
+        with nullcontext() if model is pair.plain else fcdp_compile.no_sync(model):
+            pass
+    with fcdp_compile.no_sync(pair.model):
+        _backward(pair)
+    before = [p.detach().clone() for p in pair.model.parameters()]
+    found["step"] = _raises(UnsynchronizedGradientError, pair.optimizer.step)
+    assert all(
+        torch.equal(a.to_local(), b.to_local())
+        for a, b in zip(before, pair.model.parameters(), strict=True)
+    )
+    _backward(pair)
+    pair.compare_gradients()
+    pair.optimize()  # the refused step did no harm
+
+    _backward(pair)
+    with fcdp_compile.no_sync(pair.model):
+        _backward(pair)
+    torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1e-6)
+    found["changed"] = _raises(FcdpError, lambda: _backward(pair, plain=False))
+    pair.optimizer.zero_grad()
+    pair.plain_optimizer.zero_grad()
+    _backward(pair)
+    pair.compare_gradients()
+    pair.optimize()
+
+    handle = next(pair.model.parameters()).register_hook(lambda g: g * 2)
+    found["hook"] = _raises(FcdpError, lambda: fcdp_compile.no_sync(pair.model).__enter__())
+    handle.remove()
+
+    with fcdp_compile.no_sync(pair.model) if dist.get_rank() == 3 else nullcontext():
+        found["disagree"] = _raises(PlanMismatchError, lambda: _backward(pair, plain=False))
+    found["unsharded"] = _raises(ValueError, lambda: fcdp_compile.no_sync(pair.plain).__enter__())
+    pair.compare_parameters()
+    return found
+
+
+def test_misuse_is_refused_and_does_no_harm() -> None:
+    for found in run(_misuse, nodes=2, ranks_per_node=2):
+        assert "outside of no_sync before optimizer.step()" in found["step"]
+        assert "was changed while gradients of earlier micro-batches" in found["changed"]
+        assert "has a gradient hook" in found["hook"]
+        assert (
+            "rank 0 synchronises the gradients of this forward and rank 3 accumulates"
+            in found["disagree"]
+        )
+        assert "not sharded" in found["unsharded"]
