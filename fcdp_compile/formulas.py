@@ -3,7 +3,9 @@
 N nodes of g ranks, G = N g.  F, T: bytes of frozen and of trainable parameters in the dtype that is gathered,
 W = F + T; gradients are counted in that dtype too.  s: micro-batches of an optimizer step, each of which
 gathers what its forward and its backward read (here: everything), with `no_sync` around all but the last.
-a: bytes of an accumulated gradient, in fp32 or wider, per byte of parameter.  Padding comes on top.
+a: bytes of an accumulated gradient, in fp32 or wider, per byte of parameter.  b: bytes of a parameter's
+element, for what is quantised: with the scales of its blocks (`wire`) 8 bits come to 1 + 1/64 bytes.  Padding
+comes on top.
 
 Sources: ZeRO (Rajbhandari et al., 2020), ZeRO++ (Wang et al., 2023), PaRO (Wu et al., 2023, tables 2 and 3),
 FCDP (Park et al., table I).
@@ -16,10 +18,11 @@ from dataclasses import dataclass
 import sympy
 
 from fcdp_compile.strategy import Cache, Scope, Strategy
+from fcdp_compile.wire import BLOCK, Format
 
 N, g, s = sympy.symbols("N g s", positive=True, integer=True)
 F, T = sympy.symbols("F T", nonnegative=True)
-a = sympy.Symbol("a", positive=True)
+a, b = sympy.symbols("a b", positive=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +58,15 @@ def costs(strategy: Strategy) -> Costs:
     else:
         gathered, first = s * W * (1 if is_cached else 2), sympy.Integer(0)
     between, within = (N - 1) / N, (g - 1) / g
+    weights, gradients, kept_part = map(
+        _part, (strategy.weight_format, strategy.gradient_format, strategy.host_format)
+    )
     # A frozen bucket that is kept in full is spread once; a node shard in every forward and backward.
     spread = T if is_full else 2 * s * W
-    leaves = on_host and strategy.is_resident  # a frozen home shard whose node shard is on the host
+    is_exact = strategy.weight_format is Format.FULL
+    leaves = (
+        on_host and strategy.is_resident and is_exact
+    )  # a frozen home shard whose node shard is on the host
     home = (T if leaves else W) / (N * g)
     # Gradients wait whole and are reduced once, wait within the node, or are reduced every time.
     between_nodes = s if strategy.gradient is Scope.GLOBAL else 1
@@ -65,13 +74,21 @@ def costs(strategy: Strategy) -> Costs:
     waits = {Scope.NONE: a * T, Scope.INTRA: a * T / g}.get(strategy.gradient, sympy.Integer(0))
     kept = {Cache.GPU: W / g, Cache.GPU_FULL: W}.get(strategy.cache, sympy.Integer(0))
     return Costs(
-        inter=sympy.factor((gathered + between_nodes * T) * between),
+        inter=sympy.factor((gathered * weights + between_nodes * T * gradients) * between),
         intra=sympy.factor((spread + within_node * T) * within),
         # A store in a cold forward, a load in any other and in every backward; gradients there and back.
-        bus=2 * s * W / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0),
-        first_inter=sympy.factor(first * between),
+        bus=2 * s * W * kept_part / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0),
+        first_inter=sympy.factor(first * weights * between),
         first_intra=sympy.factor((F if is_full else sympy.Integer(0)) * within),
         gpu=sympy.factor(home + kept),
         gradients=sympy.factor(T / (N * g) + (0 if on_host else waits)),
-        host=W + g * waits if on_host else sympy.Integer(0),
+        host=W * kept_part + g * waits if on_host else sympy.Integer(0),
     )
+
+
+def _part(wire: Format) -> sympy.Expr:
+    """What is sent of each byte."""
+    if wire is Format.FULL:
+        return sympy.Integer(1)
+    bits = {Format.INT8: 8, Format.INT4: 4}[wire]
+    return (sympy.Rational(bits, 8) + sympy.Rational(4, BLOCK)) / b

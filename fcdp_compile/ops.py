@@ -91,12 +91,12 @@ def free(*buffers: Tensor, bucket: int) -> None:
     _only_in_a_graph("free")
 
 
-def intra_reduce_scatter(grads: Tensor, bucket: int) -> Any:
+def intra_reduce_scatter(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
     """Gradient buffer [g*N*S] of every rank of this node -> averaged part of this place [N*S], pending."""
     _only_in_a_graph("intra_reduce_scatter")
 
 
-def inter_reduce_scatter(grads: Tensor, bucket: int) -> Any:
+def inter_reduce_scatter(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
     """Node-level gradient [N*S] of every node's rank at this place -> averaged slot [S], pending."""
     _only_in_a_graph("inter_reduce_scatter")
 

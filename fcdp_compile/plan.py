@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from fcdp_compile.layout import ParamLayout
+from fcdp_compile.wire import Format, row_bytes
 
 SCHEMA = "fcdp.plan/3"
 
@@ -109,8 +110,9 @@ class Bucket:
     id: number within the model.  dtype: what travels in all-gathers.  reduce_dtype: what travels in
     reduce-scatters.  frozen: no parameter of it requires a gradient.  tier: what of it waits
     between its uses, and where.  gradient_tier: where gradients of micro-batches wait for the one that
-    synchronises; none: each is reduced to the home shards.  why: the reason for its composition and tier,
-    for people.
+    synchronises; none: each is reduced to the home shards.  wire, reduce_wire: what crosses between nodes in
+    all-gathers and reduce-scatters.  host_format: what node shards are kept as in host memory.  why: the
+    reason for its composition and tier, for people.
     """
 
     id: int
@@ -122,6 +124,9 @@ class Bucket:
     frozen: bool
     tier: Tier
     gradient_tier: Tier
+    wire: Format
+    reduce_wire: Format
+    host_format: Format
     why: str
 
     @property
@@ -134,9 +139,22 @@ class Bucket:
         """Bytes of one rank's slot, padding included."""
         return self.slot_elements * self.itemsize
 
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of one rank's slot between nodes."""
+        return row_bytes(self._slots, self.wire, self.itemsize)
+
     def node_bytes(self, nodes: int) -> int:
         """Bytes of the node shard, W/g."""
         return self.slot_bytes * nodes
+
+    def host_bytes(self, nodes: int) -> int:
+        """Bytes of the node shard in host memory."""
+        return row_bytes(self._slots, self.host_format, self.itemsize) * nodes
+
+    @property
+    def _slots(self) -> list[int]:
+        return [p.layout.slot_elements for p in self.params]
 
     def full_bytes(self, nodes: int, ranks_per_node: int) -> int:
         """Bytes of the gathered bucket, W."""

@@ -23,6 +23,9 @@ _BUCKET_FIELDS = (
     "reduce_itemsize",
     "slot_bytes",
     "frozen",
+    "wire",
+    "reduce_wire",
+    "host_format",
 )
 
 

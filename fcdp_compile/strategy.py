@@ -14,6 +14,8 @@ import re
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from fcdp_compile.wire import Format
+
 
 class Scope(Enum):
     """Over which ranks something is sharded."""
@@ -60,6 +62,8 @@ class Strategy:
     cache, life: where a gathered node shard waits, and until when.
     gradient: scope at which gradients accumulate between micro-batches (`fcdp_compile.no_sync`).
     gradient_on: where they wait meanwhile.
+    weight_format, gradient_format: what weights and gradients cross between nodes as, where that is less.
+    host_format: what node shards wait as in host memory.
 
     Raises: ValueError for a point that is not available.
     """
@@ -70,8 +74,12 @@ class Strategy:
     life: Life
     gradient: Scope
     gradient_on: GradientOn = GradientOn.AUTO
+    weight_format: Format = Format.FULL
+    gradient_format: Format = Format.FULL
+    host_format: Format = Format.FULL
 
     def __post_init__(self) -> None:
+        self._check_formats()
         if self.home is not Scope.GLOBAL:
             raise ValueError(
                 f"strategy {self.name!r}: home {self.home.value} is not available; use scope global"
@@ -80,6 +88,26 @@ class Strategy:
             raise ValueError(
                 f"strategy {self.name!r} reduces every micro-batch's gradients to the home shards, so none "
                 "wait on the host; use gradient_on='auto', or a strategy that accumulates, such as 'fcdp'"
+            )
+
+    def _check_formats(self) -> None:
+        if self.weight_format is Format.INT4 or self.host_format is Format.INT4:
+            raise ValueError(
+                f"strategy {self.name!r} would send or keep weights in 4 bits, which is for gradients alone; "
+                "use int8"
+            )
+        if self.host_format is Format.FULL:
+            return
+        if not self.keeps_on_host:
+            raise ValueError(
+                f"strategy {self.name!r} keeps no node shards on the host, so no format for them can be "
+                "chosen; leave 'c8' out, or use 'fcdp'"
+            )
+        if self.weight_format is Format.FULL:
+            # A backward would compute with other weights than its forward.
+            raise ValueError(
+                f"strategy {self.name!r} keeps weights on the host in another format than they arrive in; "
+                "choose the same weight_format"
             )
 
     @property
@@ -111,26 +139,32 @@ class Strategy:
             life=Life.UNTIL_BACKWARD,
             gradient=gradient,
             gradient_on=GradientOn.AUTO if gradient is Scope.GLOBAL else self.gradient_on,
+            weight_format=Format.FULL,
+            gradient_format=Format.FULL,
+            host_format=Format.FULL,
         )
 
     @staticmethod
     def parse(name: str | Strategy) -> Strategy:
-        """Look a preset up by name.
+        """Look a preset up by name, with modifiers joined by `+`: "fcdp+w8+g4" (`MODIFIERS`).
 
-        Raises: TypeError for anything but a name or a Strategy, ValueError for an unknown name (with the
-        known ones and the nearest) and for a code of PaRO's that is invalid or not available.
+        Raises: TypeError for anything but a name or a Strategy, ValueError for an unknown name or modifier
+        (with the known ones and the nearest), for modifiers that contradict each other or the preset, and for
+        a code of PaRO's that is invalid or not available.
         """
         if isinstance(name, Strategy):
             return name
         if not isinstance(name, str):
             raise TypeError(f"strategy must be a name or a Strategy, not {type(name).__name__}")
-        known = _ALIASES.get(name, name)
-        if known in PRESETS:
-            return PRESETS[known]
-        if (code := _PARO.fullmatch(name)) is not None:
-            raise ValueError(_why_no_paro(name, code[1]))
         names = [*PRESETS, *_ALIASES]
-        near = difflib.get_close_matches(name.lower(), names, n=1)
+        # The longest first: "zero++" is no "zero" with modifiers.
+        for known in sorted(names, key=len, reverse=True):
+            if name == known or name.startswith(f"{known}+"):
+                preset = PRESETS[_ALIASES.get(known, known)]
+                return _modified(preset, name[len(known) + 1 :].split("+"), name)
+        if (code := _PARO.match(name)) is not None:
+            raise ValueError(_why_no_paro(name, code[1]))
+        near = difflib.get_close_matches(name.lower().partition("+")[0] or name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown strategy {name!r}; choose one of {', '.join(names)}{hint}")
 
@@ -181,7 +215,38 @@ def aliases_of(strategy: Strategy) -> list[str]:
     return [alias for alias, name in _ALIASES.items() if name == strategy.name]
 
 
-_PARO = re.compile(r"paro-([nig]{3})", re.IGNORECASE)
+MODIFIERS: dict[str, dict[str, Format]] = {
+    "w8": {"weight_format": Format.INT8},
+    "g8": {"gradient_format": Format.INT8},
+    "g4": {"gradient_format": Format.INT4},
+    "c8": {"weight_format": Format.INT8, "host_format": Format.INT8},
+}
+"""What may follow a preset's name: weights between nodes in 8 bits (ZeRO++'s qwZ), gradients between nodes in
+8 or 4 (qgZ), weights between nodes and on the host in 8."""
+
+
+def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
+    if name in (preset.name, *aliases_of(preset)):
+        return preset
+    chosen: dict[str, Format] = {}
+    for modifier in modifiers:
+        if modifier not in MODIFIERS:
+            near = difflib.get_close_matches(modifier.lower(), MODIFIERS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"strategy {name!r} has an unknown modifier {modifier!r}; choose from "
+                f"{', '.join(MODIFIERS)}{hint}"
+            )
+        for field, value in MODIFIERS[modifier].items():
+            if chosen.setdefault(field, value) is not value:
+                raise ValueError(
+                    f"strategy {name!r} sends gradients in two formats; give one of g8 and g4"
+                )
+    given = [m for m in MODIFIERS if m in modifiers]
+    return replace(preset, name="+".join([preset.name, *given]), **chosen)  # type: ignore[arg-type]
+
+
+_PARO = re.compile(r"paro-([nig]{3})(?=\+|$)", re.IGNORECASE)
 
 
 def _why_no_paro(name: str, code: str) -> str:

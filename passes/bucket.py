@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ from fcdp_compile.passes.grouping import group
 from fcdp_compile.plan import Bucket, BucketParam, Direction, Tier
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.strategy import Cache, GradientOn
+from fcdp_compile.wire import Format, row_bytes
 
 _Kind = tuple[bool, torch.dtype, torch.dtype]
 """frozen, gather dtype, reduce dtype: only parameters of one kind travel together."""
@@ -101,7 +103,7 @@ def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Buck
     for number, (together, why) in enumerate(groups, ctx.next_bucket):
         made = _make(number, together, why, taken_bytes, ctx)
         if made.tier is Tier.HOST:
-            taken_bytes += made.node_bytes(ctx.nodes)
+            taken_bytes += made.host_bytes(ctx.nodes)
         found |= dict.fromkeys(together, made)
     return found
 
@@ -126,7 +128,7 @@ def _host_bytes_taken(ctx: PassContext) -> int:
     keys = {spec.name: key for key, spec in ctx.specs.items()}
     known = dict.fromkeys(b for buckets in ctx.known.values() for b in buckets)
     return sum(
-        b.node_bytes(ctx.nodes)
+        b.host_bytes(ctx.nodes)
         for b in known
         if b.tier is Tier.HOST and all((keys[p.name] in ctx.frozen) == b.frozen for p in b.params)
     )
@@ -143,6 +145,7 @@ def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassCo
         params.append(BucketParam(name=spec.name, layout=spec.layout, offset=offset))
         offset += spec.layout.slot_elements
     frozen = keys[0] in ctx.frozen
+    slots = [p.layout.slot_elements for p in params]
     made = Bucket(
         id=number,
         params=tuple(params),
@@ -153,10 +156,23 @@ def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassCo
         frozen=frozen,
         tier=Tier.NONE,
         gradient_tier=Tier.NONE if frozen else _GRADIENT_TIERS[ctx.strategy.accumulates_on],
+        wire=_wire(ctx.strategy.weight_format, specs[0].gather_dtype, slots),
+        reduce_wire=_wire(ctx.strategy.gradient_format, specs[0].reduce_dtype, slots),
+        host_format=Format.FULL,
         why="",
     )
+    if made.wire is ctx.strategy.weight_format:
+        made = replace(made, host_format=ctx.strategy.host_format)
     made = replace(made, tier=_tier(made, taken_bytes, ctx))
     return replace(made, why=f"{size}; {_why_kept(made, ctx)}")
+
+
+def _wire(wanted: Format, dtype: torch.dtype, slots: Sequence[int]) -> Format:
+    """The format of slots: what the strategy wants, where there is anything to gain."""
+    full_bytes = row_bytes(slots, Format.FULL, dtype.itemsize)
+    if dtype.is_floating_point and row_bytes(slots, wanted, dtype.itemsize) < full_bytes:
+        return wanted
+    return Format.FULL
 
 
 def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
@@ -165,7 +181,7 @@ def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
     tier = _TIERS[ctx.strategy.cache]
     if tier is not Tier.HOST or ctx.host_budget is None:
         return tier
-    fits = taken_bytes + made.node_bytes(ctx.nodes) <= ctx.host_budget.bytes
+    fits = taken_bytes + made.host_bytes(ctx.nodes) <= ctx.host_budget.bytes
     return tier if fits else Tier.NONE
 
 

@@ -116,7 +116,7 @@ def _gather(
     with graph.inserting_before(anchor):
         if source is Source.LOAD:
             like = next(iter(shards.values()))
-            tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
+            tier_bytes = bucket.host_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
             val = fake_flat(like, node_shard, dtype)
             buffer = pending = explicit(graph, ops.load, [], bucket, tier_bytes, val)
         else:
@@ -127,11 +127,11 @@ def _gather(
             members = [shards[p.name] for p in bucket.params]
             like = buffer = _pack(graph, bucket, members, ctx)
         if source in (Source.GATHER, Source.GATHER_AND_STORE):
-            sent = (ctx.nodes - 1) * bucket.slot_bytes
+            sent = (ctx.nodes - 1) * bucket.wire_bytes
             val = fake_flat(like, node_shard, dtype)
             buffer = pending = explicit(graph, ops.inter_all_gather, [buffer], bucket, sent, val)
         if source is Source.GATHER_AND_STORE:
-            tier_bytes = bucket.node_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
+            tier_bytes = bucket.host_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
             stores.append(explicit(graph, ops.store, [buffer], bucket, tier_bytes))
         if ctx.ranks_per_node > 1:
             is_there = source is Source.LOAD and bucket.tier is Tier.GPU_FULL

@@ -20,6 +20,7 @@ from fcdp_compile.passes.context import PassContext
 from fcdp_compile.passes.memory import Alive, evaluate, hints_of, storages, timeline
 from fcdp_compile.plan import Bucket, Direction, Kind, Tier, Variant
 from fcdp_compile.registry import ParamSpec
+from fcdp_compile.wire import Format
 
 _STATE_BYTES = 8  # of optimizer state for each trainable element: two moments in fp32, as Adam's
 
@@ -78,7 +79,10 @@ def predict(
 def is_released(bucket: Bucket, ctx: PassContext) -> bool:
     """Whether the home shards of a bucket leave the device while the host has it."""
     resident = ctx.strategy.is_resident and bucket.frozen and bucket.tier is Tier.HOST
-    return resident and all(s.home_dtype == s.gather_dtype for s in _specs(bucket, ctx))
+    is_exact = bucket.wire is Format.FULL
+    return (
+        resident and is_exact and all(s.home_dtype == s.gather_dtype for s in _specs(bucket, ctx))
+    )
 
 
 def _home_shards(graph: Graph, device_type: str) -> set[int]:
@@ -128,7 +132,7 @@ def _entries(
             Entry(
                 bucket=bucket.id,
                 bytes=node_bytes + home,
-                moved_bytes=moves * node_bytes,
+                moved_bytes=moves * bucket.host_bytes(ctx.nodes),
                 full_bytes=_full_bytes(bucket, ctx),
                 spread_bytes=spreads * (ctx.ranks_per_node - 1) * node_bytes,
                 spans=tuple(_spans(bucket, parts, ctx)),

@@ -17,6 +17,7 @@ from fcdp_compile.passes.inline import fake_flat
 from fcdp_compile.plan import Bucket, Tier, Variant
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.strategy import Scope
+from fcdp_compile.wire import row_bytes
 
 
 def reduce_grads(graph: Graph, ctx: PassContext) -> None:
@@ -74,19 +75,20 @@ def _reduce_packed(
     """The steps of a reduction and the wait for the last one; whatever that leaves."""
     dtype = getattr(torch, bucket.reduce_dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    elements = sum(s.layout.slot_elements for s in specs) * ctx.ranks
+    slots = [s.layout.slot_elements for s in specs]
+    elements = sum(slots) * ctx.ranks
     buffer, pending = packed, None  # type: Node, Node | None
     for op, size in _reduction_steps(ctx):
-        if op in (ops.collect, ops.accumulate):
-            held_bytes = elements * wide.itemsize if bucket.gradient_tier is Tier.HOST else 0
-            val = fake_flat(packed, elements, wide if ctx.variant is Variant.ACCUMULATE else dtype)
-            buffer = pending = explicit(graph, op, [buffer], bucket, held_bytes, val)
-            pending.kwargs = {**pending.kwargs, "params": tuple(s.name for s in specs)}
-            continue
         elements //= size
-        sent = (size - 1) * elements * bucket.reduce_itemsize
-        val = fake_flat(packed, elements, dtype)
-        buffer = pending = explicit(graph, op, [buffer], bucket, sent, val)
+        moved, result = (size - 1) * elements * bucket.reduce_itemsize, dtype
+        if op is ops.inter_reduce_scatter:
+            moved = (size - 1) * row_bytes(slots, bucket.reduce_wire, bucket.reduce_itemsize)
+        elif op in (ops.collect, ops.accumulate):
+            moved = elements * wide.itemsize if bucket.gradient_tier is Tier.HOST else 0
+            result = wide if ctx.variant is Variant.ACCUMULATE else dtype
+        val = fake_flat(packed, elements, result)
+        buffer = pending = explicit(graph, op, [buffer], bucket, moved, val)
+        pending.kwargs = {**pending.kwargs, "params": tuple(s.name for s in specs)}
     return buffer if pending is None else wait_for(graph, pending)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from threading import Event
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fcdp_compile.mesh import Topology, has_nccl
 from fcdp_compile.plan import LANES, Kind
+from fcdp_compile.quantize import Codec
 from fcdp_compile.runtime.counters import AGREE, Counters
 from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
@@ -49,32 +51,53 @@ class Collectives:
         """How many ranks take part in a collective of that kind."""
         return self._group(kind)[1]
 
-    def all_gather(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
-        """Start an all-gather of `send` (any dtype: bytes travel); `name` is of the profiler's range."""
+    def all_gather(
+        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+    ) -> Pending:
+        """Start an all-gather of `send` (any dtype: bytes travel); `name` is of the profiler's range.
+
+        codec: of what crosses; every rank gets its own part, too, as the others do.
+        """
         group, size = self._group(kind)
         send = _contiguous(send)
         own = tensor_of(send)
-        self._counters.add(kind, (size - 1) * own.nbytes)
+        sent_bytes = own.nbytes if codec is None else codec.bytes
+        self._counters.add(kind, (size - 1) * sent_bytes)
         if size == 1:
             return send if isinstance(send, Pending) else Pending(send)
         out = _empty(own, size * own.numel())
         if not own.nbytes:
             return Pending(out)
-        run = partial(_gather, out, own, group, self._lanes.exiting)
-        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+        if codec is None:
+            run = partial(_gather, out, own, group, self._lanes.exiting)
+            return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+        encoded = _empty(own, size * sent_bytes, torch.uint8)
+        run = partial(_gather_encoded, out, encoded, own, codec, group, self._lanes.exiting)
+        pending = self._lanes.start(LANES[kind], run, out=out, reads=[send, encoded], name=name)
+        pending.encoded = encoded
+        return pending
 
-    def reduce_scatter(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
-        """Start a reduce-scatter that averages over the group; sums are taken in fp32 or wider."""
+    def reduce_scatter(
+        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+    ) -> Pending:
+        """Start a reduce-scatter that averages over the group; sums are taken in fp32 or wider.
+
+        codec: of what crosses: encoded once, and summed once decoded (qgZ of ZeRO++, section 3.3).
+        """
         group, size = self._group(kind)
         send = _contiguous(send)
         whole = tensor_of(send)
-        self._counters.add(kind, (size - 1) * (whole.nbytes // size))
+        sent_bytes = whole.nbytes // size if codec is None else codec.bytes
+        self._counters.add(kind, (size - 1) * sent_bytes)
         if size == 1:
             return send if isinstance(send, Pending) else Pending(send)
         out = _empty(whole, whole.numel() // size)
         if not whole.nbytes:
             return Pending(out)
-        run = partial(_reduce, out, whole, group, size, self._lanes.exiting)
+        if codec is None:
+            run = partial(_reduce, out, whole, group, size, self._lanes.exiting)
+        else:
+            run = partial(_reduce_encoded, out, whole, codec, group, size, self._lanes.exiting)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def agree(self, words: list[int]) -> list[list[int]]:
@@ -113,10 +136,10 @@ def _contiguous(send: Tensor | Pending) -> Tensor | Pending:
     return send if tensor.is_contiguous() else tensor.contiguous()
 
 
-def _empty(like: Tensor, elements: int) -> Tensor:
+def _empty(like: Tensor, elements: int, dtype: torch.dtype | None = None) -> Tensor:
     # A lane's thread is outside of the caller's inference mode, where such tensors can't be written.
     with torch.inference_mode(False):
-        return like.new_empty(elements)
+        return like.new_empty(elements, dtype=dtype)
 
 
 def _gather(
@@ -135,6 +158,32 @@ def _gather(
             _to_device(out, arrived)
 
     return Begun(finish)
+
+
+def _gather_encoded(
+    out: Tensor,
+    encoded: Tensor,
+    send: Tensor,
+    codec: Codec,
+    group: dist.ProcessGroup | None,
+    exiting: Event,
+) -> Begun | None:
+    left = _gather(encoded, codec.encode(send.view(1, -1)).view(-1), group, exiting)
+
+    def finish() -> None:
+        if left is not None:
+            left.finish()
+        rows = codec.decode(encoded.view(-1, codec.bytes), out.dtype)
+        out.view(rows.shape).copy_(rows)
+
+    return _now_or_later(finish, is_now=left is None)
+
+
+def _now_or_later(finish: Callable[[], None], *, is_now: bool) -> Begun | None:
+    if not is_now:
+        return Begun(finish)
+    finish()
+    return None
 
 
 def _start_gather(out: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
@@ -167,6 +216,32 @@ def _reduce(
             out.copy_(average)
 
     return Begun(finish)
+
+
+def _reduce_encoded(
+    out: Tensor,
+    send: Tensor,
+    codec: Codec,
+    group: dist.ProcessGroup | None,
+    size: int,
+    exiting: Event,
+) -> Begun | None:
+    on_stream = send.is_cuda and has_nccl(group)
+    encoded = codec.encode(send.view(size, -1))
+    staged = _on_host(encoded.view(-1)) if send.is_cuda and not on_stream else encoded.view(-1)
+    parts = torch.empty_like(staged)
+    work = dist.all_to_all_single(parts, staged, group=group, async_op=True)
+
+    def finish() -> None:
+        if on_stream:
+            work.wait()  # makes the current stream wait
+        else:
+            _finish(work, exiting)
+        wide = torch.promote_types(out.dtype, torch.float32)
+        rows = codec.decode(parts.view(size, -1).to(out.device), wide)
+        out.copy_(rows.sum(0).div_(size))
+
+    return _now_or_later(finish, is_now=on_stream)
 
 
 def _finish(work: dist.Work, exiting: Event) -> None:

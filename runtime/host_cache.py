@@ -23,25 +23,30 @@ from torch import Tensor
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.mesh import Topology
 from fcdp_compile.plan import LANES, Bucket, Kind, Tier
+from fcdp_compile.quantize import Codec
+from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.strategy import Life
+from fcdp_compile.wire import Format
 
 
 @dataclass(slots=True)
 class _Entry:
     """kept: the node shard, or the whole bucket.  tier: which of them, and where.
 
-    uses: backwards that still want it, where the life ends with the backward.
+    uses: backwards that still want it, where the life ends with the backward.  codec: of what is kept, a row
+    for each node; None where it is the values themselves.
     """
 
     kept: Pending
     generation: int
     uses: int
     tier: Tier
+    codec: Codec | None = None
 
 
 class NodeShardCache:
@@ -54,12 +59,14 @@ class NodeShardCache:
         counters: Counters,
         pool: PinnedPool,
         lanes: Lanes,
+        codecs: Codecs | None = None,
     ) -> None:
         self._life = life
         self._device = device
         self._counters = counters
         self._pool = pool
         self._lanes = lanes
+        self._codecs = Codecs() if codecs is None else codecs
         self._entries: dict[int, _Entry] = {}
         self._fallen_back: set[int] = set()
         self._in_full: set[int] = set()  # what all ranks agreed to keep so
@@ -158,9 +165,10 @@ class NodeShardCache:
             self._entries[bucket.id] = _Entry(kept, generation, uses, Tier.GPU)
             self._counters.add(Kind.STORE, 0)
             return Pending(kept.tensor, done=done)
-        source = tensor_of(node_shard)
-        is_on_host = entry is not None and entry.tier is Tier.HOST
-        slab = entry.kept.tensor if entry and is_on_host else self._slab(source)
+        encoded = node_shard.encoded if isinstance(node_shard, Pending) else None
+        is_encoded = bucket.host_format is not Format.FULL and encoded is not None
+        source = encoded if encoded is not None and is_encoded else tensor_of(node_shard)
+        slab = self._slab(entry, source)
         self._counters.add(Kind.STORE, source.nbytes)
         stored = self._lanes.start(
             LANES[Kind.STORE],
@@ -170,10 +178,16 @@ class NodeShardCache:
             name=range_name(Kind.STORE, bucket),
         )
         kept = Pending(slab, done=stored.done)
-        self._entries[bucket.id] = _Entry(kept, generation, uses, Tier.HOST)
+        codec = self._codecs.of_weights(bucket) if is_encoded else None
+        self._entries[bucket.id] = _Entry(kept, generation, uses, Tier.HOST, codec)
         return stored
 
-    def _slab(self, like: Tensor) -> Tensor:
+    def _slab(self, entry: _Entry | None, like: Tensor) -> Tensor:
+        """The slab that the entry has, if it is of the right kind, or a new one."""
+        if entry is not None and entry.tier is Tier.HOST:
+            if (entry.kept.tensor.dtype, entry.kept.tensor.shape) == (like.dtype, like.shape):
+                return entry.kept.tensor
+            self._give_back(entry)
         return self._pool.take(like.numel(), like.dtype)
 
     def load(self, bucket: Bucket, generation: int) -> Pending:
@@ -205,19 +219,27 @@ class NodeShardCache:
             return Pending(kept.tensor, done=kept.done, is_full=kept.is_full)
         self._counters.add(Kind.LOAD, kept.tensor.nbytes)
         with torch.inference_mode(False):
-            on_device = torch.empty_like(kept.tensor, device=self._device)
-        return self._lanes.start(
-            LANES[Kind.LOAD],
-            partial(on_device.copy_, kept.tensor, non_blocking=True),
-            out=on_device,
-            reads=[kept],
-            name=range_name(Kind.LOAD, bucket),
-        )
+            arrived = on_device = torch.empty_like(kept.tensor, device=self._device)
+            if (codec := entry.codec) is not None:
+                elements = kept.tensor.nbytes // codec.bytes * codec.elements
+                on_device = arrived.new_empty(elements, dtype=getattr(torch, bucket.dtype))
+
+        def run() -> None:
+            arrived.copy_(kept.tensor, non_blocking=True)
+            if codec is not None:
+                rows = codec.decode(arrived.view(-1, codec.bytes), on_device.dtype)
+                on_device.view(rows.shape).copy_(rows)
+
+        name = range_name(Kind.LOAD, bucket)
+        reads: list[Tensor | Pending] = [kept, arrived]
+        return self._lanes.start(LANES[Kind.LOAD], run, out=on_device, reads=reads, name=name)
 
     def host_copy(self, bucket_id: int, generation: int) -> Tensor | None:
         """The node shard [N*S] of that generation if it is in host memory: complete, for reading."""
         entry = self._entries.get(bucket_id)
         if entry is None or entry.generation != generation or entry.tier is not Tier.HOST:
+            return None
+        if entry.codec is not None:
             return None
         kept = entry.kept
         if kept.done is not None:

@@ -96,7 +96,7 @@ class HostMemory:
         new = {b.id: b for b in made if b.tier is Tier.NONE and not self.is_left_out(b)}
         if new and not self._left_out and self._topology.node == self._topology.place == 0:
             lost, every = (
-                sum(b.node_bytes(self._topology.nodes) for b in group)
+                sum(b.host_bytes(self._topology.nodes) for b in group)
                 for group in (new.values(), made)
             )
             log.warning(

@@ -22,6 +22,7 @@ from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.agreement import About, any_rank
+from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.gradients import Accumulation
@@ -60,7 +61,10 @@ class ShardedModel:
         self.collectives = Collectives(topology, self.counters, self.lanes)
         self.pool = PinnedPool(device, numa_node=numa.node_of(device))
         self.host_memory = HostMemory(topology)
-        self.cache = NodeShardCache(strategy.life, device, self.counters, self.pool, self.lanes)
+        self.codecs = Codecs()
+        self.cache = NodeShardCache(
+            strategy.life, device, self.counters, self.pool, self.lanes, self.codecs
+        )
         self.accumulation = Accumulation(
             {r.spec.name: r for r in self.records.values()}, self.counters, self.pool, self.lanes
         )
@@ -263,7 +267,10 @@ class ShardedModel:
             # holds cannot be released.
             home = home.clone()
         kind = Kind.INTER_ALL_GATHER
-        node_shard = self.collectives.all_gather(kind, home, range_name(kind, bucket))
+        name = range_name(kind, bucket)
+        node_shard = self.collectives.all_gather(
+            kind, home, name, codec=self.codecs.of_weights(bucket)
+        )
         generation = self.generation(bucket)
         stored = self.cache.store(bucket, node_shard, generation)
         if self.cache.keeps_in_full(bucket):

@@ -26,9 +26,10 @@ class Pending:
     on this thread's stream, once.
 
     is_full: of what a cache gives: the bucket as gathered [G*S], not its node shard [N*S].
+    encoded: the same values as they came over the wire, where that was in another format.
     """
 
-    __slots__ = ("_held", "_is_waited", "done", "is_full", "tensor")
+    __slots__ = ("_held", "_is_waited", "done", "encoded", "is_full", "tensor")
 
     def __init__(
         self,
@@ -37,10 +38,12 @@ class Pending:
         done: Done | None = None,
         held: list[object] | None = None,
         is_full: bool = False,
+        encoded: Tensor | None = None,
     ) -> None:
         self.tensor = tensor
         self.done = done
         self.is_full = is_full
+        self.encoded = encoded
         # An invariant: what a stream reads must not go back to the allocator before the compute stream has
         # been ordered after that read, or the next kernel may get the same memory.
         self._held = held

@@ -159,8 +159,8 @@ class Program:
             return partial(self._load, bucket)
         if target is ops.store:
             return partial(self._store, bucket, first)
+        params: Any = kwargs.get("params", ())
         if target in (ops.collect, ops.accumulate):
-            params: Any = kwargs["params"]
             if target is ops.accumulate:
                 return partial(self._accumulate, bucket, params, first)
             return partial(self._collect, bucket, params, first, node.meta["val"].dtype)
@@ -170,9 +170,26 @@ class Program:
         if kind is Kind.INTRA_ALL_GATHER:
             return partial(self._spread, bucket, first, name)
         if kind is Kind.INTER_ALL_GATHER:
-            return lambda values: values[-1].model.collectives.all_gather(kind, values[first], name)
+            return lambda values: values[-1].model.collectives.all_gather(
+                kind, values[first], name, codec=values[-1].model.codecs.of_weights(bucket)
+            )
         assert kind in (Kind.INTER_REDUCE_SCATTER, Kind.INTRA_REDUCE_SCATTER), kind
-        return lambda values: values[-1].model.collectives.reduce_scatter(kind, values[first], name)
+        return partial(self._reduce, bucket, kind, params, first, name)
+
+    def _reduce(
+        self,
+        bucket: Bucket,
+        kind: Kind,
+        params: tuple[str, ...],
+        first: int,
+        name: str,
+        values: list[Any],
+    ) -> Pending:
+        model = values[-1].model
+        crosses = kind is Kind.INTER_REDUCE_SCATTER
+        codec = model.codecs.of_gradients(bucket, params) if crosses else None
+        reduced: Pending = model.collectives.reduce_scatter(kind, values[first], name, codec=codec)
+        return reduced
 
     def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
         run: _Run = values[-1]

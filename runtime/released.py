@@ -19,6 +19,7 @@ from fcdp_compile.packing import unpack_grads
 from fcdp_compile.plan import Bucket
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime.host_cache import NodeShardCache
+from fcdp_compile.wire import Format
 
 
 def is_released(bucket: Bucket, parameters: Sequence[nn.Parameter]) -> bool:
@@ -44,6 +45,8 @@ def release(
     specs, parameters: of the bucket, in its order.  node: this rank's.
     Nothing is, where the cache is not in host memory or the copy there has less precision.
     """
+    if bucket.wire is not Format.FULL:
+        return
     dtype = getattr(torch, bucket.dtype)
     generation = cache.generation(bucket.id)
     if generation is None or cache.host_copy(bucket.id, generation) is None:

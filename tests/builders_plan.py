@@ -19,6 +19,7 @@ from fcdp_compile.plan import (
     Tier,
     Variant,
 )
+from fcdp_compile.wire import Format
 
 # Written out once more, independently of plan.LANES.
 LANE_OF: dict[Kind, Lane] = {
@@ -73,6 +74,9 @@ def make_bucket(
         frozen=frozen,
         tier=tier,
         gradient_tier=Tier.NONE if frozen else Tier.HOST,
+        wire=Format.FULL,
+        reduce_wire=Format.FULL,
+        host_format=Format.FULL,
         why=why,
     )
 
@@ -200,6 +204,9 @@ def _buckets(draw: st.DrawFn, bucket_id: int, nodes: int, ranks_per_node: int) -
         frozen=draw(st.booleans()),
         tier=draw(st.sampled_from(Tier)),
         gradient_tier=draw(st.sampled_from(Tier)),
+        wire=draw(st.sampled_from(Format)),
+        reduce_wire=draw(st.sampled_from(Format)),
+        host_format=draw(st.sampled_from(Format)),
         why=draw(texts),
     )
 

@@ -89,9 +89,21 @@ def slot_elements(shape: Shape, nodes: int, ranks_per_node: int) -> int:
     return min(sizes)
 
 
+_BITS = {"w8": ("weights", 8), "c8": ("weights", 8), "g8": ("gradients", 8), "g4": ("gradients", 4)}
+
+
+def _encoded(slots: Sequence[int], bits: int) -> int:
+    """Bytes of quantised values and their scales, one in fp32 for each 256 of a parameter."""
+    return 4 * sum(ceil(n / 256) for n in slots) + ceil(sum(slots) * bits / 8)
+
+
 class _Tally:
-    def __init__(self, model: Model, nodes: int, ranks_per_node: int) -> None:
+    def __init__(
+        self, model: Model, nodes: int, ranks_per_node: int, modifiers: Sequence[str] = ()
+    ) -> None:
         self._model, self._nodes, self._g = model, nodes, ranks_per_node
+        self._bits = dict(_BITS[m] for m in modifiers)
+        self._host_bits = 8 if "c8" in modifiers else 0
         self._bytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
 
@@ -99,13 +111,21 @@ class _Tally:
         shapes = [self._model.shapes[n] for n in names]
         return sum(slot_elements(s, self._nodes, self._g) for s in shapes) * self._model.itemsize
 
+    def _row(self, names: Iterable[str], bits: int) -> int:
+        """Bytes of a slot, quantised if that is less."""
+        shapes = [self._model.shapes[n] for n in names]
+        slots = [slot_elements(s, self._nodes, self._g) for s in shapes]
+        full = sum(slots) * self._model.itemsize
+        return min(full, _encoded(slots, bits)) if bits else full
+
     def _add(self, kind: str, sent: int) -> None:
         self._bytes[kind] += sent
         self._calls[kind] += 1
 
     def inter(self, kind: str, names: Bucket) -> None:
         if self._nodes > 1:
-            self._add(f"inter_{kind}", (self._nodes - 1) * self._slot(names))
+            bits = self._bits.get("weights" if kind == "all_gather" else "gradients", 0)
+            self._add(f"inter_{kind}", (self._nodes - 1) * self._row(names, bits))
 
     def intra(self, kind: str, names: Bucket, *, is_there: bool = False) -> None:
         if self._g > 1:
@@ -113,7 +133,7 @@ class _Tally:
             self._add(f"intra_{kind}", 0 if is_there else sent)
 
     def copy(self, kind: str, names: Bucket, *, to_host: bool) -> None:
-        self._add(kind, self._nodes * self._slot(names) if to_host else 0)
+        self._add(kind, self._nodes * self._row(names, self._host_bits) if to_host else 0)
 
     def reduce(
         self, bucket: Bucket, scope: str, number: int, *, is_last: bool, on_host: bool
@@ -159,7 +179,8 @@ def training_step(
 
     left_out: buckets that found no place in the cache.  gradients_on_host: where those accumulate, in fp32.
     """
-    tally = _Tally(model, nodes, ranks_per_node)
+    strategy, *modifiers = [strategy] if strategy in POINTS else strategy.split("+")
+    tally = _Tally(model, nodes, ranks_per_node, modifiers)
     point = POINTS[strategy]
     on_host = point.keeps == "host"
     for number in range(micro_batches):

@@ -8,7 +8,7 @@ import pytest
 import sympy
 
 from fcdp_compile.cli import main
-from fcdp_compile.formulas import F, N, T, a, costs, g, s
+from fcdp_compile.formulas import F, N, T, a, b, costs, g, s
 from fcdp_compile.strategy import PRESETS, Strategy
 from tests.formulas import Model, training_step
 
@@ -40,7 +40,7 @@ def test_they_are_what_the_tests_of_bytes_count(
         g: ranks_per_node,
         s: micro_batches,
         a: 1,
-        F: sum(b for n, b in sizes.items() if n not in trained),
+        F: sum(size for n, size in sizes.items() if n not in trained),
         T: sum(sizes[n] for n in trained),
     }
     symbolic = {field: e.subs(values) for field, e in cost(name).items()}
@@ -58,7 +58,7 @@ def test_they_are_what_the_tests_of_bytes_count(
     )
 
     def sent(moved: dict[str, int], link: str) -> int:
-        return sum(b for kind, b in moved.items() if kind.startswith(link))
+        return sum(n for kind, n in moved.items() if kind.startswith(link))
 
     assert symbolic["inter"] == ranks_per_node * sent(later, "inter")
     assert symbolic["intra"] == sent(later, "intra")
@@ -86,6 +86,24 @@ def test_frozen_weights_cross_once() -> None:
         assert sympy.simplify(cost(resident)["first_inter"] - F * (N - 1) / N) == 0
     assert F in cost("zero3")["inter"].free_symbols
     assert F in cost("zero++")["inter"].free_symbols
+
+
+def test_quantised_with_accumulation_against_zero3() -> None:
+    """8 micro-batches in bf16 with int8 weights and int4 gradients: at most 1/30 between nodes."""
+    values = {F: 0, s: 8, b: 2}
+    part = (cost("fcdp+w8+g4")["inter"] / cost("zero3")["inter"]).subs(values)
+    assert sympy.simplify(part - sympy.Rational(49, 64) / 24) == 0
+    assert sympy.simplify(part) <= sympy.Rational(1, 30)
+
+
+def test_frozen_weights_in_eight_bits() -> None:
+    quantised, full = cost("fcdp+c8"), cost("fcdp")
+    part = sympy.Rational(65, 64) / b
+    assert sympy.simplify(quantised["first_inter"] - full["first_inter"] * part) == 0
+    no_gradients = {T: 0}
+    assert sympy.simplify((quantised["host"] - full["host"] * part).subs(no_gradients)) == 0
+    assert sympy.simplify((quantised["bus"] - full["bus"] * part).subs(no_gradients)) == 0
+    assert quantised["gpu"].has(F), "home shards stay: what is on the host is not exact"
 
 
 def test_memory() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from builders_plan import make_bucket, make_plan, make_steps, plans
 from fcdp_compile.plan import Bucket, Kind, Plan, Schedule, Step, Tier, Variant
 from fcdp_compile.plan_diff import diff
+from fcdp_compile.wire import Format
 
 
 def with_bucket(plan: Plan, **changes: Any) -> Plan:
@@ -83,6 +84,10 @@ OTHER: dict[str, Plan] = {
     "reduce itemsize": with_bucket(PLAN, reduce_itemsize=2),
     "frozen": with_bucket(PLAN, frozen=True),
     "tier": with_bucket(PLAN, tier=Tier.NONE),
+    "gradient tier": with_bucket(PLAN, gradient_tier=Tier.NONE),
+    "wire": with_bucket(PLAN, wire=Format.INT8),
+    "reduce wire": with_bucket(PLAN, reduce_wire=Format.INT4),
+    "host format": with_bucket(PLAN, host_format=Format.INT8),
     "member missing": with_bucket(PLAN, params=ADAPTERS.params[:-1]),
     "member name": with_param(PLAN, name="renamed"),
     "member offset": with_param(PLAN, offset=1),

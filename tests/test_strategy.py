@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fcdp_compile.strategy import PRESETS, Cache, GradientOn, Life, Scope, Strategy
+from fcdp_compile.wire import Format
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -106,6 +107,50 @@ def test_nothing_cached_is_not_resident() -> None:
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest(name: str) -> None:
     with pytest.raises(ValueError, match=r"choose one of zero1, zero2, zero3, .*; did you mean"):
         Strategy.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "printed", "weights", "gradients", "host"),
+    [
+        ("fcdp+w8+g4", "fcdp+w8+g4", "int8", "int4", "full"),
+        ("fcdp+g4+w8", "fcdp+w8+g4", "int8", "int4", "full"),
+        ("fcdp+c8", "fcdp+c8", "int8", "full", "int8"),
+        ("hpz+w8", "zero+++w8", "int8", "full", "full"),
+        ("paro-iig+g8", "paro-iig+g8", "full", "int8", "full"),
+        ("fsdp+w8+w8", "zero3+w8", "int8", "full", "full"),
+    ],
+)
+def test_modifiers(name: str, printed: str, weights: str, gradients: str, host: str) -> None:
+    """In any order; the printed form is found again."""
+    found = Strategy.parse(name)
+    formats = (found.weight_format, found.gradient_format, found.host_format)
+    assert (found.name, *(f.value for f in formats)) == (printed, weights, gradients, host)
+    assert Strategy.parse(printed) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fcdp+w9", "unknown modifier 'w9'; choose from w8, g8, g4, c8"),
+        ("fcdp+", "unknown modifier ''; choose from w8"),
+        ("fcdp+g4+g8", "sends gradients in two formats; give one of g8 and g4"),
+        ("zero3+c8", "keeps no node shards on the host"),
+        ("paro-iii+w8", "is valid but not available"),
+        ("paro-nin+w8", "Principle 1"),
+        ("nothing+w8", "unknown strategy 'nothing.w8'; choose one of"),
+    ],
+)
+def test_impossible_modifiers(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("?", "[?]")):
+        Strategy.parse(name)
+
+
+def test_impossible_formats() -> None:
+    fcdp = PRESETS["fcdp"]
+    with pytest.raises(ValueError, match="weights in 4 bits"):
+        replace(fcdp, weight_format=Format.INT4)
+    with pytest.raises(ValueError, match="in another format than they arrive in"):
+        replace(fcdp, host_format=Format.INT8)
 
 
 def test_a_name_near_nothing_gets_no_guess() -> None:

@@ -16,6 +16,7 @@ from builders_graph import Lowered, Where, lower_toy
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.layout import choose_dim
 from fcdp_compile.plan import LANES, Bucket, Direction, Kind, Tier, Variant
+from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.lanes import Lanes, tensor_of
@@ -39,13 +40,17 @@ class Collectives:
         self.fails: set[Kind] = set()
         self.is_instant = False
 
-    def all_gather(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
+    def all_gather(
+        self, kind: Kind, send: Tensor | Pending, name: str, codec: None = None
+    ) -> Pending:
         own = tensor_of(send)
         self._counters.add(kind, own.nbytes)
         out = own.new_full((2 * own.numel(),), float("nan"))
         return self._start(kind, lambda: out.view(2, -1).copy_(own), out, send, name)
 
-    def reduce_scatter(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
+    def reduce_scatter(
+        self, kind: Kind, send: Tensor | Pending, name: str, codec: None = None
+    ) -> Pending:
         whole = tensor_of(send)
         half = whole.numel() // 2
         self._counters.add(kind, whole.nbytes // 2)
@@ -76,6 +81,7 @@ def fake_model(strategy: str = "fcdp") -> Any:
         collectives=Collectives(counters, lanes),
         cache=NodeShardCache(Strategy.parse(strategy).life, cpu, counters, PinnedPool(cpu), lanes),
         counters=counters,
+        codecs=Codecs(),
         current=0,
     )
     model.generation = lambda bucket: model.current

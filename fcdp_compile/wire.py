@@ -1,0 +1,52 @@
+"""Formats of what crosses between nodes, or waits on the host: sizes only (`quantize` has the numbers).
+
+[Note: encoded rows]
+A row is the slots of some parameters one behind the other.  Each slot is cut in blocks of 256 values, the
+last one shorter: so no parameter is rounded to the scale of another, and a parameter comes to the same values
+whatever it travels with.  A block has one scale, its largest magnitude divided by the largest level, and each
+value is a level: 8 bits, -127 to 127, or 4 bits, -7 to 7.
+
+    | scales: fp32, one a block | levels: 1 byte a value, or two values in a byte |
+
+Sources: ZeRO++ (Wang et al., 2023), sections 3.1 (block-based quantisation of weights) and 3.3 (gradients).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+BLOCK = 256
+"""Values that share a scale: with 4 bytes of scale, 1/64 more than the levels of 8 bits alone."""
+
+_SCALE_BYTES = 4
+
+
+class Format(Enum):
+    """What values are sent as; full: as they are."""
+
+    FULL = "full"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+LEVELS = {Format.INT8: 127, Format.INT4: 7}
+"""The largest level of a format that quantises."""
+
+
+def blocks_of(slots: Sequence[int]) -> list[int]:
+    """The number of values of each block of a row."""
+    return [min(BLOCK, slot - start) for slot in slots for start in range(0, slot, BLOCK)]
+
+
+def scale_bytes(slots: Sequence[int]) -> int:
+    """Bytes of a row's scales, which come first."""
+    return _SCALE_BYTES * sum(-(-slot // BLOCK) for slot in slots)
+
+
+def row_bytes(slots: Sequence[int], wire: Format, itemsize: int) -> int:
+    """Bytes of one row; slots: elements of each parameter.  itemsize: of the values as they are."""
+    elements = sum(slots)
+    if wire is Format.FULL:
+        return elements * itemsize
+    return scale_bytes(slots) + (elements if wire is Format.INT8 else -(-elements // 2))
