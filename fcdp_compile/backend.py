@@ -160,13 +160,15 @@ class _Compilation:
             model.host_memory.note(made)
 
     def _context(self, model: ShardedModel, direction: Direction) -> PassContext:
-        t = model.topology
+        home = model.home
         return PassContext(
             strategy=model.strategy,
-            nodes=t.nodes,
-            ranks_per_node=t.ranks_per_node,
-            node=t.node,
-            place=t.place,
+            nodes=home.nodes,
+            ranks_per_node=home.ranks_per_node,
+            replica_nodes=model.topology.nodes // home.nodes,
+            replica_ranks=model.topology.ranks_per_node // home.ranks_per_node,
+            node=home.node,
+            place=home.place,
             specs={key: record.spec for key, record in model.records.items()},
             frozen=frozenset(
                 key
@@ -227,8 +229,10 @@ class _Compilation:
         schedules = [place_steps(s, in_order) for s in schedules]
         plan = Plan(
             strategy=model.strategy.name,
-            nodes=model.topology.nodes,
-            ranks_per_node=model.topology.ranks_per_node,
+            nodes=model.home.nodes,
+            ranks_per_node=model.home.ranks_per_node,
+            replica_nodes=model.topology.nodes // model.home.nodes,
+            replica_ranks=model.topology.ranks_per_node // model.home.ranks_per_node,
             graph=model.next_graph(),
             buckets=tuple(in_order),
             refresh=tuple(refresh),
@@ -270,12 +274,11 @@ class _Compilation:
         if placement is not None and memory is not None:
             limit = int(self._options.memory_threshold * memory.capacity_bytes)
             room = max(0, limit - placement.peak_bytes)
-        t = model.topology
         return place_gradients(
             buckets,
             model.strategy,
-            nodes=t.nodes,
-            ranks_per_node=t.ranks_per_node,
+            nodes=model.home.nodes,
+            ranks_per_node=model.home.ranks_per_node,
             room_bytes=room,
         )
 

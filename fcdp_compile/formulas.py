@@ -49,39 +49,39 @@ class Costs:
 def costs(strategy: Strategy) -> Costs:
     """The costs of a strategy on N > 1 nodes; an adaptive cache counts as if all of it were on the host."""
     W = F + T
-    is_cached = strategy.cache is not Cache.NONE
+    shards = {Scope.GLOBAL: N * g, Scope.INTRA: g, Scope.NONE: sympy.Integer(1)}[strategy.home]
+    is_global, is_whole = strategy.home is Scope.GLOBAL, strategy.home is Scope.NONE
     is_full = strategy.cache is Cache.GPU_FULL
     on_host = strategy.keeps_on_host
-    # How often each crosses: resident ones once a change, others in every forward, and uncached ones twice.
-    if strategy.is_resident:
-        gathered, first = T, F
-    else:
-        gathered, first = s * W * (1 if is_cached else 2), sympy.Integer(0)
     between, within = (N - 1) / N, (g - 1) / g
     weights, gradients, kept_part = map(
         _part, (strategy.weight_format, strategy.gradient_format, strategy.host_format)
     )
+    # How often each crosses: resident ones once a change, others in every forward, uncached ones twice.
+    gathered, first = s * W * (1 if strategy.cache is not Cache.NONE else 2), sympy.Integer(0)
+    if strategy.is_resident:
+        gathered, first = T, F
     # A frozen bucket that is kept in full is spread once; a node shard in every forward and backward.
-    spread = T if is_full else 2 * s * W
-    is_exact = strategy.weight_format is Format.FULL
-    leaves = (
-        on_host and strategy.is_resident and is_exact
-    )  # a frozen home shard whose node shard is on the host
-    home = (T if leaves else W) / (N * g)
+    spread = T if is_full else sympy.Integer(0) if is_whole else 2 * s * W
     # Gradients wait whole and are reduced once, wait within the node, or are reduced every time.
-    between_nodes = s if strategy.gradient is Scope.GLOBAL else 1
+    times = s if strategy.gradient is Scope.GLOBAL else 1
     within_node = 1 if strategy.gradient is Scope.NONE else s
     waits = {Scope.NONE: a * T, Scope.INTRA: a * T / g}.get(strategy.gradient, sympy.Integer(0))
+    # An all-reduce is a reduce-scatter and an all-gather; what is whole comes back within the node, too.
+    reduced = times * T * gradients * (1 if is_global else 2)
+    reduced_within = within_node * T + (T if is_whole else 0)
+    # A frozen home shard whose node shard is on the host, as exact as it is.
+    leaves = on_host and strategy.is_resident and strategy.weight_format is Format.FULL
     kept = {Cache.GPU: W / g, Cache.GPU_FULL: W}.get(strategy.cache, sympy.Integer(0))
     return Costs(
-        inter=sympy.factor((gathered * weights + between_nodes * T * gradients) * between),
-        intra=sympy.factor((spread + within_node * T) * within),
+        inter=sympy.factor((reduced + (gathered * weights if is_global else 0)) * between),
+        intra=sympy.factor((spread + reduced_within) * within),
         # A store in a cold forward, a load in any other and in every backward; gradients there and back.
         bus=2 * s * W * kept_part / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0),
-        first_inter=sympy.factor(first * weights * between),
+        first_inter=sympy.factor(first * weights * between if is_global else sympy.Integer(0)),
         first_intra=sympy.factor((F if is_full else sympy.Integer(0)) * within),
-        gpu=sympy.factor(home + kept),
-        gradients=sympy.factor(T / (N * g) + (0 if on_host else waits)),
+        gpu=sympy.factor((T if leaves else W) / shards + kept),
+        gradients=sympy.factor(T / shards + (0 if on_host else waits)),
         host=W * kept_part + g * waits if on_host else sympy.Integer(0),
     )
 

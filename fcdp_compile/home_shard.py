@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fcdp_compile.layout import ParamLayout
+from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import storage_id, storage_uses, tree_map_only, without_modes
 
 
@@ -59,13 +60,14 @@ class HomeShard(DTensor):
         mesh: DeviceMesh,
         *,
         requires_grad: bool,
+        home: Scope = Scope.GLOBAL,
         calls: Calls | None = None,
     ) -> HomeShard:
         """Wrap this rank's local shard as an `nn.Parameter` of the full shape."""
         shape = torch.Size(layout.shape)
         stride = torch.empty(shape, device="meta").stride()
         dtensor = DTensor.from_local(
-            local, mesh, placements_of(layout), run_check=False, shape=shape, stride=stride
+            local, mesh, placements_of(layout, home), run_check=False, shape=shape, stride=stride
         )
         shard = HomeShard._like(dtensor)
         shard.requires_grad_(requires_grad)
@@ -268,8 +270,8 @@ def _is_own(held: Tensor) -> bool:
     )
 
 
-def placements_of(layout: ParamLayout) -> tuple[Shard | Replicate, Shard | Replicate]:
+def placements_of(layout: ParamLayout, home: Scope) -> tuple[Shard | Replicate, Shard | Replicate]:
     """DTensor placements on the ("intra", "inter") mesh (`layout`, [Note: chunk order])."""
-    if layout.dim is None:
+    if layout.dim is None or home is Scope.NONE:
         return (Replicate(), Replicate())
-    return (Shard(layout.dim), Shard(layout.dim))
+    return (Shard(layout.dim), Shard(layout.dim) if home is Scope.GLOBAL else Replicate())

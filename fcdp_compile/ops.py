@@ -101,6 +101,16 @@ def inter_reduce_scatter(grads: Tensor, bucket: int, params: tuple[str, ...]) ->
     _only_in_a_graph("inter_reduce_scatter")
 
 
+def inter_all_reduce(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
+    """Gradient part [n] of every node's rank at this place -> their average [n], pending."""
+    _only_in_a_graph("inter_all_reduce")
+
+
+def intra_grad_all_gather(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
+    """Averaged gradient part [n] of every rank of this node -> the whole [g*n], pending."""
+    _only_in_a_graph("intra_grad_all_gather")
+
+
 def collect(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
     """Gradients [n] plus those of these parameters that wait, which then wait no longer; pending."""
     _only_in_a_graph("collect")
@@ -136,6 +146,8 @@ EXPLICIT: dict[Callable[..., Any], Kind | None] = {
     accumulate: Kind.ACCUMULATE,
     intra_reduce_scatter: Kind.INTRA_REDUCE_SCATTER,
     inter_reduce_scatter: Kind.INTER_REDUCE_SCATTER,
+    inter_all_reduce: Kind.INTER_ALL_REDUCE,
+    intra_grad_all_gather: Kind.INTRA_GRAD_ALL_GATHER,
     stamp: None,
     check: None,
 }

@@ -6,7 +6,7 @@ bucket, see `layout` [Note: slots]):
     shards -> home buffer [S]        pack_home       no copy for one full slot of the right dtype
     full buffer [G*S] -> parameters  unpack_full     no copy for a bucket of one evenly cut parameter
     gradients -> buffer [G*S]        pack_grads
-    reduced buffer [S] -> shards     unpack_grads
+    reduced buffer [S] -> shards     unpack_grads    what is behind the slot is padding
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ def pack_grads(
     return _joined(
         [_grad_slots(g.to(dtype), layout) for g, layout in zip(grads, layouts, strict=True)], 1
     ).reshape(-1)
+
+
+def padded(flat: Tensor, multiple: int) -> Tensor:
+    """A flat tensor with zeros at its end, as many as make its length a multiple."""
+    return _padded(flat, -(-flat.numel() // multiple) * multiple)
 
 
 def _grad_slots(grad: Tensor, layout: ParamLayout) -> Tensor:

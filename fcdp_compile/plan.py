@@ -43,6 +43,8 @@ class Kind(Enum):
     ACCUMULATE = "accumulate"
     INTRA_REDUCE_SCATTER = "intra_reduce_scatter"
     INTER_REDUCE_SCATTER = "inter_reduce_scatter"
+    INTER_ALL_REDUCE = "inter_all_reduce"
+    INTRA_GRAD_ALL_GATHER = "intra_grad_all_gather"
 
 
 LANES: dict[Kind, Lane] = {
@@ -57,6 +59,8 @@ LANES: dict[Kind, Lane] = {
     Kind.ACCUMULATE: Lane.D2H,
     Kind.INTRA_REDUCE_SCATTER: Lane.INTRA,
     Kind.INTER_REDUCE_SCATTER: Lane.INTER,
+    Kind.INTER_ALL_REDUCE: Lane.INTER,
+    Kind.INTRA_GRAD_ALL_GATHER: Lane.INTRA,
 }
 """The lane that a step of each kind occupies."""
 
@@ -227,6 +231,8 @@ class Plan:
     graph: number of the compilation within the model.  refresh: buckets that must be valid in the cache
     before the forward starts; a stale one is gathered between nodes and stored first.  peak_bytes: the most
     device memory that a step is predicted to take with the buckets in these tiers; None if nobody asked.
+    nodes, ranks_per_node: over which parameters are sharded.  replica_nodes, replica_ranks: how many times
+    over, on other nodes and within each.
     Ranks may disagree on graph and peak_bytes, and on what is on the GPU or the host.
     """
 
@@ -238,6 +244,8 @@ class Plan:
     refresh: tuple[int, ...]
     schedules: tuple[Schedule, ...]
     peak_bytes: int | None = None
+    replica_nodes: int = 1
+    replica_ranks: int = 1
 
     def bucket(self, bucket_id: int) -> Bucket:
         """The bucket with that number; KeyError if there is none."""
@@ -252,6 +260,7 @@ class Plan:
         Compute steps are left out: a rank that recompiled for dynamic shapes sends and receives the same.
         """
         parts: list[object] = [SCHEMA, self.strategy, self.nodes, self.ranks_per_node, self.refresh]
+        parts += [self.replica_nodes, self.replica_ranks]
         parts += [bucket.agreed() for bucket in self.buckets]
         for schedule in self.schedules:
             parts.append((schedule.direction, schedule.variant))

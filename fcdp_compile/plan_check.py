@@ -51,7 +51,9 @@ def check_plan(plan: Plan) -> None:
         fail("strategy", "is empty")
     _check_positive(plan.nodes, "nodes")
     _check_positive(plan.ranks_per_node, "ranks_per_node")
-    if plan.nodes * plan.ranks_per_node > MAX_RANKS:
+    _check_positive(plan.replica_nodes, "replica_nodes")
+    _check_positive(plan.replica_ranks, "replica_ranks")
+    if plan.nodes * plan.ranks_per_node * plan.replica_nodes * plan.replica_ranks > MAX_RANKS:
         fail("nodes", f"times ranks_per_node is more than {MAX_RANKS} ranks")
     ids: set[int] = set()
     for i, bucket in enumerate(plan.buckets):

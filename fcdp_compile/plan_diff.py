@@ -36,7 +36,7 @@ def diff(a: Plan, b: Plan, *, names: tuple[str, str] = ("first", "second")) -> l
     """
     lines = [
         _values(field, getattr(a, field), getattr(b, field), names)
-        for field in ("strategy", "nodes", "ranks_per_node")
+        for field in ("strategy", "nodes", "ranks_per_node", "replica_nodes", "replica_ranks")
         if getattr(a, field) != getattr(b, field)
     ]
     lines += _diff_items("bucket", [x.id for x in a.buckets], [x.id for x in b.buckets], names)

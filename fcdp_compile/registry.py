@@ -16,6 +16,7 @@ import torch
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.layout import ParamLayout
+from fcdp_compile.strategy import Scope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class ParamSpec:
 
     home_dtype: of the shard that the optimizer steps.  gather_dtype: of what travels in all-gathers and of
     the full parameter.  reduce_dtype: of what travels in reduce-scatters.  local_shape: of this rank's shard.
+    home: over which ranks it is cut; every other copy is on other ranks.
     """
 
     key: str
@@ -33,6 +35,7 @@ class ParamSpec:
     gather_dtype: torch.dtype
     reduce_dtype: torch.dtype
     local_shape: tuple[int, ...]
+    home: Scope = Scope.GLOBAL
 
 
 class Owner(Protocol):

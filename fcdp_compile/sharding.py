@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -24,7 +25,7 @@ from fcdp_compile import registry
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.home_shard import Calls, HomeShard
 from fcdp_compile.layout import ParamLayout
-from fcdp_compile.mesh import Topology, topology_of
+from fcdp_compile.mesh import Home, Topology, topology_of
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.replicas import agree_on_replicas
@@ -32,7 +33,7 @@ from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.shardable import check_model
-from fcdp_compile.strategy import Strategy
+from fcdp_compile.strategy import Scope, Strategy
 from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,15 @@ class _Gate:
     def __init__(self) -> None:
         self.inside = False
         self.calls = Calls()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Where:
+    """How a model is cut: over which ranks, and the mesh of all; None in a single process."""
+
+    home: Home
+    scope: Scope
+    mesh: DeviceMesh | None
 
 
 class _ModuleState:
@@ -92,11 +102,13 @@ def shard(
     chosen = Strategy.parse(strategy)
     check_model(root, param_dtype, reduce_dtype, mesh)
     topology = topology_of(mesh)
+    chosen = _fitting(chosen, topology)
+    where = _Where(home=topology.home(chosen.home), scope=chosen.home, mesh=topology.home_mesh)
     number = registry.new_model_number()
     names = _names(root)
     records = {
         parameter: ParamRecord(
-            _spec(f"m{number}:{name}", name, parameter, topology, param_dtype, reduce_dtype)
+            _spec(f"m{number}:{name}", name, parameter, where, param_dtype, reduce_dtype)
         )
         for parameter, name in names.items()
     }
@@ -113,12 +125,27 @@ def shard(
     ]
     agree_on_replicas(topology, state.collectives, description, [*named, *buffers])
     _warn_of_older_optimizers(list(names))
-    _install(root, state, records, param_dtype)
+    _install(root, state, records, where, param_dtype)
     for record in records.values():
         registry.register(record.spec.key, state)
     root.register_load_state_dict_post_hook(_state_dict_loaded)
     state.agree_on_host_memory()  # now that the whole parameters are gone
     return model
+
+
+def _fitting(strategy: Strategy, topology: Topology) -> Strategy:
+    """The strategy as it is on this many nodes.
+
+    Raises: ValueError for one that makes no sense there.
+    """
+    if topology.nodes > 1:
+        return strategy
+    if strategy.home is Scope.INTRA and topology.ranks > 1:
+        raise ValueError(
+            f"strategy {strategy.name!r} shards within a node and replicates over nodes, but there is one "
+            "node; use 'zero3', which shards over all ranks, or make_mesh(nodes=…)"
+        )
+    return strategy.on_one_node(topology.ranks_per_node)
 
 
 def model_of(model: nn.Module) -> nn.Module:
@@ -147,11 +174,12 @@ def _spec(
     key: str,
     name: str,
     parameter: nn.Parameter,
-    topology: Topology,
+    where: _Where,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> ParamSpec:
-    layout = ParamLayout.of(parameter.shape, topology.nodes, topology.ranks_per_node)
+    home = where.home
+    layout = ParamLayout.of(parameter.shape, home.nodes, home.ranks_per_node)
     gathers_as = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
     reduces_as = reduce_dtype if reduce_dtype and parameter.is_floating_point() else gathers_as
     return ParamSpec(
@@ -161,7 +189,8 @@ def _spec(
         home_dtype=parameter.dtype,
         gather_dtype=gathers_as,
         reduce_dtype=reduces_as,
-        local_shape=layout.local_shape(topology.node, topology.place),
+        local_shape=layout.local_shape(home.node, home.place),
+        home=where.scope,
     )
 
 
@@ -169,13 +198,12 @@ def _install(
     root: nn.Module,
     state: ShardedModel,
     records: dict[nn.Parameter, ParamRecord],
+    where: _Where,
     input_dtype: torch.dtype | None,
 ) -> None:
     """Put home shards in the place of parameters and subclasses in the place of the modules' classes."""
     gate = _Gate()
-    homes = {
-        p: _home_shard(p, r.spec.layout, state.topology, gate.calls) for p, r in records.items()
-    }
+    homes = {p: _home_shard(p, r.spec.layout, where, gate.calls) for p, r in records.items()}
     classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
     for module in root.modules():
         held = {n: p for n, p in module._parameters.items() if p is not None}
@@ -193,16 +221,17 @@ def _install(
 
 
 def _home_shard(
-    parameter: nn.Parameter, layout: ParamLayout, topology: Topology, calls: Calls
+    parameter: nn.Parameter, layout: ParamLayout, where: _Where, calls: Calls
 ) -> nn.Parameter:
-    if topology.home_mesh is None:
+    if where.mesh is None:
         return parameter
-    local = _part(parameter.detach(), layout, topology)
+    local = _part(parameter.detach(), layout, where.home)
     home = HomeShard.of(
         local,
         layout,
-        topology.home_mesh,
+        where.mesh,
         requires_grad=parameter.requires_grad,
+        home=where.scope,
         calls=calls,
     )
     for name, value in vars(
@@ -210,16 +239,16 @@ def _home_shard(
     ).items():  # marks that frameworks leave, such as "no weight decay"
         setattr(home, name, value)
     if parameter.grad is not None:
-        grad = _part(parameter.grad, layout, topology)
-        home.grad = HomeShard.of(grad, layout, topology.home_mesh, requires_grad=False)
+        grad = _part(parameter.grad, layout, where.home)
+        home.grad = HomeShard.of(grad, layout, where.mesh, requires_grad=False, home=where.scope)
     return cast(nn.Parameter, home)  # isinstance says so too (HomeShard._is_param)
 
 
-def _part(whole: Tensor, layout: ParamLayout, topology: Topology) -> Tensor:
+def _part(whole: Tensor, layout: ParamLayout, home: Home) -> Tensor:
     if layout.dim is None:
         return whole.clone()
-    start = layout.local_start(topology.node, topology.place)
-    rows = layout.local_shape(topology.node, topology.place)[layout.dim]
+    start = layout.local_start(home.node, home.place)
+    rows = layout.local_shape(home.node, home.place)[layout.dim]
     return whole.narrow(layout.dim, start, rows).clone(memory_format=torch.contiguous_format)
 
 

@@ -79,18 +79,40 @@ class Strategy:
     host_format: Format = Format.FULL
 
     def __post_init__(self) -> None:
+        self._check_scopes()
         self._check_formats()
-        if self.home is not Scope.GLOBAL:
-            raise ValueError(
-                f"strategy {self.name!r}: home {self.home.value} is not available; use scope global"
-            )
         if self.gradient is Scope.GLOBAL and self.gradient_on is GradientOn.HOST:
             raise ValueError(
                 f"strategy {self.name!r} reduces every micro-batch's gradients to the home shards, so none "
                 "wait on the host; use gradient_on='auto', or a strategy that accumulates, such as 'fcdp'"
             )
 
+    def _check_scopes(self) -> None:
+        widths = list(Scope)
+        if widths.index(self.gradient) > widths.index(self.home):
+            raise ValueError(
+                f"strategy {self.name!r} shards gradients ({self.gradient.value}) over more ranks than what "
+                f"the optimizer steps ({self.home.value}); PaRO's Principle 1 rules it out"
+            )
+        useful = {
+            Scope.NONE: [Cache.NONE],
+            Scope.INTRA: [Cache.NONE, Cache.GPU_FULL],
+            Scope.GLOBAL: list(Cache),
+        }
+        if self.cache not in useful[self.home]:
+            raise ValueError(
+                f"strategy {self.name!r} keeps what is gathered ({self.cache.value}) although home shards "
+                f"({self.home.value}) are no less; use cache none"
+            )
+
     def _check_formats(self) -> None:
+        if self.home is not Scope.GLOBAL and (
+            (self.weight_format, self.gradient_format) != (Format.FULL, Format.FULL)
+        ):
+            raise ValueError(
+                f"strategy {self.name!r} keeps whole copies on every node, between which nothing is gathered "
+                "or scattered that a format could shorten; use one that shards over all ranks, such as 'fcdp'"
+            )
         if self.weight_format is Format.INT4 or self.host_format is Format.INT4:
             raise ValueError(
                 f"strategy {self.name!r} would send or keep weights in 4 bits, which is for gradients alone; "
@@ -130,13 +152,15 @@ class Strategy:
         """Where gradients of micro-batches wait; None if each is reduced to the home shards."""
         return None if self.gradient is Scope.GLOBAL else self.gradient_on
 
-    def on_one_node(self) -> Strategy:
-        """The same strategy where there is nothing to avoid between nodes."""
+    def on_one_node(self, ranks_per_node: int) -> Strategy:
+        """The same strategy where there is nothing to avoid between nodes, and perhaps within the node."""
         gradient = Scope.GLOBAL if self.gradient is Scope.INTRA else self.gradient
+        keeps = self.cache is Cache.GPU_FULL and ranks_per_node > 1
         return replace(
             self,
-            cache=Cache.NONE,
-            life=Life.UNTIL_BACKWARD,
+            home=Scope.GLOBAL if self.home is Scope.INTRA else self.home,
+            cache=Cache.GPU_FULL if keeps else Cache.NONE,
+            life=self.life if keeps else Life.UNTIL_BACKWARD,
             gradient=gradient,
             gradient_on=GradientOn.AUTO if gradient is Scope.GLOBAL else self.gradient_on,
             weight_format=Format.FULL,
@@ -156,6 +180,8 @@ class Strategy:
             return name
         if not isinstance(name, str):
             raise TypeError(f"strategy must be a name or a Strategy, not {type(name).__name__}")
+        if _PARO.match(name):
+            name = name.lower()
         names = [*PRESETS, *_ALIASES]
         # The longest first: "zero++" is no "zero" with modifiers.
         for known in sorted(names, key=len, reverse=True):
@@ -169,8 +195,10 @@ class Strategy:
         raise ValueError(f"unknown strategy {name!r}; choose one of {', '.join(names)}{hint}")
 
 
-def _preset(name: str, cache: Cache, life: Life, gradient: Scope) -> Strategy:
-    return Strategy(name=name, home=Scope.GLOBAL, cache=cache, life=life, gradient=gradient)
+def _preset(
+    name: str, cache: Cache, life: Life, gradient: Scope, home: Scope = Scope.GLOBAL
+) -> Strategy:
+    return Strategy(name=name, home=home, cache=cache, life=life, gradient=gradient)
 
 
 _KEPT = {
@@ -185,16 +213,22 @@ _SCOPES = {"n": Scope.NONE, "i": Scope.INTRA, "g": Scope.GLOBAL}
 
 def _paro(code: str, name: str = "") -> Strategy:
     """PaRO's strategy of that code: scopes of parameters, gradients and optimizer states."""
-    return _preset(name or f"paro-{code}", *_KEPT[code[0]], _SCOPES[code[1]])
+    parameters = (
+        "g" if code[0] == code[2] else code[0]
+    )  # where home shards are, nothing is to be kept
+    return _preset(name or f"paro-{code}", *_KEPT[parameters], _SCOPES[code[1]], _SCOPES[code[2]])
 
 
 PRESETS: dict[str, Strategy] = {
     s.name: s
     for s in (
+        _paro("nnn", "ddp"),
         _paro("nng", "zero1"),
         _paro("ngg", "zero2"),
         _paro("ggg", "zero3"),
         _preset("zero++", Cache.GPU, Life.UNTIL_BACKWARD, Scope.GLOBAL),
+        _paro("iii", "mics"),
+        *(_paro(code) for code in ("nni", "nii", "ini")),
         *(_paro(code) for code in ("nig", "ing", "iig", "igg", "gng", "gig")),
         _preset("fcdp", Cache.ADAPTIVE, Life.UNTIL_CHANGED, Scope.INTRA),
     )
@@ -203,6 +237,9 @@ PRESETS: dict[str, Strategy] = {
 _ALIASES = {
     "fsdp": "zero3",
     "hpz": "zero++",
+    "hsdp": "mics",
+    "paro-nnn": "ddp",
+    "paro-iii": "mics",
     "paro-nng": "zero1",
     "paro-ngg": "zero2",
     "paro-ggg": "zero3",
@@ -258,7 +295,4 @@ def _why_no_paro(name: str, code: str) -> str:
                 f"strategy {name!r} shards {what} over more ranks than optimizer states, so a rank would "
                 f"step values whose {what} it does not hold; PaRO's Principle 1 rules it out"
             )
-    return (
-        f"strategy {name!r} is valid but not available; of PaRO's there are those with optimizer states "
-        "sharded over all ranks: " + ", ".join(f"paro-{p}{g}g" for p in "nig" for g in "nig")
-    )
+    raise AssertionError(f"{name} is valid and no preset")

@@ -14,9 +14,11 @@ from fcdp_compile.sharding import state_of
 _KINDS: dict[str, tuple[str, str]] = {
     Kind.INTER_ALL_GATHER.value: ("inter", "all_gather"),
     Kind.INTER_REDUCE_SCATTER.value: ("inter", "reduce_scatter"),
+    Kind.INTER_ALL_REDUCE.value: ("inter", "all_reduce"),
     AGREE: ("inter", "agree"),
     Kind.INTRA_ALL_GATHER.value: ("intra", "all_gather"),
     Kind.INTRA_REDUCE_SCATTER.value: ("intra", "reduce_scatter"),
+    Kind.INTRA_GRAD_ALL_GATHER.value: ("intra", "grad_all_gather"),
     Kind.STORE.value: ("d2h", "store"),
     Kind.LOAD.value: ("h2d", "load"),
     Kind.ACCUMULATE.value: ("d2h", "accumulate"),

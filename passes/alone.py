@@ -1,4 +1,4 @@
-"""What is left of gathering and reducing when there is one rank: casts."""
+"""What is left of gathering and reducing where a rank has whole parameters: casts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,9 @@ def lower_alone(gm: GraphModule, ctx: PassContext) -> GraphModule:
     Requires: one rank.
     Leaves: no `unshard`, no `reduce_grad` and no explicit node, so that compute is as in an unsharded model.
     """
-    assert ctx.ranks == 1, f"{ctx.ranks} ranks must gather"
+    assert ctx.ranks == ctx.replicas == 1, f"{ctx.replicas} x {ctx.ranks} ranks must reduce"
     graph = gm.graph
-    for node in graph.find_nodes(op="call_function", target=UNSHARD):
-        spec = ctx.specs[str(node.args[1])]
-        with graph.inserting_before(node):
-            _replace(node, _cast(graph, node.args[0], spec.gather_dtype))
+    gather_alone(graph, ctx)
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         spec = ctx.specs[str(node.args[1])]
         with graph.inserting_before(node):
@@ -34,6 +31,15 @@ def lower_alone(gm: GraphModule, ctx: PassContext) -> GraphModule:
     gm.graph.lint()
     gm.recompile()
     return gm
+
+
+def gather_alone(graph: Graph, ctx: PassContext) -> None:
+    """Replace each `unshard` by its shard, which is the parameter; a part of `lower_alone`."""
+    assert ctx.ranks == 1, f"{ctx.ranks} ranks must gather"
+    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+        spec = ctx.specs[str(node.args[1])]
+        with graph.inserting_before(node):
+            _replace(node, _cast(graph, node.args[0], spec.gather_dtype))
 
 
 def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:

@@ -192,7 +192,7 @@ def _why_kept(made: Bucket, ctx: PassContext) -> str:
             return f"{ctx.strategy.name} keeps it on the gpu in full {life}"
         return f"{ctx.strategy.name} keeps node shards on the {made.tier.value} {life}"
     if ctx.nodes == 1:
-        return "one node, nothing to cache"
+        return "home shards are node shards, nothing to cache"
     if ctx.strategy.cache is Cache.NONE:
         return "strategy caches nothing"
     if ctx.direction is Direction.BACKWARD:

@@ -54,6 +54,8 @@ class Packing:
 class PassContext:
     """Read-only input of every pass.
 
+    nodes, ranks_per_node: that share one copy of the parameters, N and g of the buckets.  replica_nodes,
+    replica_ranks: how many copies there are, over nodes and within each.
     node, place: this rank's position, which only the sizes of its own shards depend on.
     specs: of every parameter of the model, by key.  frozen: keys of those that need no gradient now.
     known: the buckets that parameters are in already, by key; for a backward the one of its forward first,
@@ -76,6 +78,8 @@ class PassContext:
     frozen: frozenset[str]
     known: Mapping[str, tuple[Bucket, ...]]
     next_bucket: int
+    replica_nodes: int = 1
+    replica_ranks: int = 1
     bucket_bytes: int | None = None
     machine: Machine = MACHINES["cpu"]
     in_flight_bytes: int | None = None
@@ -87,8 +91,13 @@ class PassContext:
 
     @property
     def ranks(self) -> int:
-        """G: all ranks."""
+        """G: the ranks that share one copy of the parameters."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the parameters there are."""
+        return self.replica_nodes * self.replica_ranks
 
 
 def use_of(node: Node) -> Use:

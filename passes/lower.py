@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 from fcdp_compile import ops
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.packing import pack_home, unpack_full
-from fcdp_compile.passes.alone import lower_alone
+from fcdp_compile.passes.alone import gather_alone, lower_alone
 from fcdp_compile.passes.context import META, Packing, PassContext, Source, use_of
 from fcdp_compile.passes.explicit import explicit, wait_for
 from fcdp_compile.passes.inline import fake_flat
@@ -32,6 +32,7 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
           that collect    pack [G*S] -> intra_reduce_scatter [N*S] -> collect -> inter_reduce_scatter ...
 
     Gradients accumulate at the strategy's scope: here within the node; whole ones before anything is reduced.
+    Where there are several copies of the parameters, `reduction` has other steps.
 
     [Note: negative zeros] What adds nothing to a gradient, not even to one of zeros, and can be told from the
     zeros that `zero_grad` writes (`runtime.gradients`).
@@ -45,8 +46,10 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     Leaves: no `unshard`, no `reduce_grad`; a `free` after the last use of each gathered bucket; a `StepMeta`
     on every explicit node.  A loaded bucket has no inter-node all-gather in this graph.
     """
-    if ctx.ranks == 1:
+    if ctx.ranks == ctx.replicas == 1:
         return lower_alone(gm, ctx)
+    if ctx.ranks == 1:
+        gather_alone(gm.graph, ctx)
     _merge_unshards(gm.graph)
     _sink_unshards(gm.graph)
     stores: list[Node] = []
@@ -126,7 +129,7 @@ def _gather(
             )
             members = [shards[p.name] for p in bucket.params]
             like = buffer = _pack(graph, bucket, members, ctx)
-        if source in (Source.GATHER, Source.GATHER_AND_STORE):
+        if source in (Source.GATHER, Source.GATHER_AND_STORE) and ctx.nodes > 1:
             sent = (ctx.nodes - 1) * bucket.wire_bytes
             val = fake_flat(like, node_shard, dtype)
             buffer = pending = explicit(graph, ops.inter_all_gather, [buffer], bucket, sent, val)

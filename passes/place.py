@@ -14,7 +14,7 @@ from fcdp_compile.plan import Bucket, Direction, Tier, Variant
 def place(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Give every `unshard` the source of its bucket.
 
-        one node                          HOME
+        one node                          HOME, unless whole buckets are kept
         tier none                         GATHER
         backward                          LOAD
         kept until the backward           GATHER_AND_STORE if the backward uses it, else GATHER
@@ -36,7 +36,7 @@ def place(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _source(bucket: Bucket, present: set[str], ctx: PassContext) -> Source:
-    if ctx.nodes == 1:
+    if ctx.nodes == 1 and bucket.tier is Tier.NONE:
         return Source.HOME
     if bucket.tier is Tier.NONE:
         return Source.GATHER

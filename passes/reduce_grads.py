@@ -10,11 +10,12 @@ from torch.fx import Graph, Node
 
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD
-from fcdp_compile.packing import pack_grads, unpack_grads
+from fcdp_compile.packing import pack_grads, padded, unpack_grads
 from fcdp_compile.passes.context import PassContext
 from fcdp_compile.passes.explicit import explicit, wait_for
 from fcdp_compile.passes.inline import fake_flat
-from fcdp_compile.plan import Bucket, Tier, Variant
+from fcdp_compile.plan import Bucket, Kind, Tier, Variant
+from fcdp_compile.reduction import INTER_KINDS, REDUCTIONS, all_reduce_bytes
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.strategy import Scope
 from fcdp_compile.wire import row_bytes
@@ -54,7 +55,10 @@ def _reduce_bucket(
     grads: list[Node] = [n.all_input_nodes[0] for n in members]
     last = max(grads, key=order.__getitem__)
     with graph.inserting_before(_after(last)):
-        (packed,) = ctx.inliner.inline(graph, lambda g: [pack_grads(g, layouts, dtype)], grads)
+        together = ctx.replica_ranks
+        (packed,) = ctx.inliner.inline(
+            graph, lambda g: [padded(pack_grads(g, layouts, dtype), together)], grads
+        )
         reduced = _reduce_packed(graph, bucket, packed, specs, ctx)
     with graph.inserting_before(min(members, key=order.__getitem__)):
         shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
@@ -76,36 +80,48 @@ def _reduce_packed(
     dtype = getattr(torch, bucket.reduce_dtype)
     wide = torch.promote_types(dtype, torch.float32)
     slots = [s.layout.slot_elements for s in specs]
-    elements = sum(slots) * ctx.ranks
+    names = tuple(s.name for s in specs)
+    elements = int(packed.meta["val"].numel())
     buffer, pending = packed, None  # type: Node, Node | None
     for op, size in _reduction_steps(ctx):
-        elements //= size
         moved, result = (size - 1) * elements * bucket.reduce_itemsize, dtype
-        if op is ops.inter_reduce_scatter:
-            moved = (size - 1) * row_bytes(slots, bucket.reduce_wire, bucket.reduce_itemsize)
-        elif op in (ops.collect, ops.accumulate):
+        if op in (ops.collect, ops.accumulate):
             moved = elements * wide.itemsize if bucket.gradient_tier is Tier.HOST else 0
             result = wide if ctx.variant is Variant.ACCUMULATE else dtype
+        elif op is ops.inter_reduce_scatter:
+            moved = (size - 1) * row_bytes(slots, bucket.reduce_wire, bucket.reduce_itemsize)
+            elements //= size
+        elif op is ops.intra_reduce_scatter:
+            moved //= size
+            elements //= size
+        elif op is ops.inter_all_reduce:
+            moved = all_reduce_bytes(elements, bucket.reduce_itemsize, size)
+        else:
+            elements *= size
         val = fake_flat(packed, elements, result)
         buffer = pending = explicit(graph, op, [buffer], bucket, moved, val)
-        pending.kwargs = {**pending.kwargs, "params": tuple(s.name for s in specs)}
+        pending.kwargs = {**pending.kwargs, "params": names}
     return buffer if pending is None else wait_for(graph, pending)
 
 
 def _reduction_steps(ctx: PassContext) -> list[tuple[Callable[..., Any], int]]:
     """The ops that gradients go through, each with the size of its group."""
     steps: list[tuple[Callable[..., Any], int]] = []
-    for whole, op, size in (
-        (Scope.NONE, ops.intra_reduce_scatter, ctx.ranks_per_node),
-        (Scope.INTRA, ops.inter_reduce_scatter, ctx.nodes),
-    ):
-        if ctx.strategy.gradient is whole and ctx.variant is Variant.ACCUMULATE:
+    for kind in REDUCTIONS[ctx.strategy.home]:
+        is_inter = kind in INTER_KINDS
+        whole = Scope.INTRA if is_inter else Scope.NONE
+        is_first = kind is not Kind.INTRA_GRAD_ALL_GATHER
+        if is_first and ctx.strategy.gradient is whole and ctx.variant is Variant.ACCUMULATE:
             return [*steps, (ops.collect, 1), (ops.accumulate, 1)]
-        if ctx.strategy.gradient is whole and ctx.variant is Variant.COLLECT:
+        if is_first and ctx.strategy.gradient is whole and ctx.variant is Variant.COLLECT:
             steps.append((ops.collect, 1))
+        size = ctx.nodes * ctx.replica_nodes if is_inter else ctx.ranks_per_node * ctx.replica_ranks
         if size > 1:
-            steps.append((op, size))
+            steps.append((_OPS[kind], size))
     return steps
+
+
+_OPS = {kind: op for op, kind in ops.EXPLICIT.items() if kind is not None}
 
 
 def _negative_zeros(graph: Graph, like: Node, spec: ParamSpec) -> Node:

@@ -20,6 +20,8 @@ _REDUCTIONS = (
     ops.accumulate,
     ops.intra_reduce_scatter,
     ops.inter_reduce_scatter,
+    ops.inter_all_reduce,
+    ops.intra_grad_all_gather,
 )
 
 
@@ -89,16 +91,18 @@ def find_reductions(graph: Graph) -> list[Reduction]:
 
 
 def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
+    # Where there is one node, what is stored is what a rank has at home.
+    before = [s for n in chain[0].all_input_nodes if (s := _next(n, (ops.store,))) is not None]
     stores = [s for n in chain if (s := _next(n, (ops.store,))) is not None]
     two_stages = len(chain) > 1
-    ends = [w for s in stores if (w := _next(s, (ops.wait,))) is not None]
+    ends = [w for s in (*before, *stores) if (w := _next(s, (ops.wait,))) is not None]
     if (free := _next(wait, (ops.free,))) is not None:
         ends.append(free)
     full = _nbytes(wait)
     return Gather(
         pack=_pack(chain[0]),
         fetch=(chain[0], *stores) if two_stages else (),
-        spread=tuple(chain[1:]) if two_stages else (chain[0], *stores),
+        spread=tuple(chain[1:]) if two_stages else (*before, chain[0], *stores),
         wait=wait,
         ends=tuple(ends),
         fetched_bytes=full // ctx.ranks_per_node if two_stages else 0,

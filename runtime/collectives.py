@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.mesh import Topology, has_nccl
+from fcdp_compile.packing import padded
 from fcdp_compile.plan import LANES, Kind
 from fcdp_compile.quantize import Codec
+from fcdp_compile.reduction import INTER_KINDS, all_reduce_bytes
 from fcdp_compile.runtime.counters import AGREE, Counters
 from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
@@ -25,8 +27,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 _LOOK = timedelta(seconds=0.25)
 """How often a blocked collective looks whether the interpreter ends."""
-
-_INTER = {Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER}
 
 
 class Collectives:
@@ -45,7 +45,7 @@ class Collectives:
 
     def _group(self, kind: Kind) -> tuple[dist.ProcessGroup | None, int]:
         t = self._topology
-        return (t.inter, t.nodes) if kind in _INTER else (t.intra, t.ranks_per_node)
+        return (t.inter, t.nodes) if kind in INTER_KINDS else (t.intra, t.ranks_per_node)
 
     def group_size(self, kind: Kind) -> int:
         """How many ranks take part in a collective of that kind."""
@@ -99,6 +99,35 @@ class Collectives:
         else:
             run = partial(_reduce_encoded, out, whole, codec, group, size, self._lanes.exiting)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+
+    def all_reduce(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
+        """Start an averaging all-reduce: a reduce-scatter, and an all-gather of what that leaves.
+
+        Shape: [n] -> [n].  Every rank gets the same bits.
+        """
+        group, size = self._group(kind)
+        send = _contiguous(send)
+        own = tensor_of(send)
+        self._counters.add(kind, all_reduce_bytes(own.numel(), own.itemsize, size))
+        if size == 1 or not own.nbytes:
+            return send if isinstance(send, Pending) else Pending(send)
+        parts = _empty(own, -(-own.numel() // size) * size)
+        out = parts.narrow(0, 0, own.numel())
+        run = partial(_all_reduce, parts, own, group, size, self._lanes.exiting)
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send, parts], name=name)
+
+    def reduction(
+        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+    ) -> Pending:
+        """Start one step of a reduction of gradients (`fcdp_compile.reduction`).
+
+        codec: of what crosses in a reduce-scatter.
+        """
+        if kind is Kind.INTER_ALL_REDUCE:
+            return self.all_reduce(kind, send, name)
+        if kind is Kind.INTRA_GRAD_ALL_GATHER:
+            return self.all_gather(kind, send, name)
+        return self.reduce_scatter(kind, send, name, codec=codec)
 
     def agree(self, words: list[int]) -> list[list[int]]:
         """Every rank's `words`, the same number on every rank; all ranks of the mesh must call it."""
@@ -216,6 +245,18 @@ def _reduce(
             out.copy_(average)
 
     return Begun(finish)
+
+
+def _all_reduce(
+    out: Tensor, send: Tensor, group: dist.ProcessGroup | None, size: int, exiting: Event
+) -> Begun | None:
+    """The average of [n] in `out`, which is as long as n rounded up to a multiple of the group's size."""
+    whole = padded(send, size)
+    mine = torch.empty_like(out[: out.numel() // size])
+    left = _reduce(mine, whole, group, size, exiting)
+    if left is not None:
+        left.finish()  # here: what another thread began would meet the next collective out of order
+    return _gather(out, mine, group, exiting)
 
 
 def _reduce_encoded(

@@ -172,7 +172,9 @@ def _zero(waiting: _Waiting, params: _Params, names: Collection[str]) -> None:
         waiting.kept.done.order()
         if waiting.slab is not None and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # what follows is done by the Python thread
-    rows = waiting.kept.tensor.view(-1, sum(slots[n] for n in params))
+    row = sum(slots[n] for n in params)
+    kept = waiting.kept.tensor
+    rows = kept[: kept.numel() // row * row].view(-1, row)  # what is behind is padding
     offset = 0
     for name in params:
         if name in names:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.errors import StaleParameterError
-from fcdp_compile.mesh import Topology
+from fcdp_compile.mesh import Home
 from fcdp_compile.plan import LANES, Bucket, Kind, Tier
 from fcdp_compile.quantize import Codec
 from fcdp_compile.runtime.codecs import Codecs
@@ -88,7 +88,7 @@ class NodeShardCache:
         """Whether all ranks have agreed to keep the whole bucket."""
         return bucket.id in self._in_full
 
-    def agree_in_full(self, bucket: Bucket, topology: Topology, *, agreed: bool) -> None:
+    def agree_in_full(self, bucket: Bucket, home: Home, *, agreed: bool) -> None:
         """Take note of what all ranks came to; a bucket that is kept in full against it falls back."""
         if agreed:
             self._in_full.add(bucket.id)
@@ -99,7 +99,7 @@ class NodeShardCache:
             return
         if (full := entry.kept).done is not None:
             full.done.order()
-        node_shard = full.tensor.view(topology.ranks_per_node, -1)[topology.place]
+        node_shard = full.tensor.view(home.ranks_per_node, -1)[home.place]
         if self._tier_now(bucket) is Tier.GPU:
             node_shard = node_shard.clone()  # a view would keep all of it
         self.store(bucket, node_shard, entry.generation).wait()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 
 from fcdp_compile.host_memory import UNLIMITED, HostBudget, Limit, detect, lockable_bytes
-from fcdp_compile.mesh import Topology
+from fcdp_compile.mesh import Home, Topology
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.pinned import PinnedPool
@@ -36,8 +36,9 @@ class HostMemory:
     place says why), and buckets ask for places in the order of the plan.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, home: Home) -> None:
         self._topology = topology
+        self._home = home
         self._available = HostBudget(bytes=UNLIMITED, limit=Limit.NOTHING)
         self._lockable_bytes = UNLIMITED
         self._asked_bytes: int | None = None
@@ -96,8 +97,7 @@ class HostMemory:
         new = {b.id: b for b in made if b.tier is Tier.NONE and not self.is_left_out(b)}
         if new and not self._left_out and self._topology.node == self._topology.place == 0:
             lost, every = (
-                sum(b.host_bytes(self._topology.nodes) for b in group)
-                for group in (new.values(), made)
+                sum(b.host_bytes(self._home.nodes) for b in group) for group in (new.values(), made)
             )
             log.warning(
                 "%d of %d buckets (%.1f of %.1f MiB a rank) do not fit in host memory and are gathered "

@@ -17,8 +17,9 @@ from torch.optim.optimizer import (
 
 from fcdp_compile.errors import UnsynchronizedGradientError
 from fcdp_compile.mesh import Topology
-from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
+from fcdp_compile.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.reduction import REDUCTIONS
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.agreement import About, any_rank
@@ -34,7 +35,7 @@ from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.released import is_released, release
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
-from fcdp_compile.strategy import Strategy
+from fcdp_compile.strategy import Scope, Strategy
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +53,15 @@ class ShardedModel:
     ) -> None:
         self.number = number
         self.topology = topology
-        # Between one node there is nothing to avoid: caching would only cost copies.
-        self.strategy = strategy if topology.nodes > 1 else strategy.on_one_node()
+        self.strategy = strategy
+        self.home = topology.home(strategy.home)
         self.records = {r.spec.key: r for r in records}
         self.device = device
         self.counters = Counters()
         self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
         self.collectives = Collectives(topology, self.counters, self.lanes)
         self.pool = PinnedPool(device, numa_node=numa.node_of(device))
-        self.host_memory = HostMemory(topology)
+        self.host_memory = HostMemory(topology, self.home)
         self.codecs = Codecs()
         self.cache = NodeShardCache(
             strategy.life, device, self.counters, self.pool, self.lanes, self.codecs
@@ -98,8 +99,9 @@ class ShardedModel:
         self.records[key].living()  # raises if what was put there holds other rows
         layouts = [spec.layout]
         pending = Pending(pack_home([shard], layouts, spec.gather_dtype))
-        for kind in (Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER):
-            if self.collectives.group_size(kind) > 1:
+        sizes = (self.home.nodes, self.home.ranks_per_node)
+        for kind, size in zip((Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER), sizes, strict=True):
+            if size > 1:
                 pending = self.collectives.all_gather(kind, pending, f"fcdp::{kind.value} {key}")
         full = unpack_full(pending.wait(), layouts)[0]
         # An op must not return its input, which is what nothing to gather and nothing to cast comes to.
@@ -121,12 +123,13 @@ class ShardedModel:
     def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
         """Average one full gradient over all ranks now and return this rank's shard of it."""
         spec = self.spec(key)
-        pending = Pending(pack_grads([grad], [spec.layout], spec.reduce_dtype))
-        for kind in (Kind.INTRA_REDUCE_SCATTER, Kind.INTER_REDUCE_SCATTER):
+        packed = pack_grads([grad], [spec.layout], spec.reduce_dtype)
+        if self.strategy.home is Scope.NONE:
+            packed = padded(packed, self.topology.ranks_per_node)
+        pending = Pending(packed)
+        for kind in REDUCTIONS[self.strategy.home]:
             if self.collectives.group_size(kind) > 1:
-                pending = self.collectives.reduce_scatter(
-                    kind, pending, f"fcdp::{kind.value} {key}"
-                )
+                pending = self.collectives.reduction(kind, pending, f"fcdp::{kind.value} {key}")
         whole = pending.wait()
         shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
@@ -201,7 +204,7 @@ class ShardedModel:
     def release_shards(self, bucket: Bucket) -> None:
         """Give back the device memory of the home shards of a bucket that is valid in the cache."""
         specs = [self.records[key].spec for key in self.keys_of(bucket)]
-        release(bucket, specs, self.parameters(bucket), self.cache, self.topology.node)
+        release(bucket, specs, self.parameters(bucket), self.cache, self.home.node)
 
     # --- validity -----------------------------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class ShardedModel:
         outdated = [
             b.id in changed or self.cache.generation(b.id) != self.generation(b) for b in buckets
         ]
-        may_keep_full = self.strategy.may_keep_full and self.topology.ranks_per_node > 1
+        may_keep_full = self.strategy.may_keep_full and self.home.ranks_per_node > 1
         refused = [not self.cache.wants_in_full(b) for b in buckets] if may_keep_full else []
         agreed = any_rank(self.collectives, about, [*outdated, *refused])
         for bucket, mine_too, is_stale in zip(buckets, outdated, agreed, strict=False):
@@ -236,15 +239,16 @@ class ShardedModel:
     def _settle_full(self, bucket: Bucket, *, agreed: bool) -> None:
         if agreed and not self.cache.keeps_in_full(bucket):
             self.shards(bucket)  # those that only the host's copy has come back before it goes
-        self.cache.agree_in_full(bucket, self.topology, agreed=agreed)
+        self.cache.agree_in_full(bucket, self.home, agreed=agreed)
 
     def fingerprints_of_uncached(self, buckets: Sequence[Bucket]) -> list[int]:
         """Fingerprints of the home shards of those buckets that no tier keeps, 0 for the others.
 
-        With one rank there is nothing to gather again in a backward: autograd has saved the parameter.
+        Where a rank has whole parameters there is nothing to gather again in a backward: autograd has saved
+        them.  But it does not see that an optimizer steps a DTensor, which generations do.
         """
-        if self.topology.ranks == 1:
-            return [0] * len(buckets)
+        if self.home.ranks == 1:
+            return [self.generation(b) for b in buckets]
         marks = {b.id: fingerprint(self.shards(b)) for b in buckets if b.tier is Tier.NONE}
         known = (
             dict(zip(marks, torch.stack(list(marks.values())).tolist(), strict=True))
@@ -266,11 +270,12 @@ class ShardedModel:
             # A group's own thread lets go of what it sent a little after the gather, and shards that anybody
             # holds cannot be released.
             home = home.clone()
-        kind = Kind.INTER_ALL_GATHER
-        name = range_name(kind, bucket)
-        node_shard = self.collectives.all_gather(
-            kind, home, name, codec=self.codecs.of_weights(bucket)
-        )
+        node_shard = Pending(home)
+        if self.home.nodes > 1:
+            kind = Kind.INTER_ALL_GATHER
+            codec = self.codecs.of_weights(bucket)
+            name = range_name(kind, bucket)
+            node_shard = self.collectives.all_gather(kind, home, name, codec=codec)
         generation = self.generation(bucket)
         stored = self.cache.store(bucket, node_shard, generation)
         if self.cache.keeps_in_full(bucket):

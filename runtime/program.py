@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from fcdp_compile import ops
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.reduction import REDUCING
 from fcdp_compile.runtime.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.pending import Pending
@@ -173,7 +174,7 @@ class Program:
             return lambda values: values[-1].model.collectives.all_gather(
                 kind, values[first], name, codec=values[-1].model.codecs.of_weights(bucket)
             )
-        assert kind in (Kind.INTER_REDUCE_SCATTER, Kind.INTRA_REDUCE_SCATTER), kind
+        assert kind in REDUCING, kind
         return partial(self._reduce, bucket, kind, params, first, name)
 
     def _reduce(
@@ -185,11 +186,11 @@ class Program:
         name: str,
         values: list[Any],
     ) -> Pending:
-        model = values[-1].model
-        crosses = kind is Kind.INTER_REDUCE_SCATTER
-        codec = model.codecs.of_gradients(bucket, params) if crosses else None
-        reduced: Pending = model.collectives.reduce_scatter(kind, values[first], name, codec=codec)
-        return reduced
+        model: ShardedModel = values[-1].model
+        codec = None
+        if kind is Kind.INTER_REDUCE_SCATTER:
+            codec = model.codecs.of_gradients(bucket, params)
+        return model.collectives.reduction(kind, values[first], name, codec=codec)
 
     def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
         run: _Run = values[-1]

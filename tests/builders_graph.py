@@ -99,7 +99,7 @@ def make_context(
     """A context; `frozen` holds names.  One node caches nothing, as in the runtime."""
     chosen = Strategy.parse(strategy)
     return PassContext(
-        strategy=chosen if where.nodes > 1 else chosen.on_one_node(),
+        strategy=chosen if where.nodes > 1 else chosen.on_one_node(where.ranks_per_node),
         nodes=where.nodes,
         ranks_per_node=where.ranks_per_node,
         node=where.node,

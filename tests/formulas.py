@@ -22,15 +22,22 @@ class Point:
     """What of a gathered bucket is kept, until it changes or until the backward; where gradients accumulate.
 
     keeps: "full", "shard", "host" (the node shard, there) or nothing.  gradient: whole ("n"), within a node
-    ("i"), not at all ("g").
+    ("i"), not at all ("g").  home: what the optimizer steps is cut over all ranks ("g"), those of a node
+    ("i"), none ("n").
     """
 
     keeps: str
     resident: bool = True
     gradient: str = "g"
+    home: str = "g"
 
 
 POINTS = {
+    "ddp": Point(keeps="", resident=False, gradient="n", home="n"),
+    "mics": Point(keeps="", resident=False, gradient="i", home="i"),
+    "paro-nni": Point(keeps="full", gradient="n", home="i"),
+    "paro-nii": Point(keeps="full", gradient="i", home="i"),
+    "paro-ini": Point(keeps="", resident=False, gradient="n", home="i"),
     "zero1": Point(keeps="full", gradient="n"),
     "zero2": Point(keeps="full"),
     "zero3": Point(keeps="", resident=False),
@@ -97,11 +104,27 @@ def _encoded(slots: Sequence[int], bits: int) -> int:
     return 4 * sum(ceil(n / 256) for n in slots) + ceil(sum(slots) * bits / 8)
 
 
+def caches(strategy: str, nodes: int, ranks_per_node: int) -> bool:
+    """Whether anything gathered waits for its next use."""
+    point = POINTS[strategy]
+    if nodes > 1 and point.home == "g":
+        return bool(point.keeps)
+    return point.keeps == "full" and ranks_per_node > 1
+
+
 class _Tally:
     def __init__(
-        self, model: Model, nodes: int, ranks_per_node: int, modifiers: Sequence[str] = ()
+        self,
+        model: Model,
+        nodes: int,
+        ranks_per_node: int,
+        home: str,
+        modifiers: Sequence[str] = (),
     ) -> None:
-        self._model, self._nodes, self._g = model, nodes, ranks_per_node
+        self._model, self._home = model, home
+        self._all_nodes, self._all_g = nodes, ranks_per_node
+        self._nodes = nodes if home == "g" else 1
+        self._g = 1 if home == "n" else ranks_per_node
         self._bits = dict(_BITS[m] for m in modifiers)
         self._host_bits = 8 if "c8" in modifiers else 0
         self._bytes: Counter[str] = Counter()
@@ -139,20 +162,37 @@ class _Tally:
         self, bucket: Bucket, scope: str, number: int, *, is_last: bool, on_host: bool
     ) -> None:
         """The gradients of micro-batch `number`."""
-        if scope == "i" and self._nodes == 1:
+        if scope == "i" and self._all_nodes == 1:
             scope = "g"
-        sharded = "n" if scope == "n" else "ig"
         waits = self._nodes * (self._g if scope == "n" else 1) * self._slot(bucket)
-        if sharded != "n":
-            self.intra("reduce_scatter", bucket)
+        part = self._within(bucket)
+        if scope != "n":
+            self._reduce_within(part)
         if scope != "g":
             self._add("collect", waits if on_host and number else 0)
             if not is_last:
                 self._add("accumulate", waits if on_host else 0)
                 return
-        if sharded == "n":
-            self.intra("reduce_scatter", bucket)
-        self.inter("reduce_scatter", bucket)
+        if scope == "n":
+            self._reduce_within(part)
+        if self._home == "g":
+            self.inter("reduce_scatter", bucket)
+        elif self._all_nodes > 1:
+            between = ceil(part / self._model.itemsize / self._all_nodes) * self._model.itemsize
+            self._add("inter_all_reduce", 2 * (self._all_nodes - 1) * between)
+        if self._home == "n" and self._all_g > 1:
+            self._add("intra_grad_all_gather", (self._all_g - 1) * part)
+
+    def _within(self, bucket: Bucket) -> int:
+        """Bytes of the part of gradients that a rank is left with once they are reduced in its node."""
+        if self._home != "n":
+            return self._nodes * self._slot(bucket)
+        itemsize = self._model.itemsize
+        return ceil(self._slot(bucket) / itemsize / self._all_g) * itemsize
+
+    def _reduce_within(self, part: int) -> None:
+        if self._all_g > 1:
+            self._add("intra_reduce_scatter", (self._all_g - 1) * part)
 
     def moved(self) -> Moved:
         return Moved(bytes={k: n for k, n in self._bytes.items() if n}, calls=dict(self._calls))
@@ -180,21 +220,22 @@ def training_step(
     left_out: buckets that found no place in the cache.  gradients_on_host: where those accumulate, in fp32.
     """
     strategy, *modifiers = [strategy] if strategy in POINTS else strategy.split("+")
-    tally = _Tally(model, nodes, ranks_per_node, modifiers)
     point = POINTS[strategy]
+    tally = _Tally(model, nodes, ranks_per_node, point.home, modifiers)
+    caches_any = caches(strategy, nodes, ranks_per_node)
     on_host = point.keeps == "host"
     for number in range(micro_batches):
         for bucket in model.buckets:
-            caches = nodes > 1 and bool(point.keeps) and bucket not in left_out
+            is_kept = caches_any and bucket not in left_out
             is_frozen = not set(bucket) & model.trainable
             again = tuple(n for n in bucket if n in model.backward)
             was_changed = number == 0 and (first or not is_frozen)
-            resident = caches and point.resident
+            resident = is_kept and point.resident
             before = resident and is_frozen  # what is stale is gathered before the forward
-            in_full = caches and point.keeps == "full"
+            in_full = is_kept and point.keeps == "full"
             if not resident or was_changed:
                 tally.inter("all_gather", bucket)
-                if caches and (again or resident):
+                if is_kept and (again or resident):
                     tally.copy("store", bucket, to_host=on_host)
             if before or (resident and not was_changed):
                 tally.copy("load", bucket, to_host=on_host)
@@ -202,7 +243,7 @@ def training_step(
                 tally.intra("all_gather", bucket)
             is_there = in_full and resident and (before or not was_changed)
             tally.intra("all_gather", bucket, is_there=is_there)
-            if again and caches:
+            if again and is_kept:
                 tally.copy("load", bucket, to_host=on_host)
                 tally.intra("all_gather", bucket, is_there=in_full)
             elif again:  # gathered between nodes once more, and only what is needed
@@ -219,9 +260,9 @@ def evaluation_batch(
     model: Model, strategy: str, nodes: int, ranks_per_node: int, *, first: bool
 ) -> Moved:
     """One forward without gradients after training; the first finds the trainable buckets changed."""
-    tally = _Tally(model, nodes, ranks_per_node)
-    resident = nodes > 1 and strategy in RESIDENT
     point = POINTS[strategy]
+    tally = _Tally(model, nodes, ranks_per_node, point.home)
+    resident = caches(strategy, nodes, ranks_per_node) and point.resident
     for bucket in model.buckets:
         stale = first and bool(set(bucket) & model.trainable)
         if not resident or stale:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,12 +26,13 @@ def test_presets_are_different_points() -> None:
 
 def test_only_a_cache_that_outlives_the_backward_is_resident() -> None:
     found = {n for n, s in PRESETS.items() if not s.is_resident}
-    assert found == {"zero3", "zero++", "paro-gng", "paro-gig"}
+    assert found == {"ddp", "mics", "paro-ini", "zero3", "zero++", "paro-gng", "paro-gig"}
 
 
 def test_where_each_preset_keeps_node_shards() -> None:
     assert {name: s.cache for name, s in PRESETS.items()} == {
-        **dict.fromkeys(("zero1", "zero2", "paro-nig"), Cache.GPU_FULL),
+        **dict.fromkeys(("zero1", "zero2", "paro-nig", "paro-nni", "paro-nii"), Cache.GPU_FULL),
+        **dict.fromkeys(("ddp", "mics", "paro-ini"), Cache.NONE),
         **dict.fromkeys(("zero3", "paro-gng", "paro-gig"), Cache.NONE),
         **dict.fromkeys(("zero++", "paro-ing", "paro-iig", "paro-igg"), Cache.GPU),
         "fcdp": Cache.ADAPTIVE,
@@ -39,8 +41,10 @@ def test_where_each_preset_keeps_node_shards() -> None:
 
 def test_where_gradients_accumulate() -> None:
     assert {name: s.gradient for name, s in PRESETS.items()} == {
-        **dict.fromkeys(("zero1", "paro-ing", "paro-gng"), Scope.NONE),
-        **dict.fromkeys(("fcdp", "paro-nig", "paro-iig", "paro-gig"), Scope.INTRA),
+        **dict.fromkeys(("ddp", "zero1", "paro-nni", "paro-ini"), Scope.NONE),
+        **dict.fromkeys(("paro-ing", "paro-gng"), Scope.NONE),
+        **dict.fromkeys(("fcdp", "mics", "paro-nii", "paro-nig"), Scope.INTRA),
+        **dict.fromkeys(("paro-iig", "paro-gig"), Scope.INTRA),
         **dict.fromkeys(("zero2", "zero3", "zero++", "paro-igg"), Scope.GLOBAL),
     }
     for strategy in PRESETS.values():
@@ -55,11 +59,14 @@ def test_gradients_that_do_not_accumulate_cannot_wait_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_on_one_node_nothing_is_cached_and_only_whole_gradients_wait(name: str) -> None:
-    strategy = PRESETS[name].on_one_node()
-    assert (strategy.name, strategy.cache) == (name, Cache.NONE)
+def test_on_one_node_only_whole_buckets_are_kept_and_only_whole_gradients_wait(name: str) -> None:
+    preset, strategy = PRESETS[name], PRESETS[name].on_one_node(2)
+    keeps = preset.cache is Cache.GPU_FULL
+    assert (strategy.name, strategy.cache) == (name, Cache.GPU_FULL if keeps else Cache.NONE)
+    assert preset.on_one_node(1).cache is Cache.NONE, "one rank has everything"
+    assert strategy.home is (Scope.NONE if preset.home is Scope.NONE else Scope.GLOBAL)
     assert strategy.gradient is not Scope.INTRA
-    assert (strategy.accumulates_on is None) == (PRESETS[name].gradient is not Scope.NONE)
+    assert (strategy.accumulates_on is None) == (preset.gradient is not Scope.NONE)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +77,10 @@ def test_on_one_node_nothing_is_cached_and_only_whole_gradients_wait(name: str) 
         ("paro-ggg", "zero3"),
         ("paro-ngg", "zero2"),
         ("paro-nng", "zero1"),
+        ("paro-iii", "mics"),
+        ("PARO-III", "mics"),
+        ("hsdp", "mics"),
+        ("paro-nnn", "ddp"),
     ],
 )
 def test_other_names_of_a_preset(alias: str, name: str) -> None:
@@ -77,19 +88,24 @@ def test_other_names_of_a_preset(alias: str, name: str) -> None:
 
 
 def test_the_codes_of_paro() -> None:
-    """27 of three letters: 13 are ruled out, and of the 14 others nine are available."""
-    found: dict[str, list[str]] = {"available": [], "valid": [], "invalid": []}
+    """Of 27 of three letters 14 are valid, each with the scopes that it says; 13 are ruled out."""
+    scopes = {"n": Scope.NONE, "i": Scope.INTRA, "g": Scope.GLOBAL}
+    kept = {"n": Cache.GPU_FULL, "i": Cache.GPU, "g": Cache.NONE}
+    valid, ruled_out = [], []
     for code in map("".join, itertools.product("nig", repeat=3)):
         try:
-            Strategy.parse(f"paro-{code}")
-            found["available"].append(code)
+            found = Strategy.parse(f"paro-{code}")
         except ValueError as error:
-            found["invalid" if "Principle 1" in str(error) else "valid"].append(code)
-    assert found["available"] == ["nng", "nig", "ngg", "ing", "iig", "igg", "gng", "gig", "ggg"]
-    valid = {*found["available"], *found["valid"]}
+            ruled_out.append(str(error))
+            continue
+        valid.append(code)
+        parameters, gradients, states = code
+        assert (found.home, found.gradient) == (scopes[states], scopes[gradients])
+        assert found.cache is (Cache.NONE if parameters == states else kept[parameters])
     expected = "nnn nni nng nii nig ngg ini ing iii iig igg gng gig ggg"
     assert sorted(valid) == sorted(expected.split())
-    assert len(found["invalid"]) == 13
+    assert len(ruled_out) == 13
+    assert all("Principle 1 rules it out" in message for message in ruled_out)
 
 
 def test_nothing_cached_is_not_resident() -> None:
@@ -105,7 +121,7 @@ def test_nothing_cached_is_not_resident() -> None:
 
 @pytest.mark.parametrize("name", ["FCDP", "fcpd", "zero33", "zero+"])
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest(name: str) -> None:
-    with pytest.raises(ValueError, match=r"choose one of zero1, zero2, zero3, .*; did you mean"):
+    with pytest.raises(ValueError, match=r"choose one of ddp, zero1, zero2, .*; did you mean"):
         Strategy.parse(name)
 
 
@@ -135,7 +151,8 @@ def test_modifiers(name: str, printed: str, weights: str, gradients: str, host: 
         ("fcdp+", "unknown modifier ''; choose from w8"),
         ("fcdp+g4+g8", "sends gradients in two formats; give one of g8 and g4"),
         ("zero3+c8", "keeps no node shards on the host"),
-        ("paro-iii+w8", "is valid but not available"),
+        ("paro-iii+w8", "whole copies on every node"),
+        ("ddp+g4", "whole copies on every node"),
         ("paro-nin+w8", "Principle 1"),
         ("nothing+w8", "unknown strategy 'nothing.w8'; choose one of"),
     ],
@@ -165,13 +182,19 @@ def test_what_is_no_name_is_a_type_error(name: object) -> None:
         Strategy.parse(name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("home", [Scope.INTRA, Scope.NONE])
-def test_points_that_nothing_lowers_yet_are_refused(home: Scope) -> None:
-    with pytest.raises(ValueError, match="use scope global"):
-        Strategy(
-            name="x",
-            home=home,
-            cache=Cache.NONE,
-            life=Life.UNTIL_CHANGED,
-            gradient=Scope.GLOBAL,
-        )
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"home": Scope.INTRA, "gradient": Scope.GLOBAL}, "Principle 1 rules it out"),
+        ({"home": Scope.NONE, "gradient": Scope.INTRA}, "Principle 1 rules it out"),
+        ({"home": Scope.INTRA, "cache": Cache.GPU}, "home shards .intra. are no less"),
+        ({"home": Scope.INTRA, "cache": Cache.ADAPTIVE}, "home shards .intra. are no less"),
+        ({"home": Scope.NONE, "cache": Cache.GPU_FULL}, "home shards .none. are no less"),
+        ({"home": Scope.INTRA, "weight_format": Format.INT8}, "whole copies on every node"),
+        ({"home": Scope.NONE, "gradient_format": Format.INT4}, "whole copies on every node"),
+    ],
+)
+def test_points_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
+    point = {"cache": Cache.NONE, "life": Life.UNTIL_CHANGED, "gradient": Scope.NONE}
+    with pytest.raises(ValueError, match=message):
+        Strategy(name="x", **{**point, **fields})

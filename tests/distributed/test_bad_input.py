@@ -64,7 +64,7 @@ def test_a_model_that_cannot_be_sharded(make: Callable[[], nn.Module], what: str
     [
         ({"strategy": "zero+"}, ValueError, r"unknown strategy .zero\+.; .*did you mean .zero"),
         ({"strategy": "FCDP"}, ValueError, "did you mean 'fcdp'"),
-        ({"strategy": "qqq"}, ValueError, "choose one of zero1, zero2, zero3, .*"),
+        ({"strategy": "qqq"}, ValueError, "choose one of ddp, zero1, zero2, .*"),
         ({"strategy": 3}, TypeError, "strategy must be a name or a Strategy, not int"),
         ({"mesh": 4}, TypeError, "mesh must be a DeviceMesh or None, not int"),
         ({"param_dtype": "bf16"}, TypeError, "param_dtype must be a floating point torch.dtype"),

@@ -212,14 +212,14 @@ _QUANTISED: list[Key] = [
     ("odd", "zero3+w8+g8", False),
     ("odd-lora", "paro-iig+w8+g4", True),
 ]
-_FEW: list[Key] = [k for k in _ONE_EACH if k[1] in ("zero1", "zero3", "paro-iig", "fcdp")]
+_FEW: list[Key] = [k for k in _ONE_EACH if k[1] in ("ddp", "mics", "zero1", "paro-iig", "fcdp")]
 # Away from 2 x 2 one bucketing each: one kind of group is missing, and nothing else is new.
 _SIZES: dict[tuple[int, int], list[Key]] = {
     (2, 2): _ONE_EACH + _BOTH + _QUANTISED,
     (4, 1): _FEW,
     (2, 3): _FEW[1::2],
-    (1, 2): [("odd", "zero3", False), ("odd-lora", "fcdp", True)],
-    (1, 3): [("odd", "zero++", True), ("odd-lora", "fcdp", False), ("odd", "zero1", True)],
+    (1, 2): [("odd", "zero3", False), ("odd-lora", "fcdp", True), ("odd-lora", "zero2", True)],
+    (1, 3): [("odd", "zero++", True), ("odd-lora", "ddp", False), ("odd", "zero1", True)],
 }
 
 
@@ -252,8 +252,8 @@ def test_counters_plan_and_formula_agree(
             accumulated = found.accumulated, found.planned_accumulated, expected
             assert [m.bytes for m in accumulated] == [expected.bytes] * 3, where
             assert [m.calls for m in accumulated] == [expected.calls] * 3, where
-            cached = nodes > 1 and formulas.POINTS[_base(strategy)].keeps
-            assert set(found.agreed) == {formulas.agreement_bytes(nodes, g, cached=bool(cached))}
+            cached = formulas.caches(_base(strategy), nodes, g)
+            assert set(found.agreed) == {formulas.agreement_bytes(nodes, g, cached=cached)}
 
 
 def test_no_backward_gathers_between_nodes_what_is_cached(
@@ -266,11 +266,13 @@ def test_no_backward_gathers_between_nodes_what_is_cached(
         backward = next(s for s in found.plan.schedules if s.direction is Direction.BACKWARD)
         gathers = [s for s in backward.steps if s.kind is Kind.INTER_ALL_GATHER]
         (text,) = (t for name, t in found.texts.items() if ".backward.cold" in name)
-        has_gathers = nodes > 1 and not formulas.POINTS[_base(strategy)].keeps
+        point = formulas.POINTS[_base(strategy)]
+        has_gathers = nodes > 1 and point.home == "g" and not point.keeps
         assert bool(gathers) == has_gathers
         assert ("inter_all_gather" in text) == has_gathers
         inter = {s.kind for s in backward.steps if s.lane is Lane.INTER} - {Kind.INTER_ALL_GATHER}
-        assert inter == ({Kind.INTER_REDUCE_SCATTER} if nodes > 1 else set())
+        reduces = Kind.INTER_REDUCE_SCATTER if point.home == "g" else Kind.INTER_ALL_REDUCE
+        assert inter == ({reduces} if nodes > 1 else set())
 
 
 def test_a_frozen_bucket_that_stays_has_no_step_between_nodes(
@@ -283,8 +285,9 @@ def test_a_frozen_bucket_that_stays_has_no_step_between_nodes(
         assert bool(frozen) == (case == "odd-lora")
         steps = [s for schedule in found.plan.schedules for s in schedule.steps]
         inter = [s for s in steps if s.lane is Lane.INTER and s.bucket in frozen]
-        is_resident = _base(strategy) in formulas.RESIDENT
-        has_inter = nodes > 1 and bool(frozen) and not is_resident
+        point = formulas.POINTS[_base(strategy)]
+        is_resident = point.resident
+        has_inter = nodes > 1 and bool(frozen) and not is_resident and point.home == "g"
         assert bool(inter) == has_inter
         if is_resident and nodes > 1:
             assert frozen == set(found.plan.refresh)

@@ -97,7 +97,7 @@ def test_one_node_caches_nothing_and_says_so() -> None:
     specs = make_specs({"a": (4,)}, where)
     (made,) = buckets_of(bucket(toy_forward(specs), make_context(specs, where)))
     assert made.tier is Tier.NONE
-    assert "one node" in made.why
+    assert "home shards are node shards" in made.why
 
 
 def test_only_records_are_left_behind() -> None:

@@ -23,7 +23,7 @@ GIB = 2**30
 
 def make(*, nodes: int = 2, ranks_per_node: int = 4, place: int = 0) -> HostMemory:
     topology: Any = SimpleNamespace(nodes=nodes, ranks_per_node=ranks_per_node, node=0, place=place)
-    return HostMemory(topology)
+    return HostMemory(topology, topology)  # home shards are cut over all ranks
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ class Collectives:
         out = own.new_full((2 * own.numel(),), float("nan"))
         return self._start(kind, lambda: out.view(2, -1).copy_(own), out, send, name)
 
-    def reduce_scatter(
+    def reduction(
         self, kind: Kind, send: Tensor | Pending, name: str, codec: None = None
     ) -> Pending:
         whole = tensor_of(send)

@@ -1,0 +1,35 @@
+"""How gradients are averaged over all ranks and end where the optimizer steps them.
+
+    home global   intra_reduce_scatter [N*S]  inter_reduce_scatter [S]
+    home intra    intra_reduce_scatter [S]    inter_all_reduce [S]
+    home none     intra_reduce_scatter [P/g]  inter_all_reduce [P/g]  intra_grad_all_gather [P]
+
+Between nodes the same bytes whatever the home: an all-reduce is a reduce-scatter and an all-gather.
+Sources: ZeRO++ (Wang et al., 2023) and MiCS (Zhang et al., 2022), section 3.4, for the two levels.
+"""
+
+from __future__ import annotations
+
+from fcdp_compile.plan import Kind
+from fcdp_compile.strategy import Scope
+
+REDUCTIONS: dict[Scope, tuple[Kind, ...]] = {
+    Scope.GLOBAL: (Kind.INTRA_REDUCE_SCATTER, Kind.INTER_REDUCE_SCATTER),
+    Scope.INTRA: (Kind.INTRA_REDUCE_SCATTER, Kind.INTER_ALL_REDUCE),
+    Scope.NONE: (
+        Kind.INTRA_REDUCE_SCATTER,
+        Kind.INTER_ALL_REDUCE,
+        Kind.INTRA_GRAD_ALL_GATHER,
+    ),
+}
+"""The steps of a reduction by the scope of home shards; those over a group of one rank are left out."""
+
+REDUCING = frozenset(kind for kinds in REDUCTIONS.values() for kind in kinds)
+
+INTER_KINDS = (Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER, Kind.INTER_ALL_REDUCE)
+"""What runs over the ranks at one place of every node; other collectives run over the ranks of a node."""
+
+
+def all_reduce_bytes(elements: int, itemsize: int, size: int) -> int:
+    """What each of `size` ranks sends to the others: its parts of a reduce-scatter and an all-gather."""
+    return 2 * (size - 1) * -(-elements // size) * itemsize
