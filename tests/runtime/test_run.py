@@ -78,6 +78,7 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
         host_bytes=host_bytes,
     )
     model, ran = Model(strategy), []
+    graphs = {k: gm for k, gm in made.graphs.items() if k[1] in (COLD, WARM)}
     plan = Plan(
         strategy=strategy,
         nodes=2,
@@ -85,7 +86,7 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
         graph=0,
         buckets=tuple(made.buckets[i] for i in sorted(made.buckets)),
         refresh=(1,) if strategy == "fcdp" and host_bytes is None else (),
-        schedules=tuple(describe(gm, made.contexts[k]) for k, gm in made.graphs.items()),
+        schedules=tuple(describe(gm, made.contexts[k]) for k, gm in graphs.items()),
     )
     assert [b.frozen for b in plan.buckets][:3] == [False, True, False]
     bound = CompiledPlan(plan, model)
@@ -98,7 +99,7 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
 
         return SimpleNamespace(run=run, shall_accumulate=lambda args: bool(args))
 
-    for direction, variant in made.graphs:
+    for direction, variant in graphs:
         bound.programs[direction, variant] = program(f"{direction.value} {variant.value}")
     return bound, model, ran
 
