@@ -26,14 +26,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     reduce every micro-batch's gradients to the home shards, as they would without this.  The first backward
     of a forward outside of it reduces them all, and only then `.grad` holds them; before, it holds negative
     zeros.  Clearing gradients (`zero_grad`) clears what accumulated.  What is not compiled synchronises every
-    time: right, and slower.  Not for `torch.autograd.grad`.
+    time: right, and slower.  Not for `torch.autograd.grad` or `backward(inputs=…)`, which are refused.
 
     model: sharded, compiled or not.  All ranks must enter and leave for the same micro-batches: checked in
     every forward.
 
     Raises: ValueError if the model is not sharded, FcdpError if one of its parameters has a gradient hook,
     which would see negative zeros; later, `optimizer.step()` without a synchronising backward raises
-    UnsynchronizedGradientError.
+    UnsynchronizedGradientError, and a backward FcdpError where gradients were changed meanwhile or an earlier
+    one failed.
     """
     state = state_of(model)
     for name, parameter in model_of(model).named_parameters():

@@ -56,6 +56,7 @@ from fcdp_compile.strategy import Cache
 from fcdp_compile.torch_compat import (
     aot_autograd,
     as_boxed,
+    detect_fake_mode,
     min_cut_rematerialization_partition,
     without_code,
 )
@@ -257,9 +258,14 @@ class _Compilation:
     ) -> None:
         """Lower and compile the variants of a backward that most users never run."""
         schedules = []
+        mode = detect_fake_mode([n.meta.get("val") for n in backward.graph.nodes])
+        assert mode is not None, "graphs are traced with fake tensors"
         for variant in (Variant.ACCUMULATE, Variant.COLLECT):
             ctx = replace(base, variant=variant)
-            lowered = segment(schedule(lower(place(clone(backward), ctx), ctx), ctx))
+            with (
+                mode
+            ):  # as while AOTAutograd calls the passes: what they make of sizes alone is fake too
+                lowered = segment(schedule(lower(place(clone(backward), ctx), ctx), ctx))
             self._lowered[Direction.BACKWARD, variant] = lowered
             schedules.append(place_steps(describe(lowered, ctx), bound.plan.buckets))
             self._bind(bound, Direction.BACKWARD, variant)

@@ -42,6 +42,7 @@ __all__ = [
     "OpOverload",
     "aot_autograd",
     "as_boxed",
+    "at_end_of_backward",
     "backward_number",
     "boxed",
     "compile_with_inductor",
@@ -88,9 +89,17 @@ def backward_number() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call this once the backward that runs in this thread has given every gradient to its `.grad`.
+
+    What it raises the backward raises.  A backward that fails lets go of it and does not call it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether `register_hook` was called on a leaf and its handle not removed."""
-    return bool(tensor._backward_hooks)
+    """Whether a hook for gradients was registered on a leaf and its handle not removed."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def is_profiling() -> bool:

@@ -3,25 +3,37 @@
     accumulating backward   pack [G*S] -> reduced within the node [N*S] -> + what waits -> waits
     collecting backward     pack [G*S] -> reduced within the node [N*S] -> + what waits -> inter -> .grad
 
-Sums are in fp32 or wider, on the device or in host memory (`Bucket.gradient_tier`).
+Sums are in fp32 or wider, on the device or in host memory (`Bucket.gradient_tier`).  What a synchronising
+backward has no gradients to add to, such as a parameter's that its micro-batch did not use, is reduced at
+its end.
+
+[Note: end of a backward] Between a graph's backward and the end of the whole one, gradients are neither here
+nor in `.grad`: autograd may still wait for those of another graph, and a backward may fail.  So what a graph
+touches counts as lost until autograd says that all is done, and of parameters whose `.grad` it did not touch
+it stays so: as by `torch.autograd.grad`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.packing import unpack_grads
 from fcdp_compile.plan import LANES, Bucket, Kind, Tier
-from fcdp_compile.runtime.cleared import GradientMarks
+from fcdp_compile.runtime.cleared import Grad, GradientMarks
+from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
+from fcdp_compile.torch_compat import at_end_of_backward
 
 _Params = tuple[str, ...]
 """Names of parameters that one graph reduces together: some or all of a bucket's, in its order."""
@@ -36,10 +48,15 @@ class _Waiting:
     slab: Tensor | None
 
 
+class _Backward:
+    """One that is under way: autograd holds it until its end, and lets go of it also if it fails."""
+
+
 class Accumulation:
     """What accumulates of one model on this rank.
 
     is_on: whether forwards that begin now accumulate in their backward.
+    reductions: what gradients that wait have still to go through, in order.
     """
 
     def __init__(
@@ -48,16 +65,25 @@ class Accumulation:
         counters: Counters,
         pool: PinnedPool,
         lanes: Lanes,
+        collectives: Collectives,
+        *,
+        reductions: Sequence[Kind],
     ) -> None:
         self.is_on = False
+        self._records = records
         self._counters = counters
         self._pool = pool
         self._lanes = lanes
+        self._collectives = collectives
+        self._reductions = reductions
         self._marks = GradientMarks(records)
         self._waiting: dict[_Params, _Waiting] = {}
         self._slabs: dict[_Params, Tensor] = {}  # never given back between steps
-        self._moving: set[str] = set()  # of what a graph that runs has taken up
-        self._backward = -1
+        # Of one backward and those nested in it: their numbers, whether a graph of theirs synchronises, and
+        # the parameters whose gradients these took up or added to, with `.grad` as it was.
+        self._under_way: dict[int, weakref.ref[_Backward]] = {}
+        self._synchronises = False
+        self._touched: dict[str, Grad] = {}
 
     # --- steps of a graph ---------------------------------------------------------------------------------
 
@@ -68,7 +94,7 @@ class Accumulation:
         own, waiting = tensor_of(grads), self._waiting.pop(params, None)
         self._counters.add(Kind.COLLECT, _slab_bytes(waiting))
         if waiting is not None:
-            self._moving.update(params)
+            self._touch(params)
         elif own.dtype == dtype:
             return grads if isinstance(grads, Pending) else Pending(grads)
         out = own.new_empty(own.shape, dtype=dtype)
@@ -94,8 +120,7 @@ class Accumulation:
     def accumulate(self, bucket: Bucket, params: _Params, total: Tensor | Pending) -> Pending:
         """Let the sum [n] wait, which this backward adds to no `.grad`."""
         own = tensor_of(total)
-        self._marks.set(params)
-        self._moving.difference_update(params)
+        self._touch(params)
         if bucket.gradient_tier is not Tier.HOST:
             self._counters.add(Kind.ACCUMULATE, 0)
             done = total.done if isinstance(total, Pending) else None
@@ -117,49 +142,117 @@ class Accumulation:
         self._waiting[params] = _Waiting(Pending(slab, done=stored.done), bucket, slab)
         return stored
 
+    def _touch(self, params: _Params) -> None:
+        for name in params:
+            if name not in self._touched:
+                self._touched[name] = self._marks.grad(name)
+
+    # --- backwards ----------------------------------------------------------------------------------------
+
+    def begin_graph(self, number: int, *, accumulates: bool) -> None:
+        """A graph's backward begins, as a part of the backward with that number.
+
+        Raises: FcdpError as `settle` does.
+        """
+        if number not in self._under_way:
+            self._note_failures()
+            if not self._under_way:
+                self.settle()
+            backward = _Backward()
+            self._under_way[number] = weakref.ref(backward)
+            at_end_of_backward(partial(self._end_backward, number, backward))
+        self._synchronises |= not accumulates
+
+    def _end_backward(self, number: int, backward: _Backward) -> None:
+        """Autograd has given all gradients of a backward to their `.grad`s.
+
+        Raises: FcdpError if it has not.
+        """
+        del self._under_way[number]
+        if self._under_way:  # it was nested in another
+            return
+        synchronises, self._synchronises = self._synchronises, False
+        if ignored := [n for n, g in self._touched.items() if g.is_still(self._marks.grad(n))]:
+            self._lose_touched()
+            raise FcdpError(
+                f"this backward did not add to the .grad of parameter {ignored[0]!r} (one of "
+                f"{len(ignored)}), for which gradients of micro-batches accumulate; within no_sync, and "
+                "until they are synchronised, use loss.backward() without inputs=…, not torch.autograd.grad"
+            )
+        if synchronises:
+            self._synchronise_rest()
+        self._marks.drop(self._touched)
+        self._touched.clear()
+        self._marks.expect(n for params in self._waiting for n in params)
+
+    def _note_failures(self) -> None:
+        """Lose what backwards touched that autograd gave up."""
+        ended = [number for number, backward in self._under_way.items() if backward() is None]
+        for number in ended:
+            del self._under_way[number]
+        if ended and not self._under_way:
+            self._lose_touched()
+
+    def _lose_touched(self) -> None:
+        self._marks.lose(self._touched)
+        self._touched.clear()
+        self._synchronises = False
+
+    def _synchronise_rest(self) -> None:
+        """Reduce what still waits and add it to `.grad`."""
+        for params, waiting in list(self._waiting.items()):
+            del self._waiting[params]
+            self._marks.drop(params)
+            bucket, kept = waiting.bucket, waiting.kept
+            records = [self._records[n] for n in params]
+            if kept.done is not None:
+                kept.done.order()
+            self._counters.add(Kind.COLLECT, _slab_bytes(waiting))
+            device = records[0].local().device
+            rest = Pending(kept.tensor.to(device, getattr(torch, bucket.reduce_dtype)))
+            for kind in self._reductions:
+                rest = self._collectives.reduce_scatter(kind, rest, range_name(kind, bucket))
+            specs = [r.spec for r in records]
+            shards = unpack_grads(
+                rest.wait(),
+                [s.layout for s in specs],
+                [s.local_shape for s in specs],
+                [s.home_dtype for s in specs],
+            )
+            for name, shard in zip(params, shards, strict=True):
+                if (grad := self._marks.shard(name)) is not None:
+                    grad.add_(shard)
+
     # --- what waits ---------------------------------------------------------------------------------------
+
+    def concerns(self) -> list[str]:
+        """The parameters with gradients that wait or were lost, in an order that all ranks share."""
+        self._note_failures()
+        return self._marks.names()
 
     def waits_for(self, bucket_ids: Collection[int]) -> bool:
         """Whether gradients of any of these buckets wait."""
         return any(w.bucket.id in bucket_ids for w in self._waiting.values())
 
-    def begin_backward(self, number: int) -> None:
-        """A graph's backward begins, as a part of the backward with that number.
-
-        Raises: FcdpError if a gradient was changed while others of its parameter wait.
-        """
-        if number != self._backward:
-            self._backward = number
-            self.settle()
-
-    def end_graph(self) -> None:
-        """A graph's backward has run to its end."""
-        self._marks.drop(self._moving)
-        self._moving.clear()
-
     def settle(self) -> list[str]:
         """Forget what waits for cleared gradients (`cleared`); returns the parameters of what is left.
 
+        All ranks must ask, and reach one verdict.
+
         Raises: FcdpError if a gradient was changed while others of its parameter wait, or if a backward
-        failed that had taken up what waited.
+        failed that had touched what waited.
         """
-        if not self._waiting and not self._moving:
+        if not (names := self.concerns()):
             return []
-        cleared = set(self._marks.cleared())
+        cleared = self._marks.cleared(self._collectives)
         self._marks.drop(cleared)
-        self._moving -= cleared
-        if self._moving:
-            raise FcdpError(
-                f"a backward failed when it had taken up the gradients of parameter {min(self._moving)!r} "
-                "that earlier micro-batches left; clear all gradients (optimizer.zero_grad()) and begin "
-                "again with the first micro-batch"
-            )
+        marked = set(self._marks.names())
         for params, waiting in list(self._waiting.items()):
-            if cleared.issuperset(params):
+            if marked.isdisjoint(params):
                 del self._waiting[params]
             elif not cleared.isdisjoint(params):
                 _zero(waiting, params, cleared)
-        return [n for params in self._waiting for n in params if n not in cleared]
+        return [n for n in names if n not in cleared]
 
 
 def _slab_bytes(waiting: _Waiting | None) -> int:

@@ -67,7 +67,12 @@ class ShardedModel:
             strategy.life, device, self.counters, self.pool, self.lanes, self.codecs
         )
         self.accumulation = Accumulation(
-            {r.spec.name: r for r in self.records.values()}, self.counters, self.pool, self.lanes
+            {r.spec.name: r for r in self.records.values()},
+            self.counters,
+            self.pool,
+            self.lanes,
+            self.collectives,
+            reductions=self._reductions_of_waiting(),
         )
         self.generations = Generations(self.records)
         self.fingerprints = Fingerprints()
@@ -85,6 +90,13 @@ class ShardedModel:
             register_optimizer_step_post_hook(_hook(me, ShardedModel.optimizer_stepped)),
         ):
             weakref.finalize(self, handle.remove)
+
+    def _reductions_of_waiting(self) -> list[Kind]:
+        """What gradients still go through that accumulated at the strategy's scope."""
+        kinds = [Kind.INTER_REDUCE_SCATTER]
+        if self.strategy.gradient is Scope.NONE:
+            kinds.insert(0, Kind.INTRA_REDUCE_SCATTER)
+        return [k for k in kinds if self.collectives.group_size(k) > 1]
 
     # --- what the traced ops need (registry.Owner) -------------------------------------------------------
 
@@ -294,12 +306,13 @@ class ShardedModel:
 
         Raises: UnsynchronizedGradientError.
         """
-        if not (waiting := self.accumulation.settle()):
+        if not (names := self.accumulation.concerns()):
             return
         owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
         by_name = {r.spec.name: r for r in self.records.values()}
-        lacking = [n for n in waiting if any(id(p) in owned for p in by_name[n].places())]
-        if lacking:
+        mine = [n for n in names if any(id(p) in owned for p in by_name[n].places())]
+        left = self.accumulation.settle() if mine else []
+        if lacking := [n for n in mine if n in left]:
             raise UnsynchronizedGradientError(
                 f"gradients of parameter {lacking[0]!r} (one of {len(lacking)}) were accumulated under "
                 "fcdp_compile.no_sync and are on no rank complete; run the last micro-batch, forward and "

@@ -57,16 +57,15 @@ class CompiledPlan:
         variant = self._backward_variant(model, args)
         if variant is not Variant.COLD and (Direction.BACKWARD, variant) not in self.programs:
             self.add_accumulation()
-        results = self.programs[Direction.BACKWARD, variant].run(model, args)
-        model.accumulation.end_graph()
-        return results
+        return self.programs[Direction.BACKWARD, variant].run(model, args)
 
     def _backward_variant(self, model: ShardedModel, args: list[Any]) -> Variant:
         """What the forward was told to do with gradients, and whether any wait; the same on all ranks."""
         if not self._accumulated:
             return Variant.COLD
-        model.accumulation.begin_backward(backward_number())
-        if self.programs[Direction.BACKWARD, Variant.COLD].shall_accumulate(args):
+        accumulates = self.programs[Direction.BACKWARD, Variant.COLD].shall_accumulate(args)
+        model.accumulation.begin_graph(backward_number(), accumulates=accumulates)
+        if accumulates:
             return Variant.ACCUMULATE
         waits = model.accumulation.waits_for(self._accumulated)
         return Variant.COLLECT if waits else Variant.COLD

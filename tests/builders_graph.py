@@ -297,9 +297,12 @@ def lower_pair(
     again = tuple(b.id for b in buckets_of(bw))
     if stamped:
         stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
-    variants = [Variant.COLD, Variant.WARM] if ctx.strategy.is_resident else [Variant.COLD]
-    todo = [(Direction.FORWARD, v, fw) for v in variants]
-    for direction, variant, gm in [*todo, (Direction.BACKWARD, Variant.COLD, bw)]:
+    todo = [(Direction.FORWARD, Variant.COLD, fw), (Direction.BACKWARD, Variant.COLD, bw)]
+    if ctx.strategy.is_resident:
+        todo.append((Direction.FORWARD, Variant.WARM, fw))
+    if ctx.strategy.accumulates_on is not None and ctx.ranks > 1:
+        todo += [(Direction.BACKWARD, v, bw) for v in (Variant.ACCUMULATE, Variant.COLLECT)]
+    for direction, variant, gm in todo:
         now = replace(ctx, direction=direction, variant=variant, backward_buckets=again)
         lowered = lower(place(clone(gm), now), now)
         if scheduled:

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
+from fcdp_compile import Strategy
 from tests.distributed.models import CASES, batch, checkpointing
 
 RELATIVE = 1e-5
@@ -41,7 +42,7 @@ class Trial:
 
     case: str
     compute: str | None = "eager"
-    strategy: str = "fcdp"
+    strategy: str | Strategy = "fcdp"
     is_checkpointed: bool = False
     steps: int = 20
     gradients_compared: int = 3

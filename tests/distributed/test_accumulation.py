@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from fcdp_compile import FcdpError, PlanMismatchError, Strategy, UnsynchronizedGradientError
 from fcdp_compile.strategy import GradientOn
+from fcdp_compile.torch_compat import why_no_inductor
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES
 from tests.distributed.ranks import run
@@ -126,6 +127,18 @@ def test_what_waits_on_the_host(moved: dict[tuple[str, str, str], dict[str, int]
             MICRO_BATCHES - 1
         )
         assert kind not in moved["odd", "fcdp", "auto"]
+
+
+def _train_by_inductor(mesh: DeviceMesh) -> None:
+    pair = Beside(mesh, CASES["floats"], options={"compute": "inductor"})
+    _micro_batches(pair)
+    pair.compare_gradients()
+
+
+@pytest.mark.skipif(bool(why_no_inductor("cpu")), reason=f"{why_no_inductor('cpu')}")
+def test_variants_that_are_lowered_later_are_lowered_for_inductor_too() -> None:
+    """It decomposes what pads gradients into ops that depend on no tensor."""
+    run(_train_by_inductor, nodes=2, ranks_per_node=1)
 
 
 # --- clearing and misuse ------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ nodes and then between them, and AdamW steps the fp32 values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
+import fcdp_compile
+from fcdp_compile import Strategy
+from fcdp_compile.strategy import GradientOn
 from tests.distributed.models import Case
 from tests.distributed.parity import (
     GRADIENT_FLOOR,
@@ -164,6 +169,51 @@ def test_two_nodes_of_two() -> None:
 
 def test_two_nodes_of_one() -> None:
     run(_check_each, LARGE, nodes=2, ranks_per_node=1)
+
+
+BATCHES = 6
+
+
+def _error(
+    mesh: DeviceMesh, case: str, reduce_dtype: torch.dtype | None, place: GradientOn | None
+) -> tuple[float, float]:
+    """How far gradients in bf16 of some batches are from those in fp32, and the norm of these.
+
+    place: where gradients of all batches but the last wait; None: they do not.
+    """
+    strategy = Strategy.parse("fcdp")
+    if place is not None:
+        strategy = replace(strategy, gradient_on=place)
+    trial = Trial(case=case, strategy=strategy)
+    mine = Sharded(mesh, trial, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    for step in range(BATCHES):
+        every = mine.batches(step)
+        waits = place is not None and step < BATCHES - 1
+        with fcdp_compile.no_sync(mine.model) if waits else nullcontext():
+            mine.loss(every[mine.rank]).backward()
+        for ids in every:
+            (mine.case.loss(mine.plain, ids) / mine.ranks).backward()
+    found, expected = gradients(mine.model), gradients(mine.plain)
+    assert all(g.dtype is torch.float32 for g in found.values())
+    error = sum((found[n] - g).square().sum().item() for n, g in expected.items())
+    return error**0.5, sum(g.square().sum().item() for g in expected.values()) ** 0.5
+
+
+def _compare_errors(mesh: DeviceMesh) -> None:
+    for case, place in (("odd", GradientOn.HOST), ("floats", GradientOn.GPU)):
+        for reduce_dtype in (None, torch.float32):
+            each, norm = _error(mesh, case, reduce_dtype, None)
+            mine, _ = _error(mesh, case, reduce_dtype, place)
+            # A sum is rounded where it leaves the node and where it arrives, by 2**-9 of itself each.  That
+            # may be more than what its parts lose that are rounded one by one: their errors are as many, of
+            # parts as much smaller, and half of them cancel.
+            rounding = 2 * 2**-9 * norm if reduce_dtype is None else 1e-6 * norm
+            assert mine <= each + rounding, f"{case}, {place}, {reduce_dtype}: {mine} after {each}"
+            assert 0 < each < 2**-5 * norm, "the control: there is an error, and not a large one"
+
+
+def test_micro_batches_that_wait_lose_no_more_than_the_rounding_of_their_sum() -> None:
+    run(_compare_errors, nodes=2, ranks_per_node=2)
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["bf16", "fp32"])

@@ -46,7 +46,9 @@ def gradients_in_flight(nodes: list[Node], ctx: PassContext) -> list[int]:
 
 
 def left_of(start: Node, ctx: PassContext) -> int:
-    """Bytes of what the first half of a reduction leaves."""
+    """Bytes of what the first half of a reduction leaves; it may widen what it adds up."""
+    if start.target is ops.collect:
+        return nbytes(start)
     ranks = ctx.ranks_per_node if start.target is ops.intra_reduce_scatter else ctx.nodes
     return nbytes(start.all_input_nodes[0]) // ranks
 

@@ -46,9 +46,10 @@ def _tensor(value: Tensor | Pending) -> Tensor:
 
 @dataclass(slots=True)
 class Rank:
-    """What one rank keeps between graphs: node shards by bucket; and what it did."""
+    """What one rank keeps between graphs: node shards by bucket, gradients by parameters; what it did."""
 
     cache: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
 
 
@@ -131,6 +132,15 @@ def _steps(gm: GraphModule, args: list[Any], rank: Rank) -> Generator[Call, Tens
             env[node] = pending[-1]
         elif node.target is ops.load:
             pending.append(Pending(rank.cache[kwargs["bucket"]].clone()))
+            env[node] = pending[-1]
+        elif node.target is ops.collect:
+            waiting = rank.gradients.pop(kwargs["params"], torch.zeros(()))
+            total = (_tensor(given[0]) + waiting).to(node.meta["val"].dtype)
+            pending.append(Pending(total, after=given[0]))
+            env[node] = pending[-1]
+        elif node.target is ops.accumulate:
+            rank.gradients[kwargs["params"]] = _tensor(given[0]).clone()
+            pending.append(Pending(_tensor(given[0]), after=given[0]))
             env[node] = pending[-1]
         elif node.target is ops.stamp:
             env[node] = torch.tensor(given[0])

@@ -24,6 +24,8 @@ STARTS = (
     ops.intra_all_gather,
     ops.store,
     ops.load,
+    ops.collect,
+    ops.accumulate,
     ops.intra_reduce_scatter,
     ops.inter_reduce_scatter,
 )
@@ -47,7 +49,9 @@ CONTINUES: dict[Callable[..., Any], set[Callable[..., Any]]] = {
     ops.inter_all_gather: {ops.store, ops.intra_all_gather},
     ops.intra_all_gather: set(),
     ops.store: set(),
-    ops.intra_reduce_scatter: {ops.inter_reduce_scatter},
+    ops.collect: {ops.accumulate, ops.intra_reduce_scatter, ops.inter_reduce_scatter},
+    ops.accumulate: set(),
+    ops.intra_reduce_scatter: {ops.collect, ops.inter_reduce_scatter},
     ops.inter_reduce_scatter: set(),
 }
 """The steps that may take a step's result while it is on its way."""

@@ -25,7 +25,7 @@ def check_nodes(done: Scheduled) -> None:
     assert Counter([*done.before, *added]) == Counter(after)
     for node in added:
         assert node.target is ops.wait
-        assert node.all_input_nodes[0].target is ops.intra_reduce_scatter
+        assert node.all_input_nodes[0].target in (ops.collect, ops.intra_reduce_scatter)
     assert {n: n.all_input_nodes for n in done.before} == done.inputs
     at = {n: i for i, n in enumerate(after)}
     assert all(at[i] < at[n] for n in after for i in n.all_input_nodes)

@@ -15,7 +15,7 @@ from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.plan import Direction, Variant
 
 GATHERS = (ops.load, ops.inter_all_gather, ops.intra_all_gather)
-REDUCTIONS = (ops.intra_reduce_scatter, ops.inter_reduce_scatter)
+REDUCTIONS = (ops.collect, ops.accumulate, ops.intra_reduce_scatter, ops.inter_reduce_scatter)
 BOOKKEEPING = (ops.stamp, ops.check)
 
 GENEROUS = 1 << 60

@@ -167,6 +167,8 @@ def test_bytes_are_those_of_the_formulas() -> None:
         "load": 3 * slot,
         "intra_reduce_scatter": total // 2 * 2,  # twice as wide
         "inter_reduce_scatter": 2 * slot * 2,
+        "collect": 3 * slot * 2,
+        "accumulate": 3 * slot * 2,
     }
     seen = {
         n.target.__name__: n.meta[META].step.bytes

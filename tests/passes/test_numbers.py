@@ -10,7 +10,7 @@ from itertools import product
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor
 
 from builders_graph import Lowered, Shape, Where, lower_toy
@@ -86,6 +86,32 @@ class Cluster:
                     assert got.shape == expected[r].shape
                     assert torch.equal(got, expected[r])
 
+    def accumulate(self, micro_batches: int) -> None:
+        """Micro-batches of which only the last one synchronises, compared with the sum of their averages."""
+        ranks = len(self.places)
+        params = {n: w.clone().requires_grad_() for n, w in self.full.items()}
+        for i in range(micro_batches):
+            is_last = i == micro_batches - 1
+            x = [torch.tensor(float((r + i) % 3 - 1), dtype=torch.float64) for r in range(ranks)]
+            t = [torch.tensor(float(ranks * (r + i)), dtype=torch.float64) for r in range(ranks)]
+            given = [[*s, x[r]] for r, s in enumerate(self.shards)]
+            forward = self.run(Direction.FORWARD, COLD, given)
+            saved = [[*f[1:], t[r]] for r, f in enumerate(forward)]
+            variant = Variant.COLLECT if is_last else Variant.ACCUMULATE
+            backward = self.run(Direction.BACKWARD, variant, saved)
+            squares = sum((w * w).sum() for w in params.values())
+            sum(xr * tr / ranks * squares for xr, tr in zip(x, t, strict=True)).backward()
+            if not is_last:
+                for shard in (g for b in backward for g in b[1:] if g is not None):
+                    assert torch.all((shard == 0) & shard.signbit())
+        assert not any(memory.gradients for memory in self.memories)
+        for i, (name, w) in enumerate(params.items()):
+            dim = choose_dim(w.shape, self.nodes, self.per_node)
+            expected = lockstep.cut(w.grad, dim, self.nodes, self.per_node)
+            for r in range(ranks):
+                got = backward[r][1 + i]
+                assert got is None if name in self.frozen else torch.equal(got, expected[r])
+
 
 def _whole_numbers(shape: Shape) -> Tensor:
     return torch.randint(-4, 5, shape, dtype=torch.float64)
@@ -144,6 +170,41 @@ def test_every_rank_computes_what_one_would(
     cluster.step(COLD)
     if strategy == "fcdp" and size[0] > 1:
         cluster.step(WARM)
+
+
+@quick
+@given(
+    st.lists(shapes, min_size=1, max_size=4),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)).filter(lambda size: size != (1, 1)),
+    st.sampled_from(["fcdp", "zero1"]),
+    st.integers(1, 3),
+    st.sampled_from([1, 300, 1 << 20]),
+    st.sampled_from(["just in time", 1, 300, None]),
+    st.data(),
+)
+def test_micro_batches_add_up_to_the_sum_of_their_averages(
+    drawn: list[Shape],
+    size: tuple[int, int],
+    strategy: str,
+    micro_batches: int,
+    bucket_bytes: int,
+    budget: int | str | None,
+    data: st.DataObject,
+) -> None:
+    params = {f"p{i}": s for i, s in enumerate(drawn)}
+    assume(size[0] > 1 or strategy == "zero1")  # within one node fcdp reduces every micro-batch
+    cluster = Cluster(
+        params,
+        *size,
+        frozen=sorted(data.draw(st.sets(st.sampled_from(sorted(params))))),
+        strategy=strategy,
+        bucket_bytes=bucket_bytes,
+        segmented=data.draw(st.booleans()),
+        scheduled=budget != "just in time",
+        in_flight_bytes=budget if isinstance(budget, int) else None,
+    )
+    fill_caches(cluster)
+    cluster.accumulate(micro_batches)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,0 +1,433 @@
+"""Gradients that wait: sums, clearing, failures; within real backwards of autograd, on real lanes."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from builders_plan import make_bucket
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.packing import unpack_grads
+from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.gradients import Accumulation
+from fcdp_compile.runtime.lanes import Lanes, tensor_of
+from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.torch_compat import backward_number
+
+CPU = torch.device("cpu")
+NODE = 1  # of two, with two ranks each; this one is at place 0 and has nothing of `tiny`
+
+BUCKET = make_bucket(0, [("w", (8, 2)), ("tiny", (2,)), ("s", ())])
+OTHER = make_bucket(1, [("v", (4,))])
+TIERS = [Tier.GPU, Tier.HOST]
+SLOTS = {"w": 4, "tiny": 1, "s": 1}
+NAMES = tuple(SLOTS)
+HELD_BYTES = 2 * sum(SLOTS.values()) * 4
+
+both = pytest.mark.parametrize("tier", TIERS)
+
+
+class Peers:
+    """The other ranks: they send what this one does, and say of gradients what a test lets them say."""
+
+    def __init__(self) -> None:
+        self.agreed = 0
+        self.say: Callable[[list[int]], list[int]] = list
+
+    def agree(self, words: list[int]) -> list[list[int]]:
+        self.agreed += 1
+        return [words, self.say(words)]
+
+    def reduce_scatter(self, kind: Kind, send: Pending, name: str) -> Pending:
+        assert kind is Kind.INTER_REDUCE_SCATTER
+        return Pending(send.wait().view(2, -1)[NODE].clone())
+
+
+@dataclass
+class Record:
+    """A parameter and its spec; what of a ParamRecord is used."""
+
+    spec: Any
+    parameter: nn.Parameter
+
+    def living(self) -> nn.Parameter:
+        return self.parameter
+
+    def local(self) -> Tensor:
+        return self.parameter.detach()
+
+
+class _Graph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], list[Tensor]], *params: Tensor) -> Tensor:
+        ctx.run = run
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return None, *ctx.run()
+
+
+class Rank:
+    """One rank with the parameters of two buckets."""
+
+    def __init__(self, tier: Tier, *, reduces: tuple[str, int] = ("float32", 4)) -> None:
+        change = {"gradient_tier": tier, "reduce_dtype": reduces[0], "reduce_itemsize": reduces[1]}
+        self.buckets = [replace(b, **change) for b in (BUCKET, OTHER)]
+        self.records = {p.name: _record(p.layout, p.name) for b in self.buckets for p in b.params}
+        self.counters, self.pool, self.peers = Counters(), PinnedPool(CPU), Peers()
+        self.lanes = Lanes(CPU, is_blocking=True)
+        self.accumulation = Accumulation(
+            self.records,  # type: ignore[arg-type]
+            self.counters,
+            self.pool,
+            self.lanes,
+            self.peers,  # type: ignore[arg-type]
+            reductions=[Kind.INTER_REDUCE_SCATTER],
+        )
+
+    def grad(self, name: str) -> Tensor | None:
+        return self.records[name].parameter.grad
+
+    def loss(
+        self,
+        value: float,
+        *,
+        accumulates: bool,
+        bucket: int = 0,
+        then: Callable[[], object] = lambda: None,
+    ) -> Tensor:
+        """A loss of whose gradients every element is `value`; `then` is called at the end of its backward."""
+        chosen = self.buckets[bucket]
+        params = [self.records[p.name].parameter for p in chosen.params]
+
+        def run() -> list[Tensor]:
+            grads = self._reduce(chosen, value, accumulates=accumulates)
+            then()
+            return grads
+
+        return _Graph.apply(run, *params)
+
+    def _reduce(self, bucket: Bucket, value: float, *, accumulates: bool) -> list[Tensor]:
+        accumulation, reduced = self.accumulation, getattr(torch, bucket.reduce_dtype)
+        accumulation.begin_graph(backward_number(), accumulates=accumulates)
+        specs = [self.records[p.name].spec for p in bucket.params]
+        names = tuple(p.name for p in bucket.params)
+        own = torch.full((2 * bucket.slot_elements,), value, dtype=reduced)
+        dtype = torch.float32 if accumulates else reduced
+        total = accumulation.collect(bucket, names, own, dtype)
+        assert tensor_of(total).dtype is dtype
+        if accumulates:
+            accumulation.accumulate(bucket, names, total).wait()
+            return [torch.full(s.local_shape, -0.0) for s in specs]
+        return unpack_grads(
+            total.wait().view(2, -1)[NODE],
+            [s.layout for s in specs],
+            [s.local_shape for s in specs],
+            [s.home_dtype for s in specs],
+        )
+
+    def accumulate(self, *values: float) -> None:
+        for value in values:
+            self.loss(value, accumulates=True).backward()
+
+    def synchronise(self, value: float) -> None:
+        self.loss(value, accumulates=False).backward()
+
+    def check(self, expected: float | dict[str, float]) -> None:
+        """Every element of every gradient."""
+        for name in NAMES:
+            grad = self.grad(name)
+            value = expected if isinstance(expected, float | int) else expected[name]
+            assert grad is not None
+            assert torch.equal(grad, torch.full_like(grad, value)), (name, grad, value)
+
+    def clear(self, *names: str, set_to_none: bool) -> None:
+        for name in names:
+            if set_to_none:
+                self.records[name].parameter.grad = None
+            elif (grad := self.grad(name)) is not None:
+                grad.zero_()
+
+
+def _record(layout: Any, name: str) -> Record:
+    shape = layout.local_shape(NODE, 0)
+    assert (name == "tiny") == (shape == (0,))
+    spec = SimpleNamespace(name=name, layout=layout, local_shape=shape, home_dtype=torch.float32)
+    return Record(spec=spec, parameter=nn.Parameter(torch.ones(shape)))
+
+
+class TestSums:
+    """What comes of several micro-batches."""
+
+    @both
+    def test_every_micro_batch_counts_once(self, tier: Tier) -> None:
+        rank = Rank(tier)
+        for _ in range(2):
+            rank.accumulate(1, 10)
+            rank.check(0)
+            assert all(torch.all(rank.grad(n).signbit()) for n in NAMES)
+            rank.synchronise(100)
+            rank.check(111)
+            rank.clear(*NAMES, set_to_none=True)
+
+    @both
+    def test_alone_a_synchronising_one_is_as_ever(self, tier: Tier) -> None:
+        rank = Rank(tier)
+        rank.synchronise(3)
+        rank.synchronise(4)
+        rank.check(7)
+        assert rank.peers.agreed == rank.pool.slab_bytes == 0
+
+    @both
+    def test_gradients_that_were_synchronised_before_stay(self, tier: Tier) -> None:
+        rank = Rank(tier)
+        rank.synchronise(3)
+        rank.accumulate(1)
+        rank.check(3)
+        rank.synchronise(4)
+        rank.check(8)
+
+    @both
+    def test_sums_are_wider_than_what_travels(self, tier: Tier) -> None:
+        """256 + 1 + 1 is 256 in bfloat16 at every step."""
+        rank = Rank(tier, reduces=("bfloat16", 2))
+        rank.accumulate(256, 1)
+        rank.synchronise(1)
+        rank.check(258)
+
+    def test_bytes_are_those_that_go_to_the_host_and_back(self) -> None:
+        rank = Rank(Tier.HOST)
+        rank.accumulate(1, 2)
+        rank.synchronise(3)
+        assert rank.counters.sent == {"collect": 2 * HELD_BYTES, "accumulate": 2 * HELD_BYTES}
+        assert rank.counters.calls == {"collect": 3, "accumulate": 2}
+        on_gpu = Rank(Tier.GPU)
+        on_gpu.accumulate(1, 2)
+        on_gpu.synchronise(3)
+        assert on_gpu.counters.sent == {"collect": 0, "accumulate": 0}
+        assert on_gpu.counters.calls == rank.counters.calls
+
+    def test_slabs_are_used_again(self) -> None:
+        rank = Rank(Tier.HOST)
+        for _ in range(3):
+            rank.accumulate(1, 2)
+            rank.synchronise(3)
+            assert rank.pool.slab_bytes == mmap.PAGESIZE
+        on_gpu = Rank(Tier.GPU)
+        on_gpu.accumulate(1)
+        assert on_gpu.pool.slab_bytes == 0
+
+    @both
+    def test_what_waits_is_nobody_elses(self, tier: Tier) -> None:
+        """Gradients that no lane has made may be the user's own."""
+        rank = Rank(tier)
+        bucket = rank.buckets[0]
+        own = torch.ones(2 * bucket.slot_elements)
+
+        def run() -> list[Tensor]:
+            rank.accumulation.begin_graph(backward_number(), accumulates=True)
+            total = rank.accumulation.collect(bucket, NAMES, own, torch.float32)
+            rank.accumulation.accumulate(bucket, NAMES, total).wait()
+            return [torch.full_like(rank.records[n].parameter, -0.0) for n in NAMES]
+
+        _Graph.apply(run, *[rank.records[n].parameter for n in NAMES]).backward()
+        own.fill_(7)
+        rank.synchronise(1)
+        rank.check(2)
+
+    @both
+    def test_what_the_last_micro_batch_does_not_use_is_reduced_at_its_end(self, tier: Tier) -> None:
+        rank = Rank(tier, reduces=("bfloat16", 2))
+        rank.accumulate(256, 1)
+        rank.loss(5, accumulates=False, bucket=1).backward()
+        rank.check(256)  # 257 in the reduce dtype
+        assert not rank.accumulation.waits_for([0, 1])
+        assert rank.accumulation.settle() == []
+
+
+class TestClearing:
+    """Whoever clears `.grad` means what waits too."""
+
+    @both
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    @pytest.mark.parametrize("had", [None, 0.0, 5.0])
+    def test_all(self, tier: Tier, set_to_none: bool, had: float | None) -> None:
+        """had: what `.grad` was before."""
+        rank = Rank(tier)
+        rank.peers.say = lambda words: [-1, *(7 if w & 1 else 0 for w in words[1:])]  # "tiny" too
+        if had is not None:
+            rank.synchronise(had)
+        rank.accumulate(1)
+        rank.clear(*NAMES, set_to_none=set_to_none)
+        assert rank.accumulation.settle() == []
+        assert not rank.accumulation.waits_for([0])
+        for _ in range(2):  # from negative zeros, and from positive ones
+            rank.accumulate(10)
+            rank.clear(*NAMES, set_to_none=set_to_none)
+        rank.accumulate(20)
+        rank.synchronise(100)
+        rank.check(120)
+
+    @both
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    @pytest.mark.parametrize("name", ["w", "s"])
+    def test_some_of_a_bucket(self, tier: Tier, set_to_none: bool, name: str) -> None:
+        rank = Rank(tier)
+        rank.synchronise(5)
+        rank.accumulate(1)
+        rank.clear(name, set_to_none=set_to_none)
+        rank.synchronise(100)
+        rank.check({n: 100.0 if n == name else 106.0 for n in NAMES})
+
+    @both
+    def test_exactly_its_slots(self, tier: Tier) -> None:
+        """Of every node: its shard there is another rank's."""
+        rank = Rank(tier)
+        rank.accumulate(1)
+        rank.clear("w", set_to_none=True)
+        assert rank.accumulation.settle() == ["tiny", "s"]
+        (waiting,) = rank.accumulation._waiting.values()
+        assert waiting.kept.wait().view(2, -1).tolist() == [[0.0] * SLOTS["w"] + [1.0, 1.0]] * 2
+
+    @both
+    def test_a_rank_whose_shard_is_empty_follows_the_others(self, tier: Tier) -> None:
+        rank = Rank(tier)
+        rank.accumulate(1)
+        rank.peers.say = lambda words: [-1, 1 << NAMES.index("tiny")]
+        assert rank.accumulation.settle() == ["w", "s"]
+        (waiting,) = rank.accumulation._waiting.values()
+        assert waiting.kept.wait().view(2, -1).tolist() == [[1.0] * SLOTS["w"] + [0.0, 1.0]] * 2
+
+    @both
+    def test_a_gradient_that_was_changed_is_refused(self, tier: Tier) -> None:
+        rank = Rank(tier)
+        rank.synchronise(5)
+        rank.accumulate(1)
+        rank.grad("s").mul_(2)
+        for _ in range(2):
+            with pytest.raises(FcdpError, match="gradient of parameter 's' was changed"):
+                rank.synchronise(1)
+        rank.clear(*NAMES, set_to_none=True)
+        rank.synchronise(1)
+        rank.check(1)
+
+    def test_so_is_one_that_another_rank_changed(self) -> None:
+        """Or else that rank alone would raise, and this one wait for it."""
+        rank = Rank(Tier.GPU)
+        rank.accumulate(1)
+        rank.peers.say = lambda words: [NAMES.index("tiny"), *words[1:]]
+        with pytest.raises(FcdpError, match="gradient of parameter 'tiny' was changed"):
+            rank.synchronise(1)
+
+    def test_ranks_ask_each_other_once_a_backward_and_only_if_something_waits(self) -> None:
+        rank = Rank(Tier.GPU)
+        rank.accumulate(1)
+        assert rank.peers.agreed == 0
+        losses = [rank.loss(1, accumulates=True, bucket=b) for b in (0, 1)]
+        sum(losses).backward()
+        assert rank.peers.agreed == 1
+        rank.synchronise(1)
+        rank.synchronise(1)
+        assert rank.peers.agreed == 2
+
+
+def _fail() -> None:
+    raise ZeroDivisionError
+
+
+class TestBackwards:
+    """Nothing is sure before the end of a backward."""
+
+    @both
+    @pytest.mark.parametrize("accumulates", [True, False])
+    def test_one_that_fails_must_be_cleared_away(self, tier: Tier, accumulates: bool) -> None:
+        rank = Rank(tier)
+        rank.accumulate(1)
+        with pytest.raises(ZeroDivisionError):
+            rank.loss(10, accumulates=accumulates, then=_fail).backward()
+        for _ in range(2):
+            with pytest.raises(FcdpError, match=r"backward failed .* parameter 'w' \(one of 3\)"):
+                rank.synchronise(100)
+            with pytest.raises(FcdpError, match="clear all gradients"):
+                rank.accumulation.settle()
+        rank.clear("w", set_to_none=True)
+        with pytest.raises(FcdpError, match=r"parameter 'tiny' \(one of 2\)"):
+            rank.synchronise(100)
+        rank.clear(*NAMES, set_to_none=True)
+        rank.accumulate(1)
+        rank.synchronise(100)
+        rank.check(101)
+
+    @both
+    def test_one_that_fails_with_nothing_before_it_leaves_nothing(self, tier: Tier) -> None:
+        rank = Rank(tier)
+        with pytest.raises(ZeroDivisionError):
+            rank.loss(10, accumulates=True, then=_fail).backward()
+        rank.accumulate(1)
+        rank.synchronise(100)
+        rank.check(101)
+
+    @both
+    def test_one_of_two_graphs_that_fails_between_them(self, tier: Tier) -> None:
+        rank = Rank(tier)
+        rank.accumulate(1)
+        fails = rank.loss(10, accumulates=False, bucket=1, then=_fail)
+        begins = rank.loss(10, accumulates=False)  # the last forward comes first
+        with pytest.raises(ZeroDivisionError):
+            (fails + begins).backward()
+        with pytest.raises(FcdpError, match="a backward failed"):
+            rank.synchronise(100)
+
+    @both
+    def test_both_kinds_at_once_synchronise(self, tier: Tier) -> None:
+        rank = Rank(tier)
+        rank.accumulate(1)
+        sum(rank.loss(10, accumulates=a) for a in (True, False, True)).backward()
+        rank.check(31)
+
+    @both
+    def test_one_nested_in_another(self, tier: Tier) -> None:
+        """As of reentrant checkpointing: what waits for the outer one's `.grad` was not cleared."""
+        rank = Rank(tier)
+
+        def nested() -> None:
+            with torch.enable_grad():
+                loss = rank.loss(10, accumulates=True, bucket=1)
+            loss.backward()
+
+        for _ in range(2):
+            rank.loss(1, accumulates=True, then=nested).backward()
+        rank.synchronise(100)
+        rank.check(102)
+        assert torch.equal(rank.grad("v"), torch.full((1,), 20.0))
+
+    @both
+    def test_gradients_that_autograd_does_not_add_up_are_refused(self, tier: Tier) -> None:
+        rank = Rank(tier)
+        rank.accumulate(1)
+        wanted = rank.records["w"].parameter
+        with pytest.raises(FcdpError, match=r"did not add to the \.grad of parameter 'w'"):
+            torch.autograd.grad(rank.loss(10, accumulates=False), wanted)
+        with pytest.raises(FcdpError, match="a backward failed"):
+            rank.synchronise(100)
+        rank.clear(*NAMES, set_to_none=True)
+        with pytest.raises(FcdpError, match=r"parameter 'tiny' \(one of 2\)"):
+            rank.loss(10, accumulates=True).backward(inputs=[wanted])
+
+    def test_others_may_add_to_a_gradient_in_the_same_backward(self) -> None:
+        rank = Rank(Tier.GPU)
+        scalar = rank.records["s"].parameter
+        (rank.loss(1, accumulates=True) + 4 * scalar).backward()
+        rank.accumulate(10)
+        rank.synchronise(100)
+        rank.check({"w": 111.0, "tiny": 111.0, "s": 115.0})
