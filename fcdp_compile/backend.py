@@ -262,9 +262,8 @@ class _Compilation:
         assert mode is not None, "graphs are traced with fake tensors"
         for variant in (Variant.ACCUMULATE, Variant.COLLECT):
             ctx = replace(base, variant=variant)
-            with (
-                mode
-            ):  # as while AOTAutograd calls the passes: what they make of sizes alone is fake too
+            # As while AOTAutograd calls the passes: what they make of sizes alone is fake, too.
+            with mode:
                 lowered = segment(schedule(lower(place(clone(backward), ctx), ctx), ctx))
             self._lowered[Direction.BACKWARD, variant] = lowered
             schedules.append(place_steps(describe(lowered, ctx), bound.plan.buckets))

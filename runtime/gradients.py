@@ -27,6 +27,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.packing import unpack_grads
 from fcdp_compile.plan import LANES, Bucket, Kind, Tier
 from fcdp_compile.runtime.cleared import Grad, GradientMarks
+from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
@@ -66,6 +67,7 @@ class Accumulation:
         pool: PinnedPool,
         lanes: Lanes,
         collectives: Collectives,
+        codecs: Codecs,
         *,
         reductions: Sequence[Kind],
     ) -> None:
@@ -75,6 +77,7 @@ class Accumulation:
         self._pool = pool
         self._lanes = lanes
         self._collectives = collectives
+        self._codecs = codecs
         self._reductions = reductions
         self._marks = GradientMarks(records)
         self._waiting: dict[_Params, _Waiting] = {}
@@ -211,7 +214,10 @@ class Accumulation:
             device = records[0].local().device
             rest = Pending(kept.tensor.to(device, getattr(torch, bucket.reduce_dtype)))
             for kind in self._reductions:
-                rest = self._collectives.reduce_scatter(kind, rest, range_name(kind, bucket))
+                crosses = kind is Kind.INTER_REDUCE_SCATTER
+                codec = self._codecs.of_gradients(bucket, params) if crosses else None
+                name = range_name(kind, bucket)
+                rest = self._collectives.reduction(kind, rest, name, codec=codec)
             specs = [r.spec for r in records]
             shards = unpack_grads(
                 rest.wait(),

@@ -72,6 +72,7 @@ class ShardedModel:
             self.pool,
             self.lanes,
             self.collectives,
+            self.codecs,
             reductions=self._reductions_of_waiting(),
         )
         self.generations = Generations(self.records)
@@ -93,9 +94,9 @@ class ShardedModel:
 
     def _reductions_of_waiting(self) -> list[Kind]:
         """What gradients still go through that accumulated at the strategy's scope."""
-        kinds = [Kind.INTER_REDUCE_SCATTER]
-        if self.strategy.gradient is Scope.NONE:
-            kinds.insert(0, Kind.INTRA_REDUCE_SCATTER)
+        kinds = list(REDUCTIONS[self.strategy.home])
+        if self.strategy.gradient is not Scope.NONE:
+            kinds.remove(Kind.INTRA_REDUCE_SCATTER)
         return [k for k in kinds if self.collectives.group_size(k) > 1]
 
     # --- what the traced ops need (registry.Owner) -------------------------------------------------------

@@ -105,11 +105,12 @@ def test_what_crosses_between_copies(
     """Where every node has a copy, gradients are all-reduced once and nothing is gathered between nodes."""
     sharded = moved[case, "fcdp", "auto"]
     once = sharded["inter_all_gather"] + sharded["inter_reduce_scatter"]
+    assert sharded["inter_all_gather"] == sharded["inter_reduce_scatter"]
     for strategy in ("ddp", "mics", "paro-nni"):
         mine = moved[case, strategy, "auto"]
         assert "inter_all_gather" not in mine
         assert "inter_reduce_scatter" not in mine
-        assert abs(mine["inter_all_reduce"] - once) < 0.1 * once, "but for padding the same"
+        assert abs(mine["inter_all_reduce"] - once) < 0.2 * once, "but for padding the same"
 
 
 def test_what_stays_within_a_node(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:

@@ -108,13 +108,19 @@ def _each(pair: Beside, act: Callable[[Any], object]) -> None:
 
 def _parts_used_in_turn(mesh: DeviceMesh, place: str) -> None:
     """What the last micro-batch does not use is synchronised too."""
-    pair = _pair(mesh, TINY, place, "zero1" if place == "host" else "fcdp")
-    for _ in range(2):
-        for takes_other in (False, True, False):
-            _each(pair, lambda model: setattr(model, "takes_other", takes_other))  # noqa: B023
-            _backward(pair)
-        _each(pair, lambda model: setattr(model, "takes_other", True))
-        _finish(pair)
+    one_node = mesh.size(0) == 1
+    for strategy in (
+        "zero1" if place == "host" else "fcdp",
+        "ddp",
+        "zero1" if one_node else "mics",
+    ):
+        pair = _pair(mesh, TINY, place, strategy)
+        for _ in range(2):
+            for takes_other in (False, True, False):
+                _each(pair, lambda model: setattr(model, "takes_other", takes_other))  # noqa: B023
+                _backward(pair)
+            _each(pair, lambda model: setattr(model, "takes_other", True))
+            _finish(pair)
 
 
 def _frozen_between(mesh: DeviceMesh, place: str) -> None:

@@ -16,6 +16,7 @@ from builders_plan import make_bucket
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.packing import unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.gradients import Accumulation
 from fcdp_compile.runtime.lanes import Lanes, tensor_of
@@ -47,7 +48,7 @@ class Peers:
         self.agreed += 1
         return [words, self.say(words)]
 
-    def reduce_scatter(self, kind: Kind, send: Pending, name: str) -> Pending:
+    def reduction(self, kind: Kind, send: Pending, name: str, codec: None = None) -> Pending:
         assert kind is Kind.INTER_REDUCE_SCATTER
         return Pending(send.wait().view(2, -1)[NODE].clone())
 
@@ -92,6 +93,7 @@ class Rank:
             self.pool,
             self.lanes,
             self.peers,  # type: ignore[arg-type]
+            Codecs(),
             reductions=[Kind.INTER_REDUCE_SCATTER],
         )
 
