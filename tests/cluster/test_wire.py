@@ -10,8 +10,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests import formulas
+from tests.cluster.wire_worker import STRATEGIES
 
 pytestmark = pytest.mark.cluster
 
@@ -60,6 +64,10 @@ def wire(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Wire]
 
 
 def _run(mode: str, folder: Path) -> list[Wire]:
+    return [Wire(**found) for found in _reports(mode, folder)]
+
+
+def _reports(mode: str, folder: Path) -> list[dict[str, Any]]:
     worker = Path(__file__).with_name("wire_worker.py")
     command = [sys.executable, str(_TOOL), "--nodes", str(_NODES)]
     command += ["--gpus-per-node", str(_RANKS_PER_NODE), "--timeout", "240", "--python"]
@@ -68,13 +76,33 @@ def _run(mode: str, folder: Path) -> list[Wire]:
     # Killing the tool outright would leave its namespaces behind; its own timeout cleans up.
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [
-        Wire(**json.loads((folder / f"{mode}-{node}.json").read_text())) for node in range(_NODES)
-    ]
+    return [json.loads((folder / f"{mode}-{node}.json").read_text()) for node in range(_NODES)]
 
 
 def _report(what: str, sent: int, limit: float) -> None:
     print(f"{what}: {sent} bytes sent by the node, at most {int(limit)} allowed")  # noqa: T201
+
+
+def test_every_strategy_sends_what_the_formula_says(tmp_path: Path) -> None:
+    """In every step of full fine-tuning after the first; 2 % are for headers."""
+    for node, found in enumerate(_reports("strategies", tmp_path)):
+        shapes = {n: tuple(s) for n, s in found["shapes"].items()}
+        model = formulas.Model(
+            shapes=shapes,
+            trainable=frozenset(shapes),
+            # The first layer's input needs no gradient, and biases none of their values.
+            backward=frozenset(n for n in shapes if "weight" in n and n != "layers.0.weight"),
+            buckets=[(n,) for n in shapes],
+        )
+        for name, micro_batches in STRATEGIES:
+            moved = formulas.training_step(
+                model, name, _NODES, _RANKS_PER_NODE, first=False, micro_batches=micro_batches
+            )
+            inter = sum(b for kind, b in moved.bytes.items() if kind.startswith("inter"))
+            expected = inter * _RANKS_PER_NODE
+            for sent in found["steps"][name]:
+                _report(f"{name}, node {node}, of {expected}", sent, 1.02 * expected + _SLACK)
+                assert expected <= sent <= 1.02 * expected + _SLACK
 
 
 def test_full_fine_tuning_gathers_and_reduces_once(wire: Callable[[str], list[Wire]]) -> None:

@@ -1,6 +1,6 @@
 """Train on a simulated cluster and report what really crossed this node's card; started by torchrun.
 
-    wire_worker.py FOLDER full|lora
+    wire_worker.py FOLDER full|lora|strategies
 
 Every step's `tx_bytes` is written by place 0 of each node to FOLDER/<mode>-<node>.json.
 """
@@ -11,18 +11,30 @@ import itertools
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 
 WIDTH, LAYERS = 768, 8  # 9.4 M parameters, 37.8 MB
 RANK = 32
 STEPS, BATCHES = 4, 3
+STRATEGIES = (
+    ("zero3", 1),
+    ("zero++", 1),
+    ("mics", 1),
+    ("paro-iig", 1),
+    ("fcdp", 8),
+    ("fcdp+w8+g4", 1),
+)
+"""Strategies that are compared, with the number of micro-batches."""
 
 
 class Layers(nn.Module):
@@ -48,9 +60,40 @@ def _sent() -> int:
     return sent
 
 
+def _steps_of(strategy: str, micro_batches: int, mesh: DeviceMesh) -> list[int]:
+    """What this node sends in each of some optimizer steps after the first."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = fcdp_compile.shard(Layers(), mesh, strategy=strategy)
+    net = torch.compile(model, backend="fcdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    marks = []
+    for _ in range(3):
+        for i in range(micro_batches):
+            with fcdp_compile.no_sync(net) if i < micro_batches - 1 else nullcontext():
+                net(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        marks.append(_sent())
+    return [b - a for a, b in itertools.pairwise(marks)]
+
+
+def _write(folder: Path, mode: str, mesh: DeviceMesh, report: dict[str, Any]) -> None:
+    if mesh.get_local_rank("intra") == 0:
+        path = folder / f"{mode}-{mesh.get_local_rank('inter')}.json"
+        path.write_text(json.dumps(report), encoding="utf-8")
+    dist.destroy_process_group()
+
+
 def main(folder: Path, mode: str) -> None:
     mesh = fcdp_compile.make_mesh()
     assert mesh is not None
+    if mode == "strategies":
+        found = {name: _steps_of(name, count, mesh) for name, count in STRATEGIES}
+        shapes = {n: list(p.shape) for n, p in Layers().named_parameters()}
+        _write(folder, mode, mesh, {"shapes": shapes, "steps": found})
+        return
     torch.manual_seed(0)
     model: nn.Module = Layers()
     if mode == "lora":
@@ -81,10 +124,7 @@ def main(folder: Path, mode: str) -> None:
         "steps": sent[:STEPS],
         "evaluation": sent[STEPS:],
     }
-    if mesh.get_local_rank("intra") == 0:
-        path = folder / f"{mode}-{mesh.get_local_rank('inter')}.json"
-        path.write_text(json.dumps(report), encoding="utf-8")
-    dist.destroy_process_group()
+    _write(folder, mode, mesh, report)
 
 
 if __name__ == "__main__":
