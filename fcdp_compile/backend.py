@@ -28,7 +28,7 @@ from fcdp_compile.home_shard import bring_back_inputs
 from fcdp_compile.mesh import process_count
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.options import Options
-from fcdp_compile.passes.bucket import bucket, buckets_of
+from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken
 from fcdp_compile.passes.choose_tiers import (
     Placement,
     choose_tiers,
@@ -41,7 +41,11 @@ from fcdp_compile.passes.inline import Inliner
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.partition import partition
 from fcdp_compile.passes.place import place
-from fcdp_compile.passes.place_gradients import place_gradients
+from fcdp_compile.passes.place_gradients import (
+    fit_gradients,
+    gradient_bytes,
+    place_gradients,
+)
 from fcdp_compile.passes.predict import predict
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
@@ -157,6 +161,7 @@ class _Compilation:
         model.host_memory.ask(self._options.host_memory)
         made = buckets_of(bucket(gm, self._context(model, direction)))
         model.adopt(made)
+        model.host_memory.plan(host_bytes_taken(self._context(model, direction)))
         if direction is not Direction.BACKWARD and model.strategy.keeps_on_host:
             model.host_memory.note(made)
 
@@ -258,6 +263,7 @@ class _Compilation:
     ) -> None:
         """Lower and compile the variants of a backward that most users never run."""
         schedules = []
+        base = self._fitting(bound.living_model(), backward, base)
         mode = detect_fake_mode([n.meta.get("val") for n in backward.graph.nodes])
         assert mode is not None, "graphs are traced with fake tensors"
         for variant in (Variant.ACCUMULATE, Variant.COLLECT):
@@ -270,6 +276,22 @@ class _Compilation:
             self._bind(bound, Direction.BACKWARD, variant)
         bound.plan = replace(bound.plan, schedules=(*bound.plan.schedules, *schedules))
         self._dump(bound.plan, bound.living_model(), again=True)
+
+    def _fitting(self, model: ShardedModel, backward: GraphModule, ctx: PassContext) -> PassContext:
+        """With buckets whose gradients wait only if host memory has room for them."""
+        reduced = list(dict.fromkeys(_reduced(backward, ctx)))
+        sizes = {"nodes": ctx.nodes, "ranks_per_node": ctx.ranks_per_node}
+        host_bytes = model.host_memory.left_bytes
+        fitting = fit_gradients(reduced, ctx.strategy, **sizes, host_bytes=host_bytes)
+        taken = sum(
+            gradient_bytes(b, ctx.strategy, **sizes)
+            for b in fitting
+            if b.gradient_tier is not Tier.NONE
+        )
+        model.host_memory.plan_gradients(taken if ctx.strategy.uses_host else 0)
+        now = dict(zip(reduced, fitting, strict=True))
+        known = {key: tuple(now.get(b, b) for b in found) for key, found in ctx.known.items()}
+        return replace(ctx, known=known)
 
     def _place_gradients(
         self, model: ShardedModel, buckets: Sequence[Bucket], placement: Placement | None

@@ -143,6 +143,11 @@ class Strategy:
         return self.cache in (Cache.HOST, Cache.ADAPTIVE)
 
     @property
+    def uses_host(self) -> bool:
+        """Whether anything may wait in host memory."""
+        return self.keeps_on_host or self.accumulates_on is GradientOn.HOST
+
+    @property
     def may_keep_full(self) -> bool:
         """Whether gathered parameters may stay on the GPU between their uses."""
         return self.cache in (Cache.ADAPTIVE, Cache.GPU_FULL)

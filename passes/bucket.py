@@ -99,7 +99,7 @@ def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Buck
     order = {key: i for i, key in enumerate(fresh)}
     groups.sort(key=lambda g: order[g[0][0]])
     found: dict[str, Bucket] = {}
-    taken_bytes = _host_bytes_taken(ctx)
+    taken_bytes = host_bytes_taken(ctx)
     for number, (together, why) in enumerate(groups, ctx.next_bucket):
         made = _make(number, together, why, taken_bytes, ctx)
         if made.tier is Tier.HOST:
@@ -120,7 +120,7 @@ def _target(total_bytes: int, ctx: PassContext) -> int:
     return bucket_bytes(total_bytes, latency_s=link.latency_s, bytes_per_s=link.bytes_per_s)
 
 
-def _host_bytes_taken(ctx: PassContext) -> int:
+def host_bytes_taken(ctx: PassContext) -> int:
     """Bytes on the host of known buckets; none of one whose parameters were frozen or unfrozen since.
 
     The copy of such a bucket is given back before the one that replaces it is stored.
@@ -155,7 +155,7 @@ def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassCo
         reduce_itemsize=specs[0].reduce_dtype.itemsize,
         frozen=frozen,
         tier=Tier.NONE,
-        gradient_tier=Tier.NONE if frozen else _GRADIENT_TIERS[ctx.strategy.accumulates_on],
+        gradient_tier=Tier.NONE if frozen else _gradient_tier(ctx),
         wire=_wire(ctx.strategy.weight_format, specs[0].gather_dtype, slots),
         reduce_wire=_wire(ctx.strategy.gradient_format, specs[0].reduce_dtype, slots),
         host_format=Format.FULL,
@@ -165,6 +165,15 @@ def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassCo
         made = replace(made, host_format=ctx.strategy.host_format)
     made = replace(made, tier=_tier(made, taken_bytes, ctx))
     return replace(made, why=f"{size}; {_why_kept(made, ctx)}")
+
+
+def _gradient_tier(ctx: PassContext) -> Tier:
+    if ctx.direction is Direction.BACKWARD:  # gradients are reduced in the buckets of the forward
+        return Tier.NONE
+    on = ctx.strategy.accumulates_on
+    if on is GradientOn.AUTO and not ctx.strategy.keeps_on_host:
+        return Tier.GPU
+    return _GRADIENT_TIERS[on]
 
 
 def _wire(wanted: Format, dtype: torch.dtype, slots: Sequence[int]) -> Format:

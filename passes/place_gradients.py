@@ -37,6 +37,36 @@ def place_gradients(
     return placed
 
 
+def fit_gradients(
+    buckets: Sequence[Bucket],
+    strategy: Strategy,
+    *,
+    nodes: int,
+    ranks_per_node: int,
+    host_bytes: int,
+) -> list[Bucket]:
+    """The same buckets; those whose gradients host memory has no room for reduce every micro-batch's.
+
+    Ranks come to the same, whatever each keeps on its GPU: what may wait on the host counts as if it did.
+
+    host_bytes: what is left to gradients on each rank.
+    """
+    if not strategy.uses_host:
+        return list(buckets)
+    fitting = []
+    for bucket in buckets:
+        if bucket.gradient_tier is not Tier.NONE:
+            size_bytes = gradient_bytes(
+                bucket, strategy, nodes=nodes, ranks_per_node=ranks_per_node
+            )
+            if size_bytes > host_bytes:
+                bucket = replace(bucket, gradient_tier=Tier.NONE)
+            else:
+                host_bytes -= size_bytes
+        fitting.append(bucket)
+    return fitting
+
+
 def gradient_bytes(bucket: Bucket, strategy: Strategy, *, nodes: int, ranks_per_node: int) -> int:
     """Bytes on one rank of a bucket's accumulated gradients, in fp32 or wider."""
     ranks = nodes * (ranks_per_node if strategy.gradient is Scope.NONE else 1)

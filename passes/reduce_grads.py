@@ -62,7 +62,7 @@ def _reduce_bucket(
         reduced = _reduce_packed(graph, bucket, packed, specs, ctx)
     with graph.inserting_before(min(members, key=order.__getitem__)):
         shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
-        if ctx.variant is Variant.ACCUMULATE:
+        if _variant(bucket, ctx) is Variant.ACCUMULATE:
             shards = [_negative_zeros(graph, packed, s) for s in specs]
         else:
             shards = ctx.inliner.inline(
@@ -83,11 +83,11 @@ def _reduce_packed(
     names = tuple(s.name for s in specs)
     elements = int(packed.meta["val"].numel())
     buffer, pending = packed, None  # type: Node, Node | None
-    for op, size in _reduction_steps(ctx):
+    for op, size in _reduction_steps(_variant(bucket, ctx), ctx):
         moved, result = (size - 1) * elements * bucket.reduce_itemsize, dtype
         if op in (ops.collect, ops.accumulate):
             moved = elements * wide.itemsize if bucket.gradient_tier is Tier.HOST else 0
-            result = wide if ctx.variant is Variant.ACCUMULATE else dtype
+            result = wide if _variant(bucket, ctx) is Variant.ACCUMULATE else dtype
         elif op is ops.inter_reduce_scatter:
             moved = (size - 1) * row_bytes(slots, bucket.reduce_wire, bucket.reduce_itemsize)
             elements //= size
@@ -104,16 +104,21 @@ def _reduce_packed(
     return buffer if pending is None else wait_for(graph, pending)
 
 
-def _reduction_steps(ctx: PassContext) -> list[tuple[Callable[..., Any], int]]:
+def _variant(bucket: Bucket, ctx: PassContext) -> Variant:
+    """What is done with a bucket's gradients: those that have no place to wait go on."""
+    return Variant.COLD if bucket.gradient_tier is Tier.NONE else ctx.variant
+
+
+def _reduction_steps(variant: Variant, ctx: PassContext) -> list[tuple[Callable[..., Any], int]]:
     """The ops that gradients go through, each with the size of its group."""
     steps: list[tuple[Callable[..., Any], int]] = []
     for kind in REDUCTIONS[ctx.strategy.home]:
         is_inter = kind in INTER_KINDS
         whole = Scope.INTRA if is_inter else Scope.NONE
         is_first = kind is not Kind.INTRA_GRAD_ALL_GATHER
-        if is_first and ctx.strategy.gradient is whole and ctx.variant is Variant.ACCUMULATE:
+        if is_first and ctx.strategy.gradient is whole and variant is Variant.ACCUMULATE:
             return [*steps, (ops.collect, 1), (ops.accumulate, 1)]
-        if is_first and ctx.strategy.gradient is whole and ctx.variant is Variant.COLLECT:
+        if is_first and ctx.strategy.gradient is whole and variant is Variant.COLLECT:
             steps.append((ops.collect, 1))
         size = ctx.nodes * ctx.replica_nodes if is_inter else ctx.ranks_per_node * ctx.replica_ranks
         if size > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Iterable
 
 from fcdp_compile.host_memory import UNLIMITED, HostBudget, Limit, detect, lockable_bytes
@@ -34,6 +35,9 @@ class HostMemory:
 
     The same on all ranks: the free memory is agreed once, the option is in the plan (a bucket that has no
     place says why), and buckets ask for places in the order of the plan.
+
+    Models on one mesh share what is free.  What another one had in use when this one looked is not free, but
+    part of what that one plans to use, which comes off as a whole.
     """
 
     def __init__(self, topology: Topology, home: Home) -> None:
@@ -43,6 +47,10 @@ class HostMemory:
         self._lockable_bytes = UNLIMITED
         self._asked_bytes: int | None = None
         self._left_out: dict[int, Bucket] = {}
+        self._pool: PinnedPool | None = None
+        self._cached_bytes = 0
+        self._gradient_bytes = 0
+        _sharing.setdefault(topology, weakref.WeakSet()).add(self)
 
     def agree(self, collectives: Collectives, pool: PinnedPool, *, is_pinned: bool) -> None:
         """Find out what this machine has left and take the least of all ranks, all of which must call it.
@@ -55,7 +63,10 @@ class HostMemory:
             ranks_in_group=local_ranks,
         )
         lockable = _enforced_bytes(pool) if is_pinned else UNLIMITED
-        rows = collectives.agree([found.bytes, _LIMITS.index(found.limit), lockable])
+        in_use = sum(other.in_use_bytes for other in self._others())
+        available = min(UNLIMITED, found.bytes + in_use)
+        self._pool = pool
+        rows = collectives.agree([available, _LIMITS.index(found.limit), lockable])
         least = min(rows, key=lambda row: row[0])
         self._available = HostBudget(bytes=least[0], limit=_LIMITS[least[1]])
         self._lockable_bytes = min(row[2] for row in rows)
@@ -79,13 +90,40 @@ class HostMemory:
 
         Who asks for a number may have more than can be locked: the rest is used unregistered.
         """
-        candidates = [self._available]
+        others = sum(other._planned_bytes for other in self._others())
+        candidates = [_less(self._available, others)]
         if self._asked_bytes is None:
-            candidates.append(HostBudget(bytes=self._lockable_bytes, limit=Limit.LOCKED))
+            lockable = HostBudget(bytes=self._lockable_bytes, limit=Limit.LOCKED)
+            candidates.append(_less(lockable, others))
         else:
             share = self._asked_bytes // self._topology.ranks_per_node
             candidates.append(HostBudget(bytes=share, limit=Limit.OPTION))
         return min(candidates, key=lambda budget: budget.bytes)
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of host memory that this model has now."""
+        return 0 if self._pool is None else self._pool.slab_bytes
+
+    def plan(self, cached_bytes: int) -> None:
+        """Note what is cached of the graphs compiled so far."""
+        self._cached_bytes = cached_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of the budget that nothing was planned for."""
+        return max(0, self.budget.bytes - self._planned_bytes)
+
+    def plan_gradients(self, waiting_bytes: int) -> None:
+        """Note what more gradients take that wait for those of later micro-batches."""
+        self._gradient_bytes += waiting_bytes
+
+    @property
+    def _planned_bytes(self) -> int:
+        return self._cached_bytes + self._gradient_bytes
+
+    def _others(self) -> list[HostMemory]:
+        return [other for other in _sharing.get(self._topology, ()) if other is not self]
 
     def is_left_out(self, bucket: Bucket) -> bool:
         """Whether a forward found no place for the bucket."""
@@ -112,6 +150,18 @@ class HostMemory:
                 _REMEDIES[self.budget.limit],
             )
         self._left_out |= new
+
+
+_sharing: weakref.WeakKeyDictionary[Topology, weakref.WeakSet[HostMemory]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The models of each mesh."""
+
+
+def _less(budget: HostBudget, taken_bytes: int) -> HostBudget:
+    if budget.bytes == UNLIMITED:
+        return budget
+    return HostBudget(bytes=max(0, budget.bytes - taken_bytes), limit=budget.limit)
 
 
 def _enforced_bytes(pool: PinnedPool) -> int:

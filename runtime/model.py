@@ -151,7 +151,7 @@ class ShardedModel:
 
     def agree_on_host_memory(self) -> None:
         """Find the budget of a cache on the host, with all ranks of the mesh."""
-        if self.strategy.keeps_on_host:
+        if self.strategy.uses_host:
             is_pinned = self.device.type == "cuda"
             self.host_memory.agree(self.collectives, self.pool, is_pinned=is_pinned)
 

@@ -142,6 +142,32 @@ def test_variants_that_are_lowered_later_are_lowered_for_inductor_too() -> None:
     run(_train_by_inductor, nodes=2, ranks_per_node=1)
 
 
+def _short_of_host_memory(mesh: DeviceMesh) -> dict[int, dict[str, int]]:
+    """What an optimizer step moves with room for the cache and all, some or none of the gradients."""
+    found = {}
+    for waiting in (2, 1, 0):
+        options = {"bucket_mb": 0.1 / 2**20, "host_memory": _NODE_BYTES * (2 + waiting)}
+        pair = Beside(mesh, CASES["odd"], strategy="fcdp", options=options)
+        for _ in range(2):
+            _micro_batches(pair)
+            pair.compare_gradients()
+            pair.optimize()
+        pair.compare_parameters()
+        found[waiting] = dict(pair.counters.last_step)
+    return found
+
+
+_NODE_BYTES = 776
+"""Of each rank's node shards of "odd", and of its gradients in fp32."""
+
+
+def test_gradients_that_host_memory_has_no_room_for_are_reduced_every_time() -> None:
+    for found in run(_short_of_host_memory, nodes=2, ranks_per_node=2):
+        all_wait, some_wait, none_wait = (found[n]["inter_reduce_scatter"] for n in (2, 1, 0))
+        assert all_wait < some_wait < none_wait
+        assert {f["inter_all_gather"] for f in found.values()} == {found[2]["inter_all_gather"]}
+
+
 # --- clearing and misuse ------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from builders_plan import make_bucket
-from fcdp_compile.passes.place_gradients import gradient_bytes, place_gradients
+from fcdp_compile.passes.place_gradients import fit_gradients, gradient_bytes, place_gradients
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.strategy import GradientOn, Strategy
 
@@ -81,3 +81,25 @@ def test_gradients_that_do_not_wait_have_no_place_and_take_no_room() -> None:
     none = replace(BUCKETS[1], gradient_tier=Tier.NONE)
     assert place([BUCKETS[0], none, BUCKETS[2]], 120) == [Tier.GPU, Tier.NONE, Tier.GPU]
     assert place([none], None, ZERO3) == [Tier.NONE]
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "expected"),
+    [(sum(SIZES), "hhh"), (sum(SIZES) - 1, "hh-"), (120, "h-h"), (40, "--h"), (0, "---")],
+)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_host_memory_has_no_room_for_never_waits(
+    host_bytes: int, expected: str, gpu: bool
+) -> None:
+    """On every rank alike, whatever one has room for on its GPU."""
+    buckets = [replace(b, gradient_tier=Tier.GPU) for b in BUCKETS] if gpu else BUCKETS
+    found = fit_gradients(buckets, FCDP, nodes=N, ranks_per_node=G, host_bytes=host_bytes)
+    waits = [b.gradient_tier is not Tier.NONE for b in found]
+    assert waits == [letter == "h" for letter in expected]
+    frozen = [replace(b, gradient_tier=Tier.NONE, frozen=True) for b in BUCKETS]
+    assert fit_gradients(frozen, FCDP, nodes=N, ranks_per_node=G, host_bytes=0) == frozen
+
+
+def test_gradients_that_wait_on_the_gpu_alone_need_no_host_memory() -> None:
+    found = fit_gradients(BUCKETS, ZERO1, nodes=N, ranks_per_node=G, host_bytes=0)
+    assert found == BUCKETS

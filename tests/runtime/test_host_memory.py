@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +23,16 @@ MIB = 2**20
 GIB = 2**30
 
 
+@dataclass(eq=False)
+class _Topology:
+    nodes: int
+    ranks_per_node: int
+    node: int
+    place: int
+
+
 def make(*, nodes: int = 2, ranks_per_node: int = 4, place: int = 0) -> HostMemory:
-    topology: Any = SimpleNamespace(nodes=nodes, ranks_per_node=ranks_per_node, node=0, place=place)
+    topology: Any = _Topology(nodes, ranks_per_node, 0, place)
     return HostMemory(topology, topology)  # home shards are cut over all ranks
 
 
@@ -46,7 +56,7 @@ def agree(
 ) -> None:
     """Together with ranks that found other numbers; registering works up to `pool_bytes`."""
     collectives: Any = SimpleNamespace(agree=lambda words: [words, *others])
-    pool: Any = SimpleNamespace(can_register=lambda size: size <= pool_bytes)
+    pool: Any = SimpleNamespace(can_register=lambda size: size <= pool_bytes, slab_bytes=0)
     memory.agree(collectives, pool, is_pinned=pinned)
 
 
@@ -98,6 +108,29 @@ def test_locked_memory_counts_where_it_is_enforced(
     unpinned = make()
     agree(unpinned, pool_bytes=works_up_to)
     assert budget(unpinned) == (GIB, Limit.AVAILABLE)
+
+
+def test_models_on_one_mesh_share_what_is_free(machine: SimpleNamespace) -> None:
+    """Whether the other one's plan was made, or came true, before or after this one looked."""
+    machine.bytes = 1000
+    topology: Any = _Topology(2, 1, 0, 0)
+    first, second = HostMemory(topology, topology), HostMemory(topology, topology)
+    elsewhere = make()
+    agree(first)
+    agree(elsewhere)
+    first.plan(600)
+    agree(second)  # nothing is in use yet
+    assert budget(second) == (400, Limit.AVAILABLE)
+    machine.bytes = 500
+    first._pool.slab_bytes = 500  # most of the plan has come true
+    agree(second)
+    assert budget(second) == (400, Limit.AVAILABLE)
+    second.plan(300)
+    assert budget(first) == (700, Limit.AVAILABLE)
+    assert budget(elsewhere) == (1000, Limit.AVAILABLE)
+    del second
+    gc.collect()
+    assert budget(first) == (1000, Limit.AVAILABLE)
 
 
 def test_an_option_is_shared_by_the_ranks_of_a_node(machine: SimpleNamespace) -> None:
