@@ -80,7 +80,8 @@ def summarise(rows: Sequence[Row]) -> dict[Cell, Summary]:
 
 def _summarise(cell: Cell, rows: Sequence[Row], reference: Sequence[float] | None) -> Summary:
     seconds = [s for row in rows for s in row.step_s]
-    differences = [_difference(row.check_losses, reference) for row in rows if reference]
+    tolerance = BY_NAME[cell.system].loss_tolerance if cell.system in BY_NAME else LOSS_TOLERANCE
+    differences = [_difference(row.check_losses, reference, tolerance) for row in rows if reference]
     return Summary(
         cell=cell,
         n=len(seconds),
@@ -101,12 +102,14 @@ def _summarise(cell: Cell, rows: Sequence[Row], reference: Sequence[float] | Non
     )
 
 
-def _difference(losses: Sequence[float], reference: Sequence[float]) -> str | None:
+def _difference(
+    losses: Sequence[float], reference: Sequence[float], tolerance: float
+) -> str | None:
     """How losses differ from the reference's, None if within the tolerance."""
     if len(losses) != len(reference):
         return f"{len(losses)} losses where {REFERENCE} has {len(reference)}"
     for number, (loss, right) in enumerate(zip(losses, reference, strict=True), start=1):
         # Written so that NaN is wrong.
-        if not abs(loss - right) <= LOSS_TOLERANCE * abs(right):
+        if not abs(loss - right) <= tolerance * abs(right):
             return f"loss {loss:.5f} after step {number}, {REFERENCE} has {right:.5f}"
     return None

@@ -45,6 +45,7 @@ class System:
     state: see State.  is_ours: no peer.
     accumulating_only: differs from another system only when gradients accumulate.
     is_twin: sends what another system sends; the first to go where time is short.
+    loss_tolerance: relative, by which its losses may differ from the reference's.
     compile_s: rough time that compilation adds to the first step, on two cores.
     """
 
@@ -58,6 +59,7 @@ class System:
     accumulating_only: bool = False
     is_twin: bool = False
     compile_s: float = 0.0
+    loss_tolerance: float = 1e-4
 
 
 _FSDP2 = Traffic(micro_w=1.5, micro_t=1.5)
@@ -74,10 +76,11 @@ SYSTEMS: tuple[System, ...] = (
     System(
         name="fcdp",
         title="fcdp",
-        about='`fcdp_compile.shard(strategy="fcdp")` and `torch.compile(backend="fcdp")`, default options',
+        about='`fcdp_compile.shard(strategy="fcdp")` and `torch.compile(backend="fcdp")`, default options; '
+        "`no_sync` while accumulating",
         family="train_fcdp",
         state=State.GLOBAL,
-        traffic=Traffic(micro_t=0.5, step_t=0.5),
+        traffic=Traffic(step_t=1.0),
         is_ours=True,
         compile_s=5.0,
     ),
@@ -160,6 +163,29 @@ SYSTEMS: tuple[System, ...] = (
         family="train_fcdp",
         state=State.NONE,
         traffic=Traffic(micro_t=0.5, step_t=0.5),
+        is_ours=True,
+        compile_s=5.0,
+    ),
+    System(
+        name="fcdp-w8g4",
+        title="fcdp, int8 and int4",
+        about='`fcdp_compile.shard(strategy="fcdp+w8+g4")`: weights in 8 bits and gradients in 4 between '
+        "nodes; its losses may differ by 2 %",
+        family="train_fcdp",
+        state=State.GLOBAL,
+        traffic=Traffic(step_t=0.2),
+        is_ours=True,
+        compile_s=5.0,
+        loss_tolerance=2e-2,
+    ),
+    System(
+        name="fcdp-mics",
+        title="fcdp as MiCS",
+        about='`fcdp_compile.shard(strategy="mics")`: sharded within a node, replicated between nodes; '
+        "`no_sync` while accumulating",
+        family="train_fcdp",
+        state=State.INTRA,
+        traffic=Traffic(step_t=1.0),
         is_ours=True,
         compile_s=5.0,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
@@ -11,7 +13,13 @@ from benchmarks.train_torch import TorchTrainer
 from benchmarks.trainer import HostMemory, Place
 from fcdp_compile.sharding import state_of
 
-_STRATEGIES = {"fcdp": "fcdp", "fcdp-zero2": "zero2", "fcdp-zero3": "zero3"}
+_STRATEGIES = {
+    "fcdp": "fcdp",
+    "fcdp-mics": "mics",
+    "fcdp-w8g4": "fcdp+w8+g4",
+    "fcdp-zero2": "zero2",
+    "fcdp-zero3": "zero3",
+}
 
 
 class FcdpTrainer(TorchTrainer):
@@ -20,6 +28,9 @@ class FcdpTrainer(TorchTrainer):
     def __init__(self, sharded: nn.Module) -> None:
         super().__init__(torch.compile(sharded, backend="fcdp"), list(sharded.parameters()))
         self._sharded = sharded
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last else fcdp_compile.no_sync(self._sharded)
 
     def host_memory(self) -> HostMemory:
         return HostMemory(mapped_bytes=state_of(self._sharded).pool.slab_bytes)

@@ -94,7 +94,7 @@ def test_every_launch_begins_with_the_same_check_steps() -> None:
     [
         (Cell("ddp", "full", 8, "100mbit"), 1.5),
         (Cell("fcdp", "full", 1, "100mbit"), 1.0),
-        (Cell("fcdp", "full", 8, "100mbit"), 4.5),
+        (Cell("fcdp", "full", 8, "100mbit"), 1.0),
         (Cell("fsdp2", "full", 1, "100mbit"), 3.0),
         (Cell("fsdp2-node", "full", 1, "100mbit"), 2.25),
         (Cell("hsdp", "full", 8, "100mbit"), 1.0),
