@@ -5,7 +5,7 @@
                  -> predict -> choose_tiers, if the cache is adaptive and the device's memory known
                  -> plan -> programs
 
-The only part that knows both the passes and the runtime.
+With `placement` the only part that knows both the passes and the runtime.
 """
 
 from __future__ import annotations
@@ -26,33 +26,22 @@ from fcdp_compile.dump import Dump
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.home_shard import bring_back_inputs
 from fcdp_compile.mesh import process_count
-from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
+from fcdp_compile.ops import UNSHARD
 from fcdp_compile.options import Options
-from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken
-from fcdp_compile.passes.choose_tiers import (
-    Placement,
-    choose_tiers,
-    place_bucket,
-    place_steps,
-)
+from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken, reduced_buckets
+from fcdp_compile.passes.choose_tiers import place_steps
 from fcdp_compile.passes.context import PassContext, use_of
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.passes.inline import Inliner
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.partition import partition
 from fcdp_compile.passes.place import place
-from fcdp_compile.passes.place_gradients import (
-    fit_gradients,
-    gradient_bytes,
-    place_gradients,
-)
-from fcdp_compile.passes.predict import predict
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.passes.variants import clone, only_loaded, variants
+from fcdp_compile.placement import fit_on_host, place_on_device
 from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Tier, Variant
-from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.run import CompiledPlan
@@ -218,20 +207,24 @@ class _Compilation:
         for direction, gm in graphs.items():
             base = replace(self._context(model, direction), backward_buckets=used_again)
             buckets |= {b.id: b for b in buckets_of(gm)}
-            buckets |= {b.id: b for b in _reduced(gm, base)}
+            buckets |= {b.id: b for b in reduced_buckets(gm, base)}
             for variant in variants(gm, base):
                 ctx = replace(base, variant=variant)
                 placed = place(clone(gm), ctx)
                 if direction is not Direction.BACKWARD and model.strategy.is_resident:
                     refresh |= dict.fromkeys(only_loaded(placed, base))
-                lowered = segment(schedule(lower(placed, ctx), ctx))
-                self._lowered[direction, variant] = lowered
-                schedules.append(describe(lowered, ctx))
-        in_order = [buckets[i] for i in sorted(buckets)]
-        placement = self._placement(model, graphs, in_order)
-        if placement is not None:
-            in_order = [place_bucket(b, placement) for b in in_order]
-        in_order = self._place_gradients(model, in_order, placement)
+                finished = segment(schedule(lower(placed, ctx), ctx))
+                self._lowered[direction, variant] = finished
+                schedules.append(describe(finished, ctx))
+        lowered = {key: gm for key, gm in self._lowered.items() if key[0] in graphs}
+        in_order, peak_bytes = place_on_device(
+            model,
+            graphs,
+            lowered,
+            [buckets[i] for i in sorted(buckets)],
+            self._context(model, next(iter(graphs))),
+            self._options,
+        )
         schedules = [place_steps(s, in_order) for s in schedules]
         plan = Plan(
             strategy=model.strategy.name,
@@ -243,7 +236,7 @@ class _Compilation:
             buckets=tuple(in_order),
             refresh=tuple(refresh),
             schedules=tuple(schedules),
-            peak_bytes=None if placement is None else placement.peak_bytes,
+            peak_bytes=peak_bytes,
         )
         self._bound = CompiledPlan(plan, model)
         if backward is not None and model.strategy.accumulates_on is not None:
@@ -263,7 +256,7 @@ class _Compilation:
     ) -> None:
         """Lower and compile the variants of a backward that most users never run."""
         schedules = []
-        base = self._fitting(bound.living_model(), backward, base)
+        base = fit_on_host(bound.living_model(), backward, base)
         mode = detect_fake_mode([n.meta.get("val") for n in backward.graph.nodes])
         assert mode is not None, "graphs are traced with fake tensors"
         for variant in (Variant.ACCUMULATE, Variant.COLLECT):
@@ -276,75 +269,6 @@ class _Compilation:
             self._bind(bound, Direction.BACKWARD, variant)
         bound.plan = replace(bound.plan, schedules=(*bound.plan.schedules, *schedules))
         self._dump(bound.plan, bound.living_model(), again=True)
-
-    def _fitting(self, model: ShardedModel, backward: GraphModule, ctx: PassContext) -> PassContext:
-        """With buckets whose gradients wait only if host memory has room for them."""
-        reduced = list(dict.fromkeys(_reduced(backward, ctx)))
-        sizes = {"nodes": ctx.nodes, "ranks_per_node": ctx.ranks_per_node}
-        host_bytes = model.host_memory.left_bytes
-        fitting = fit_gradients(reduced, ctx.strategy, **sizes, host_bytes=host_bytes)
-        taken = sum(
-            gradient_bytes(b, ctx.strategy, **sizes)
-            for b in fitting
-            if b.gradient_tier is not Tier.NONE
-        )
-        model.host_memory.plan_gradients(taken if ctx.strategy.uses_host else 0)
-        now = dict(zip(reduced, fitting, strict=True))
-        known = {key: tuple(now.get(b, b) for b in found) for key, found in ctx.known.items()}
-        return replace(ctx, known=known)
-
-    def _place_gradients(
-        self, model: ShardedModel, buckets: Sequence[Bucket], placement: Placement | None
-    ) -> list[Bucket]:
-        memory = model.cache.memory
-        room = None
-        if placement is not None and memory is not None:
-            limit = int(self._options.memory_threshold * memory.capacity_bytes)
-            room = max(0, limit - placement.peak_bytes)
-        return place_gradients(
-            buckets,
-            model.strategy,
-            nodes=model.home.nodes,
-            ranks_per_node=model.home.ranks_per_node,
-            room_bytes=room,
-        )
-
-    def _placement(
-        self, model: ShardedModel, graphs: dict[Direction, GraphModule], buckets: Sequence[Bucket]
-    ) -> Placement | None:
-        """Where the buckets of an adaptive cache wait; None for other strategies and without a capacity."""
-        o = self._options
-        if model.strategy.cache is not Cache.ADAPTIVE:
-            return None
-        memory = DeviceMemory.of(
-            model.device, capacity_bytes=o.device_memory, threshold=o.memory_threshold
-        )
-        model.cache.memory = memory
-        if memory is None:
-            return None
-        lowered = {key: gm for key, gm in self._lowered.items() if key[0] in graphs}
-        step = predict(
-            graphs,
-            lowered,
-            buckets,
-            self._context(model, next(iter(graphs))),
-            device_type=model.device.type,
-        )
-        placement = choose_tiers(
-            step.entries,
-            step.alive_bytes,
-            static_bytes=step.static_bytes + model.kept_by_others([b.id for b in buckets]),
-            capacity_bytes=memory.capacity_bytes,
-            threshold=o.memory_threshold,
-        )
-        model.note_placement(
-            {
-                e.bucket: e.bytes_in(c.tier)
-                for e, c in zip(step.entries, placement.choices, strict=True)
-            },
-            placement.peak_bytes,
-        )
-        return placement
 
     # --- compiling ----------------------------------------------------------------------------------------
 
@@ -423,12 +347,6 @@ def _known_to_backward(mine: Bucket | None, found: tuple[Bucket, ...]) -> tuple[
     if mine.tier is not Tier.NONE:
         return (mine,)
     return (mine, *(b for b in found if b.tier is Tier.NONE))
-
-
-def _reduced(gm: GraphModule, ctx: PassContext) -> list[Bucket]:
-    """The buckets whose gradients a graph reduces."""
-    nodes = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    return [ctx.known[str(n.args[1])][0] for n in nodes]
 
 
 def _summary(plan: Plan) -> str:

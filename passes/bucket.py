@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fcdp_compile.bucket_size import bucket_bytes
-from fcdp_compile.ops import UNSHARD
+from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.context import META, PassContext, Use
 from fcdp_compile.passes.grouping import group
 from fcdp_compile.plan import Bucket, BucketParam, Direction, Tier
@@ -219,3 +219,9 @@ def buckets_of(gm: GraphModule) -> list[Bucket]:
     nodes: list[Node] = gm.graph.find_nodes(op="call_function", target=UNSHARD)
     uses = [n.meta[META] for n in nodes]
     return list(dict.fromkeys(u.bucket for u in uses))
+
+
+def reduced_buckets(gm: GraphModule, ctx: PassContext) -> list[Bucket]:
+    """The buckets whose gradients a graph reduces, one for each parameter."""
+    nodes = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    return [ctx.known[str(n.args[1])][0] for n in nodes]

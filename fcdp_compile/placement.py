@@ -1,0 +1,107 @@
+"""Where buckets and gradients that wait find their places: between what passes propose and what a model has.
+
+A part of the backend, which knows both passes and runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import GraphModule
+
+from fcdp_compile.options import Options
+from fcdp_compile.passes.bucket import reduced_buckets
+from fcdp_compile.passes.choose_tiers import Placement, choose_tiers, place_bucket
+from fcdp_compile.passes.context import PassContext
+from fcdp_compile.passes.place_gradients import fit_gradients, gradient_bytes, place_gradients
+from fcdp_compile.passes.predict import predict
+from fcdp_compile.plan import Bucket, Direction, Tier, Variant
+from fcdp_compile.runtime.device_memory import DeviceMemory
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.strategy import Cache
+
+Graphs = Mapping[Direction, GraphModule]
+Lowered = Mapping[tuple[Direction, Variant], GraphModule]
+
+
+def place_on_device(
+    model: ShardedModel,
+    graphs: Graphs,
+    lowered: Lowered,
+    buckets: Sequence[Bucket],
+    ctx: PassContext,
+    options: Options,
+) -> tuple[list[Bucket], int | None]:
+    """The buckets, as many of them and of their gradients on the device as there is room for.
+
+    graphs: before and after `lower`.
+
+    Returns the predicted peak in bytes too; None without a capacity, and for a cache that does not adapt.
+    """
+    placement = _placement(model, graphs, lowered, buckets, ctx, options)
+    room_bytes = peak_bytes = None
+    placed = list(buckets)
+    if placement is not None and model.cache.memory is not None:
+        peak_bytes = placement.peak_bytes
+        limit_bytes = int(options.memory_threshold * model.cache.memory.capacity_bytes)
+        room_bytes = max(0, limit_bytes - peak_bytes)
+        placed = [place_bucket(b, placement) for b in placed]
+    placed = place_gradients(
+        placed,
+        model.strategy,
+        nodes=ctx.nodes,
+        ranks_per_node=ctx.ranks_per_node,
+        room_bytes=room_bytes,
+    )
+    return placed, peak_bytes
+
+
+def fit_on_host(model: ShardedModel, backward: GraphModule, ctx: PassContext) -> PassContext:
+    """A context whose gradients wait only if host memory has room for them, which is then taken."""
+    reduced = list(dict.fromkeys(reduced_buckets(backward, ctx)))
+    sizes = {"nodes": ctx.nodes, "ranks_per_node": ctx.ranks_per_node}
+    host_bytes = model.host_memory.left_bytes
+    fitting = fit_gradients(reduced, ctx.strategy, **sizes, host_bytes=host_bytes)
+    if ctx.strategy.uses_host:
+        waiting = [b for b in fitting if b.gradient_tier is not Tier.NONE]
+        model.host_memory.plan_gradients(
+            sum(gradient_bytes(b, ctx.strategy, **sizes) for b in waiting)
+        )
+    now = dict(zip(reduced, fitting, strict=True))
+    known = {key: tuple(now.get(b, b) for b in found) for key, found in ctx.known.items()}
+    return replace(ctx, known=known)
+
+
+def _placement(
+    model: ShardedModel,
+    graphs: Graphs,
+    lowered: Lowered,
+    buckets: Sequence[Bucket],
+    ctx: PassContext,
+    options: Options,
+) -> Placement | None:
+    if model.strategy.cache is not Cache.ADAPTIVE:
+        return None
+    memory = DeviceMemory.of(
+        model.device, capacity_bytes=options.device_memory, threshold=options.memory_threshold
+    )
+    model.cache.memory = memory
+    if memory is None:
+        return None
+    step = predict(graphs, lowered, buckets, ctx, device_type=model.device.type)
+    placement = choose_tiers(
+        step.entries,
+        step.alive_bytes,
+        static_bytes=step.static_bytes + model.kept_by_others([b.id for b in buckets]),
+        capacity_bytes=memory.capacity_bytes,
+        threshold=options.memory_threshold,
+    )
+    model.note_placement(
+        {
+            e.bucket: e.bytes_in(c.tier)
+            for e, c in zip(step.entries, placement.choices, strict=True)
+        },
+        placement.peak_bytes,
+    )
+    return placement
