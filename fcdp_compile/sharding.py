@@ -79,6 +79,7 @@ def shard(
     strategy: str | Strategy = "fcdp",
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool | int | None = None,
     bind_cores: bool = True,
 ) -> M:
     """Shard `model` in place over all ranks of `mesh` and return it.
@@ -91,6 +92,7 @@ def shard(
     param_dtype: what floating point parameters are gathered and computed in, and floating point inputs of
     the model are cast to; by default each parameter's own dtype.  Home shards keep theirs.
     reduce_dtype: what their gradients are reduced in; by default param_dtype.
+    reshard_after_forward: as FSDP2's, with strategy "fsdp" (`Strategy.fsdp`).
     bind_cores: for a model on a GPU of a machine with several NUMA nodes, let this process, unless somebody
     bound it before, run on the cores of the GPU's node alone.
 
@@ -101,7 +103,14 @@ def shard(
     root = model_of(model)
     chosen = Strategy.parse(strategy)
     check_model(root, param_dtype, reduce_dtype, mesh)
+    if reshard_after_forward is not None and chosen != Strategy.parse("fsdp"):
+        raise ValueError(
+            f"reshard_after_forward is an option of strategy 'fsdp', not of {chosen.name!r}, which says "
+            "itself what is kept; leave it out"
+        )
     topology = topology_of(mesh)
+    if reshard_after_forward is not None:
+        chosen = Strategy.fsdp(reshard_after_forward, topology.ranks_per_node)
     chosen = _fitting(chosen, topology)
     where = _Where(home=topology.home(chosen.home), scope=chosen.home, mesh=topology.home_mesh)
     number = registry.new_model_number()

@@ -174,6 +174,31 @@ class Strategy:
         )
 
     @staticmethod
+    def fsdp(reshard_after_forward: bool | int, ranks_per_node: int) -> Strategy:
+        """What FSDP2's option of that name does: True zero3, the ranks of a node zero++, False neither.
+
+        False: gathered parameters stay on the GPU until the backward.
+
+        Raises: TypeError or ValueError for anything else.
+        """
+        if not isinstance(reshard_after_forward, int):
+            raise TypeError(
+                "reshard_after_forward must be True, False or the number of ranks of a node, not "
+                f"{type(reshard_after_forward).__name__}"
+            )
+        if reshard_after_forward is True:
+            return PRESETS["zero3"]
+        if reshard_after_forward is False:
+            name = "fsdp, reshard_after_forward=False"
+            return _preset(name, Cache.GPU_FULL, Life.UNTIL_BACKWARD, Scope.GLOBAL)
+        if reshard_after_forward != ranks_per_node:
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward} is not the {ranks_per_node} ranks of a node, "
+                "which is what parameters can be resharded to; group ranks with make_mesh(nodes=…)"
+            )
+        return PRESETS["zero++"]
+
+    @staticmethod
     def parse(name: str | Strategy) -> Strategy:
         """Look a preset up by name, with modifiers joined by `+`: "fcdp+w8+g4" (`MODIFIERS`).
 

@@ -170,6 +170,18 @@ def test_impossible_formats() -> None:
         replace(fcdp, host_format=Format.INT8)
 
 
+def test_the_option_of_fsdp() -> None:
+    assert Strategy.fsdp(True, 4) is PRESETS["zero3"]
+    assert Strategy.fsdp(4, 4) is PRESETS["zero++"]
+    kept = Strategy.fsdp(False, 4)
+    assert (kept.cache, kept.life) == (Cache.GPU_FULL, Life.UNTIL_BACKWARD)
+    assert Strategy.fsdp(1, 1) is PRESETS["zero++"], "one rank, not True"
+    with pytest.raises(ValueError, match="reshard_after_forward=2 is not the 4 ranks of a node"):
+        Strategy.fsdp(2, 4)
+    with pytest.raises(TypeError, match="not str"):
+        Strategy.fsdp("yes", 4)  # type: ignore[arg-type]
+
+
 def test_a_name_near_nothing_gets_no_guess() -> None:
     with pytest.raises(ValueError, match="unknown strategy ''") as info:
         Strategy.parse("")

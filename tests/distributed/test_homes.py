@@ -105,7 +105,24 @@ def _refuse(mesh: DeviceMesh) -> None:
             loss.backward()
 
 
+def _reshard(mesh: DeviceMesh) -> None:
+    """FSDP's option: the same numbers, and within the node a backward gathers nothing that stayed."""
+    gathered = {}
+    for option in (True, False, 2):
+        pair = Beside(mesh, CASES["odd"], strategy="fsdp", reshard_after_forward=option)
+        pair.train(3)
+        pair.compare_parameters()
+        moved = pair.counters.last_step
+        gathered[option] = moved["inter_all_gather"], moved["intra_all_gather"]
+    between, within = gathered[False]
+    assert gathered[2] == (between, 2 * within)
+    assert gathered[True][0] > between
+    with pytest.raises(ValueError, match="is an option of strategy 'fsdp', not of 'fcdp'"):
+        fcdp_compile.shard(nn.Linear(2, 2), mesh, reshard_after_forward=True)
+
+
 def _run_all(mesh: DeviceMesh) -> None:
+    _reshard(mesh)
     for strategy in PLACEMENTS:
         _train(mesh, strategy, "floats")
     _refuse(mesh)
