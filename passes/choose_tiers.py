@@ -173,7 +173,8 @@ def place_bucket(bucket: Bucket, placement: Placement) -> Bucket:
 def place_steps(schedule: Schedule, buckets: Sequence[Bucket]) -> Schedule:
     """The schedule without the bytes that need not move, as their bucket is where it is used."""
     by_id = {b.id: b for b in buckets}
-    gathered = {s.bucket for s in schedule.steps if s.kind is Kind.INTER_ALL_GATHER}
+    new = (Kind.INTER_ALL_GATHER, Kind.STORE)
+    gathered = {s.bucket for s in schedule.steps if s.kind in new}
     steps = tuple(
         replace(s, bytes=0)
         if s.bucket is not None and _stays(s, by_id[s.bucket], is_new=s.bucket in gathered)

@@ -110,7 +110,7 @@ class Collectives:
         own = tensor_of(send)
         self._counters.add(kind, all_reduce_bytes(own.numel(), own.itemsize, size))
         if size == 1 or not own.nbytes:
-            return send if isinstance(send, Pending) else Pending(send)
+            return Pending(own, done=send.done if isinstance(send, Pending) else None)
         parts = _empty(own, -(-own.numel() // size) * size)
         out = parts.narrow(0, 0, own.numel())
         run = partial(_all_reduce, parts, own, group, size, self._lanes.exiting)

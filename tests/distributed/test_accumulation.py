@@ -52,18 +52,20 @@ def _train_all(mesh: DeviceMesh, trials: list[tuple[str, str, str]]) -> list[dic
 
 
 TRIALS = [
-    (case, strategy, place)
-    for case in ("odd", "odd-lora", "broken")
-    for strategy, place in (
-        ("fcdp", "auto"),
-        ("fcdp", "host"),
-        ("zero1", "auto"),
-        ("zero3", "auto"),
-        ("ddp", "auto"),
-        ("mics", "auto"),
-        ("paro-nni", "auto"),
-    )
+    ("odd", "fcdp", "auto"),
+    ("odd", "fcdp", "host"),
+    ("odd", "zero1", "auto"),
+    ("odd", "zero3", "auto"),
+    ("odd", "ddp", "auto"),
+    ("odd", "mics", "auto"),
+    ("odd", "paro-nni", "auto"),
+    ("odd-lora", "fcdp", "host"),
+    ("odd-lora", "zero3", "auto"),
+    ("odd-lora", "mics", "auto"),
+    ("broken", "fcdp", "auto"),
+    ("broken", "zero3", "auto"),
 ]
+"""A model, a strategy, and where its gradients wait."""
 
 
 @pytest.fixture(scope="module")
@@ -72,44 +74,42 @@ def moved() -> dict[tuple[str, str, str], dict[str, int]]:
     return dict(zip(TRIALS, found[0], strict=True))
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (1, 2), (3, 1)])
+_ELSEWHERE = {
+    (1, 2): [("odd", "fcdp", "auto"), ("broken", "zero1", "auto"), ("odd-lora", "ddp", "auto")],
+    (3, 1): [("broken", "fcdp", "host"), ("odd", "zero1", "auto"), ("odd-lora", "mics", "auto")],
+}
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), _ELSEWHERE)
 def test_gradients_and_parameters_are_those_of_replicated_training(
     nodes: int, ranks_per_node: int
 ) -> None:
-    trials = [
-        (case, strategy, place)
-        for case, strategy, place in TRIALS
-        if (case == "broken") == (strategy in ("zero1", "ddp"))
-        and not (nodes == 1 and strategy in ("mics", "paro-nni"))
-    ]
+    """Away from 2 x 2, whose runs the other tests read."""
+    trials = _ELSEWHERE[nodes, ranks_per_node]
     run(_train_all, trials, nodes=nodes, ranks_per_node=ranks_per_node)
 
 
-@pytest.mark.parametrize("case", ["odd", "odd-lora", "broken"])
-def test_what_crosses_between_nodes(
-    moved: dict[tuple[str, str, str], dict[str, int]], case: str
-) -> None:
+def test_what_crosses_between_nodes(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
     """An optimizer step gathers once and reduces once, whatever the number of its micro-batches."""
-    every = moved[case, "zero3", "auto"]
-    for strategy, place in (("fcdp", "auto"), ("fcdp", "host"), ("zero1", "auto")):
-        mine = moved[case, strategy, place]
-        assert mine["inter_reduce_scatter"] * MICRO_BATCHES == every["inter_reduce_scatter"]
+    for (case, strategy, place), mine in moved.items():
+        if strategy not in ("fcdp", "zero1"):
+            continue
+        every = moved[case, "zero3", "auto"]
+        where = f"{case}, {strategy}, {place}"
+        assert mine["inter_reduce_scatter"] * MICRO_BATCHES == every["inter_reduce_scatter"], where
         if case != "broken":  # its two graphs share what is gathered, and reduce on their own
-            assert mine["inter_all_gather"] == mine["inter_reduce_scatter"]
+            assert mine["inter_all_gather"] == mine["inter_reduce_scatter"], where
 
 
-@pytest.mark.parametrize("case", ["odd", "odd-lora"])
-def test_what_crosses_between_copies(
-    moved: dict[tuple[str, str, str], dict[str, int]], case: str
-) -> None:
+def test_what_crosses_between_copies(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
     """Where every node has a copy, gradients are all-reduced once and nothing is gathered between nodes."""
-    sharded = moved[case, "fcdp", "auto"]
-    once = sharded["inter_all_gather"] + sharded["inter_reduce_scatter"]
-    assert sharded["inter_all_gather"] == sharded["inter_reduce_scatter"]
-    for strategy in ("ddp", "mics", "paro-nni"):
-        mine = moved[case, strategy, "auto"]
+    for (case, strategy, _), mine in moved.items():
+        if strategy not in ("ddp", "mics", "paro-nni"):
+            continue
         assert "inter_all_gather" not in mine
         assert "inter_reduce_scatter" not in mine
+        sharded = moved[case, "fcdp", "host"]
+        once = sharded["inter_all_gather"] + sharded["inter_reduce_scatter"]
         assert abs(mine["inter_all_reduce"] - once) < 0.2 * once, "but for padding the same"
 
 
@@ -143,15 +143,14 @@ def test_variants_that_are_lowered_later_are_lowered_for_inductor_too() -> None:
 
 
 def _short_of_host_memory(mesh: DeviceMesh) -> dict[int, dict[str, int]]:
-    """What an optimizer step moves with room for the cache and all, some or none of the gradients."""
+    """What an optimizer step moves with room for the cache, and all or some of the gradients."""
     found = {}
-    for waiting in (2, 1, 0):
+    for waiting in (2, 1):
         options = {"bucket_mb": 0.1 / 2**20, "host_memory": _NODE_BYTES * (2 + waiting)}
         pair = Beside(mesh, CASES["odd"], strategy="fcdp", options=options)
-        for _ in range(2):
-            _micro_batches(pair)
-            pair.compare_gradients()
-            pair.optimize()
+        _micro_batches(pair)
+        pair.compare_gradients()
+        pair.optimize()
         pair.compare_parameters()
         found[waiting] = dict(pair.counters.last_step)
     return found
@@ -163,8 +162,8 @@ _NODE_BYTES = 776
 
 def test_gradients_that_host_memory_has_no_room_for_are_reduced_every_time() -> None:
     for found in run(_short_of_host_memory, nodes=2, ranks_per_node=2):
-        all_wait, some_wait, none_wait = (found[n]["inter_reduce_scatter"] for n in (2, 1, 0))
-        assert all_wait < some_wait < none_wait
+        all_wait, some_wait = (found[n]["inter_reduce_scatter"] for n in (2, 1))
+        assert all_wait < some_wait < MICRO_BATCHES * all_wait
         assert {f["inter_all_gather"] for f in found.values()} == {found[2]["inter_all_gather"]}
 
 
