@@ -173,6 +173,10 @@ class Strategy:
             host_format=Format.FULL,
         )
 
+    def on_whole_copies(self) -> Strategy:
+        """The same strategy where every rank has whole parameters at home: nothing is gathered."""
+        return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
+
     @staticmethod
     def parse(name: str | Strategy) -> Strategy:
         """Look a preset up by name, with modifiers joined by `+`: "fcdp+w8+g4" (`MODIFIERS`).
