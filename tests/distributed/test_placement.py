@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import fcdp_compile
-from fcdp_compile import backend
+from fcdp_compile import backend, placement
 from fcdp_compile.passes.choose_tiers import choose_tiers
 from fcdp_compile.passes.predict import StepMemory
 from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
@@ -88,7 +88,7 @@ class Trained:
 
         # A CPU does not say how much of it is used.
         DeviceMemory.of = staticmethod(of)  # type: ignore[method-assign, assignment]
-        backend.predict = predict  # type: ignore[assignment]
+        placement.predict = predict  # type: ignore[assignment]
         backend.CompiledPlan = Bound  # type: ignore[misc]
 
     @property
@@ -96,7 +96,7 @@ class Trained:
         return [b.tier for b in self.plans[0].buckets if b.tier is not Tier.NONE]
 
 
-_PREDICT = backend.predict
+_PREDICT = placement.predict
 
 
 def _numbers(mesh: DeviceMesh, name: str, nothing: Trained, plenty: Trained) -> None:
