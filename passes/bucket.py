@@ -221,7 +221,10 @@ def buckets_of(gm: GraphModule) -> list[Bucket]:
     return list(dict.fromkeys(u.bucket for u in uses))
 
 
-def reduced_buckets(gm: GraphModule, ctx: PassContext) -> list[Bucket]:
-    """The buckets whose gradients a graph reduces, one for each parameter."""
+def reduced_params(gm: GraphModule, ctx: PassContext) -> dict[Bucket, tuple[str, ...]]:
+    """The buckets whose gradients a graph reduces, each with the names of those of its parameters."""
     nodes = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    return [ctx.known[str(n.args[1])][0] for n in nodes]
+    keys = list(dict.fromkeys(str(n.args[1]) for n in nodes))
+    names = {ctx.specs[key].name for key in keys}
+    buckets = dict.fromkeys(ctx.known[key][0] for key in keys)
+    return {b: tuple(p.name for p in b.params if p.name in names) for b in buckets}
