@@ -28,7 +28,7 @@ from fcdp_compile.home_shard import bring_back_inputs
 from fcdp_compile.mesh import process_count
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.options import Options
-from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken, reduced_buckets
+from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken, reduced_params
 from fcdp_compile.passes.choose_tiers import place_steps
 from fcdp_compile.passes.context import PassContext, use_of
 from fcdp_compile.passes.describe import describe
@@ -207,7 +207,7 @@ class _Compilation:
         for direction, gm in graphs.items():
             base = replace(self._context(model, direction), backward_buckets=used_again)
             buckets |= {b.id: b for b in buckets_of(gm)}
-            buckets |= {b.id: b for b in reduced_buckets(gm, base)}
+            buckets |= {b.id: b for b in reduced_params(gm, base)}
             for variant in variants(gm, base):
                 ctx = replace(base, variant=variant)
                 placed = place(clone(gm), ctx)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch.fx import GraphModule
 
 from fcdp_compile.options import Options
-from fcdp_compile.passes.bucket import reduced_buckets
+from fcdp_compile.passes.bucket import reduced_params
 from fcdp_compile.passes.choose_tiers import Placement, choose_tiers, place_bucket
 from fcdp_compile.passes.context import PassContext
 from fcdp_compile.passes.place_gradients import fit_gradients, gradient_bytes, place_gradients
@@ -58,17 +58,24 @@ def place_on_device(
 
 
 def fit_on_host(model: ShardedModel, backward: GraphModule, ctx: PassContext) -> PassContext:
-    """A context whose gradients wait only if host memory has room for them, which is then taken."""
-    reduced = list(dict.fromkeys(reduced_buckets(backward, ctx)))
+    """A context whose gradients wait only if host memory has room for them, which is then taken.
+
+    What was found of gradients before stays: a rank that recompiles a graph must do as those that do not.
+    """
+    if not ctx.strategy.uses_host:
+        return ctx
+    memory, reduced = model.host_memory, reduced_params(backward, ctx)
+    new = [b for b, params in reduced.items() if not memory.has_decided(params)]
     sizes = {"nodes": ctx.nodes, "ranks_per_node": ctx.ranks_per_node}
-    host_bytes = model.host_memory.left_bytes
-    fitting = fit_gradients(reduced, ctx.strategy, **sizes, host_bytes=host_bytes)
-    if ctx.strategy.uses_host:
-        waiting = [b for b in fitting if b.gradient_tier is not Tier.NONE]
-        model.host_memory.plan_gradients(
-            sum(gradient_bytes(b, ctx.strategy, **sizes) for b in waiting)
-        )
-    now = dict(zip(reduced, fitting, strict=True))
+    fitting = fit_gradients(new, ctx.strategy, **sizes, host_bytes=memory.left_bytes)
+    for bucket, fitted in zip(new, fitting, strict=True):
+        waits = fitted.gradient_tier is not Tier.NONE
+        size_bytes = gradient_bytes(bucket, ctx.strategy, **sizes) if waits else None
+        memory.plan_gradients(reduced[bucket], size_bytes)
+    now = {
+        b: b if memory.has_place(params) else replace(b, gradient_tier=Tier.NONE)
+        for b, params in reduced.items()
+    }
     known = {key: tuple(now.get(b, b) for b in found) for key, found in ctx.known.items()}
     return replace(ctx, known=known)
 

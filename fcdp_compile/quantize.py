@@ -18,6 +18,7 @@ from torch import Tensor
 from fcdp_compile.wire import BLOCK, LEVELS, Format, blocks_of, row_bytes, scale_bytes
 
 _SMALLEST = 2.0**-126  # normal fp32: what is below vanishes, and nothing is divided by zero
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class Codec:
@@ -31,6 +32,8 @@ class Codec:
         self.bytes = row_bytes(slots, wire, 0)
         self._is_packed = wire is Format.INT4
         self._levels = LEVELS[wire]
+        # A scale rounded up would make the largest numbers infinite once decoded.
+        self._largest_scale = _LARGEST / self._levels * (1 - 2.0**-23)
         self._scale_bytes = scale_bytes(slots)
         self._lengths = blocks_of(slots)
         self._is_regular = all(n == BLOCK for n in self._lengths[:-1])
@@ -40,6 +43,7 @@ class Codec:
         """Encode each row: [rows, n] floating point -> [rows, bytes] uint8."""
         wide = values.float()
         scales = (self._largest(wide.abs()) / self._levels).clamp_min_(_SMALLEST)
+        scales = scales.where(scales.isinf(), scales.clamp(max=self._largest_scale))
         levels = (wide / self._spread(scales)).round_().clamp_(-self._levels, self._levels)
         data = levels.to(torch.int8)
         if self._is_packed:

@@ -148,7 +148,8 @@ def _fitting(strategy: Strategy, topology: Topology) -> Strategy:
     Raises: ValueError for one that makes no sense there.
     """
     if topology.nodes > 1:
-        return strategy
+        is_whole = topology.home(strategy.home).ranks == 1
+        return strategy.on_whole_copies() if is_whole else strategy
     if strategy.home is Scope.INTRA and topology.ranks > 1:
         raise ValueError(
             f"strategy {strategy.name!r} shards within a node and replicates over nodes, but there is one "

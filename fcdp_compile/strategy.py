@@ -173,6 +173,10 @@ class Strategy:
             host_format=Format.FULL,
         )
 
+    def on_whole_copies(self) -> Strategy:
+        """The same strategy where every rank has whole parameters at home: nothing is gathered."""
+        return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
+
     @staticmethod
     def fsdp(reshard_after_forward: bool | int, ranks_per_node: int) -> Strategy:
         """What FSDP2's option of that name does: True zero3, the ranks of a node zero++, False neither.

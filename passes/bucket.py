@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,7 @@ from fcdp_compile.passes.grouping import group
 from fcdp_compile.plan import Bucket, BucketParam, Direction, Tier
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.strategy import Cache, GradientOn
-from fcdp_compile.wire import Format, row_bytes
+from fcdp_compile.wire import BLOCK, Format, row_bytes
 
 _Kind = tuple[bool, torch.dtype, torch.dtype]
 """frozen, gather dtype, reduce dtype: only parameters of one kind travel together."""
@@ -145,7 +144,6 @@ def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassCo
         params.append(BucketParam(name=spec.name, layout=spec.layout, offset=offset))
         offset += spec.layout.slot_elements
     frozen = keys[0] in ctx.frozen
-    slots = [p.layout.slot_elements for p in params]
     made = Bucket(
         id=number,
         params=tuple(params),
@@ -156,8 +154,8 @@ def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassCo
         frozen=frozen,
         tier=Tier.NONE,
         gradient_tier=Tier.NONE if frozen else _gradient_tier(ctx),
-        wire=_wire(ctx.strategy.weight_format, specs[0].gather_dtype, slots),
-        reduce_wire=_wire(ctx.strategy.gradient_format, specs[0].reduce_dtype, slots),
+        wire=_wire(ctx.strategy.weight_format, specs[0].gather_dtype),
+        reduce_wire=_wire(ctx.strategy.gradient_format, specs[0].reduce_dtype),
         host_format=Format.FULL,
         why="",
     )
@@ -176,12 +174,13 @@ def _gradient_tier(ctx: PassContext) -> Tier:
     return _GRADIENT_TIERS[on]
 
 
-def _wire(wanted: Format, dtype: torch.dtype, slots: Sequence[int]) -> Format:
-    """The format of slots: what the strategy wants, where there is anything to gain."""
-    full_bytes = row_bytes(slots, Format.FULL, dtype.itemsize)
-    if dtype.is_floating_point and row_bytes(slots, wanted, dtype.itemsize) < full_bytes:
-        return wanted
-    return Format.FULL
+def _wire(wanted: Format, dtype: torch.dtype) -> Format:
+    """The format of slots: what the strategy wants, where whole blocks gain by it.
+
+    By the dtype alone: a parameter comes to the same values in a bucket of its own as among others.
+    """
+    is_less = row_bytes([BLOCK], wanted, dtype.itemsize) < BLOCK * dtype.itemsize
+    return wanted if dtype.is_floating_point and is_less else Format.FULL
 
 
 def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
@@ -221,7 +220,10 @@ def buckets_of(gm: GraphModule) -> list[Bucket]:
     return list(dict.fromkeys(u.bucket for u in uses))
 
 
-def reduced_buckets(gm: GraphModule, ctx: PassContext) -> list[Bucket]:
-    """The buckets whose gradients a graph reduces, one for each parameter."""
+def reduced_params(gm: GraphModule, ctx: PassContext) -> dict[Bucket, tuple[str, ...]]:
+    """The buckets whose gradients a graph reduces, each with the names of those of its parameters."""
     nodes = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    return [ctx.known[str(n.args[1])][0] for n in nodes]
+    keys = list(dict.fromkeys(str(n.args[1]) for n in nodes))
+    names = {ctx.specs[key].name for key in keys}
+    buckets = dict.fromkeys(ctx.known[key][0] for key in keys)
+    return {b: tuple(p.name for p in b.params if p.name in names) for b in buckets}

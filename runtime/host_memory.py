@@ -49,7 +49,8 @@ class HostMemory:
         self._left_out: dict[int, Bucket] = {}
         self._pool: PinnedPool | None = None
         self._cached_bytes = 0
-        self._gradient_bytes = 0
+        # By the parameters that one graph reduces together; None where there is no room.
+        self._gradient_bytes: dict[tuple[str, ...], int | None] = {}
         _sharing.setdefault(topology, weakref.WeakSet()).add(self)
 
     def agree(self, collectives: Collectives, pool: PinnedPool, *, is_pinned: bool) -> None:
@@ -114,13 +115,24 @@ class HostMemory:
         """Bytes of the budget that nothing was planned for."""
         return max(0, self.budget.bytes - self._planned_bytes)
 
-    def plan_gradients(self, waiting_bytes: int) -> None:
-        """Note what more gradients take that wait for those of later micro-batches."""
-        self._gradient_bytes += waiting_bytes
+    def plan_gradients(self, params: tuple[str, ...], size_bytes: int | None) -> None:
+        """Note what gradients of these parameters take that wait for those of later micro-batches.
+
+        size_bytes: None if they find no place.
+        """
+        self._gradient_bytes[params] = size_bytes
+
+    def has_decided(self, params: tuple[str, ...]) -> bool:
+        """Whether it is known if gradients of these parameters have a place; the same on all ranks."""
+        return params in self._gradient_bytes
+
+    def has_place(self, params: tuple[str, ...]) -> bool:
+        """Whether gradients of these parameters have a place."""
+        return self._gradient_bytes[params] is not None
 
     @property
     def _planned_bytes(self) -> int:
-        return self._cached_bytes + self._gradient_bytes
+        return self._cached_bytes + sum(b or 0 for b in self._gradient_bytes.values())
 
     def _others(self) -> list[HostMemory]:
         return [other for other in _sharing.get(self._topology, ()) if other is not self]

@@ -74,6 +74,15 @@ def test_what_is_not_finite_stays_visible_and_alone(
 
 
 @pytest.mark.parametrize("wire", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_numbers_stay_finite(wire: Format, dtype: torch.dtype) -> None:
+    """As in masks: a scale that is rounded up must not make them infinite."""
+    largest = torch.finfo(dtype).max
+    values = torch.tensor([[largest, -largest, 0.0]], dtype=dtype)
+    torch.testing.assert_close(there_and_back(values, wire, [3]), values)
+
+
+@pytest.mark.parametrize("wire", QUANTISED)
 def test_rows_and_parameters_are_independent(wire: Format) -> None:
     values = torch.randn(3, 300) * torch.tensor([[1.0], [100.0], [1e-3]])
     codec = Codec(wire, [300])

@@ -93,9 +93,9 @@ def _through_a_checkpoint(pair: Beside) -> None:
     )
 
 
-def _refuse(mesh: DeviceMesh) -> None:
+def _refuse(mesh: DeviceMesh, strategies: tuple[str, ...]) -> None:
     """An optimizer between a forward and its backward, which autograd would not notice."""
-    for strategy in ("ddp", "mics"):  # paro-nii still has what the forward used
+    for strategy in strategies:
         pair = Beside(mesh, CASES["odd"], strategy=strategy)
         pair.train(1)
         loss = pair.case.loss(pair.net, pair.data(5))
@@ -125,11 +125,24 @@ def _run_all(mesh: DeviceMesh) -> None:
     _reshard(mesh)
     for strategy in PLACEMENTS:
         _train(mesh, strategy, "floats")
-    _refuse(mesh)
+    _refuse(mesh, ("ddp", "mics"))  # paro-nii still has what the forward used
 
 
 def test_training_saving_and_writing() -> None:
     run(_run_all, nodes=2, ranks_per_node=2)
+
+
+def _one_rank_a_node(mesh: DeviceMesh) -> None:
+    """Each has whole parameters at home, and nothing else of what a forward used."""
+    _refuse(mesh, ("mics", "paro-nii", "paro-nni"))
+    pair = Beside(mesh, CASES["odd"], strategy="paro-nii", optimizer=sgd)
+    pair.train(3)
+    pair.compare_parameters()
+    _copies_are_equal(pair.model)
+
+
+def test_one_rank_a_node_keeps_no_second_copy() -> None:
+    run(_one_rank_a_node, nodes=2, ranks_per_node=1)
 
 
 def test_one_node_has_no_other_to_keep_a_copy_on() -> None:

@@ -10,15 +10,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.sharding import state_of
 from tests.distributed.models import VOCABULARY
-from tests.distributed.parity import Sharded, Trial, check_equal, gradients, values
+from tests.distributed.parity import BUCKET_MB, Sharded, Trial, check_equal, gradients, values
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
 
 
-def _history(mesh: DeviceMesh, case: str, strategy: str, steps: int) -> dict[str, Tensor]:
+def _history(
+    mesh: DeviceMesh,
+    case: str,
+    strategy: str,
+    steps: int,
+    *,
+    bucket_mb: float = BUCKET_MB,
+    param_dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
     """Losses, gradients and the last parameters."""
-    mine = Sharded(mesh, Trial(case=case, strategy=strategy))
+    options = {"bucket_mb": bucket_mb}
+    trial = Trial(case=case, strategy=strategy)
+    mine = Sharded(mesh, trial, options=options, param_dtype=param_dtype)
     found: dict[str, Tensor] = {}
     for step in range(steps):
         loss = mine.loss(mine.batches(step)[mine.rank])
@@ -43,7 +53,17 @@ def _compare(mesh: DeviceMesh, case: str) -> tuple[float, float]:
     return abs(float(first["loss 0"] / exact["loss 0"]) - 1), apart
 
 
+def _compare_buckets(mesh: DeviceMesh) -> None:
+    """Parameters of a few elements come to the same values alone and among others."""
+    few, many = (
+        _history(mesh, "odd", "zero3+w8+g8", 1, bucket_mb=b, param_dtype=torch.bfloat16)
+        for b in (BUCKET_MB, 1e-7)
+    )
+    check_equal("a bucket for every parameter", many, few)
+
+
 def _compare_all(mesh: DeviceMesh) -> dict[str, tuple[float, float]]:
+    _compare_buckets(mesh)
     return {case: _compare(mesh, case) for case in ("odd", "odd-lora")}
 
 
