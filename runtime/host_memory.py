@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import os
 import weakref
 from collections.abc import Iterable
@@ -37,11 +39,13 @@ class HostMemory:
     place says why), and buckets ask for places in the order of the plan.
 
     Models on one mesh share what is free.  What another one had in use when this one looked is not free, but
-    part of what that one plans to use, which comes off as a whole.
+    part of what that one plans to use, which comes off as a whole; until all ranks know that it is gone, for
+    garbage is not collected on all at once.
     """
 
     def __init__(self, topology: Topology, home: Home) -> None:
-        self._topology = topology
+        self._ranks_per_node = topology.ranks_per_node
+        self._is_first = topology.node == topology.place == 0
         self._home = home
         self._available = HostBudget(bytes=UNLIMITED, limit=Limit.NOTHING)
         self._lockable_bytes = UNLIMITED
@@ -51,23 +55,28 @@ class HostMemory:
         self._cached_bytes = 0
         # By the parameters that one graph reduces together; None where there is no room.
         self._gradient_bytes: dict[tuple[str, ...], int | None] = {}
-        _sharing.setdefault(topology, weakref.WeakSet()).add(self)
+        self._has_ended = False
+        self._together = _sharing.setdefault(topology, [])
+        self._together.append(self)
 
     def agree(self, collectives: Collectives, pool: PinnedPool, *, is_pinned: bool) -> None:
         """Find out what this machine has left and take the least of all ranks, all of which must call it.
 
         is_pinned: whether the cache is registered with CUDA, so that the limit of locked memory counts.
         """
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self._topology.ranks_per_node))
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self._ranks_per_node))
         found = detect(
-            ranks_on_machine=max(local_ranks, self._topology.ranks_per_node),
+            ranks_on_machine=max(local_ranks, self._ranks_per_node),
             ranks_in_group=local_ranks,
         )
         lockable = _enforced_bytes(pool) if is_pinned else UNLIMITED
         in_use = sum(other.in_use_bytes for other in self._others())
         available = min(UNLIMITED, found.bytes + in_use)
         self._pool = pool
-        rows = collectives.agree([available, _LIMITS.index(found.limit), lockable])
+        ended = sum(m._has_ended << i for i, m in enumerate(self._together[:_FLAGS]))
+        rows = collectives.agree([available, _LIMITS.index(found.limit), lockable, ended])
+        gone = functools.reduce(operator.and_, (row[3] for row in rows))
+        self._together[:] = [m for i, m in enumerate(self._together) if not gone >> i & 1]
         least = min(rows, key=lambda row: row[0])
         self._available = HostBudget(bytes=least[0], limit=_LIMITS[least[1]])
         self._lockable_bytes = min(row[2] for row in rows)
@@ -97,7 +106,7 @@ class HostMemory:
             lockable = HostBudget(bytes=self._lockable_bytes, limit=Limit.LOCKED)
             candidates.append(_less(lockable, others))
         else:
-            share = self._asked_bytes // self._topology.ranks_per_node
+            share = self._asked_bytes // self._ranks_per_node
             candidates.append(HostBudget(bytes=share, limit=Limit.OPTION))
         return min(candidates, key=lambda budget: budget.bytes)
 
@@ -134,8 +143,12 @@ class HostMemory:
     def _planned_bytes(self) -> int:
         return self._cached_bytes + sum(b or 0 for b in self._gradient_bytes.values())
 
+    def end(self) -> None:
+        """The model is gone."""
+        self._has_ended = True
+
     def _others(self) -> list[HostMemory]:
-        return [other for other in _sharing.get(self._topology, ()) if other is not self]
+        return [other for other in self._together if other is not self]
 
     def is_left_out(self, bucket: Bucket) -> bool:
         """Whether a forward found no place for the bucket."""
@@ -145,7 +158,7 @@ class HostMemory:
         """Note which buckets of a forward that caches found no place; warn of the first ones."""
         made = list(buckets)
         new = {b.id: b for b in made if b.tier is Tier.NONE and not self.is_left_out(b)}
-        if new and not self._left_out and self._topology.node == self._topology.place == 0:
+        if new and not self._left_out and self._is_first:
             lost, every = (
                 sum(b.host_bytes(self._home.nodes) for b in group) for group in (new.values(), made)
             )
@@ -164,10 +177,11 @@ class HostMemory:
         self._left_out |= new
 
 
-_sharing: weakref.WeakKeyDictionary[Topology, weakref.WeakSet[HostMemory]] = (
-    weakref.WeakKeyDictionary()
-)
+_sharing: weakref.WeakKeyDictionary[Topology, list[HostMemory]] = weakref.WeakKeyDictionary()
 """The models of each mesh."""
+
+_FLAGS = 60
+"""Models that one word can speak of: int64, and no sign."""
 
 
 def _less(budget: HostBudget, taken_bytes: int) -> HostBudget:

@@ -85,6 +85,7 @@ class ShardedModel:
         self._graphs = 0
         self._has_warned = False
         self._keys = {r.spec.name: key for key, r in self.records.items()}
+        weakref.finalize(self, self.host_memory.end)
         me = weakref.ref(self)
         for handle in (
             register_optimizer_step_pre_hook(_hook(me, ShardedModel.optimizer_steps)),

@@ -135,11 +135,10 @@ class _Tally:
         return sum(slot_elements(s, self._nodes, self._g) for s in shapes) * self._model.itemsize
 
     def _row(self, names: Iterable[str], bits: int) -> int:
-        """Bytes of a slot, quantised if that is less."""
+        """Bytes of a slot, quantised or as it is."""
         shapes = [self._model.shapes[n] for n in names]
         slots = [slot_elements(s, self._nodes, self._g) for s in shapes]
-        full = sum(slots) * self._model.itemsize
-        return min(full, _encoded(slots, bits)) if bits else full
+        return _encoded(slots, bits) if bits else sum(slots) * self._model.itemsize
 
     def _add(self, kind: str, sent: int) -> None:
         self._bytes[kind] += sent

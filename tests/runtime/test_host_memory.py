@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -71,7 +70,7 @@ def test_without_an_agreement_there_is_no_limit() -> None:
 def test_the_poorest_rank_decides(machine: SimpleNamespace) -> None:
     memory = make()
     position = list(Limit).index(Limit.CGROUP)
-    agree(memory, [300, 0, UNLIMITED], [70, position, UNLIMITED], [80, 0, UNLIMITED])
+    agree(memory, [300, 0, UNLIMITED, 0], [70, position, UNLIMITED, 0], [80, 0, UNLIMITED, 0])
     assert budget(memory) == (70, Limit.CGROUP)
 
 
@@ -128,8 +127,10 @@ def test_models_on_one_mesh_share_what_is_free(machine: SimpleNamespace) -> None
     second.plan(300)
     assert budget(first) == (700, Limit.AVAILABLE)
     assert budget(elsewhere) == (1000, Limit.AVAILABLE)
-    del second
-    gc.collect()
+    second.end()
+    agree(HostMemory(topology, topology), [500, 0, UNLIMITED, 0])
+    assert budget(first) == (700, Limit.AVAILABLE), "another rank has not noticed"
+    agree(HostMemory(topology, topology), [500, 0, UNLIMITED, 0b10])
     assert budget(first) == (1000, Limit.AVAILABLE)
 
 
