@@ -80,6 +80,7 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool | int | None = None,
+    gradient_on: str | None = None,
     bind_cores: bool = True,
 ) -> M:
     """Shard `model` in place over all ranks of `mesh` and return it.
@@ -93,6 +94,8 @@ def shard(
     the model are cast to; by default each parameter's own dtype.  Home shards keep theirs.
     reduce_dtype: what their gradients are reduced in; by default param_dtype.
     reshard_after_forward: as FSDP2's, with strategy "fsdp" (`Strategy.fsdp`).
+    gradient_on: where gradients wait within `no_sync`: "gpu", "host", or "auto", on the GPU while the planned
+    step has room for them; by default as the strategy says.
     bind_cores: for a model on a GPU of a machine with several NUMA nodes, let this process, unless somebody
     bound it before, run on the cores of the GPU's node alone.
 
@@ -111,6 +114,8 @@ def shard(
     topology = topology_of(mesh)
     if reshard_after_forward is not None:
         chosen = Strategy.fsdp(reshard_after_forward, topology.ranks_per_node)
+    if gradient_on is not None:
+        chosen = chosen.with_gradients_on(gradient_on)
     chosen = _fitting(chosen, topology)
     where = _Where(home=topology.home(chosen.home), scope=chosen.home, mesh=topology.home_mesh)
     number = registry.new_model_number()

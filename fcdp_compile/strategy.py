@@ -177,6 +177,16 @@ class Strategy:
         """The same strategy where every rank has whole parameters at home: nothing is gathered."""
         return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
 
+    def with_gradients_on(self, place: str) -> Strategy:
+        """The same strategy with accumulated gradients in that place.
+
+        Raises: ValueError for an unknown place, and for one that the strategy has no use for.
+        """
+        places = [p.value for p in GradientOn]
+        if place not in places:
+            raise ValueError(f"gradient_on must be one of {', '.join(places)}, not {place!r}")
+        return replace(self, gradient_on=GradientOn(place))
+
     @staticmethod
     def fsdp(reshard_after_forward: bool | int, ranks_per_node: int) -> Strategy:
         """What FSDP2's option of that name does: True zero3, the ranks of a node zero++, False neither.

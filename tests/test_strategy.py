@@ -55,7 +55,11 @@ def test_where_gradients_accumulate() -> None:
 def test_gradients_that_do_not_accumulate_cannot_wait_on_the_host() -> None:
     with pytest.raises(ValueError, match="so none wait on the host"):
         replace(PRESETS["zero3"], gradient_on=GradientOn.HOST)
-    assert replace(PRESETS["fcdp"], gradient_on=GradientOn.HOST).accumulates_on is GradientOn.HOST
+    assert PRESETS["fcdp"].with_gradients_on("host").accumulates_on is GradientOn.HOST
+    with pytest.raises(ValueError, match="so none wait on the host"):
+        PRESETS["zero2"].with_gradients_on("host")
+    with pytest.raises(ValueError, match="gradient_on must be one of auto, gpu, host, not 'cpu'"):
+        PRESETS["fcdp"].with_gradients_on("cpu")
 
 
 @pytest.mark.parametrize("name", PRESETS)

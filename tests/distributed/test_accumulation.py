@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile import FcdpError, PlanMismatchError, Strategy, UnsynchronizedGradientError
-from fcdp_compile.strategy import GradientOn
+from fcdp_compile import FcdpError, PlanMismatchError, UnsynchronizedGradientError
 from fcdp_compile.torch_compat import why_no_inductor
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, batch
@@ -38,8 +36,7 @@ def _micro_batches(pair: Beside, count: int = MICRO_BATCHES) -> None:
 
 def _train(mesh: DeviceMesh, case: str, strategy: str, gradient_on: str) -> dict[str, int]:
     """Returns what an optimizer step but the first has moved, by kind."""
-    chosen = replace(Strategy.parse(strategy), gradient_on=GradientOn(gradient_on))
-    pair = Beside(mesh, CASES[case], strategy=chosen)
+    pair = Beside(mesh, CASES[case], strategy=strategy, gradient_on=gradient_on)
     for _ in range(STEPS):
         _micro_batches(pair)
         pair.compare_gradients()
@@ -196,8 +193,7 @@ def _backward(pair: Beside, *, plain: bool = True) -> None:
 
 
 def _cleared(mesh: DeviceMesh, place: str) -> None:
-    chosen = replace(Strategy.parse("fcdp"), gradient_on=GradientOn(place))
-    pair = Beside(mesh, CASES["odd"], strategy=chosen)
+    pair = Beside(mesh, CASES["odd"], strategy="fcdp", gradient_on=place)
     optimizers = pair.optimizer, pair.plain_optimizer
 
     def clear(*, set_to_none: bool, only: str = "") -> None:
