@@ -209,10 +209,12 @@ class HomeShard(DTensor):
         self.bring_back()
         return super().full_tensor(**options)
 
-    def __repr__(self, *args: Any, **options: Any) -> str:  # type: ignore[override]
+    def __repr__(  # type: ignore[override]  # DTensor's is typed without Tensor's options
+        self, *args: Any, **options: Any
+    ) -> str:
         # DTensor's looks at `_local_tensor`, perhaps while the model is being called.
         self.bring_back()
-        return str(super().__repr__(*args, **options))  # type: ignore[no-untyped-call]
+        return str(super().__repr__(*args, **options))  # type: ignore[no-untyped-call]  # DTensor's has no types
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HomeShard:
         if id(self) not in memo:

@@ -15,7 +15,7 @@ from fcdp_compile.passes.bucket import reduced_params
 from fcdp_compile.passes.choose_tiers import Placement, choose_tiers, place_bucket
 from fcdp_compile.passes.context import PassContext
 from fcdp_compile.passes.place_gradients import fit_gradients, gradient_bytes, place_gradients
-from fcdp_compile.passes.predict import predict
+from fcdp_compile.passes.predict import StepMemory, predict
 from fcdp_compile.plan import Bucket, Direction, Tier, Variant
 from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.model import ShardedModel
@@ -39,13 +39,13 @@ def place_on_device(
 
     Returns the predicted peak in bytes too; None without a capacity, and for a cache that does not adapt.
     """
-    placement = _placement(model, graphs, lowered, buckets, ctx, options)
-    room_bytes = peak_bytes = None
-    placed = list(buckets)
-    if placement is not None and model.cache.memory is not None:
+    placed, room_bytes, peak_bytes = list(buckets), None, None
+    memory = _adaptive_memory(model, options)
+    if memory is not None:
+        step = predict(graphs, lowered, buckets, ctx, device_type=model.device.type)
+        placement = _placement(model, step, buckets, memory, options.memory_threshold)
         peak_bytes = placement.peak_bytes
-        limit_bytes = int(options.memory_threshold * model.cache.memory.capacity_bytes)
-        room_bytes = max(0, limit_bytes - peak_bytes)
+        room_bytes = max(0, int(options.memory_threshold * memory.capacity_bytes) - peak_bytes)
         placed = [place_bucket(b, placement) for b in placed]
     placed = place_gradients(
         placed,
@@ -80,29 +80,29 @@ def fit_on_host(model: ShardedModel, backward: GraphModule, ctx: PassContext) ->
     return replace(ctx, known=known)
 
 
-def _placement(
-    model: ShardedModel,
-    graphs: Graphs,
-    lowered: Lowered,
-    buckets: Sequence[Bucket],
-    ctx: PassContext,
-    options: Options,
-) -> Placement | None:
+def _adaptive_memory(model: ShardedModel, options: Options) -> DeviceMemory | None:
+    """The memory that an adaptive cache may use, which the cache then asks; None if there is none."""
     if model.strategy.cache is not Cache.ADAPTIVE:
         return None
-    memory = DeviceMemory.of(
+    model.cache.memory = DeviceMemory.of(
         model.device, capacity_bytes=options.device_memory, threshold=options.memory_threshold
     )
-    model.cache.memory = memory
-    if memory is None:
-        return None
-    step = predict(graphs, lowered, buckets, ctx, device_type=model.device.type)
+    return model.cache.memory
+
+
+def _placement(
+    model: ShardedModel,
+    step: StepMemory,
+    buckets: Sequence[Bucket],
+    memory: DeviceMemory,
+    threshold: float,
+) -> Placement:
     placement = choose_tiers(
         step.entries,
         step.alive_bytes,
         static_bytes=step.static_bytes + model.kept_by_others([b.id for b in buckets]),
         capacity_bytes=memory.capacity_bytes,
-        threshold=options.memory_threshold,
+        threshold=threshold,
     )
     model.note_placement(
         {

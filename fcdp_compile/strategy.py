@@ -13,6 +13,7 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from fcdp_compile.wire import Format
 
@@ -309,7 +310,7 @@ MODIFIERS: dict[str, dict[str, Format]] = {
 def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
     if name in (preset.name, *aliases_of(preset)):
         return preset
-    chosen: dict[str, Format] = {}
+    chosen: dict[str, Any] = {}
     for modifier in modifiers:
         if modifier not in MODIFIERS:
             near = difflib.get_close_matches(modifier.lower(), MODIFIERS, n=1)
@@ -324,7 +325,7 @@ def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
                     f"strategy {name!r} sends gradients in two formats; give one of g8 and g4"
                 )
     given = [m for m in MODIFIERS if m in modifiers]
-    return replace(preset, name="+".join([preset.name, *given]), **chosen)  # type: ignore[arg-type]
+    return replace(preset, name="+".join([preset.name, *given]), **chosen)
 
 
 _PARO = re.compile(r"paro-([nig]{3})(?=\+|$)", re.IGNORECASE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.machine import Machine
 from benchmarks.record import Record
 from benchmarks.rows import Row
@@ -44,7 +46,7 @@ def make_row(
     )
 
 
-def make_record(**changes: object) -> Record:
+def make_record(**changes: Any) -> Record:
     machine = Machine(
         processor="Abacus",
         cores=2,
@@ -53,7 +55,7 @@ def make_record(**changes: object) -> Record:
         versions=["torch 2"],
         commit="abc",
     )
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "shape": Shape(),
         "nodes": 2,
         "ranks_per_node": 2,
@@ -63,4 +65,4 @@ def make_record(**changes: object) -> Record:
         "skipped": [],
         "failures": [],
     }
-    return Record(**{**values, **changes})  # type: ignore[arg-type]
+    return Record(**{**values, **changes})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,8 @@ SHAPE = Shape()
 COSTS = Costs(shape=SHAPE)
 
 
-def planned(budget_s: float, **options: object) -> Schedule:
-    return plan(all_cells(**options), shape=SHAPE, costs=COSTS, budget_s=budget_s)  # type: ignore[arg-type]
+def planned(budget_s: float, **options: Any) -> Schedule:
+    return plan(all_cells(**options), shape=SHAPE, costs=COSTS, budget_s=budget_s)
 
 
 def steps_of(schedule: Schedule) -> dict[Cell, int]:

@@ -33,7 +33,9 @@ def _verdicts(mesh: DeviceMesh, jobs: Mapping[str, Job]) -> dict[str, str]:
     for name, job in jobs.items():
         try:
             job(mesh)
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # whatever it is, it is this job's verdict, and the next one runs
             verdicts[name] = f"{type(error).__name__}: {error}"
         else:
             verdicts[name] = WORKS

@@ -73,7 +73,7 @@ class Sharded:
         return [batch(self.case, step=step, rank=r, **more) for r in range(self.ranks)]
 
     def loss(self, ids: Tensor) -> Tensor:
-        return self.case.loss(self.net, ids)  # type: ignore[arg-type]
+        return self.case.loss(self.net, ids)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -90,7 +90,8 @@ def build(trial: Trial) -> nn.Module:
     return checkpointing(model) if trial.is_checkpointed else model
 
 
-def compile_with(model: nn.Module, compute: str | None, **options: Any) -> Callable[..., Any]:
+def compile_with(model: nn.Module, compute: str | None, **options: Any) -> Any:
+    """The model compiled, which torch says of it is a function; None: itself."""
     if compute is None:
         return model
     return torch.compile(
@@ -115,6 +116,18 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {n: whole(p) for n, p in model.named_parameters()}
+
+
+def history(mine: Sharded, steps: int) -> dict[str, Tensor]:
+    """Everything a run computes: losses and gradients of every step, and the last parameters."""
+    found: dict[str, Tensor] = {}
+    for step in range(steps):
+        loss = mine.loss(mine.batches(step)[mine.rank])
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        found |= {f"gradient {step} of {n}": g for n, g in gradients(mine.model).items()}
+        mine.step()
+    return found | values(mine.model)
 
 
 class Replica:

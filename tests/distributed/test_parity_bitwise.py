@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.distributed.parity import Sharded, Trial, check_equal, gradients, values
+from tests.distributed.parity import Sharded, Trial, check_equal, history
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
@@ -14,23 +13,10 @@ pytestmark = pytest.mark.distributed
 STRATEGIES = ["zero3", "zero2", "zero++", "paro-igg", "fcdp"]
 
 
-def _history(mesh: DeviceMesh | None, trial: Trial) -> dict[str, Tensor]:
-    """Everything a run computes: losses and gradients of every step, and the last parameters."""
-    mine = Sharded(mesh, trial)
-    found: dict[str, Tensor] = {}
-    for step in range(trial.steps):
-        loss = mine.loss(mine.batches(step)[mine.rank])
-        loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        found |= {f"gradient {step} of {n}": g for n, g in gradients(mine.model).items()}
-        mine.step()
-    return found | values(mine.model)
-
-
 def _compare(mesh: DeviceMesh | None, cases: list[str], steps: int) -> None:
     for name in cases:
         first, *others = (
-            _history(mesh, Trial(case=name, strategy=strategy, steps=steps))
+            history(Sharded(mesh, Trial(case=name, strategy=strategy)), steps)
             for strategy in STRATEGIES
         )
         assert len(first) > steps + 1, "gradients and parameters are compared too"

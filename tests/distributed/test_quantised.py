@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.sharding import state_of
 from tests.distributed.models import VOCABULARY
-from tests.distributed.parity import BUCKET_MB, Sharded, Trial, check_equal, gradients, values
+from tests.distributed.parity import BUCKET_MB, Sharded, Trial, check_equal, history, values
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
@@ -26,17 +26,9 @@ def _history(
     param_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """Losses, gradients and the last parameters."""
-    options = {"bucket_mb": bucket_mb}
     trial = Trial(case=case, strategy=strategy)
-    mine = Sharded(mesh, trial, options=options, param_dtype=param_dtype)
-    found: dict[str, Tensor] = {}
-    for step in range(steps):
-        loss = mine.loss(mine.batches(step)[mine.rank])
-        loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        found |= {f"gradient {step} of {n}": g for n, g in gradients(mine.model).items()}
-        mine.step()
-    return found | values(mine.model)
+    options = {"bucket_mb": bucket_mb}
+    return history(Sharded(mesh, trial, options=options, param_dtype=param_dtype), steps)
 
 
 _OTHERS = {"odd": ("zero2+w8+g8", "zero+++w8+g8"), "odd-lora": ("fcdp+c8+g8",)}

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
-import textwrap
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from contextlib import nullcontext
 from functools import partial
 
@@ -24,45 +21,15 @@ from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.tasks import Begun
 from fcdp_compile.torch_compat import every_thread
+from tests.runtime.on_lanes import LONG_S, Gate, start
 
 CPU = torch.device("cpu")
 ALL = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
-LONG_S = 30.0  # far more than anything here takes
 
 
 @pytest.fixture
 def lanes() -> Lanes:
     return Lanes(CPU, is_blocking=True)
-
-
-class Gate:
-    """A task that begins and then does not go on before it is told to."""
-
-    def __init__(self) -> None:
-        self._begun = threading.Event()
-        self._may_go = threading.Event()
-
-    def __call__(self) -> None:
-        self._begun.set()
-        assert self._may_go.wait(LONG_S)
-
-    def wait_until_begun(self) -> None:
-        assert self._begun.wait(LONG_S)
-
-    def open(self) -> None:
-        self._may_go.set()
-
-
-def start(
-    lanes: Lanes,
-    lane: Lane,
-    run: Callable[[], object],
-    *reads: Tensor | Pending,
-    out: Tensor | None = None,
-) -> Pending:
-    return lanes.start(
-        lane, run, out=torch.zeros(2) if out is None else out, reads=reads, name="test"
-    )
 
 
 class TestOrder:
@@ -414,99 +381,3 @@ class TestProfiler:
 
         monkeypatch.setattr("fcdp_compile.runtime.lanes.record_function", refuse)
         start(lanes, Lane.INTER, lambda: None).wait()
-
-
-class TestEndOfTheInterpreter:
-    """In processes of their own."""
-
-    @staticmethod
-    def run(script: str) -> subprocess.CompletedProcess[str]:
-        whole = """
-            import sys, threading, time, torch
-            from fcdp_compile.plan import Lane
-            from fcdp_compile.runtime.lanes import Lanes
-            lanes, out = Lanes(torch.device("cpu"), is_blocking=True), torch.zeros(1)
-            begun = threading.Event()
-        """
-        text = textwrap.dedent(whole) + textwrap.dedent(script)
-        return subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", text],
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-        )
-
-    def test_an_idle_lane_is_no_hindrance(self) -> None:
-        done = self.run("""
-            lanes.start(Lane.INTER, lambda: None, out=out, reads=[], name="x").wait()
-            sys.exit(3)
-        """)
-        assert (done.returncode, done.stderr) == (3, "")
-
-    def test_blocked_tasks_give_up_and_others_never_begin(self) -> None:
-        done = self.run("""
-            def blocked():
-                begun.set()
-                assert lanes.exiting.wait(40)
-                print("gave up", flush=True)
-                raise RuntimeError("exiting")
-
-            first = lanes.start(Lane.INTER, blocked, out=out, reads=[], name="x")
-            lanes.start(Lane.INTER, lambda: print("began"), out=out, reads=[], name="x")
-            lanes.start(Lane.INTRA, lambda: print("began"), out=out, reads=[first], name="x")
-            begun.wait()
-            raise ValueError("the user's")
-        """)
-        assert done.returncode == 1
-        assert done.stdout == "gave up\n"
-        assert done.stderr.endswith("ValueError: the user's\n")
-
-    def test_what_has_begun_gives_up_too(self) -> None:
-        done = self.run("""
-            from fcdp_compile.runtime.tasks import Begun
-
-            def blocked():
-                begun.set()
-                assert lanes.exiting.wait(40)
-                print("gave up", flush=True)
-                raise RuntimeError("exiting")
-
-            for _ in range(3):
-                lanes.start(Lane.INTER, lambda: Begun(blocked), out=out, reads=[], name="x")
-            last = lanes.start(Lane.INTER, lambda: print("began"), out=out, reads=[], name="x")
-            begun.wait()
-            time.sleep(0.2)  # until the third has begun
-            sys.exit(3)
-        """)
-        assert (done.returncode, done.stdout, done.stderr) == (3, "gave up\n" * 3, "")
-
-    def test_what_takes_its_time_is_waited_for(self) -> None:
-        """In C++, from where a thread must not come back when the interpreter is gone."""
-        done = self.run("""
-            matrix = torch.rand(1500, 1500)
-
-            def busy():
-                begun.set()
-                for _ in range(4):
-                    torch.mm(matrix, matrix)
-                print("done", flush=True)
-
-            lanes.start(Lane.INTER, busy, out=out, reads=[], name="x")
-            begun.wait()
-            sys.exit(3)
-        """)
-        assert (done.returncode, done.stdout, done.stderr) == (3, "done\n", "")
-
-    def test_what_is_cancelled_says_so(self) -> None:
-        lanes, gate = Lanes(CPU, is_blocking=True), Gate()
-        first = start(lanes, Lane.INTER, gate)
-        gate.wait_until_begun()
-        cancelled = start(lanes, Lane.INTER, lambda: None)
-        follows = start(lanes, Lane.INTRA, lambda: None, cancelled)
-        lanes.exiting.set()
-        gate.open()
-        first.wait()
-        for pending in (cancelled, follows):
-            with pytest.raises(CancelledError):
-                pending.wait()

@@ -1,0 +1,32 @@
+"""Buckets and shards for a cache, and a cache on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from builders_plan import make_bucket
+from fcdp_compile.plan import Tier
+from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.host_cache import NodeShardCache
+from fcdp_compile.runtime.lanes import Lanes
+from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.strategy import Life
+
+HOST = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4))
+GPU = replace(HOST, tier=Tier.GPU)
+FULL = replace(HOST, tier=Tier.GPU_FULL)
+OTHER = make_bucket(1, [("v", (8,))], dtype=("float32", 4))
+SHARD_BYTES = 8 * 4
+CPU = torch.device("cpu")
+
+
+def make(life: Life = Life.UNTIL_CHANGED) -> tuple[NodeShardCache, Counters]:
+    counters = Counters()
+    lanes = Lanes(CPU, is_blocking=True)
+    return NodeShardCache(life, CPU, counters, PinnedPool(CPU), lanes), counters
+
+
+def shard(value: float) -> torch.Tensor:
+    return torch.full((8,), float(value))
