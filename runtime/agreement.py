@@ -13,8 +13,8 @@ from fcdp_compile.runtime.collectives import Collectives
 _FIRST_WORDS = 7
 """Words of flags in the first message."""
 
-_FLAGS = 60
-"""Flags in a word: int64, and no sign."""
+FLAGS_OF_A_WORD = 60
+"""Words are int64, and have no sign."""
 
 
 SYNCHRONISES, ACCUMULATES = "synchronises", "accumulates"
@@ -39,10 +39,7 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
     # One message of a fixed size, whatever the plan: ranks with different plans must not meet in
     # collectives of different sizes.
     head = int(hashlib.sha256(f"{about.digest} {about.mode}".encode()).hexdigest()[:15], 16)
-    words = [
-        sum(f << i for i, f in enumerate(flags[w : w + _FLAGS]))
-        for w in range(0, len(flags), _FLAGS)
-    ]
+    words = packed(flags)
     padded = words[:_FIRST_WORDS] + [0] * (_FIRST_WORDS - len(words))
     first = collectives.agree([head, *padded])
     if any(row[0] != head for row in first):
@@ -54,7 +51,21 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
     if len(words) > _FIRST_WORDS:
         more = collectives.agree(words[_FIRST_WORDS:])
         rows = [a + b for a, b in zip(rows, more, strict=True)]
-    return [any(row[i // _FLAGS] >> i % _FLAGS & 1 for row in rows) for i in range(len(flags))]
+    return raised_by_any(rows, len(flags))
+
+
+def packed(flags: Sequence[bool]) -> list[int]:
+    """Flags as words that ranks can exchange."""
+    return [
+        sum(f << i for i, f in enumerate(flags[w : w + FLAGS_OF_A_WORD]))
+        for w in range(0, len(flags), FLAGS_OF_A_WORD)
+    ]
+
+
+def raised_by_any(rows: Sequence[Sequence[int]], count: int) -> list[bool]:
+    """For each of `count` flags, whether any rank raised it; rows: the words of each rank."""
+    size = FLAGS_OF_A_WORD
+    return [any(row[i // size] >> i % size & 1 for row in rows) for i in range(count)]
 
 
 def _mode_mismatch(modes: list[str]) -> str:

@@ -20,12 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.runtime.agreement import packed, raised_by_any
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.validity import fingerprint
-
-_FLAGS = 60
-"""Flags in a word: int64, and no sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +120,9 @@ def _agreed(
     collectives: Collectives, cleared: list[bool], changed: list[int]
 ) -> tuple[list[bool], list[int]]:
     """What any rank sees cleared, and the first that one sees changed, if any."""
-    words = [
-        sum(flag << i for i, flag in enumerate(cleared[at : at + _FLAGS]))
-        for at in range(0, len(cleared), _FLAGS)
-    ]
-    rows = collectives.agree([changed[0] if changed else -1, *words])
+    rows = collectives.agree([changed[0] if changed else -1, *packed(cleared)])
     seen = [row[0] for row in rows if row[0] >= 0]
-    flags = [
-        any(row[1 + i // _FLAGS] >> i % _FLAGS & 1 for row in rows) for i in range(len(cleared))
-    ]
-    return flags, seen[:1]
+    return raised_by_any([row[1:] for row in rows], len(cleared)), seen[:1]
 
 
 def _fingerprints(shards: Mapping[str, Tensor]) -> dict[str, int | None]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from fcdp_compile.host_memory import UNLIMITED, HostBudget, Limit, detect, lockable_bytes
 from fcdp_compile.mesh import Home, Topology
 from fcdp_compile.plan import Bucket, Tier
+from fcdp_compile.runtime.agreement import FLAGS_OF_A_WORD
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.pinned import PinnedPool
 
@@ -73,7 +74,7 @@ class HostMemory:
         in_use = sum(other.in_use_bytes for other in self._others())
         available = min(UNLIMITED, found.bytes + in_use)
         self._pool = pool
-        ended = sum(m._has_ended << i for i, m in enumerate(self._together[:_FLAGS]))
+        ended = sum(m._has_ended << i for i, m in enumerate(self._together[:FLAGS_OF_A_WORD]))
         rows = collectives.agree([available, _LIMITS.index(found.limit), lockable, ended])
         gone = functools.reduce(operator.and_, (row[3] for row in rows))
         self._together[:] = [m for i, m in enumerate(self._together) if not gone >> i & 1]
@@ -179,9 +180,6 @@ class HostMemory:
 
 _sharing: weakref.WeakKeyDictionary[Topology, list[HostMemory]] = weakref.WeakKeyDictionary()
 """The models of each mesh."""
-
-_FLAGS = 60
-"""Models that one word can speak of: int64, and no sign."""
 
 
 def _less(budget: HostBudget, taken_bytes: int) -> HostBudget:
