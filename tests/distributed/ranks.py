@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -62,22 +66,31 @@ def run(
         processes.append(process)
         pipes.append(ours)
     try:
-        return _collect(pipes, timeout_s)
+        results, errors, late = _collect(pipes, timeout_s)
+        for rank in late:
+            _ask_where(processes[rank])
+            errors[rank] = "did not answer in time; where it was is on stderr"
+        if errors:
+            raise RankError(
+                "\n".join(f"--- rank {r}\n{text}" for r, text in sorted(errors.items()))
+            )
+        return [results[rank] for rank in range(world)]
     finally:
         for process in processes:
             process.kill()
             process.join(10)
 
 
-def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
+def _collect(
+    pipes: list[Connection], timeout_s: float
+) -> tuple[dict[int, Any], dict[int, str], list[int]]:
+    """What each rank returned, the traceback of each that raised, and which said nothing in time."""
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
     while open_pipes:
         ready = wait(list(open_pipes), timeout=10.0 if errors else timeout_s)
         if not ready:
-            late = sorted(open_pipes.values())
-            errors |= dict.fromkeys(late, "did not answer in time")
             break
         for pipe in ready:
             rank = open_pipes.pop(pipe)  # type: ignore[arg-type]
@@ -86,9 +99,14 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
             except EOFError:
                 is_error, value = True, "died without a word"
             (errors if is_error else results)[rank] = value
-    if errors:
-        raise RankError("\n".join(f"--- rank {r}\n{text}" for r, text in sorted(errors.items())))
-    return [results[rank] for rank in range(len(pipes))]
+    return results, errors, sorted(open_pipes.values())
+
+
+def _ask_where(process: BaseProcess) -> None:
+    """Let a rank write the stacks of its threads to stderr, which pytest shows when the test fails."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1.0)  # one after the other, so that they do not mix
 
 
 def _rank(
@@ -99,6 +117,7 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     try:
         mesh: DeviceMesh | None = fcdp_compile.make_mesh(nodes=nodes)
