@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fcdp_compile.plan import Kind, Lane, Schedule, Step
+from fcdp_compile.gathering import Algorithm
+from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +64,36 @@ class Machine:
         """Seconds that a step keeps its lane busy."""
         if step.kind is Kind.COMPUTE:
             return max(step.flops / self.flops_per_s, step.accessed_bytes / self.memory_bytes_per_s)
+        copying = step.accessed_bytes / self.memory_bytes_per_s
+        if step.kind is Kind.FLAT_ALL_GATHER:  # as fast as the slower link
+            return copying + max(self.inter.time_s(step.bytes), self.intra.time_s(step.bytes))
         links = {Lane.INTRA: self.intra, Lane.H2D: self.h2d, Lane.D2H: self.d2h}
         if step.lane is Lane.INTER:  # the ranks of a node gather at the same time
             return self.inter.time_s(step.bytes * ranks_per_node)
-        return links[step.lane].time_s(step.bytes) if step.lane in links else 0.0
+        return copying + links[step.lane].time_s(step.bytes) if step.lane in links else 0.0
+
+
+def gather_s(
+    bucket: Bucket, algorithm: Algorithm, machine: Machine, nodes: int, ranks_per_node: int
+) -> float:
+    """Seconds from home shards to full parameters with an algorithm, nothing else being under way."""
+    own, crossing = bucket.slot_bytes, (nodes - 1) * bucket.wire_bytes
+    between = machine.inter.time_s(ranks_per_node * crossing)
+    others = ranks_per_node - 1
+    copying = assembled_bytes(bucket, nodes, ranks_per_node) / machine.memory_bytes_per_s
+    if algorithm is Algorithm.HIERARCHICAL:
+        return between + machine.intra.time_s(others * nodes * own)
+    if algorithm is Algorithm.HO_RING:
+        at_once = max(between, machine.intra.time_s(others * own))
+        return at_once + machine.intra.time_s(others * (nodes - 1) * own) + copying
+    assert algorithm is Algorithm.RING, algorithm
+    sent = (nodes * ranks_per_node - 1) * bucket.wire_bytes
+    return max(machine.inter.time_s(sent), machine.intra.time_s(sent)) + copying
+
+
+def assembled_bytes(bucket: Bucket, nodes: int, ranks_per_node: int) -> int:
+    """Bytes read and written to put the parts of a full buffer in order."""
+    return 2 * bucket.full_bytes(nodes, ranks_per_node)
 
 
 # Round figures: data sheets of an A100-class card on PCIe 4 and 10 Gbit/s Ethernet, half of the peak where

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import sympy
 
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.strategy import Cache, Scope, Strategy
 from fcdp_compile.wire import BLOCK, Format
 
@@ -29,8 +30,8 @@ a, b = sympy.symbols("a b", positive=True)
 class Costs:
     """Of an optimizer step in the steady state, in bytes.
 
-    inter: sent by one node to others.  intra: sent by one rank within its node.  bus: copied by one rank to
-    and from host memory.  first_inter, first_intra: what the very first step sends in addition.
+    inter: sent by one node to others.  intra: sent by one rank within its node, on average.  bus: copied by
+    one rank to and from host memory.  first_inter, first_intra: what the very first step sends in addition.
     gpu: of parameters on one rank between their uses, home shards included.  gradients: of gradients on one
     rank, shards for the optimizer included.  host: in one node's memory, gradients included.  Memory is what
     s > 1 takes.
@@ -47,7 +48,10 @@ class Costs:
 
 
 def costs(strategy: Strategy) -> Costs:
-    """The costs of a strategy on N > 1 nodes; an adaptive cache counts as if all of it were on the host."""
+    """The costs of a strategy on N > 1 nodes; an adaptive cache counts as if all of it were on the host.
+
+    An algorithm that is to be chosen counts as hierarchical.
+    """
     W = F + T
     shards = {Scope.GLOBAL: N * g, Scope.INTRA: g, Scope.NONE: sympy.Integer(1)}[strategy.home]
     is_global, is_whole = strategy.home is Scope.GLOBAL, strategy.home is Scope.NONE
@@ -63,6 +67,10 @@ def costs(strategy: Strategy) -> Costs:
         gathered, first = T, F
     # A frozen bucket that is kept in full is spread once; a node shard in every forward and backward.
     spread = T if is_full else sympy.Integer(0) if is_whole else 2 * s * W
+    crossing = between
+    if strategy.algorithm is Algorithm.RING:  # each slot goes over all links but one, as it crosses
+        crossing = (N * g - 1) / (N * g)
+        spread = gathered * weights * crossing
     # Gradients wait whole and are reduced once, wait within the node, or are reduced every time.
     times = s if strategy.gradient is Scope.GLOBAL else 1
     within_node = 1 if strategy.gradient is Scope.NONE else s
@@ -74,7 +82,7 @@ def costs(strategy: Strategy) -> Costs:
     leaves = on_host and strategy.is_resident and strategy.weight_format is Format.FULL
     kept = {Cache.GPU: W / g, Cache.GPU_FULL: W}.get(strategy.cache, sympy.Integer(0))
     return Costs(
-        inter=sympy.factor((reduced + (gathered * weights if is_global else 0)) * between),
+        inter=sympy.factor(reduced * between + (gathered * weights * crossing if is_global else 0)),
         intra=sympy.factor((spread + reduced_within) * within),
         # A store in a cold forward, a load in any other and in every backward; gradients there and back.
         bus=2 * s * W * kept_part / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0),

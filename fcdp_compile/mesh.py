@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fcdp_compile.strategy import Scope
@@ -125,8 +126,8 @@ def process_count() -> int:
 def topology_of(mesh: DeviceMesh | None) -> Topology:
     """Read the topology off a mesh; the first time that makes groups, so every rank of the mesh must call it.
 
-    Raises: TypeError for anything but a DeviceMesh, ValueError if it lacks "inter" and "intra", or if there
-    is no mesh though several processes run.
+    Raises: TypeError for anything but a DeviceMesh, ValueError if it lacks "inter" and "intra" or numbers
+    ranks in no order, or if there is no mesh though several processes run.
     """
     if mesh is None:
         if (world := process_count()) > 1:
@@ -144,6 +145,11 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
         raise ValueError(
             f"mesh has dimensions {tuple(names) or 'without names'}, expected ('inter', 'intra'); "
             "make it with fcdp_compile.make_mesh()"
+        )
+    if len(set(_positions(mesh.mesh).values())) < mesh.mesh.numel():
+        raise ValueError(
+            f"mesh {mesh.mesh.tolist()} gives two ranks one position, as torch sorts the ranks of a group; "
+            "number the ranks of the nodes in one order, or make it with fcdp_compile.make_mesh()"
         )
     if id(mesh) not in _topologies:
         _topologies[id(mesh)] = _make_topology(mesh)
@@ -180,6 +186,59 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
         intra=_own(intra, mesh.device_type),
         control=dist.new_group(ranks, backend="gloo", use_local_synchronization=True),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class FlatGroup:
+    """All ranks of a mesh in one group.
+
+    order: the rank in the group that has each chunk (`layout`, [Note: chunk order]).  crosses: whether this
+    rank's successor in a ring is on another node.
+    """
+
+    group: dist.ProcessGroup
+    order: tuple[int, ...]
+    crosses: bool
+
+
+def flat_group(topology: Topology) -> FlatGroup:
+    """The group over all ranks for the lanes; the first time that makes it, so every rank must call it."""
+    if topology not in _flat_groups:
+        _flat_groups[topology] = _make_flat_group(topology)
+    return _flat_groups[topology]
+
+
+_flat_groups: weakref.WeakKeyDictionary[Topology, FlatGroup] = weakref.WeakKeyDictionary()
+
+
+def _make_flat_group(topology: Topology) -> FlatGroup:
+    assert topology.home_mesh is not None, "a single process gathers nothing"
+    assert topology.inter is not None, "several nodes have groups between them"
+    on_stream = topology.device_type == "cuda" and has_nccl(topology.inter)
+    positions = _positions(topology.home_mesh.mesh.T)
+    group = dist.new_group(
+        sorted(positions),
+        timeout=None if on_stream else gloo_timeout(topology.inter),
+        backend=None if on_stream else "gloo",
+        use_local_synchronization=True,
+    )
+    ranks = dist.get_process_group_ranks(group)
+    successor = ranks[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
+    return FlatGroup(
+        group=group,
+        order=tuple(ranks.index(r) for r in sorted(ranks, key=lambda r: positions[r][::-1])),
+        crosses=positions[successor][0] != topology.node,
+    )
+
+
+def _positions(mesh: Tensor) -> dict[int, tuple[int, int]]:
+    """Node and place of each rank, which follow from the order of ranks in groups: ascending, in torch."""
+    rows, columns = mesh.tolist(), mesh.T.tolist()
+    return {
+        rank: (sorted(column).index(rank), sorted(row).index(rank))
+        for row in rows
+        for rank, column in zip(row, columns, strict=True)
+    }
 
 
 def _own(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:

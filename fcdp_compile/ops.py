@@ -71,6 +71,21 @@ def intra_all_gather(node: Tensor, bucket: int) -> Any:
     _only_in_a_graph("intra_all_gather")
 
 
+def intra_own_all_gather(home: Tensor, bucket: int) -> Any:
+    """Home buffer [S] of every rank of this node -> what is at home on it [g*S], pending."""
+    _only_in_a_graph("intra_own_all_gather")
+
+
+def intra_rest_all_gather(node: Tensor, own: Tensor, bucket: int) -> Any:
+    """Node shard [N*S] of every rank of this node, but for `own` [g*S] -> full buffer [g*N*S], pending."""
+    _only_in_a_graph("intra_rest_all_gather")
+
+
+def flat_all_gather(home: Tensor, bucket: int) -> Any:
+    """Home buffer [S] of every rank -> full buffer [g*N*S], pending."""
+    _only_in_a_graph("flat_all_gather")
+
+
 def store(node: Tensor, bucket: int) -> Any:
     """Put the node shard into the bucket's tier; pending."""
     _only_in_a_graph("store")
@@ -138,6 +153,9 @@ def check(stamps: Tensor, buckets: tuple[int, ...]) -> None:
 EXPLICIT: dict[Callable[..., Any], Kind | None] = {
     inter_all_gather: Kind.INTER_ALL_GATHER,
     intra_all_gather: Kind.INTRA_ALL_GATHER,
+    intra_own_all_gather: Kind.INTRA_OWN_ALL_GATHER,
+    intra_rest_all_gather: Kind.INTRA_REST_ALL_GATHER,
+    flat_all_gather: Kind.FLAT_ALL_GATHER,
     store: Kind.STORE,
     load: Kind.LOAD,
     wait: Kind.WAIT,

@@ -13,10 +13,11 @@ import hashlib
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.wire import Format, row_bytes
 
-SCHEMA = "fcdp.plan/3"
+SCHEMA = "fcdp.plan/4"
 
 
 class Lane(Enum):
@@ -35,6 +36,9 @@ class Kind(Enum):
     COMPUTE = "compute"
     INTER_ALL_GATHER = "inter_all_gather"
     INTRA_ALL_GATHER = "intra_all_gather"
+    INTRA_OWN_ALL_GATHER = "intra_own_all_gather"
+    INTRA_REST_ALL_GATHER = "intra_rest_all_gather"
+    FLAT_ALL_GATHER = "flat_all_gather"
     STORE = "store"
     LOAD = "load"
     WAIT = "wait"
@@ -51,6 +55,9 @@ LANES: dict[Kind, Lane] = {
     Kind.COMPUTE: Lane.COMPUTE,
     Kind.INTER_ALL_GATHER: Lane.INTER,
     Kind.INTRA_ALL_GATHER: Lane.INTRA,
+    Kind.INTRA_OWN_ALL_GATHER: Lane.INTRA,
+    Kind.INTRA_REST_ALL_GATHER: Lane.INTRA,
+    Kind.FLAT_ALL_GATHER: Lane.INTER,
     Kind.STORE: Lane.D2H,
     Kind.LOAD: Lane.H2D,
     Kind.WAIT: Lane.COMPUTE,
@@ -63,6 +70,10 @@ LANES: dict[Kind, Lane] = {
     Kind.INTRA_GRAD_ALL_GATHER: Lane.INTRA,
 }
 """The lane that a step of each kind occupies."""
+
+
+ASSEMBLING = frozenset({Kind.INTRA_REST_ALL_GATHER, Kind.FLAT_ALL_GATHER})
+"""Gathers that put parts in order once they have arrived, which costs a copy."""
 
 
 class Tier(Enum):
@@ -115,8 +126,9 @@ class Bucket:
     reduce-scatters.  frozen: no parameter of it requires a gradient.  tier: what of it waits
     between its uses, and where.  gradient_tier: where gradients of micro-batches wait for the one that
     synchronises; none: each is reduced to the home shards.  wire, reduce_wire: what crosses between nodes in
-    all-gathers and reduce-scatters.  host_format: what node shards are kept as in host memory.  why: the
-    reason for its composition and tier, for people.
+    all-gathers and reduce-scatters.  host_format: what node shards are kept as in host memory.  algorithm:
+    how it is gathered where that crosses between nodes, never auto.  why: the reason for its composition and
+    tier, for people.
     """
 
     id: int
@@ -131,6 +143,7 @@ class Bucket:
     wire: Format
     reduce_wire: Format
     host_format: Format
+    algorithm: Algorithm
     why: str
 
     @property
@@ -178,7 +191,8 @@ class Step:
 
     index: position.  bytes: what this rank sends over the link, or is planned to copy over H2D or D2H; 0 for
     steps that move nothing.  waits: indices of the steps whose results it needs.  flops, accessed_bytes: the
-    work of a compute step, floating point operations and bytes read and written.  label: for people.
+    work of a compute step, floating point operations and bytes read and written; also what a gather reads and
+    writes to put parts in order.  label: for people.
     """
 
     index: int

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from typing import NoReturn
 
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.layout import ParamLayout
-from fcdp_compile.plan import LANES, Bucket, Kind, Lane, Plan, Schedule, Step
+from fcdp_compile.plan import ASSEMBLING, LANES, Bucket, Kind, Lane, Plan, Schedule, Step
 
 ITEMSIZES: dict[str, int] = {
     "float64": 8,
@@ -92,6 +93,8 @@ def check_layout(
 def _check_bucket(bucket: Bucket, plan: Plan, path: str) -> None:
     _check_dtype(bucket.dtype, bucket.itemsize, path, "")
     _check_dtype(bucket.reduce_dtype, bucket.reduce_itemsize, path, "reduce_")
+    if bucket.algorithm is Algorithm.AUTO:
+        fail(f"{path}.algorithm", "is auto, which a plan has decided")
     if not bucket.params:
         fail(f"{path}.params", "is empty")
     widest = max(bucket.itemsize, bucket.reduce_itemsize)
@@ -152,7 +155,8 @@ def _check_step(step: Step, ids: set[int], path: str) -> None:
         fail(f"{path}.bucket", f"is null, but {step.kind.value} needs a bucket")
     if step.bytes and lane is Lane.COMPUTE:
         fail(f"{path}.bytes", f"is {step.bytes}, but {step.kind.value} moves nothing")
-    if (step.flops or step.accessed_bytes) and step.kind is not Kind.COMPUTE:
+    computes = step.flops or (step.accessed_bytes and step.kind not in ASSEMBLING)
+    if computes and step.kind is not Kind.COMPUTE:
         fail(f"{path}.flops", f"says that {step.kind.value} computes, which it does not")
     for i, wait in enumerate(step.waits):
         if wait >= step.index:

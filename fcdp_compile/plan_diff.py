@@ -26,6 +26,7 @@ _BUCKET_FIELDS = (
     "wire",
     "reduce_wire",
     "host_format",
+    "algorithm",
 )
 
 

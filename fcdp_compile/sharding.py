@@ -12,7 +12,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from fcdp_compile import registry
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.home_shard import Calls, HomeShard
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.mesh import Home, Topology, topology_of
@@ -138,6 +139,7 @@ def shard(
         for name, t in [*named, *buffers]
     ]
     agree_on_replicas(topology, state.collectives, description, [*named, *buffers])
+    state.make_groups()
     _warn_of_older_optimizers(list(names))
     _install(root, state, records, where, param_dtype)
     for record in records.values():
@@ -153,6 +155,8 @@ def _fitting(strategy: Strategy, topology: Topology) -> Strategy:
     Raises: ValueError for one that makes no sense there.
     """
     if topology.nodes > 1:
+        if topology.ranks_per_node == 1:  # there is one link, and one way to gather over it
+            strategy = replace(strategy, algorithm=Algorithm.HIERARCHICAL)
         is_whole = topology.home(strategy.home).ranks == 1
         return strategy.on_whole_copies() if is_whole else strategy
     if strategy.home is Scope.INTRA and topology.ranks > 1:

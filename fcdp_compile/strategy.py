@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.wire import Format
 
 
@@ -65,6 +66,7 @@ class Strategy:
     gradient_on: where they wait meanwhile.
     weight_format, gradient_format: what weights and gradients cross between nodes as, where that is less.
     host_format: what node shards wait as in host memory.
+    algorithm: how gathers go that cross between nodes.
 
     Raises: ValueError for a point that is not available.
     """
@@ -78,10 +80,12 @@ class Strategy:
     weight_format: Format = Format.FULL
     gradient_format: Format = Format.FULL
     host_format: Format = Format.FULL
+    algorithm: Algorithm = Algorithm.HIERARCHICAL
 
     def __post_init__(self) -> None:
         self._check_scopes()
         self._check_formats()
+        self._check_algorithm()
         if self.gradient is Scope.GLOBAL and self.gradient_on is GradientOn.HOST:
             raise ValueError(
                 f"strategy {self.name!r} reduces every micro-batch's gradients to the home shards, so none "
@@ -133,6 +137,20 @@ class Strategy:
                 "choose the same weight_format"
             )
 
+    def _check_algorithm(self) -> None:
+        if self.algorithm is Algorithm.HIERARCHICAL:
+            return
+        if self.home is not Scope.GLOBAL:
+            raise ValueError(
+                f"strategy {self.name!r} keeps whole copies on every node and gathers nothing between nodes, "
+                f"with {self.algorithm.value!r} or without; use a strategy that shards over all ranks"
+            )
+        if self.algorithm is Algorithm.RING and self.cache is not Cache.NONE:
+            raise ValueError(
+                f"strategy {self.name!r} keeps node shards, which a flat ring does not leave on its way; use "
+                "'ho_ring', or 'ring' with a strategy that keeps nothing, such as 'zero3'"
+            )
+
     @property
     def is_resident(self) -> bool:
         """Whether a cached node shard outlives the backward, so that the next forward may reuse it."""
@@ -172,6 +190,7 @@ class Strategy:
             weight_format=Format.FULL,
             gradient_format=Format.FULL,
             host_format=Format.FULL,
+            algorithm=Algorithm.HIERARCHICAL,
         )
 
     def on_whole_copies(self) -> Strategy:
@@ -297,14 +316,17 @@ def aliases_of(strategy: Strategy) -> list[str]:
     return [alias for alias, name in _ALIASES.items() if name == strategy.name]
 
 
-MODIFIERS: dict[str, dict[str, Format]] = {
+MODIFIERS: dict[str, dict[str, Format | Algorithm]] = {
     "w8": {"weight_format": Format.INT8},
     "g8": {"gradient_format": Format.INT8},
     "g4": {"gradient_format": Format.INT4},
     "c8": {"weight_format": Format.INT8, "host_format": Format.INT8},
+    "ring": {"algorithm": Algorithm.RING},
+    "ho_ring": {"algorithm": Algorithm.HO_RING},
+    "auto": {"algorithm": Algorithm.AUTO},
 }
 """What may follow a preset's name: weights between nodes in 8 bits (ZeRO++'s qwZ), gradients between nodes in
-8 or 4 (qgZ), weights between nodes and on the host in 8."""
+8 or 4 (qgZ), weights between nodes and on the host in 8; the algorithm of gathers (`gathering`)."""
 
 
 def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
@@ -321,8 +343,10 @@ def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
             )
         for field, value in MODIFIERS[modifier].items():
             if chosen.setdefault(field, value) is not value:
+                rivals = [m for m in MODIFIERS if field in MODIFIERS[m] and m in modifiers]
                 raise ValueError(
-                    f"strategy {name!r} sends gradients in two formats; give one of g8 and g4"
+                    f"strategy {name!r} has two modifiers for one thing; give one of "
+                    f"{' and '.join(rivals)}"
                 )
     given = [m for m in MODIFIERS if m in modifiers]
     return replace(preset, name="+".join([preset.name, *given]), **chosen)

@@ -8,15 +8,19 @@ from tabulate import tabulate
 from torch import nn
 
 from fcdp_compile.plan import Kind
-from fcdp_compile.runtime.counters import AGREE, Counters
+from fcdp_compile.runtime.counters import AGREE, FLAT_WITHIN, Counters
 from fcdp_compile.sharding import state_of
 
 _KINDS: dict[str, tuple[str, str]] = {
     Kind.INTER_ALL_GATHER.value: ("inter", "all_gather"),
+    Kind.FLAT_ALL_GATHER.value: ("inter", "flat_all_gather"),
     Kind.INTER_REDUCE_SCATTER.value: ("inter", "reduce_scatter"),
     Kind.INTER_ALL_REDUCE.value: ("inter", "all_reduce"),
     AGREE: ("inter", "agree"),
     Kind.INTRA_ALL_GATHER.value: ("intra", "all_gather"),
+    Kind.INTRA_OWN_ALL_GATHER.value: ("intra", "own_all_gather"),
+    Kind.INTRA_REST_ALL_GATHER.value: ("intra", "rest_all_gather"),
+    FLAT_WITHIN: ("intra", "flat_all_gather"),
     Kind.INTRA_REDUCE_SCATTER.value: ("intra", "reduce_scatter"),
     Kind.INTRA_GRAD_ALL_GATHER.value: ("intra", "grad_all_gather"),
     Kind.STORE.value: ("d2h", "store"),

@@ -8,6 +8,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fcdp_compile.bucket_size import bucket_bytes
+from fcdp_compile.cost import gather_s
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.context import META, PassContext, Use
 from fcdp_compile.passes.grouping import group
@@ -157,12 +159,26 @@ def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassCo
         wire=_wire(ctx.strategy.weight_format, specs[0].gather_dtype),
         reduce_wire=_wire(ctx.strategy.gradient_format, specs[0].reduce_dtype),
         host_format=Format.FULL,
+        algorithm=Algorithm.HIERARCHICAL,
         why="",
     )
     if made.wire is ctx.strategy.weight_format:
         made = replace(made, host_format=ctx.strategy.host_format)
     made = replace(made, tier=_tier(made, taken_bytes, ctx))
+    made = replace(made, algorithm=_algorithm(made, ctx))
     return replace(made, why=f"{size}; {_why_kept(made, ctx)}")
+
+
+def _algorithm(made: Bucket, ctx: PassContext) -> Algorithm:
+    if ctx.nodes == 1 or ctx.ranks_per_node == 1:  # there is one link to gather over
+        return Algorithm.HIERARCHICAL
+    if ctx.strategy.algorithm is not Algorithm.AUTO:
+        return ctx.strategy.algorithm
+    # A ring leaves no node shard to keep.
+    possible = [Algorithm.HIERARCHICAL, Algorithm.HO_RING]
+    possible += [Algorithm.RING] if made.tier is Tier.NONE else []
+    times = {a: gather_s(made, a, ctx.machine, ctx.nodes, ctx.ranks_per_node) for a in possible}
+    return min(possible, key=times.__getitem__)
 
 
 def _gradient_tier(ctx: PassContext) -> Tier:

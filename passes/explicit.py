@@ -20,13 +20,24 @@ def explicit(
     bucket: Bucket,
     sent_bytes: int,
     val: Tensor | None = None,
+    *,
+    accessed_bytes: int = 0,
 ) -> Node:
-    """Insert an explicit node; `val` is the device memory that its result takes from here on."""
+    """Insert an explicit node; `val` is the device memory that its result takes from here on.
+
+    accessed_bytes: what it reads and writes besides to put parts in order.
+    """
     node = graph.call_function(op, tuple(args), {"bucket": bucket.id})
     kind = ops.EXPLICIT[op]
     assert kind is not None
     step = Step(
-        index=0, kind=kind, lane=LANES[kind], bucket=bucket.id, bytes=sent_bytes, waits=(), label=""
+        index=0,
+        kind=kind,
+        lane=LANES[kind],
+        bucket=bucket.id,
+        bytes=sent_bytes,
+        waits=(),
+        accessed_bytes=accessed_bytes,
     )
     node.meta[META] = StepMeta(step=step)
     if val is not None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.packing import pack_home, unpack_full
 from fcdp_compile.passes.alone import gather_alone, lower_alone
-from fcdp_compile.passes.context import META, Packing, PassContext, Source, use_of
+from fcdp_compile.passes.context import PassContext, use_of
 from fcdp_compile.passes.explicit import explicit, wait_for
-from fcdp_compile.passes.inline import fake_flat
+from fcdp_compile.passes.gather_params import erase_unused, gather_params
 from fcdp_compile.passes.reduce_grads import reduce_grads
-from fcdp_compile.passes.views import copy_returned, is_view
-from fcdp_compile.plan import Bucket, Tier
+from fcdp_compile.passes.views import is_view
+from fcdp_compile.plan import Bucket
 
 
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -25,6 +23,9 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
         GATHER_AND_STORE  the same, and the node shard [N*S] -> store ... end of graph -> wait
         LOAD              load [N*S] -> intra_all_gather -> wait [G*S] -> unpack -> parameters ... free
         HOME              shards -> pack [S] -> intra_all_gather -> ...
+          with ho_ring    shards -> pack [S] -> inter_all_gather [N*S], intra_own_all_gather [g*S]
+                          -> intra_rest_all_gather -> wait [G*S] -> ...
+          with ring       shards -> pack [S] -> flat_all_gather -> wait [G*S] -> ...
         gradients         pack [G*S] -> intra_reduce_scatter [N*S] -> inter_reduce_scatter -> wait [S]
                           -> unpack -> gradient shards
           that accumulate pack [G*S] -> intra_reduce_scatter [N*S] -> collect -> accumulate -> wait
@@ -55,7 +56,7 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     stores: list[Node] = []
     gathered: dict[Bucket, Node] = {}
     for bucket, nodes in _by_bucket(gm.graph).items():
-        buffer = _gather(gm.graph, bucket, nodes, stores, ctx)
+        buffer = gather_params(gm.graph, bucket, nodes, stores, ctx)
         if buffer is not None:
             gathered[bucket] = buffer
     _free(gm.graph, gathered)
@@ -75,7 +76,7 @@ def _merge_unshards(graph: Graph) -> None:
         kept = first.setdefault(node.args[1], node)
         if kept is not node:
             node.replace_all_uses_with(kept)
-            _erase_unused([node])
+            erase_unused([node])
 
 
 def _sink_unshards(graph: Graph) -> None:
@@ -85,7 +86,7 @@ def _sink_unshards(graph: Graph) -> None:
         if node.users:
             min(node.users, key=order.__getitem__).prepend(node)
         else:
-            _erase_unused([node])
+            erase_unused([node])
 
 
 def _by_bucket(graph: Graph) -> dict[Bucket, list[Node]]:
@@ -94,87 +95,6 @@ def _by_bucket(graph: Graph) -> dict[Bucket, list[Node]]:
         if node.op == "call_function" and node.target is UNSHARD:
             groups.setdefault(use_of(node).bucket, []).append(node)
     return groups
-
-
-def _placeholder_of(node: Node) -> Node:
-    """The graph input that a shard argument is; `to_local` leaves a view of the same shape between."""
-    while node.op != "placeholder":
-        (node,) = node.all_input_nodes
-    return node
-
-
-def _gather(
-    graph: Graph, bucket: Bucket, unshards: list[Node], stores: list[Node], ctx: PassContext
-) -> Node | None:
-    """Returns the gathered buffer, None if it needs no gathering: with one rank."""
-    anchor, source = unshards[0], use_of(unshards[0]).source
-    assert source is not None, f"bucket {bucket.id} has no source; run `place` first"
-    shards = {
-        ctx.specs[str(n.args[1])].name: _placeholder_of(n.all_input_nodes[0]) for n in unshards
-    }
-    dtype = getattr(torch, bucket.dtype)
-    layouts = [p.layout for p in bucket.params]
-    node_shard = bucket.slot_elements * ctx.nodes
-    pending: Node | None = None
-    with graph.inserting_before(anchor):
-        if source is Source.LOAD:
-            like = next(iter(shards.values()))
-            tier_bytes = bucket.host_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
-            val = fake_flat(like, node_shard, dtype)
-            buffer = pending = explicit(graph, ops.load, [], bucket, tier_bytes, val)
-        else:
-            missing = [p.name for p in bucket.params if p.name not in shards]
-            assert not missing, (
-                f"bucket {bucket.id} cannot be gathered in a graph without {missing}"
-            )
-            members = [shards[p.name] for p in bucket.params]
-            like = buffer = _pack(graph, bucket, members, ctx)
-        if source in (Source.GATHER, Source.GATHER_AND_STORE) and ctx.nodes > 1:
-            sent = (ctx.nodes - 1) * bucket.wire_bytes
-            val = fake_flat(like, node_shard, dtype)
-            buffer = pending = explicit(graph, ops.inter_all_gather, [buffer], bucket, sent, val)
-        if source is Source.GATHER_AND_STORE:
-            tier_bytes = bucket.host_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
-            stores.append(explicit(graph, ops.store, [buffer], bucket, tier_bytes))
-        if ctx.ranks_per_node > 1:
-            is_there = source is Source.LOAD and bucket.tier is Tier.GPU_FULL
-            sent = 0 if is_there else (ctx.ranks_per_node - 1) * bucket.node_bytes(ctx.nodes)
-            val = fake_flat(like, node_shard * ctx.ranks_per_node, dtype)
-            buffer = pending = explicit(graph, ops.intra_all_gather, [buffer], bucket, sent, val)
-        if pending is not None:
-            buffer = wait_for(graph, pending)
-        full = ctx.inliner.inline(graph, lambda b: unpack_full(b[0], layouts), [buffer])
-    params = dict(zip([p.name for p in bucket.params], full, strict=True))
-    used = [params[ctx.specs[str(n.args[1])].name] for n in unshards]
-    for node, param in zip(unshards, used, strict=True):
-        param.meta |= {k: v for k, v in node.meta.items() if k != META}
-        node.replace_all_uses_with(param)
-        _erase_unused([node])
-    if ctx.ranks_per_node == 1 or ctx.strategy.may_keep_full:
-        copy_returned(graph, used)
-    _erase_unused([p for p in full if not p.users])
-    return None if pending is None else buffer
-
-
-def _pack(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -> Node:
-    layouts = [p.layout for p in bucket.params]
-    dtype = getattr(torch, bucket.dtype)
-    (buffer,) = ctx.inliner.inline(
-        graph,
-        lambda s: [pack_home(s, layouts, dtype)],
-        members,
-        {META: Packing(bucket=bucket.id)},
-    )
-    return buffer
-
-
-def _erase_unused(nodes: list[Node]) -> None:
-    """Drop what is computed for nobody, and the views that only it needed."""
-    for node in nodes:
-        if not node.users and node.op == "call_function" and node.target not in ops.EXPLICIT:
-            inputs = node.all_input_nodes
-            node.graph.erase_node(node)
-            _erase_unused(inputs)
 
 
 def _free(graph: Graph, gathered: dict[Bucket, Node]) -> None:

@@ -14,7 +14,13 @@ from torch.fx import Graph, Node
 from fcdp_compile import ops
 from fcdp_compile.passes.context import PassContext
 
-_GATHERS = (ops.load, ops.inter_all_gather, ops.intra_all_gather)
+_GATHERS = (
+    ops.load,
+    ops.inter_all_gather,
+    ops.intra_all_gather,
+    ops.intra_rest_all_gather,
+    ops.flat_all_gather,
+)
 _REDUCTIONS = (
     ops.collect,
     ops.accumulate,
@@ -29,10 +35,10 @@ _REDUCTIONS = (
 class Gather:
     """A bucket's way to compute, in up to two stages.
 
-    pack: compute that lines its home shards up, of inputs alone.  fetch: load or inter-node all-gather, and
-    the store; none where nothing follows it.  spread: what ends in full parameters, the intra-node
-    all-gather where there are two stages.  wait: for the last of them.  ends: the wait for the store, and
-    the free; the bucket is alive until these.  fetched_bytes, full_bytes: what the stages leave.
+    pack: compute that lines its home shards up, of inputs alone.  fetch: load or inter-node all-gather, what
+    goes on beside it, and the store; none where nothing follows it.  spread: what ends in full parameters,
+    the intra-node all-gather where there are two stages.  wait: for the last of them.  ends: the wait for the
+    store, and the free; the bucket is alive until these.  fetched_bytes, full_bytes: what the stages leave.
     """
 
     pack: tuple[Node, ...]
@@ -95,17 +101,18 @@ def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
     before = [s for n in chain[0].all_input_nodes if (s := _next(n, (ops.store,))) is not None]
     stores = [s for n in chain if (s := _next(n, (ops.store,))) is not None]
     two_stages = len(chain) > 1
+    beside = [n for n in chain[-1].all_input_nodes if n is not chain[-2]] if two_stages else []
     ends = [w for s in (*before, *stores) if (w := _next(s, (ops.wait,))) is not None]
     if (free := _next(wait, (ops.free,))) is not None:
         ends.append(free)
     full = _nbytes(wait)
     return Gather(
         pack=_pack(chain[0]),
-        fetch=(chain[0], *stores) if two_stages else (),
+        fetch=(chain[0], *beside, *stores) if two_stages else (),
         spread=tuple(chain[1:]) if two_stages else (*before, chain[0], *stores),
         wait=wait,
         ends=tuple(ends),
-        fetched_bytes=full // ctx.ranks_per_node if two_stages else 0,
+        fetched_bytes=_nbytes(chain[0]) + sum(map(_nbytes, beside)) if two_stages else 0,
         full_bytes=full,
     )
 

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
-from threading import Event
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.mesh import Topology, has_nccl
-from fcdp_compile.packing import padded
+from fcdp_compile.mesh import FlatGroup, Topology, flat_group, has_nccl
 from fcdp_compile.plan import LANES, Kind
 from fcdp_compile.quantize import Codec
 from fcdp_compile.reduction import INTER_KINDS, all_reduce_bytes
-from fcdp_compile.runtime.counters import AGREE, Counters
+from fcdp_compile.runtime.counters import AGREE, FLAT_WITHIN, Counters
+from fcdp_compile.runtime.gathers import (
+    gather,
+    gather_at_once,
+    gather_encoded,
+    gather_flat,
+    gather_own,
+    gather_rest,
+)
 from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.runtime.tasks import Begun
-
-# torch 2.13 renamed these and warns of the older names, the only ones of 2.11.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-_LOOK = timedelta(seconds=0.25)
-"""How often a blocked collective looks whether the interpreter ends."""
+from fcdp_compile.runtime.reductions import all_reduce, reduce_encoded, reduce_scatter
 
 
 class Collectives:
@@ -42,6 +39,7 @@ class Collectives:
         self._topology = topology
         self._counters = counters
         self._lanes = lanes
+        self._flat: FlatGroup | None = None
 
     def _group(self, kind: Kind) -> tuple[dist.ProcessGroup | None, int]:
         t = self._topology
@@ -69,13 +67,66 @@ class Collectives:
         if not own.nbytes:
             return Pending(out)
         if codec is None:
-            run = partial(_gather, out, own, group, self._lanes.exiting)
+            run = partial(gather, out, own, group, self._lanes.exiting)
             return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
         encoded = _empty(own, size * sent_bytes, torch.uint8)
-        run = partial(_gather_encoded, out, encoded, own, codec, group, self._lanes.exiting)
+        run = partial(gather_encoded, out, encoded, own, codec, group, self._lanes.exiting)
         pending = self._lanes.start(LANES[kind], run, out=out, reads=[send, encoded], name=name)
         pending.encoded = encoded
         return pending
+
+    def own_all_gather(
+        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+    ) -> Pending:
+        """Start the intra-node all-gather of home shards while they cross (HO-Ring): [S] -> [g*S].
+
+        codec: of what crosses: a node's own shards become what other nodes get of them.
+        """
+        group, size = self._group(kind)
+        send = _contiguous(send)
+        own = tensor_of(send)
+        self._counters.add(kind, (size - 1) * own.nbytes)
+        out = _empty(own, size * own.numel())
+        if not own.nbytes:
+            return Pending(out)
+        run = partial(gather_own, out, own, codec, group, self._lanes.exiting)
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+
+    def rest_all_gather(
+        self, kind: Kind, send: Tensor | Pending, own: Tensor | Pending, name: str
+    ) -> Pending:
+        """Start the intra-node all-gather of what crossed (HO-Ring): [N*S] and [g*S] -> [g*N*S]."""
+        group, size = self._group(kind)
+        node_shard, mine = tensor_of(send), tensor_of(own)
+        self._counters.add(kind, (size - 1) * (node_shard.nbytes - mine.nbytes // size))
+        out = _empty(node_shard, size * node_shard.numel())
+        if not node_shard.nbytes:
+            return Pending(out)
+        node = self._topology.node
+        run = partial(gather_rest, out, node_shard, mine, node, group, self._lanes.exiting)
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send, own], name=name)
+
+    def make_flat_group(self) -> None:
+        """Make the group of `flat_all_gather`; all ranks of the mesh must call it."""
+        self._flat = flat_group(self._topology)
+
+    def flat_all_gather(
+        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+    ) -> Pending:
+        """Start an all-gather over all ranks: [S] -> [G*S], in the order of chunks.
+
+        codec: of what travels.
+        """
+        assert self._flat is not None, "make_flat_group comes first"
+        send = _contiguous(send)
+        own = tensor_of(send)
+        sent_bytes = (self._topology.ranks - 1) * (own.nbytes if codec is None else codec.bytes)
+        self._counters.add(kind if self._flat.crosses else FLAT_WITHIN, sent_bytes)
+        out = _empty(own, self._topology.ranks * own.numel())
+        if not own.nbytes:
+            return Pending(out)
+        run = partial(gather_flat, out, own, codec, self._flat, self._lanes.exiting)
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduce_scatter(
         self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
@@ -95,9 +146,9 @@ class Collectives:
         if not whole.nbytes:
             return Pending(out)
         if codec is None:
-            run = partial(_reduce, out, whole, group, size, self._lanes.exiting)
+            run = partial(reduce_scatter, out, whole, group, size, self._lanes.exiting)
         else:
-            run = partial(_reduce_encoded, out, whole, codec, group, size, self._lanes.exiting)
+            run = partial(reduce_encoded, out, whole, codec, group, size, self._lanes.exiting)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def all_reduce(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
@@ -113,7 +164,7 @@ class Collectives:
             return Pending(own, done=send.done if isinstance(send, Pending) else None)
         parts = _empty(own, -(-own.numel() // size) * size)
         out = parts.narrow(0, 0, own.numel())
-        run = partial(_all_reduce, parts, own, group, size, self._lanes.exiting)
+        run = partial(all_reduce, parts, own, group, size, self._lanes.exiting)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send, parts], name=name)
 
     def reduction(
@@ -137,7 +188,7 @@ class Collectives:
         mine = torch.tensor(words, dtype=torch.int64)
         self._counters.add(AGREE, (t.ranks - 1) * mine.nbytes)
         everyone = torch.empty(t.ranks * len(words), dtype=torch.int64)
-        _all_gather(everyone, mine, group=t.control)
+        gather_at_once(everyone, mine, t.control)
         rows: list[list[int]] = everyone.view(t.ranks, -1).tolist()
         return rows
 
@@ -169,145 +220,3 @@ def _empty(like: Tensor, elements: int, dtype: torch.dtype | None = None) -> Ten
     # A lane's thread is outside of the caller's inference mode, where such tensors can't be written.
     with torch.inference_mode(False):
         return like.new_empty(elements, dtype=dtype)
-
-
-def _gather(
-    out: Tensor, send: Tensor, group: dist.ProcessGroup | None, exiting: Event
-) -> Begun | None:
-    if send.is_cuda and has_nccl(group):
-        _start_gather(out, send, group).wait()  # makes the current stream wait
-        return None
-    staged = _on_host(send) if send.is_cuda else send
-    arrived = _pinned(staged, out.numel()) if send.is_cuda else out
-    work = _start_gather(arrived, staged, group)
-
-    def finish() -> None:
-        _finish(work, exiting)
-        if arrived is not out:
-            _to_device(out, arrived)
-
-    return Begun(finish)
-
-
-def _gather_encoded(
-    out: Tensor,
-    encoded: Tensor,
-    send: Tensor,
-    codec: Codec,
-    group: dist.ProcessGroup | None,
-    exiting: Event,
-) -> Begun | None:
-    left = _gather(encoded, codec.encode(send.view(1, -1)).view(-1), group, exiting)
-
-    def finish() -> None:
-        if left is not None:
-            left.finish()
-        rows = codec.decode(encoded.view(-1, codec.bytes), out.dtype)
-        out.view(rows.shape).copy_(rows)
-
-    return _now_or_later(finish, is_now=left is None)
-
-
-def _now_or_later(finish: Callable[[], None], *, is_now: bool) -> Begun | None:
-    if not is_now:
-        return Begun(finish)
-    finish()
-    return None
-
-
-def _start_gather(out: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    # Bytes travel, whatever the dtype.  Views taken here, as the caller's inference mode would spoil them.
-    work: dist.Work = _all_gather(
-        out.view(torch.uint8), send.view(torch.uint8), group=group, async_op=True
-    )
-    return work
-
-
-def _reduce(
-    out: Tensor, send: Tensor, group: dist.ProcessGroup | None, size: int, exiting: Event
-) -> Begun | None:
-    if send.is_cuda and has_nccl(group):
-        _reduce_scatter(out, send, op=dist.ReduceOp.AVG, group=group, async_op=True).wait()
-        return None
-    # Gloo's reduce_scatter is an all-reduce underneath and moves twice the bytes; all-to-all moves the
-    # right ones, and leaves the sum to us.
-    staged = _on_host(send) if send.is_cuda else send
-    parts = torch.empty_like(staged)
-    work = dist.all_to_all_single(parts, staged, group=group, async_op=True)
-
-    def finish() -> None:
-        _finish(work, exiting)
-        wide = torch.promote_types(parts.dtype, torch.float32)
-        average = parts.view(size, -1).sum(0, dtype=wide).div_(size)
-        if out.is_cuda:
-            _to_device(out, average.to(out.dtype).pin_memory())
-        else:
-            out.copy_(average)
-
-    return Begun(finish)
-
-
-def _all_reduce(
-    out: Tensor, send: Tensor, group: dist.ProcessGroup | None, size: int, exiting: Event
-) -> Begun | None:
-    """The average of [n] in `out`, which is as long as n rounded up to a multiple of the group's size."""
-    whole = padded(send, size)
-    mine = torch.empty_like(out[: out.numel() // size])
-    left = _reduce(mine, whole, group, size, exiting)
-    if left is not None:
-        left.finish()  # here: what another thread began would meet the next collective out of order
-    return _gather(out, mine, group, exiting)
-
-
-def _reduce_encoded(
-    out: Tensor,
-    send: Tensor,
-    codec: Codec,
-    group: dist.ProcessGroup | None,
-    size: int,
-    exiting: Event,
-) -> Begun | None:
-    on_stream = send.is_cuda and has_nccl(group)
-    encoded = codec.encode(send.view(size, -1))
-    staged = _on_host(encoded.view(-1)) if send.is_cuda and not on_stream else encoded.view(-1)
-    parts = torch.empty_like(staged)
-    work = dist.all_to_all_single(parts, staged, group=group, async_op=True)
-
-    def finish() -> None:
-        if on_stream:
-            work.wait()  # makes the current stream wait
-        else:
-            _finish(work, exiting)
-        wide = torch.promote_types(out.dtype, torch.float32)
-        rows = codec.decode(parts.view(size, -1).to(out.device), wide)
-        out.copy_(rows.sum(0).div_(size))
-
-    return _now_or_later(finish, is_now=on_stream)
-
-
-def _finish(work: dist.Work, exiting: Event) -> None:
-    """Wait for a collective that blocks; until the interpreter ends, for which see `thread_lane`."""
-    while not work.is_completed():
-        try:
-            work.wait(_LOOK)
-        except RuntimeError:
-            # Either it took longer, or failed, or was done right after: only the work itself can tell.
-            if exiting.is_set():
-                raise
-    work.wait()
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    host = _pinned(tensor, tensor.numel())
-    host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream().synchronize()  # this thread's own stream, off the Python main thread
-    return host
-
-
-def _to_device(out: Tensor, host: Tensor) -> None:
-    out.copy_(host, non_blocking=True)
-    # The allocator of pinned memory notes which stream reads it, so `host` may go.
-
-
-def _pinned(like: Tensor, elements: int) -> Tensor:
-    return torch.empty(elements, dtype=like.dtype, pin_memory=True)

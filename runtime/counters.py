@@ -10,6 +10,9 @@ from fcdp_compile.plan import Kind
 AGREE = "agree"
 """Counter of the small messages by which ranks agree on a plan and on what is stale; not a plan step."""
 
+FLAT_WITHIN = "flat_all_gather_within"
+"""Counter of a ring's all-gathers on a rank that has its successor in its own node."""
+
 
 @dataclass(slots=True)
 class Counters:

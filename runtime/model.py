@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from fcdp_compile.errors import UnsynchronizedGradientError
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
@@ -147,6 +148,11 @@ class ShardedModel:
         whole = pending.wait()
         shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
+
+    def make_groups(self) -> None:
+        """Make the groups that only some strategies need, with all ranks of the mesh."""
+        if self.strategy.algorithm in (Algorithm.RING, Algorithm.AUTO):
+            self.collectives.make_flat_group()
 
     # --- host memory --------------------------------------------------------------------------------------
 

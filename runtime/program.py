@@ -14,9 +14,17 @@ from fcdp_compile import ops
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.reduction import REDUCING
+from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.pending import Pending
+
+_GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
+    Kind.INTER_ALL_GATHER: lambda collectives: collectives.all_gather,
+    Kind.INTRA_OWN_ALL_GATHER: lambda collectives: collectives.own_all_gather,
+    Kind.FLAT_ALL_GATHER: lambda collectives: collectives.flat_all_gather,
+}
+"""Gathers of what may travel in another format."""
 
 _Call = Callable[[list[Any]], Any]
 
@@ -170,12 +178,19 @@ class Program:
         name = range_name(kind, bucket)
         if kind is Kind.INTRA_ALL_GATHER:
             return partial(self._spread, bucket, first, name)
-        if kind is Kind.INTER_ALL_GATHER:
-            return lambda values: values[-1].model.collectives.all_gather(
-                kind, values[first], name, codec=values[-1].model.codecs.of_weights(bucket)
-            )
+        if kind in _GATHERS:
+            return partial(self._gather, bucket, kind, first, name)
+        if kind is Kind.INTRA_REST_ALL_GATHER:
+            return partial(self._spread_rest, bucket, first, self._place[node.args[1]], name)
         assert kind in REDUCING, kind
         return partial(self._reduce, bucket, kind, params, first, name)
+
+    def _gather(
+        self, bucket: Bucket, kind: Kind, first: int, name: str, values: list[Any]
+    ) -> Pending:
+        model: ShardedModel = values[-1].model
+        codec = model.codecs.of_weights(bucket)
+        return _GATHERS[kind](model.collectives)(kind, values[first], name, codec=codec)
 
     def _reduce(
         self,
@@ -206,6 +221,15 @@ class Program:
             run.model.counters.add(Kind.INTRA_ALL_GATHER, 0)
             return part
         full: Pending = run.model.collectives.all_gather(Kind.INTRA_ALL_GATHER, part, name)
+        run.model.cache.keep_full(bucket, run.generation(bucket), full)
+        return full
+
+    def _spread_rest(
+        self, bucket: Bucket, first: int, own: int, name: str, values: list[Any]
+    ) -> Pending:
+        run: _Run = values[-1]
+        kind = Kind.INTRA_REST_ALL_GATHER
+        full = run.model.collectives.rest_all_gather(kind, values[first], values[own], name)
         run.model.cache.keep_full(bucket, run.generation(bucket), full)
         return full
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.plan import (
     Bucket,
@@ -27,6 +28,9 @@ LANE_OF: dict[Kind, Lane] = {
     Kind.WAIT: Lane.COMPUTE,
     Kind.FREE: Lane.COMPUTE,
     Kind.INTER_ALL_GATHER: Lane.INTER,
+    Kind.FLAT_ALL_GATHER: Lane.INTER,
+    Kind.INTRA_OWN_ALL_GATHER: Lane.INTRA,
+    Kind.INTRA_REST_ALL_GATHER: Lane.INTRA,
     Kind.INTER_REDUCE_SCATTER: Lane.INTER,
     Kind.INTER_ALL_REDUCE: Lane.INTER,
     Kind.INTRA_GRAD_ALL_GATHER: Lane.INTRA,
@@ -79,6 +83,7 @@ def make_bucket(
         wire=Format.FULL,
         reduce_wire=Format.FULL,
         host_format=Format.FULL,
+        algorithm=Algorithm.HIERARCHICAL,
         why=why,
     )
 
@@ -211,6 +216,7 @@ def _buckets(draw: st.DrawFn, bucket_id: int, nodes: int, ranks_per_node: int) -
         wire=draw(st.sampled_from(Format)),
         reduce_wire=draw(st.sampled_from(Format)),
         host_format=draw(st.sampled_from(Format)),
+        algorithm=draw(st.sampled_from([a for a in Algorithm if a is not Algorithm.AUTO])),
         why=draw(texts),
     )
 

@@ -7,13 +7,17 @@ chunk, so a bucket of slots with S elements of b bytes costs
     inter_all_gather      (N - 1) * S * b       intra_all_gather      (g - 1) * N * S * b
     inter_reduce_scatter  (N - 1) * S * b       intra_reduce_scatter  (g - 1) * N * S * b
     store, load                 N * S * b       where a host cache is used
+
+    HO-Ring   intra_own_all_gather   (g - 1) * S * b   intra_rest_all_gather  (g - 1) * (N - 1) * S * b
+    ring      flat_all_gather        (G - 1) * S * b   to the next rank, which may be on another node
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, prod
 
 
@@ -96,6 +100,8 @@ def slot_elements(shape: Shape, nodes: int, ranks_per_node: int) -> int:
     return min(sizes)
 
 
+ALGORITHMS = ("ring", "ho_ring")
+
 _BITS = {"w8": ("weights", 8), "c8": ("weights", 8), "g8": ("gradients", 8), "g4": ("gradients", 4)}
 
 
@@ -120,12 +126,17 @@ class _Tally:
         ranks_per_node: int,
         home: str,
         modifiers: Sequence[str] = (),
+        *,
+        crosses: bool = False,
     ) -> None:
         self._model, self._home = model, home
         self._all_nodes, self._all_g = nodes, ranks_per_node
         self._nodes = nodes if home == "g" else 1
         self._g = 1 if home == "n" else ranks_per_node
-        self._bits = dict(_BITS[m] for m in modifiers)
+        self._bits = dict(_BITS[m] for m in modifiers if m not in ALGORITHMS)
+        is_flat = self._nodes == 1 or self._g == 1
+        self._algorithm = "" if is_flat else "".join(m for m in modifiers if m in ALGORITHMS)
+        self._crosses = crosses
         self._host_bits = 8 if "c8" in modifiers else 0
         self._bytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -143,6 +154,21 @@ class _Tally:
     def _add(self, kind: str, sent: int) -> None:
         self._bytes[kind] += sent
         self._calls[kind] += 1
+
+    def gather(self, names: Bucket, *, then_kept: Callable[[], None] = int) -> None:
+        """From home shards to full parameters, in one graph."""
+        if self._algorithm == "ring":
+            sent = (self._nodes * self._g - 1) * self._row(names, self._bits.get("weights", 0))
+            self._add("flat_all_gather" if self._crosses else "flat_all_gather_within", sent)
+            return
+        self.inter("all_gather", names)
+        then_kept()
+        if self._algorithm == "ho_ring":
+            own = (self._g - 1) * self._slot(names)
+            self._add("intra_own_all_gather", own)
+            self._add("intra_rest_all_gather", own * (self._nodes - 1))
+        else:
+            self.intra("all_gather", names)
 
     def inter(self, kind: str, names: Bucket) -> None:
         if self._nodes > 1:
@@ -213,14 +239,16 @@ def training_step(
     left_out: Collection[Bucket] = (),
     micro_batches: int = 1,
     gradients_on_host: bool = False,
+    crosses: bool = False,
 ) -> Moved:
     """A step's forwards and backwards after all trainable parameters changed; at first nothing is cached.
 
     left_out: buckets that found no place in the cache.  gradients_on_host: where those accumulate, in fp32.
+    crosses: whether the next rank in a ring is on another node.
     """
     strategy, *modifiers = [strategy] if strategy in POINTS else strategy.split("+")
     point = POINTS[strategy]
-    tally = _Tally(model, nodes, ranks_per_node, point.home, modifiers)
+    tally = _Tally(model, nodes, ranks_per_node, point.home, modifiers, crosses=crosses)
     caches_any = caches(strategy, nodes, ranks_per_node)
     on_host = point.keeps == "host"
     for number in range(micro_batches):
@@ -232,22 +260,22 @@ def training_step(
             resident = is_kept and point.resident
             before = resident and is_frozen  # what is stale is gathered before the forward
             in_full = is_kept and point.keeps == "full"
-            if not resident or was_changed:
+            store = partial(tally.copy, "store", bucket, to_host=on_host)
+            if before and was_changed:
                 tally.inter("all_gather", bucket)
-                if is_kept and (again or resident):
-                    tally.copy("store", bucket, to_host=on_host)
-            if before or (resident and not was_changed):
+                store()
+                if in_full:
+                    tally.intra("all_gather", bucket)
+            if resident and (before or not was_changed):
                 tally.copy("load", bucket, to_host=on_host)
-            if before and was_changed and in_full:
-                tally.intra("all_gather", bucket)
-            is_there = in_full and resident and (before or not was_changed)
-            tally.intra("all_gather", bucket, is_there=is_there)
+                tally.intra("all_gather", bucket, is_there=in_full)
+            else:
+                tally.gather(bucket, then_kept=store if is_kept and (again or resident) else int)
             if again and is_kept:
                 tally.copy("load", bucket, to_host=on_host)
                 tally.intra("all_gather", bucket, is_there=in_full)
             elif again:  # gathered between nodes once more, and only what is needed
-                tally.inter("all_gather", again)
-                tally.intra("all_gather", again)
+                tally.gather(again)
             if not is_frozen:
                 is_last = number == micro_batches - 1
                 scope = point.gradient if micro_batches > 1 else "g"

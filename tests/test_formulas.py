@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import pytest
 import sympy
@@ -20,7 +21,7 @@ def cost(name: str) -> dict[str, sympy.Expr]:
     return {field: getattr(found, field) for field in found.__slots__}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*PRESETS, "zero3+ring", "zero3+ho_ring", "fcdp+ho_ring"])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (2, 3), (4, 2)])
 @pytest.mark.parametrize("is_lora", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -45,27 +46,34 @@ def test_they_are_what_the_tests_of_bytes_count(
     }
     symbolic = {field: e.subs(values) for field, e in cost(name).items()}
     first, later = (
-        training_step(
-            model,
-            name,
-            nodes,
-            ranks_per_node,
-            first=is_first,
-            micro_batches=micro_batches,
-            gradients_on_host=name == "fcdp",
-        ).bytes
+        [
+            training_step(
+                model,
+                name,
+                nodes,
+                ranks_per_node,
+                first=is_first,
+                micro_batches=micro_batches,
+                gradients_on_host=name.startswith("fcdp"),
+                crosses=place == ranks_per_node - 1,
+            ).bytes
+            for place in range(ranks_per_node)
+        ]
         for is_first in (True, False)
     )
 
-    def sent(moved: dict[str, int], link: str) -> int:
-        return sum(n for kind, n in moved.items() if kind.startswith(link))
+    def sent(moved: list[Mapping[str, int]], link: str) -> int:
+        """By all ranks of a node."""
+        links = {"flat_all_gather": "inter", "flat_all_gather_within": "intra"}
+        kinds = [(k, n) for each in moved for k, n in each.items()]
+        return sum(n for kind, n in kinds if links.get(kind, kind).startswith(link))
 
-    assert symbolic["inter"] == ranks_per_node * sent(later, "inter")
-    assert symbolic["intra"] == sent(later, "intra")
+    assert symbolic["inter"] == sent(later, "inter")
+    assert symbolic["intra"] * ranks_per_node == sent(later, "intra")
     bus = ("store", "load", "accumulate", "collect")
-    assert symbolic["bus"] == sum(later.get(kind, 0) for kind in bus)
-    assert symbolic["first_inter"] == ranks_per_node * (sent(first, "inter") - sent(later, "inter"))
-    assert symbolic["first_intra"] == sent(first, "intra") - sent(later, "intra")
+    assert symbolic["bus"] == sum(later[0].get(kind, 0) for kind in bus)
+    assert symbolic["first_inter"] == sent(first, "inter") - sent(later, "inter")
+    assert symbolic["first_intra"] * ranks_per_node == sent(first, "intra") - sent(later, "intra")
 
 
 def test_full_fine_tuning_as_the_papers_count_it() -> None:

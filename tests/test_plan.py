@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from builders_plan import make_bucket, make_plan, make_steps, plans
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.plan import Bucket, Kind, Plan, Schedule, Step, Tier, Variant
 from fcdp_compile.plan_diff import diff
 from fcdp_compile.wire import Format
@@ -90,6 +91,7 @@ OTHER: dict[str, Plan] = {
     "wire": with_bucket(PLAN, wire=Format.INT8),
     "reduce wire": with_bucket(PLAN, reduce_wire=Format.INT4),
     "host format": with_bucket(PLAN, host_format=Format.INT8),
+    "algorithm": with_bucket(PLAN, algorithm=Algorithm.HO_RING),
     "member missing": with_bucket(PLAN, params=ADAPTERS.params[:-1]),
     "member name": with_param(PLAN, name="renamed"),
     "member offset": with_param(PLAN, offset=1),

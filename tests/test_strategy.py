@@ -151,9 +151,16 @@ def test_modifiers(name: str, printed: str, weights: str, gradients: str, host: 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fcdp+w9", "unknown modifier 'w9'; choose from w8, g8, g4, c8"),
+        ("fcdp+w9", "unknown modifier 'w9'; choose from w8, g8, g4, c8, ring"),
         ("fcdp+", "unknown modifier ''; choose from w8"),
-        ("fcdp+g4+g8", "sends gradients in two formats; give one of g8 and g4"),
+        ("fcdp+g4+g8", "two modifiers for one thing; give one of g8 and g4"),
+        ("zero3+ring+auto", "two modifiers for one thing; give one of ring and auto"),
+        ("fcdp+ring", "keeps node shards, which a flat ring does not leave"),
+        ("mics+ho_ring", "gathers nothing between nodes"),
+        (
+            "fcdp+ho-ring",
+            "unknown modifier 'ho-ring'; choose from w8, g8, g4, c8, ring, ho_ring, auto; did you",
+        ),
         ("zero3+c8", "keeps no node shards on the host"),
         ("paro-iii+w8", "whole copies on every node"),
         ("ddp+g4", "whole copies on every node"),

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Tier, Variant
 from fcdp_compile.plan_json import read_plan
+from fcdp_compile.runtime.counters import FLAT_WITHIN
 from tests import formulas
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.distributed
 
 STRATEGIES = tuple(formulas.POINTS)
 MICRO_BATCHES = 4
-MOVING = {k.value for k in Kind if k not in (Kind.COMPUTE, Kind.WAIT, Kind.FREE)}
+MOVING = {k.value for k in Kind if k not in (Kind.COMPUTE, Kind.WAIT, Kind.FREE)} | {FLAT_WITHIN}
 _TOGETHER, _ALONE = 25.0, 0.1 / 2**20
 """bucket_mb: all parameters of a kind in one bucket, or every one in its own."""
 
@@ -59,9 +60,11 @@ _BACKWARD = {
 class Measured:
     """What one rank counted in the first three steps and read from its plan.
 
-    accumulated: in a fourth step, of MICRO_BATCHES with `no_sync`.
+    crosses: whether the next rank in a ring is on another node.  accumulated: in a fourth step, of
+    MICRO_BATCHES with `no_sync`.
     """
 
+    crosses: bool
     steps: tuple[formulas.Moved, ...]
     agreed: tuple[int, ...]
     accumulated: formulas.Moved
@@ -154,13 +157,15 @@ def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **mor
     parts += [_planned(plan, *waiting, refresh=False)] * (MICRO_BATCHES - 2)
     parts += [_planned(plan, *later, refresh=False)]
     texts = {p.name: p.read_text() for p in Path(folders[0]).glob("*.txt")}
+    crosses = mesh.get_local_rank("intra") == plan.ranks_per_node - 1
     return Measured(
+        crosses=crosses,
         steps=tuple(steps),
         agreed=tuple(agreed),
         accumulated=accumulated,
-        planned_first=first,
-        planned_steady=steady,
-        planned_accumulated=_sum(parts),
+        planned_first=_on_this_rank(first, crosses=crosses),
+        planned_steady=_on_this_rank(steady, crosses=crosses),
+        planned_accumulated=_on_this_rank(_sum(parts), crosses=crosses),
         plan=plan if dist.get_rank() == 0 else None,
         texts=texts if dist.get_rank() == 0 else {},
     )
@@ -173,6 +178,16 @@ def _sum(parts: list[formulas.Moved]) -> formulas.Moved:
         sent.update(part.bytes)
         calls.update(part.calls)
     return formulas.Moved(bytes=dict(sent), calls=dict(calls))
+
+
+def _on_this_rank(planned: formulas.Moved, *, crosses: bool) -> formulas.Moved:
+    """A plan says what a ring sends, but not over which link that is."""
+    flat = Kind.FLAT_ALL_GATHER.value
+    here = {flat: flat if crosses else FLAT_WITHIN}
+    return formulas.Moved(
+        bytes={here.get(k, k): n for k, n in planned.bytes.items()},
+        calls={here.get(k, k): n for k, n in planned.calls.items()},
+    )
 
 
 def _check_traffic(pair: Beside, last: formulas.Moved) -> None:
@@ -209,6 +224,11 @@ _QUANTISED: list[Key] = [
     ("odd-lora", "fcdp+c8+g8", True),
     ("odd", "zero3+w8+g8", False),
 ]
+_ALGORITHMS: list[Key] = [
+    ("odd-lora", "zero3+w8+ring", False),
+    ("odd-lora", "fcdp+ho_ring", True),
+    ("odd", "zero3+ho_ring", False),
+]
 _FEW: list[Key] = [
     ("odd", "ddp", True),
     ("odd-lora", "mics", True),
@@ -217,9 +237,9 @@ _FEW: list[Key] = [
 ]
 # Away from 2 x 2 one bucketing each: one kind of group is missing, and nothing else is new.
 _SIZES: dict[tuple[int, int], list[Key]] = {
-    (2, 2): list(dict.fromkeys(_EACH + _ALL + _QUANTISED)),
+    (2, 2): list(dict.fromkeys(_EACH + _ALL + _QUANTISED + _ALGORITHMS)),
     (4, 1): _FEW,
-    (2, 3): _FEW[1:3],
+    (2, 3): [*_FEW[1:3], ("odd", "zero3+ring", True)],
     (1, 2): [("odd", "zero3", False), ("odd-lora", "fcdp", True), ("odd-lora", "zero2", True)],
     (1, 3): [("odd", "zero++", True), ("odd-lora", "ddp", False), ("odd", "zero1", True)],
 }
@@ -242,13 +262,21 @@ def test_counters_plan_and_formula_agree(
         for (case, strategy, together), found in ranks.items():
             model = formula_model(case, together=together)
             for number, step in enumerate(found.steps):
-                expected = formulas.training_step(model, strategy, nodes, g, first=number == 0)
+                expected = formulas.training_step(
+                    model, strategy, nodes, g, first=number == 0, crosses=found.crosses
+                )
                 planned = found.planned_steady if number else found.planned_first
                 where = f"{case}, {strategy}, together={together}, step {number}"
                 assert step.bytes == planned.bytes == expected.bytes, where
                 assert step.calls == planned.calls == expected.calls, where
             expected = formulas.training_step(
-                model, strategy, nodes, g, first=False, micro_batches=MICRO_BATCHES
+                model,
+                strategy,
+                nodes,
+                g,
+                first=False,
+                micro_batches=MICRO_BATCHES,
+                crosses=found.crosses,
             )
             where = f"{case}, {strategy}, together={together}, {MICRO_BATCHES} micro-batches"
             accumulated = found.accumulated, found.planned_accumulated, expected
@@ -266,13 +294,14 @@ def test_no_backward_gathers_between_nodes_what_is_cached(
     for (_, strategy, _), found in results[0].items():
         assert found.plan is not None
         backward = next(s for s in found.plan.schedules if s.direction is Direction.BACKWARD)
-        gathers = [s for s in backward.steps if s.kind is Kind.INTER_ALL_GATHER]
+        crossing = {Kind.INTER_ALL_GATHER, Kind.FLAT_ALL_GATHER}
+        gathers = [s for s in backward.steps if s.kind in crossing]
         (text,) = (t for name, t in found.texts.items() if ".backward.cold" in name)
         point = formulas.POINTS[_base(strategy)]
         has_gathers = nodes > 1 and point.home == "g" and not point.keeps
         assert bool(gathers) == has_gathers
-        assert ("inter_all_gather" in text) == has_gathers
-        inter = {s.kind for s in backward.steps if s.lane is Lane.INTER} - {Kind.INTER_ALL_GATHER}
+        assert any(kind.value in text for kind in crossing) == has_gathers
+        inter = {s.kind for s in backward.steps if s.lane is Lane.INTER} - crossing
         reduces = Kind.INTER_REDUCE_SCATTER if point.home == "g" else Kind.INTER_ALL_REDUCE
         assert inter == ({reduces} if nodes > 1 else set())
 

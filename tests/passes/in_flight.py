@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from fcdp_compile import ops
 from fcdp_compile.passes.context import PassContext
-from tests.passes.scheduled import GATHERS, REDUCTIONS, last_wait, users
+from tests.passes.scheduled import GATHERS, REDUCTIONS, SPREADS, last_wait, users
 
 
 def nbytes(node: Node) -> int:
@@ -20,8 +20,9 @@ def gathers_in_flight(nodes: list[Node], ctx: PassContext, *, stores: bool) -> l
     for start in (n for n in nodes if n.target in GATHERS):
         wait = last_wait(start)
         made = nbytes(wait)
-        if users(start, ops.intra_all_gather):
-            made //= ctx.ranks_per_node
+        if users(start, *SPREADS):
+            parts = ctx.nodes if start.target is ops.intra_own_all_gather else ctx.ranks_per_node
+            made //= parts
         ends = [at[f] for f in users(wait, ops.free)] or [len(nodes)]
         chain = [start, *start.all_input_nodes, *start.users]
         if stores:

@@ -27,17 +27,20 @@ _NONSENSE = 1e30
 class Pending:
     """The result of a started step: compute must wait for it, other lanes may take it as it is."""
 
-    def __init__(self, result: Tensor, after: object = None) -> None:
+    def __init__(self, result: Tensor, *after: object) -> None:
         self.result = result
-        self._after = after if isinstance(after, Pending) else None
+        self._after = [a for a in after if isinstance(a, Pending)]
         self.is_waited = False
 
     def wait(self) -> Tensor:
         assert not self.is_waited, "waited for twice"
-        step: Pending | None = self
-        while step is not None:  # what it was made of is done before it
-            step.is_waited, step = True, step._after
+        self._note_wait()
         return self.result
+
+    def _note_wait(self) -> None:
+        self.is_waited = True
+        for step in self._after:  # what it was made of is done before it
+            step._note_wait()
 
 
 def _tensor(value: Tensor | Pending) -> Tensor:
@@ -82,16 +85,15 @@ def run(
 
 def _exchange(op: Any, sent: list[Tensor], nodes: int, per_node: int) -> list[Tensor | None]:
     received: list[Tensor | None] = [None] * len(sent)
-    inter = op in (ops.inter_all_gather, ops.inter_reduce_scatter)
-    groups = (
-        [[n * per_node + p for n in range(nodes)] for p in range(per_node)]
-        if inter
-        else [[n * per_node + p for p in range(per_node)] for n in range(nodes)]
-    )
+    groups = [[n * per_node + p for p in range(per_node)] for n in range(nodes)]
+    if op in (ops.inter_all_gather, ops.inter_reduce_scatter):
+        groups = [[n * per_node + p for n in range(nodes)] for p in range(per_node)]
+    if op is ops.flat_all_gather:  # in the order of chunks
+        groups = [[n * per_node + p for p in range(per_node) for n in range(nodes)]]
     for group in groups:
         parts = [sent[r] for r in group]
         for position, r in enumerate(group):
-            if op in (ops.inter_all_gather, ops.intra_all_gather):
+            if "gather" in op.__name__:
                 received[r] = torch.cat(parts)
             else:
                 mean = torch.stack(parts).sum(0) / len(parts)
@@ -128,7 +130,7 @@ def _steps(gm: GraphModule, args: list[Any], rank: Rank) -> Generator[Call, Tens
                     full.fill_(_NONSENSE)
         elif node.target is ops.store:
             rank.cache[kwargs["bucket"]] = _tensor(given[0]).clone()
-            pending.append(Pending(_tensor(given[0]), after=given[0]))
+            pending.append(Pending(_tensor(given[0]), *given))
             env[node] = pending[-1]
         elif node.target is ops.load:
             pending.append(Pending(rank.cache[kwargs["bucket"]].clone()))
@@ -136,11 +138,11 @@ def _steps(gm: GraphModule, args: list[Any], rank: Rank) -> Generator[Call, Tens
         elif node.target is ops.collect:
             waiting = rank.gradients.pop(kwargs["params"], torch.zeros(()))
             total = (_tensor(given[0]) + waiting).to(node.meta["val"].dtype)
-            pending.append(Pending(total, after=given[0]))
+            pending.append(Pending(total, *given))
             env[node] = pending[-1]
         elif node.target is ops.accumulate:
             rank.gradients[kwargs["params"]] = _tensor(given[0]).clone()
-            pending.append(Pending(_tensor(given[0]), after=given[0]))
+            pending.append(Pending(_tensor(given[0]), *given))
             env[node] = pending[-1]
         elif node.target is ops.stamp:
             env[node] = torch.tensor(given[0])
@@ -148,11 +150,22 @@ def _steps(gm: GraphModule, args: list[Any], rank: Rank) -> Generator[Call, Tens
             assert given[0].tolist() == list(given[1])
         elif node.target in ops.EXPLICIT:
             received = yield node.target, kwargs["bucket"], _tensor(given[0]).clone()
-            pending.append(Pending(received, after=given[0]))
+            if node.target is ops.intra_rest_all_gather:
+                _check_own(received, *map(_tensor, given))
+            pending.append(Pending(received, *given))
             env[node] = pending[-1]
         else:
             assert not any(isinstance(g, Pending) for g in given), f"{node} did not wait"
             env[node] = node.target(*given, **kwargs)
+
+
+def _check_own(full: Tensor, node_shard: Tensor, own: Tensor) -> None:
+    """What is at home on a node is what the whole has in one column."""
+    if not full.numel():
+        return
+    per_node = full.numel() // node_shard.numel()
+    columns = full.view(per_node, -1, own.numel() // per_node).unbind(1)
+    assert any(torch.equal(own.view(per_node, -1), c) for c in columns)
 
 
 def cut(full: Tensor, dim: int | None, nodes: int, per_node: int) -> list[Tensor]:

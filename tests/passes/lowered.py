@@ -22,6 +22,9 @@ SHAPES = {"a": (4, 4), "frozen": (8,), "b": (12,)}  # three sizes that divide by
 STARTS = (
     ops.inter_all_gather,
     ops.intra_all_gather,
+    ops.intra_own_all_gather,
+    ops.intra_rest_all_gather,
+    ops.flat_all_gather,
     ops.store,
     ops.load,
     ops.collect,
@@ -46,8 +49,11 @@ def known(gm: GraphModule):
 
 CONTINUES: dict[Callable[..., Any], set[Callable[..., Any]]] = {
     ops.load: {ops.intra_all_gather},
-    ops.inter_all_gather: {ops.store, ops.intra_all_gather},
+    ops.inter_all_gather: {ops.store, ops.intra_all_gather, ops.intra_rest_all_gather},
     ops.intra_all_gather: set(),
+    ops.intra_own_all_gather: {ops.intra_rest_all_gather},
+    ops.intra_rest_all_gather: set(),
+    ops.flat_all_gather: set(),
     ops.store: set(),
     ops.collect: {ops.accumulate, ops.intra_reduce_scatter, ops.inter_reduce_scatter},
     ops.accumulate: set(),
@@ -79,7 +85,7 @@ def check(gm: GraphModule, unlowered: GraphModule) -> None:
     for node in calls(gm, ops.store):
         (wait,) = node.users
         assert all(n.target is ops.wait or n.op == "output" for n in _from(wait))
-    for kind in (ops.inter_all_gather, ops.intra_all_gather, ops.load, ops.free):
+    for kind in (*(s for s in STARTS if "gather" in s.__name__), ops.load, ops.free):
         ids = [n.kwargs["bucket"] for n in calls(gm, kind)]
         assert len(ids) == len(set(ids)), f"{kind.__name__} twice for a bucket"
     memory = storages(gm)

@@ -11,7 +11,15 @@ from builders_graph import calls
 from fcdp_compile import ops
 from fcdp_compile.passes.schedule import in_flight_bytes
 from tests.passes.in_flight import largest_reduction, least, nbytes, peak
-from tests.passes.scheduled import GATHERS, REDUCTIONS, Scheduled, is_compute, last_wait, users
+from tests.passes.scheduled import (
+    GATHERS,
+    REDUCTIONS,
+    SPREADS,
+    Scheduled,
+    is_compute,
+    last_wait,
+    users,
+)
 from tests.passes.storages import storages
 
 STARTS = (*GATHERS, *REDUCTIONS, ops.store)
@@ -57,7 +65,7 @@ def check_frees(done: Scheduled) -> None:
     at = {n: i for i, n in enumerate(after)}
     memory = storages(done.gm)
     returned = {memory.get(n) for n in after[-1].all_input_nodes}
-    for start in (n for n in after if n.target in GATHERS and not users(n, ops.intra_all_gather)):
+    for start in (n for n in after if n.target in GATHERS and not users(n, *SPREADS)):
         wait = last_wait(start)
         frees = [n for n in after if n.target is ops.free and n.args == (wait,)]
         assert len(frees) == (memory[wait] not in returned)

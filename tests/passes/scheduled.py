@@ -14,7 +14,14 @@ from fcdp_compile.passes.context import META, Packing, PassContext
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.plan import Direction, Variant
 
-GATHERS = (ops.load, ops.inter_all_gather, ops.intra_all_gather)
+SPREADS = (ops.intra_all_gather, ops.intra_rest_all_gather)
+GATHERS = (
+    ops.load,
+    ops.inter_all_gather,
+    ops.intra_own_all_gather,
+    ops.flat_all_gather,
+    *SPREADS,
+)
 REDUCTIONS = (ops.collect, ops.accumulate, ops.intra_reduce_scatter, ops.inter_reduce_scatter)
 BOOKKEEPING = (ops.stamp, ops.check)
 

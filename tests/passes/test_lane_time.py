@@ -106,7 +106,7 @@ BALANCES = [
 
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 @pytest.mark.parametrize("key", [FORWARD, WARM, BACKWARD], ids=["forward", "warm", "backward"])
-@pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
+@pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp", "zero3+ho_ring"])
 def test_forty_layers_are_within_a_tenth_of_the_busiest_lane(
     strategy: str, key: tuple[Direction, Variant], balance: dict[str, float]
 ) -> None:

@@ -20,7 +20,7 @@ from fcdp_compile.plan import Direction, Variant
 from tests.passes import lockstep
 
 COLD, WARM = Variant.COLD, Variant.WARM
-STRATEGIES = ("zero3", "zero++", "fcdp")
+STRATEGIES = ("zero3", "zero++", "fcdp", "zero3+ring", "zero3+ho_ring", "fcdp+ho_ring")
 
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -168,7 +168,7 @@ def test_every_rank_computes_what_one_would(
     )
     fill_caches(cluster)  # frozen buckets are loaded even by the cold variant
     cluster.step(COLD)
-    if strategy == "fcdp" and size[0] > 1:
+    if strategy.startswith("fcdp") and size[0] > 1:
         cluster.step(WARM)
 
 

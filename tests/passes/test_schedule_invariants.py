@@ -42,6 +42,9 @@ from tests.passes.scheduled import (
 quick = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+STRATEGIES = ("zero3", "zero++", "fcdp", "zero3+ring", "zero3+ho_ring", "fcdp+ho_ring")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A model, how it is used and how it is sharded; ranks differ in their place alone."""
@@ -87,7 +90,7 @@ def cases(draw: st.DrawFn) -> Case:
         params=dict(zip(names, drawn, strict=True)),
         nodes=draw(st.integers(1, 3)),
         ranks_per_node=draw(st.integers(1, 3)),
-        strategy=draw(st.sampled_from(["zero3", "zero++", "fcdp"])),
+        strategy=draw(st.sampled_from(STRATEGIES)),
         frozen=tuple(draw(some)),
         uses=tuple(draw(st.permutations([*names, *draw(some)]))),
         backward_uses=tuple(draw(st.permutations([*names, *draw(some)]))),

@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from fcdp_compile.runtime import collectives
+from fcdp_compile.runtime import group_work
 
 
 class Work:
@@ -34,16 +34,16 @@ class Work:
 
 @pytest.mark.parametrize("looks", [0, 1, 3])
 def test_a_collective_that_is_done_right_after_a_look_has_not_failed(looks: int) -> None:
-    collectives._finish(Work(looks), Event())
+    group_work.finish(Work(looks), Event())
 
 
 @pytest.mark.parametrize("looks", [0, 1, 3])
 def test_a_failure_is_told_as_it_is(looks: int) -> None:
     with pytest.raises(RuntimeError, match="closed by peer"):
-        collectives._finish(Work(looks, "closed by peer"), Event())
+        group_work.finish(Work(looks, "closed by peer"), Event())
 
 
 def test_it_gives_up_when_the_interpreter_ends() -> None:
     exiting = Event()
     with pytest.raises(RuntimeError, match="timed out"):
-        collectives._finish(Work(1000, on_look=exiting.set), exiting)
+        group_work.finish(Work(1000, on_look=exiting.set), exiting)

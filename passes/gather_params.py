@@ -1,0 +1,159 @@
+"""Replace gathers of parameters by explicit communication nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fcdp_compile import ops
+from fcdp_compile.cost import assembled_bytes
+from fcdp_compile.gathering import Algorithm
+from fcdp_compile.packing import pack_home, unpack_full
+from fcdp_compile.passes.context import META, Packing, PassContext, Source, use_of
+from fcdp_compile.passes.explicit import explicit, wait_for
+from fcdp_compile.passes.inline import fake_flat
+from fcdp_compile.passes.views import copy_returned
+from fcdp_compile.plan import Bucket, Tier
+
+
+def gather_params(
+    graph: Graph, bucket: Bucket, unshards: list[Node], stores: list[Node], ctx: PassContext
+) -> Node | None:
+    """Replace the `unshard`s of a bucket by its gather; a part of `lower`.
+
+    stores: gets what is to be waited for before the graph ends.
+
+    Returns the gathered buffer; None if it needs no gathering: with one rank.
+    """
+    shards = {
+        ctx.specs[str(n.args[1])].name: _placeholder_of(n.all_input_nodes[0]) for n in unshards
+    }
+    layouts = [p.layout for p in bucket.params]
+    with graph.inserting_before(unshards[0]):
+        started = _start(graph, bucket, use_of(unshards[0]).source, shards, stores, ctx)
+        is_pending = started.target in ops.EXPLICIT
+        buffer = wait_for(graph, started) if is_pending else started
+        full = ctx.inliner.inline(graph, lambda b: unpack_full(b[0], layouts), [buffer])
+    params = dict(zip([p.name for p in bucket.params], full, strict=True))
+    used = [params[ctx.specs[str(n.args[1])].name] for n in unshards]
+    for node, param in zip(unshards, used, strict=True):
+        param.meta |= {k: v for k, v in node.meta.items() if k != META}
+        node.replace_all_uses_with(param)
+        erase_unused([node])
+    if ctx.ranks_per_node == 1 or ctx.strategy.may_keep_full:
+        copy_returned(graph, used)
+    erase_unused([p for p in full if not p.users])
+    return buffer if is_pending else None
+
+
+def erase_unused(nodes: list[Node]) -> None:
+    """Drop what is computed for nobody, and the views that only it needed."""
+    for node in nodes:
+        if not node.users and node.op == "call_function" and node.target not in ops.EXPLICIT:
+            inputs = node.all_input_nodes
+            node.graph.erase_node(node)
+            erase_unused(inputs)
+
+
+def _start(
+    graph: Graph,
+    bucket: Bucket,
+    source: Source | None,
+    shards: dict[str, Node],
+    stores: list[Node],
+    ctx: PassContext,
+) -> Node:
+    """The steps up to the full buffer; the last one, or the home buffer if there are none."""
+    assert source is not None, f"bucket {bucket.id} has no source; run `place` first"
+    like = next(iter(shards.values()))
+    steps = _Steps(graph, bucket, like, ctx)
+    tier_bytes = bucket.host_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
+    if source is Source.LOAD:
+        buffer = home = steps.add(ops.load, [], ctx.nodes, tier_bytes)
+    else:
+        missing = [p.name for p in bucket.params if p.name not in shards]
+        assert not missing, f"bucket {bucket.id} cannot be gathered in a graph without {missing}"
+        members = [shards[p.name] for p in bucket.params]
+        buffer = home = _pack(graph, bucket, members, ctx)
+    crosses = source in (Source.GATHER, Source.GATHER_AND_STORE) and ctx.nodes > 1
+    if crosses and bucket.algorithm is Algorithm.RING:
+        assert source is Source.GATHER, f"a ring leaves nothing of bucket {bucket.id} to store"
+        return steps.add_flat(home)
+    if crosses:
+        sent = (ctx.nodes - 1) * bucket.wire_bytes
+        buffer = steps.add(ops.inter_all_gather, [home], ctx.nodes, sent)
+    if source is Source.GATHER_AND_STORE:
+        stores.append(explicit(graph, ops.store, [buffer], bucket, tier_bytes))
+    if ctx.ranks_per_node == 1:
+        return buffer
+    if crosses and bucket.algorithm is Algorithm.HO_RING:
+        return steps.add_own_and_rest(home, buffer)
+    is_there = source is Source.LOAD and bucket.tier is Tier.GPU_FULL
+    sent = 0 if is_there else (ctx.ranks_per_node - 1) * bucket.node_bytes(ctx.nodes)
+    return steps.add(ops.intra_all_gather, [buffer], ctx.ranks, sent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Adds steps of one bucket's gather; `like` is on the device that they are on."""
+
+    graph: Graph
+    bucket: Bucket
+    like: Node
+    ctx: PassContext
+
+    def add(
+        self,
+        op: Callable[..., Any],
+        args: Sequence[Node],
+        slots: int,
+        sent_bytes: int,
+        *,
+        accessed_bytes: int = 0,
+    ) -> Node:
+        """A step that leaves that many slots."""
+        elements, dtype = self.bucket.slot_elements * slots, getattr(torch, self.bucket.dtype)
+        val = fake_flat(self.like, elements, dtype)
+        return explicit(
+            self.graph, op, args, self.bucket, sent_bytes, val, accessed_bytes=accessed_bytes
+        )
+
+    def add_flat(self, home: Node) -> Node:
+        sent = (self.ctx.ranks - 1) * self.bucket.wire_bytes
+        copied = self._assembled_bytes()
+        return self.add(ops.flat_all_gather, [home], self.ctx.ranks, sent, accessed_bytes=copied)
+
+    def add_own_and_rest(self, home: Node, node_shard: Node) -> Node:
+        own_bytes = (self.ctx.ranks_per_node - 1) * self.bucket.slot_bytes
+        own = self.add(ops.intra_own_all_gather, [home], self.ctx.ranks_per_node, own_bytes)
+        sent, copied = own_bytes * (self.ctx.nodes - 1), self._assembled_bytes()
+        args = [node_shard, own]
+        return self.add(
+            ops.intra_rest_all_gather, args, self.ctx.ranks, sent, accessed_bytes=copied
+        )
+
+    def _assembled_bytes(self) -> int:
+        return assembled_bytes(self.bucket, self.ctx.nodes, self.ctx.ranks_per_node)
+
+
+def _placeholder_of(node: Node) -> Node:
+    """The graph input that a shard argument is; `to_local` leaves a view of the same shape between."""
+    while node.op != "placeholder":
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _pack(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -> Node:
+    layouts = [p.layout for p in bucket.params]
+    dtype = getattr(torch, bucket.dtype)
+    (buffer,) = ctx.inliner.inline(
+        graph,
+        lambda s: [pack_home(s, layouts, dtype)],
+        members,
+        {META: Packing(bucket=bucket.id)},
+    )
+    return buffer

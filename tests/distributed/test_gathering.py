@@ -1,0 +1,106 @@
+"""However a bucket is gathered, it is the same bits: hierarchical, HO-Ring, flat ring."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fcdp_compile.mesh import topology_of
+from fcdp_compile.plan import Kind
+from fcdp_compile.quantize import Codec
+from fcdp_compile.runtime.collectives import Collectives
+from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.lanes import Lanes
+from fcdp_compile.wire import Format
+from tests.distributed.parity import Sharded, Trial, check_equal, history
+from tests.distributed.ranks import run
+
+pytestmark = pytest.mark.distributed
+
+SLOT = 300  # more than a block of what is quantised
+
+
+def _gather(mesh: DeviceMesh, numbering: str) -> tuple[dict[str, int], int]:
+    """Gather a slot in every way; returns the bytes counted and where this rank is."""
+    if numbering != "forwards":
+        ranks = {"backwards": mesh.mesh.flip(0, 1), "across": torch.arange(6).view(2, 3).T}
+        mesh = DeviceMesh("cpu", ranks[numbering], mesh_dim_names=mesh.mesh_dim_names)
+    topology = topology_of(mesh)
+    counters = Counters()
+    lanes = Lanes.shared(topology, torch.device("cpu"), is_blocking=True)
+    collectives = Collectives(topology, counters, lanes)
+    collectives.make_flat_group()
+    chunk = topology.place * topology.nodes + topology.node
+    for dtype, codec in ((torch.float32, None), (torch.bfloat16, Codec(Format.INT8, [SLOT]))):
+        slots = [torch.randn(SLOT, generator=torch.manual_seed(i)).to(dtype) for i in range(6)]
+        home = slots[chunk]
+        node = collectives.all_gather(Kind.INTER_ALL_GATHER, home, "inter", codec=codec)
+        own = collectives.own_all_gather(Kind.INTRA_OWN_ALL_GATHER, home, "own", codec=codec)
+        rest = collectives.rest_all_gather(Kind.INTRA_REST_ALL_GATHER, node, own, "rest")
+        flat = collectives.flat_all_gather(Kind.FLAT_ALL_GATHER, home, "flat", codec=codec)
+        whole = collectives.all_gather(Kind.INTRA_ALL_GATHER, node, "intra").wait()
+        expected = torch.cat([_crossed(s, codec) for s in slots])
+        for found in (whole, rest.wait(), flat.wait()):
+            assert torch.equal(found, expected)
+    empty = torch.empty(0)
+    own = collectives.own_all_gather(Kind.INTRA_OWN_ALL_GATHER, empty, "own")
+    rest = collectives.rest_all_gather(Kind.INTRA_REST_ALL_GATHER, empty, own, "rest")
+    flat = collectives.flat_all_gather(Kind.FLAT_ALL_GATHER, empty, "flat")
+    assert rest.wait().numel() == flat.wait().numel() == 0
+    return dict(counters.sent), topology.place
+
+
+def _crossed(slot: Tensor, codec: Codec | None) -> Tensor:
+    return slot if codec is None else codec.decode(codec.encode(slot[None]), slot.dtype)[0]
+
+
+@pytest.mark.parametrize("numbering", ["forwards", "backwards", "across"])
+def test_three_nodes_of_two(numbering: str) -> None:
+    """The node in the middle has its own slots between those of others."""
+    encoded = 300 + 2 * 4  # int8 values, and a scale in fp32 for each of two blocks
+    each, whole = SLOT * 4, SLOT * 4 + SLOT * 2
+    found = run(_gather, numbering, nodes=3, ranks_per_node=2)
+    for sent, _ in found:
+        assert sent["inter_all_gather"] == 2 * (each + encoded)
+        assert sent["intra_all_gather"] == 3 * whole
+        assert sent["intra_own_all_gather"] == whole
+        assert sent["intra_rest_all_gather"] == 2 * whole
+    rings = [
+        (sent.get("flat_all_gather", 0), sent.get("flat_all_gather_within", 0)) for sent, _ in found
+    ]
+    crossing = (5 * (each + encoded), 0)
+    ends = 6 if numbering == "across" else 3
+    assert sorted(rings) == sorted([crossing] * ends + [crossing[::-1]] * (6 - ends))
+
+
+ALGORITHMS = [
+    ["zero3", "zero3+ring", "zero3+ho_ring", "zero3+auto"],
+    ["fcdp", "fcdp+ho_ring", "fcdp+auto"],
+    ["zero3+w8", "zero3+w8+ring", "zero3+w8+ho_ring"],
+]
+
+
+def _compare(mesh: DeviceMesh) -> None:
+    for strategies in ALGORITHMS:
+        first, *others = (
+            history(Sharded(mesh, Trial(case="odd", strategy=strategy)), 3)
+            for strategy in strategies
+        )
+        for other, strategy in zip(others, strategies[1:], strict=True):
+            check_equal(f"{strategies[0]} and {strategy}", other, first)
+
+
+def _refuse(mesh: DeviceMesh) -> None:
+    tangled = DeviceMesh("cpu", [[0, 2], [3, 1]], mesh_dim_names=mesh.mesh_dim_names)
+    with pytest.raises(ValueError, match=r"\[\[0, 2\], \[3, 1\]\] gives two ranks one position"):
+        topology_of(tangled)
+
+
+def test_a_mesh_in_no_order() -> None:
+    run(_refuse, nodes=2, ranks_per_node=2)
+
+
+def test_two_nodes_of_two() -> None:
+    run(_compare, nodes=2, ranks_per_node=2)
