@@ -31,6 +31,13 @@ def why_not() -> str | None:
     return None
 
 
+def cluster_command(nodes: int, ranks_per_node: int, *, timeout_s: float, logs: Path) -> list[str]:
+    """The beginning of a command line that runs a script on every rank; the script comes behind."""
+    command = [sys.executable, str(_TOOL), "--nodes", str(nodes)]
+    command += ["--gpus-per-node", str(ranks_per_node), "--timeout", str(int(timeout_s))]
+    return [*command, "--log-dir", str(logs), "--python", sys.executable, "--"]
+
+
 def run_job(job: Job, *, folder: Path, timeout_s: float) -> list[Row] | Failure:
     """Run one job in fresh processes and return its rows, or why there are none.
 
@@ -41,9 +48,7 @@ def run_job(job: Job, *, folder: Path, timeout_s: float) -> list[Row] | Failure:
     rows_file.unlink(missing_ok=True)
     shutil.rmtree(logs, ignore_errors=True)
     job_file.write_text(job.to_json(), encoding="utf-8")
-    command = [sys.executable, str(_TOOL), "--nodes", str(job.nodes)]
-    command += ["--gpus-per-node", str(job.ranks_per_node), "--timeout", str(int(timeout_s))]
-    command += ["--log-dir", str(logs), "--python", sys.executable, "--"]
+    command = cluster_command(job.nodes, job.ranks_per_node, timeout_s=timeout_s, logs=logs)
     command += [str(ROOT / "benchmarks" / "worker.py"), str(job_file), str(rows_file)]
     output = folder / f"{name}.log"
     with output.open("w", encoding="utf-8") as out:
