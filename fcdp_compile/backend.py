@@ -45,6 +45,7 @@ from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Tier, Variant
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.run import CompiledPlan
+from fcdp_compile.shardable import is_ignored
 from fcdp_compile.strategy import Cache
 from fcdp_compile.torch_compat import (
     aot_autograd,
@@ -86,7 +87,9 @@ def _refuse_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     if (world := process_count()) == 1:
         return
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
-        if isinstance(value, nn.Parameter) and not isinstance(value, DTensor):
+        if isinstance(value, nn.Parameter) and not (
+            isinstance(value, DTensor) or is_ignored(value)
+        ):
             raise UnshardedParameterError(
                 f"{node.name}, a parameter of shape {tuple(value.shape)}, is not sharded but "
                 f"{world} processes run, so nothing would average its gradient; call "
@@ -151,19 +154,13 @@ class _Compilation:
         made = buckets_of(bucket(gm, self._context(model, direction)))
         model.adopt(made)
         model.host_memory.plan(host_bytes_taken(self._context(model, direction)))
-        if direction is not Direction.BACKWARD and model.strategy.keeps_on_host:
-            model.host_memory.note(made)
+        if direction is not Direction.BACKWARD:
+            model.host_memory.note([b for b in made if b.strategy.keeps_on_host])
 
     def _context(self, model: ShardedModel, direction: Direction) -> PassContext:
-        home = model.home
         return PassContext(
-            strategy=model.strategy,
-            nodes=home.nodes,
-            ranks_per_node=home.ranks_per_node,
-            replica_nodes=model.topology.nodes // home.nodes,
-            replica_ranks=model.topology.ranks_per_node // home.ranks_per_node,
-            node=home.node,
-            place=home.place,
+            nodes=model.topology.nodes,
+            ranks_per_node=model.topology.ranks_per_node,
             specs={key: record.spec for key, record in model.records.items()},
             frozen=frozenset(
                 key
@@ -187,12 +184,14 @@ class _Compilation:
                 key: _known_to_backward(self._forward_buckets.get(key), found)
                 for key, found in known.items()
             }
-        if model.strategy.cache is Cache.NONE:
-            return known
         # What a backward gathers for itself is cached by nobody.
         return {
             key: tuple(
-                b for b in found if b.tier is not Tier.NONE or model.host_memory.is_left_out(b)
+                b
+                for b in found
+                if b.strategy.cache is Cache.NONE
+                or b.tier is not Tier.NONE
+                or model.host_memory.is_left_out(b)
             )
             for key, found in known.items()
         }
@@ -211,7 +210,7 @@ class _Compilation:
             for variant in variants(gm, base):
                 ctx = replace(base, variant=variant)
                 placed = place(clone(gm), ctx)
-                if direction is not Direction.BACKWARD and model.strategy.is_resident:
+                if direction is not Direction.BACKWARD:
                     refresh |= dict.fromkeys(only_loaded(placed, base))
                 finished = segment(schedule(lower(placed, ctx), ctx))
                 self._lowered[direction, variant] = finished
@@ -227,11 +226,9 @@ class _Compilation:
         )
         schedules = [place_steps(s, in_order) for s in schedules]
         plan = Plan(
-            strategy=model.strategy.name,
-            nodes=model.home.nodes,
-            ranks_per_node=model.home.ranks_per_node,
-            replica_nodes=model.topology.nodes // model.home.nodes,
-            replica_ranks=model.topology.ranks_per_node // model.home.ranks_per_node,
+            strategy=", ".join(dict.fromkeys(b.strategy.name for b in in_order)),
+            nodes=model.topology.nodes,
+            ranks_per_node=model.topology.ranks_per_node,
             graph=model.next_graph(),
             buckets=tuple(in_order),
             refresh=tuple(refresh),
@@ -239,7 +236,7 @@ class _Compilation:
             peak_bytes=peak_bytes,
         )
         self._bound = CompiledPlan(plan, model)
-        if backward is not None and model.strategy.accumulates_on is not None:
+        if backward is not None and any(b.strategy.accumulates_on for b in in_order):
             ctx = replace(self._context(model, Direction.BACKWARD), backward_buckets=used_again)
             self._bound.add_accumulation = partial(
                 self._add_accumulation, self._bound, clone(backward), ctx

@@ -73,27 +73,25 @@ class Machine:
         return copying + links[step.lane].time_s(step.bytes) if step.lane in links else 0.0
 
 
-def gather_s(
-    bucket: Bucket, algorithm: Algorithm, machine: Machine, nodes: int, ranks_per_node: int
-) -> float:
+def gather_s(bucket: Bucket, algorithm: Algorithm, machine: Machine) -> float:
     """Seconds from home shards to full parameters with an algorithm, nothing else being under way."""
+    nodes, others = bucket.nodes, bucket.ranks_per_node - 1
     own, crossing = bucket.slot_bytes, (nodes - 1) * bucket.wire_bytes
-    between = machine.inter.time_s(ranks_per_node * crossing)
-    others = ranks_per_node - 1
-    copying = assembled_bytes(bucket, nodes, ranks_per_node) / machine.memory_bytes_per_s
+    between = machine.inter.time_s(bucket.ranks_per_node * crossing)
+    copying = assembled_bytes(bucket) / machine.memory_bytes_per_s
     if algorithm is Algorithm.HIERARCHICAL:
         return between + machine.intra.time_s(others * nodes * own)
     if algorithm is Algorithm.HO_RING:
         at_once = max(between, machine.intra.time_s(others * own))
         return at_once + machine.intra.time_s(others * (nodes - 1) * own) + copying
     assert algorithm is Algorithm.RING, algorithm
-    sent = (nodes * ranks_per_node - 1) * bucket.wire_bytes
+    sent = (bucket.ranks - 1) * bucket.wire_bytes
     return max(machine.inter.time_s(sent), machine.intra.time_s(sent)) + copying
 
 
-def assembled_bytes(bucket: Bucket, nodes: int, ranks_per_node: int) -> int:
+def assembled_bytes(bucket: Bucket) -> int:
     """Bytes read and written to put the parts of a full buffer in order."""
-    return 2 * bucket.full_bytes(nodes, ranks_per_node)
+    return 2 * bucket.full_bytes
 
 
 # Round figures: data sheets of an A100-class card on PCIe 4 and 10 Gbit/s Ethernet, half of the peak where

@@ -47,14 +47,7 @@ def place_on_device(
         peak_bytes = placement.peak_bytes
         room_bytes = max(0, int(options.memory_threshold * memory.capacity_bytes) - peak_bytes)
         placed = [place_bucket(b, placement) for b in placed]
-    placed = place_gradients(
-        placed,
-        model.strategy,
-        nodes=ctx.nodes,
-        ranks_per_node=ctx.ranks_per_node,
-        room_bytes=room_bytes,
-    )
-    return placed, peak_bytes
+    return place_gradients(placed, room_bytes=room_bytes), peak_bytes
 
 
 def fit_on_host(model: ShardedModel, backward: GraphModule, ctx: PassContext) -> PassContext:
@@ -62,16 +55,13 @@ def fit_on_host(model: ShardedModel, backward: GraphModule, ctx: PassContext) ->
 
     What was found of gradients before stays: a rank that recompiles a graph must do as those that do not.
     """
-    if not ctx.strategy.uses_host:
-        return ctx
     memory, reduced = model.host_memory, reduced_params(backward, ctx)
     new = [b for b, params in reduced.items() if not memory.has_decided(params)]
-    sizes = {"nodes": ctx.nodes, "ranks_per_node": ctx.ranks_per_node}
-    fitting = fit_gradients(new, ctx.strategy, **sizes, host_bytes=memory.left_bytes)
+    fitting = fit_gradients(new, host_bytes=memory.left_bytes)
     for bucket, fitted in zip(new, fitting, strict=True):
         waits = fitted.gradient_tier is not Tier.NONE
-        size_bytes = gradient_bytes(bucket, ctx.strategy, **sizes) if waits else None
-        memory.plan_gradients(reduced[bucket], size_bytes)
+        on_host = gradient_bytes(bucket) if bucket.strategy.uses_host else 0
+        memory.plan_gradients(reduced[bucket], on_host if waits else None)
     now = {
         b: b if memory.has_place(params) else replace(b, gradient_tier=Tier.NONE)
         for b, params in reduced.items()
@@ -82,7 +72,7 @@ def fit_on_host(model: ShardedModel, backward: GraphModule, ctx: PassContext) ->
 
 def _adaptive_memory(model: ShardedModel, options: Options) -> DeviceMemory | None:
     """The memory that an adaptive cache may use, which the cache then asks; None if there is none."""
-    if model.strategy.cache is not Cache.ADAPTIVE:
+    if all(strategy.cache is not Cache.ADAPTIVE for strategy in model.strategies):
         return None
     model.cache.memory = DeviceMemory.of(
         model.device, capacity_bytes=options.device_memory, threshold=options.memory_threshold

@@ -4,7 +4,8 @@ A plan is made at compile time without running or communicating anything, is the
 serialises to JSON (`plan_json`), and says of every step what it moves and what it waits for.  The
 executed graph carries the same steps, one to one.
 
-Letters: N nodes, g ranks per node, G = N*g ranks; a bucket's slot is P/G elements of `dtype`.
+Letters: N nodes, g ranks per node, G = N*g ranks that share one copy of a bucket, whose slot is P/G elements
+of `dtype`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from enum import Enum
 
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.layout import ParamLayout
+from fcdp_compile.strategy import Strategy
 from fcdp_compile.wire import Format, row_bytes
 
 SCHEMA = "fcdp.plan/4"
@@ -122,17 +124,18 @@ class BucketParam:
 class Bucket:
     """Parameters that travel together.
 
-    id: number within the model.  dtype: what travels in all-gathers.  reduce_dtype: what travels in
-    reduce-scatters.  frozen: no parameter of it requires a gradient.  tier: what of it waits
-    between its uses, and where.  gradient_tier: where gradients of micro-batches wait for the one that
-    synchronises; none: each is reduced to the home shards.  wire, reduce_wire: what crosses between nodes in
-    all-gathers and reduce-scatters.  host_format: what node shards are kept as in host memory.  algorithm:
-    how it is gathered where that crosses between nodes, never auto.  why: the reason for its composition and
-    tier, for people.
+    id: number within the model. strategy: of its parameters. dtype: what travels in all-gathers.
+    reduce_dtype: what travels in reduce-scatters. frozen: no parameter of it requires a gradient. tier:
+    what of it waits between its uses, and where. gradient_tier: where gradients of micro-batches wait for
+    the one that synchronises; none: each is reduced to the home shards. wire, reduce_wire: what crosses
+    between nodes in all-gathers and reduce-scatters. host_format: what node shards are kept as in host
+    memory. algorithm: how it is gathered where that crosses between nodes, never auto. why: the reason for
+    its composition and tier, for people.
     """
 
     id: int
     params: tuple[BucketParam, ...]
+    strategy: Strategy
     dtype: str
     itemsize: int
     reduce_dtype: str
@@ -145,6 +148,21 @@ class Bucket:
     host_format: Format
     algorithm: Algorithm
     why: str
+
+    @property
+    def nodes(self) -> int:
+        """N: over how many nodes one copy is cut."""
+        return self.params[0].layout.nodes
+
+    @property
+    def ranks_per_node(self) -> int:
+        """g: over how many ranks of each."""
+        return self.params[0].layout.ranks_per_node
+
+    @property
+    def ranks(self) -> int:
+        """G: the ranks that share one copy."""
+        return self.nodes * self.ranks_per_node
 
     @property
     def slot_elements(self) -> int:
@@ -161,21 +179,24 @@ class Bucket:
         """Bytes of one rank's slot between nodes."""
         return row_bytes(self._slots, self.wire, self.itemsize)
 
-    def node_bytes(self, nodes: int) -> int:
+    @property
+    def node_bytes(self) -> int:
         """Bytes of the node shard, W/g."""
-        return self.slot_bytes * nodes
+        return self.slot_bytes * self.nodes
 
-    def host_bytes(self, nodes: int) -> int:
+    @property
+    def host_bytes(self) -> int:
         """Bytes of the node shard in host memory."""
-        return row_bytes(self._slots, self.host_format, self.itemsize) * nodes
+        return row_bytes(self._slots, self.host_format, self.itemsize) * self.nodes
 
     @property
     def _slots(self) -> list[int]:
         return [p.layout.slot_elements for p in self.params]
 
-    def full_bytes(self, nodes: int, ranks_per_node: int) -> int:
+    @property
+    def full_bytes(self) -> int:
         """Bytes of the gathered bucket, W."""
-        return self.slot_bytes * nodes * ranks_per_node
+        return self.slot_bytes * self.ranks
 
     def agreed(self) -> Bucket:
         """What ranks must agree on: for reasons of its own each may have a copy on its GPU or its host."""
@@ -245,8 +266,7 @@ class Plan:
     graph: number of the compilation within the model.  refresh: buckets that must be valid in the cache
     before the forward starts; a stale one is gathered between nodes and stored first.  peak_bytes: the most
     device memory that a step is predicted to take with the buckets in these tiers; None if nobody asked.
-    nodes, ranks_per_node: over which parameters are sharded.  replica_nodes, replica_ranks: how many times
-    over, on other nodes and within each.
+    strategy: the names of its buckets' strategies, for people.  nodes, ranks_per_node: of the mesh.
     Ranks may disagree on graph and peak_bytes, and on what is on the GPU or the host.
     """
 
@@ -258,8 +278,6 @@ class Plan:
     refresh: tuple[int, ...]
     schedules: tuple[Schedule, ...]
     peak_bytes: int | None = None
-    replica_nodes: int = 1
-    replica_ranks: int = 1
 
     def bucket(self, bucket_id: int) -> Bucket:
         """The bucket with that number; KeyError if there is none."""
@@ -274,7 +292,6 @@ class Plan:
         Compute steps are left out: a rank that recompiled for dynamic shapes sends and receives the same.
         """
         parts: list[object] = [SCHEMA, self.strategy, self.nodes, self.ranks_per_node, self.refresh]
-        parts += [self.replica_nodes, self.replica_ranks]
         parts += [bucket.agreed() for bucket in self.buckets]
         for schedule in self.schedules:
             parts.append((schedule.direction, schedule.variant))

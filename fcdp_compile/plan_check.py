@@ -12,6 +12,7 @@ from typing import NoReturn
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.plan import ASSEMBLING, LANES, Bucket, Kind, Lane, Plan, Schedule, Step
+from fcdp_compile.strategy import Scope
 
 ITEMSIZES: dict[str, int] = {
     "float64": 8,
@@ -52,9 +53,7 @@ def check_plan(plan: Plan) -> None:
         fail("strategy", "is empty")
     _check_positive(plan.nodes, "nodes")
     _check_positive(plan.ranks_per_node, "ranks_per_node")
-    _check_positive(plan.replica_nodes, "replica_nodes")
-    _check_positive(plan.replica_ranks, "replica_ranks")
-    if plan.nodes * plan.ranks_per_node * plan.replica_nodes * plan.replica_ranks > MAX_RANKS:
+    if plan.nodes * plan.ranks_per_node > MAX_RANKS:
         fail("nodes", f"times ranks_per_node is more than {MAX_RANKS} ranks")
     ids: set[int] = set()
     for i, bucket in enumerate(plan.buckets):
@@ -105,7 +104,7 @@ def _check_bucket(bucket: Bucket, plan: Plan, path: str) -> None:
         if not param.name or param.name in names:
             fail(f"{at}.name", "appears twice in its bucket" if param.name else "is empty")
         names.add(param.name)
-        _check_ranks(param.layout, plan, f"{at}.layout")
+        _check_ranks(param.layout, bucket.strategy.home, plan, f"{at}.layout")
         if param.offset != offset:
             fail(f"{at}.offset", f"is {param.offset}, but the slots before it end at {offset}")
         offset += param.layout.slot_elements
@@ -113,12 +112,14 @@ def _check_bucket(bucket: Bucket, plan: Plan, path: str) -> None:
             fail(f"{at}.layout.shape", f"makes the bucket larger than {MAX_INT} bytes")
 
 
-def _check_ranks(layout: ParamLayout, plan: Plan, path: str) -> None:
-    if layout.nodes != plan.nodes:
-        fail(f"{path}.nodes", f"is {layout.nodes}, but the plan has {plan.nodes}")
-    if layout.ranks_per_node != plan.ranks_per_node:
-        problem = f"is {layout.ranks_per_node}, but the plan has {plan.ranks_per_node}"
-        fail(f"{path}.ranks_per_node", problem)
+def _check_ranks(layout: ParamLayout, home: Scope, plan: Plan, path: str) -> None:
+    nodes = plan.nodes if home is Scope.GLOBAL else 1
+    ranks_per_node = 1 if home is Scope.NONE else plan.ranks_per_node
+    of = f"home shards of scope {home.value} on {plan.nodes} x {plan.ranks_per_node} ranks have"
+    if layout.nodes != nodes:
+        fail(f"{path}.nodes", f"is {layout.nodes}, but {of} {nodes}")
+    if layout.ranks_per_node != ranks_per_node:
+        fail(f"{path}.ranks_per_node", f"is {layout.ranks_per_node}, but {of} {ranks_per_node}")
 
 
 def _check_dtype(dtype: str, itemsize: int, path: str, prefix: str) -> None:

@@ -17,6 +17,7 @@ _NAMES_SHOWN = 3
 _STEPS_SHOWN = 3
 
 _BUCKET_FIELDS = (
+    "strategy",
     "dtype",
     "itemsize",
     "reduce_dtype",
@@ -37,7 +38,7 @@ def diff(a: Plan, b: Plan, *, names: tuple[str, str] = ("first", "second")) -> l
     """
     lines = [
         _values(field, getattr(a, field), getattr(b, field), names)
-        for field in ("strategy", "nodes", "ranks_per_node", "replica_nodes", "replica_ranks")
+        for field in ("strategy", "nodes", "ranks_per_node")
         if getattr(a, field) != getattr(b, field)
     ]
     lines += _diff_items("bucket", [x.id for x in a.buckets], [x.id for x in b.buckets], names)

@@ -208,7 +208,10 @@ def _read_record(cls: Any, value: object, path: str) -> Any:
     values = {name: _read(hint, value[name], _join(path, name)) for name, hint in hints.items()}
     if cls is ParamLayout:
         check_layout(**values, path=path)
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ValueError as error:  # a strategy that does not exist
+        fail(path, f"is impossible: {error}")
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.layout import ParamLayout
-from fcdp_compile.strategy import Scope
+from fcdp_compile.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class ParamSpec:
 
     home_dtype: of the shard that the optimizer steps.  gather_dtype: of what travels in all-gathers and of
     the full parameter.  reduce_dtype: of what travels in reduce-scatters.  local_shape: of this rank's shard.
-    home: over which ranks it is cut; every other copy is on other ranks.
+    strategy: on this mesh.
     """
 
     key: str
@@ -35,7 +35,7 @@ class ParamSpec:
     gather_dtype: torch.dtype
     reduce_dtype: torch.dtype
     local_shape: tuple[int, ...]
-    home: Scope = Scope.GLOBAL
+    strategy: Strategy
 
 
 class Owner(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -12,16 +13,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+_IGNORED = "_fcdp_ignored"
+
 _WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, nn.DataParallel)
 
 
 def check_model(
     model: nn.Module,
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
+    ignored: Collection[str],
+    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
     mesh: DeviceMesh | None,
 ) -> None:
     """Check that `shard` can shard the model.
+
+    ignored: names of parameters that it leaves alone.  dtypes: of parameters, reductions and buffers.
 
     Raises: TypeError if it is no module or a dtype no floating point dtype; ValueError for a model that is
     wrapped or sharded already, has no parameters, or has one on `meta`, on another device than the mesh's,
@@ -29,7 +34,8 @@ def check_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard needs an nn.Module, not {type(model).__name__}")
-    for option, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+    options = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    for option, dtype in zip(options, dtypes, strict=True):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"{option} must be a floating point torch.dtype, not {dtype!r}")
     for name, module in model.named_modules():
@@ -46,13 +52,42 @@ def check_model(
                 f"{name or 'the model'} is of type {type(module).__name__}, which keeps a list of its own "
                 "parameters that sharding cannot reach; use a cell-based or attention-based module"
             )
-    parameters = dict(model.named_parameters())
+    parameters = {n: p for n, p in model.named_parameters() if n not in ignored}
     if not parameters:
         raise ValueError("the model has no parameters; there is nothing to shard")
     for name, parameter in parameters.items():
         if (problem := _problem(parameter, mesh)) is not None:
             raise ValueError(f"parameter {name!r} {problem}")
     _check_memory(parameters)
+
+
+def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
+    """Mark parameters that `shard` leaves alone; returns their names.
+
+    Raises: TypeError for what is no parameter, ValueError for one that is not the model's.
+    """
+    if not isinstance(model, nn.Module):
+        return []  # check_model says so
+    names = {id(p): name for name, p in model.named_parameters()}
+    marked = list(parameters)
+    for parameter in marked:
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(
+                f"ignored_params must be parameters of the model, not {type(parameter).__name__}"
+            )
+        if id(parameter) not in names:
+            raise ValueError(
+                f"ignored_params has a parameter of shape {tuple(parameter.shape)} that the model does not "
+                "have; give those of the model as it is now"
+            )
+    for parameter in marked:
+        setattr(parameter, _IGNORED, True)
+    return [names[id(p)] for p in marked]
+
+
+def is_ignored(parameter: object) -> bool:
+    """Whether `shard` was told to leave a parameter alone."""
+    return getattr(parameter, _IGNORED, False)
 
 
 def _check_memory(parameters: dict[str, nn.Parameter]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -91,6 +91,17 @@ class Strategy:
                 f"strategy {self.name!r} reduces every micro-batch's gradients to the home shards, so none "
                 "wait on the host; use gradient_on='auto', or a strategy that accumulates, such as 'fcdp'"
             )
+
+    def __str__(self) -> str:
+        """The name, and in parentheses what is otherwise than it says."""
+        try:
+            named = Strategy.parse(self.name)
+        except ValueError:
+            named = None
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        other = {n: v for n, v in values.items() if named is None or getattr(named, n) != v}
+        shown = ", ".join(f"{n}={v.value}" for n, v in other.items())
+        return f"{self.name} ({shown})" if shown else self.name
 
     def _check_scopes(self) -> None:
         widths = list(Scope)

@@ -20,7 +20,7 @@ def lower_alone(gm: GraphModule, ctx: PassContext) -> GraphModule:
     Requires: one rank.
     Leaves: no `unshard`, no `reduce_grad` and no explicit node, so that compute is as in an unsharded model.
     """
-    assert ctx.ranks == ctx.replicas == 1, f"{ctx.replicas} x {ctx.ranks} ranks must reduce"
+    assert ctx.ranks == 1, f"{ctx.ranks} ranks must reduce"
     graph = gm.graph
     gather_alone(graph, ctx)
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
@@ -34,10 +34,11 @@ def lower_alone(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def gather_alone(graph: Graph, ctx: PassContext) -> None:
-    """Replace each `unshard` by its shard, which is the parameter; a part of `lower_alone`."""
-    assert ctx.ranks == 1, f"{ctx.ranks} ranks must gather"
+    """Replace each `unshard` of a parameter that is whole at home by its shard; a part of `lower_alone`."""
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
         spec = ctx.specs[str(node.args[1])]
+        if spec.layout.ranks > 1:
+            continue
         with graph.inserting_before(node):
             _replace(node, _cast(graph, node.args[0], spec.gather_dtype))
 

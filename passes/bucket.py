@@ -15,11 +15,11 @@ from fcdp_compile.passes.context import META, PassContext, Use
 from fcdp_compile.passes.grouping import group
 from fcdp_compile.plan import Bucket, BucketParam, Direction, Tier
 from fcdp_compile.registry import ParamSpec
-from fcdp_compile.strategy import Cache, GradientOn
+from fcdp_compile.strategy import Cache, GradientOn, Strategy
 from fcdp_compile.wire import BLOCK, Format, row_bytes
 
-_Kind = tuple[bool, torch.dtype, torch.dtype]
-"""frozen, gather dtype, reduce dtype: only parameters of one kind travel together."""
+_Kind = tuple[bool, torch.dtype, torch.dtype, Strategy]
+"""frozen, gather dtype, reduce dtype, strategy: only parameters of one kind travel together."""
 
 _TIERS = {
     Cache.NONE: Tier.NONE,
@@ -74,7 +74,7 @@ def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Bucket]:
         unchanged = all(
             bucket in ctx.known.get(k, ()) and (k in ctx.frozen) == bucket.frozen for k in members
         )
-        can_load = ctx.strategy.is_resident or ctx.direction is Direction.BACKWARD
+        can_load = bucket.strategy.is_resident or ctx.direction is Direction.BACKWARD
         loads = can_load and bucket.tier is not Tier.NONE
         return unchanged and (loads or len(members) == len(bucket.params))
 
@@ -104,14 +104,14 @@ def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Buck
     for number, (together, why) in enumerate(groups, ctx.next_bucket):
         made = _make(number, together, why, taken_bytes, ctx)
         if made.tier is Tier.HOST:
-            taken_bytes += made.host_bytes(ctx.nodes)
+            taken_bytes += made.host_bytes
         found |= dict.fromkeys(together, made)
     return found
 
 
 def _kind(key: str, ctx: PassContext) -> _Kind:
     spec = ctx.specs[key]
-    return key in ctx.frozen, spec.gather_dtype, spec.reduce_dtype
+    return key in ctx.frozen, spec.gather_dtype, spec.reduce_dtype, spec.strategy
 
 
 def _target(total_bytes: int, ctx: PassContext) -> int:
@@ -129,7 +129,7 @@ def host_bytes_taken(ctx: PassContext) -> int:
     keys = {spec.name: key for key, spec in ctx.specs.items()}
     known = dict.fromkeys(b for buckets in ctx.known.values() for b in buckets)
     return sum(
-        b.host_bytes(ctx.nodes)
+        b.host_bytes
         for b in known
         if b.tier is Tier.HOST and all((keys[p.name] in ctx.frozen) == b.frozen for p in b.params)
     )
@@ -145,47 +145,48 @@ def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassCo
     for spec in specs:
         params.append(BucketParam(name=spec.name, layout=spec.layout, offset=offset))
         offset += spec.layout.slot_elements
-    frozen = keys[0] in ctx.frozen
+    frozen, strategy = keys[0] in ctx.frozen, specs[0].strategy
     made = Bucket(
         id=number,
         params=tuple(params),
+        strategy=strategy,
         dtype=str(specs[0].gather_dtype).removeprefix("torch."),
         itemsize=specs[0].gather_dtype.itemsize,
         reduce_dtype=str(specs[0].reduce_dtype).removeprefix("torch."),
         reduce_itemsize=specs[0].reduce_dtype.itemsize,
         frozen=frozen,
         tier=Tier.NONE,
-        gradient_tier=Tier.NONE if frozen else _gradient_tier(ctx),
-        wire=_wire(ctx.strategy.weight_format, specs[0].gather_dtype),
-        reduce_wire=_wire(ctx.strategy.gradient_format, specs[0].reduce_dtype),
+        gradient_tier=Tier.NONE if frozen else _gradient_tier(strategy, ctx),
+        wire=_wire(strategy.weight_format, specs[0].gather_dtype),
+        reduce_wire=_wire(strategy.gradient_format, specs[0].reduce_dtype),
         host_format=Format.FULL,
         algorithm=Algorithm.HIERARCHICAL,
         why="",
     )
-    if made.wire is ctx.strategy.weight_format:
-        made = replace(made, host_format=ctx.strategy.host_format)
+    if made.wire is strategy.weight_format:
+        made = replace(made, host_format=strategy.host_format)
     made = replace(made, tier=_tier(made, taken_bytes, ctx))
     made = replace(made, algorithm=_algorithm(made, ctx))
     return replace(made, why=f"{size}; {_why_kept(made, ctx)}")
 
 
 def _algorithm(made: Bucket, ctx: PassContext) -> Algorithm:
-    if ctx.nodes == 1 or ctx.ranks_per_node == 1:  # there is one link to gather over
+    if made.nodes == 1 or made.ranks_per_node == 1:  # there is one link to gather over
         return Algorithm.HIERARCHICAL
-    if ctx.strategy.algorithm is not Algorithm.AUTO:
-        return ctx.strategy.algorithm
+    if made.strategy.algorithm is not Algorithm.AUTO:
+        return made.strategy.algorithm
     # A ring leaves no node shard to keep.
     possible = [Algorithm.HIERARCHICAL, Algorithm.HO_RING]
     possible += [Algorithm.RING] if made.tier is Tier.NONE else []
-    times = {a: gather_s(made, a, ctx.machine, ctx.nodes, ctx.ranks_per_node) for a in possible}
+    times = {a: gather_s(made, a, ctx.machine) for a in possible}
     return min(possible, key=times.__getitem__)
 
 
-def _gradient_tier(ctx: PassContext) -> Tier:
+def _gradient_tier(strategy: Strategy, ctx: PassContext) -> Tier:
     if ctx.direction is Direction.BACKWARD:  # gradients are reduced in the buckets of the forward
         return Tier.NONE
-    on = ctx.strategy.accumulates_on
-    if on is GradientOn.AUTO and not ctx.strategy.keeps_on_host:
+    on = strategy.accumulates_on
+    if on is GradientOn.AUTO and not strategy.keeps_on_host:
         return Tier.GPU
     return _GRADIENT_TIERS[on]
 
@@ -202,22 +203,22 @@ def _wire(wanted: Format, dtype: torch.dtype) -> Format:
 def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
     if ctx.direction is Direction.BACKWARD:
         return Tier.NONE
-    tier = _TIERS[ctx.strategy.cache]
+    tier = _TIERS[made.strategy.cache]
     if tier is not Tier.HOST or ctx.host_budget is None:
         return tier
-    fits = taken_bytes + made.host_bytes(ctx.nodes) <= ctx.host_budget.bytes
+    fits = taken_bytes + made.host_bytes <= ctx.host_budget.bytes
     return tier if fits else Tier.NONE
 
 
 def _why_kept(made: Bucket, ctx: PassContext) -> str:
     if made.tier is not Tier.NONE:
-        life = "until it changes" if ctx.strategy.is_resident else "until the backward"
+        life = "until it changes" if made.strategy.is_resident else "until the backward"
         if made.tier is Tier.GPU_FULL:
-            return f"{ctx.strategy.name} keeps it on the gpu in full {life}"
-        return f"{ctx.strategy.name} keeps node shards on the {made.tier.value} {life}"
-    if ctx.nodes == 1:
+            return f"{made.strategy.name} keeps it on the gpu in full {life}"
+        return f"{made.strategy.name} keeps node shards on the {made.tier.value} {life}"
+    if made.nodes == 1:
         return "home shards are node shards, nothing to cache"
-    if ctx.strategy.cache is Cache.NONE:
+    if made.strategy.cache is Cache.NONE:
         return "strategy caches nothing"
     if ctx.direction is Direction.BACKWARD:
         return "the forward keeps nothing of it"

@@ -13,7 +13,6 @@ from fcdp_compile.host_memory import HostBudget
 from fcdp_compile.passes.inline import Inliner
 from fcdp_compile.plan import Bucket, Direction, Step, Variant
 from fcdp_compile.registry import ParamSpec
-from fcdp_compile.strategy import Strategy
 
 META = "fcdp"
 """The one key of fcdp in node meta; its value is one of the records below."""
@@ -54,9 +53,7 @@ class Packing:
 class PassContext:
     """Read-only input of every pass.
 
-    nodes, ranks_per_node: that share one copy of the parameters, N and g of the buckets.  replica_nodes,
-    replica_ranks: how many copies there are, over nodes and within each.
-    node, place: this rank's position, which only the sizes of its own shards depend on.
+    nodes, ranks_per_node: of the mesh; those that share one copy of a bucket are the bucket's.
     specs: of every parameter of the model, by key.  frozen: keys of those that need no gradient now.
     known: the buckets that parameters are in already, by key; for a backward the one of its forward first,
     which its gradients are reduced in, for others those that forwards made.  next_bucket: the first unused
@@ -69,17 +66,12 @@ class PassContext:
     inliner: inserts functions, decomposed as the compiler of the segments wants it.
     """
 
-    strategy: Strategy
     nodes: int
     ranks_per_node: int
-    node: int
-    place: int
     specs: Mapping[str, ParamSpec]
     frozen: frozenset[str]
     known: Mapping[str, tuple[Bucket, ...]]
     next_bucket: int
-    replica_nodes: int = 1
-    replica_ranks: int = 1
     bucket_bytes: int | None = None
     machine: Machine = MACHINES["cpu"]
     in_flight_bytes: int | None = None
@@ -91,13 +83,8 @@ class PassContext:
 
     @property
     def ranks(self) -> int:
-        """G: the ranks that share one copy of the parameters."""
+        """All ranks of the mesh."""
         return self.nodes * self.ranks_per_node
-
-    @property
-    def replicas(self) -> int:
-        """How many copies of the parameters there are."""
-        return self.replica_nodes * self.replica_ranks
 
 
 def use_of(node: Node) -> Use:

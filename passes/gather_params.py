@@ -44,7 +44,7 @@ def gather_params(
         param.meta |= {k: v for k, v in node.meta.items() if k != META}
         node.replace_all_uses_with(param)
         erase_unused([node])
-    if ctx.ranks_per_node == 1 or ctx.strategy.may_keep_full:
+    if bucket.ranks_per_node == 1 or bucket.strategy.may_keep_full:
         copy_returned(graph, used)
     erase_unused([p for p in full if not p.users])
     return buffer if is_pending else None
@@ -70,31 +70,31 @@ def _start(
     """The steps up to the full buffer; the last one, or the home buffer if there are none."""
     assert source is not None, f"bucket {bucket.id} has no source; run `place` first"
     like = next(iter(shards.values()))
-    steps = _Steps(graph, bucket, like, ctx)
-    tier_bytes = bucket.host_bytes(ctx.nodes) if bucket.tier is Tier.HOST else 0
+    steps = _Steps(graph, bucket, like)
+    tier_bytes = bucket.host_bytes if bucket.tier is Tier.HOST else 0
     if source is Source.LOAD:
-        buffer = home = steps.add(ops.load, [], ctx.nodes, tier_bytes)
+        buffer = home = steps.add(ops.load, [], bucket.nodes, tier_bytes)
     else:
         missing = [p.name for p in bucket.params if p.name not in shards]
         assert not missing, f"bucket {bucket.id} cannot be gathered in a graph without {missing}"
         members = [shards[p.name] for p in bucket.params]
         buffer = home = _pack(graph, bucket, members, ctx)
-    crosses = source in (Source.GATHER, Source.GATHER_AND_STORE) and ctx.nodes > 1
+    crosses = source in (Source.GATHER, Source.GATHER_AND_STORE) and bucket.nodes > 1
     if crosses and bucket.algorithm is Algorithm.RING:
         assert source is Source.GATHER, f"a ring leaves nothing of bucket {bucket.id} to store"
         return steps.add_flat(home)
     if crosses:
-        sent = (ctx.nodes - 1) * bucket.wire_bytes
-        buffer = steps.add(ops.inter_all_gather, [home], ctx.nodes, sent)
+        sent = (bucket.nodes - 1) * bucket.wire_bytes
+        buffer = steps.add(ops.inter_all_gather, [home], bucket.nodes, sent)
     if source is Source.GATHER_AND_STORE:
         stores.append(explicit(graph, ops.store, [buffer], bucket, tier_bytes))
-    if ctx.ranks_per_node == 1:
+    if bucket.ranks_per_node == 1:
         return buffer
     if crosses and bucket.algorithm is Algorithm.HO_RING:
         return steps.add_own_and_rest(home, buffer)
     is_there = source is Source.LOAD and bucket.tier is Tier.GPU_FULL
-    sent = 0 if is_there else (ctx.ranks_per_node - 1) * bucket.node_bytes(ctx.nodes)
-    return steps.add(ops.intra_all_gather, [buffer], ctx.ranks, sent)
+    sent = 0 if is_there else (bucket.ranks_per_node - 1) * bucket.node_bytes
+    return steps.add(ops.intra_all_gather, [buffer], bucket.ranks, sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,6 @@ class _Steps:
     graph: Graph
     bucket: Bucket
     like: Node
-    ctx: PassContext
 
     def add(
         self,
@@ -123,21 +122,17 @@ class _Steps:
         )
 
     def add_flat(self, home: Node) -> Node:
-        sent = (self.ctx.ranks - 1) * self.bucket.wire_bytes
-        copied = self._assembled_bytes()
-        return self.add(ops.flat_all_gather, [home], self.ctx.ranks, sent, accessed_bytes=copied)
+        ranks, copied = self.bucket.ranks, assembled_bytes(self.bucket)
+        sent = (ranks - 1) * self.bucket.wire_bytes
+        return self.add(ops.flat_all_gather, [home], ranks, sent, accessed_bytes=copied)
 
     def add_own_and_rest(self, home: Node, node_shard: Node) -> Node:
-        own_bytes = (self.ctx.ranks_per_node - 1) * self.bucket.slot_bytes
-        own = self.add(ops.intra_own_all_gather, [home], self.ctx.ranks_per_node, own_bytes)
-        sent, copied = own_bytes * (self.ctx.nodes - 1), self._assembled_bytes()
+        bucket = self.bucket
+        own_bytes = (bucket.ranks_per_node - 1) * bucket.slot_bytes
+        own = self.add(ops.intra_own_all_gather, [home], bucket.ranks_per_node, own_bytes)
+        sent, copied = own_bytes * (bucket.nodes - 1), assembled_bytes(bucket)
         args = [node_shard, own]
-        return self.add(
-            ops.intra_rest_all_gather, args, self.ctx.ranks, sent, accessed_bytes=copied
-        )
-
-    def _assembled_bytes(self) -> int:
-        return assembled_bytes(self.bucket, self.ctx.nodes, self.ctx.ranks_per_node)
+        return self.add(ops.intra_rest_all_gather, args, bucket.ranks, sent, accessed_bytes=copied)
 
 
 def _placeholder_of(node: Node) -> Node:

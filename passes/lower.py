@@ -47,10 +47,9 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     Leaves: no `unshard`, no `reduce_grad`; a `free` after the last use of each gathered bucket; a `StepMeta`
     on every explicit node.  A loaded bucket has no inter-node all-gather in this graph.
     """
-    if ctx.ranks == ctx.replicas == 1:
-        return lower_alone(gm, ctx)
     if ctx.ranks == 1:
-        gather_alone(gm.graph, ctx)
+        return lower_alone(gm, ctx)
+    gather_alone(gm.graph, ctx)
     _merge_unshards(gm.graph)
     _sink_unshards(gm.graph)
     stores: list[Node] = []

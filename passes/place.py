@@ -36,13 +36,13 @@ def place(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _source(bucket: Bucket, present: set[str], ctx: PassContext) -> Source:
-    if ctx.nodes == 1 and bucket.tier is Tier.NONE:
+    if bucket.nodes == 1 and bucket.tier is Tier.NONE:
         return Source.HOME
     if bucket.tier is Tier.NONE:
         return Source.GATHER
     if ctx.direction is Direction.BACKWARD:
         return Source.LOAD
-    if not ctx.strategy.is_resident:
+    if not bucket.strategy.is_resident:
         used_again = bucket.id in ctx.backward_buckets
         return Source.GATHER_AND_STORE if used_again else Source.GATHER
     whole = all(p.name in present for p in bucket.params)

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fcdp_compile.plan import Bucket, Tier
-from fcdp_compile.strategy import GradientOn, Scope, Strategy
+from fcdp_compile.strategy import GradientOn, Scope
 
 
 def place_gradients(
     buckets: Sequence[Bucket],
-    strategy: Strategy,
     *,
-    nodes: int,
-    ranks_per_node: int,
     room_bytes: int | None,
 ) -> list[Bucket]:
     """The same buckets, of those whose gradients may wait on either side some with a place on the GPU.
@@ -24,13 +21,12 @@ def place_gradients(
 
     room_bytes: what the device has left at the planned peak; None: as much as it takes.
     """
-    if strategy.accumulates_on is not GradientOn.AUTO:
-        return list(buckets)
     placed = []
     for bucket in buckets:
-        size_bytes = gradient_bytes(bucket, strategy, nodes=nodes, ranks_per_node=ranks_per_node)
+        size_bytes = gradient_bytes(bucket)
+        may_choose = bucket.strategy.accumulates_on is GradientOn.AUTO
         fits = room_bytes is None or size_bytes <= room_bytes
-        if bucket.gradient_tier is Tier.HOST and fits:
+        if bucket.gradient_tier is Tier.HOST and may_choose and fits:
             bucket = replace(bucket, gradient_tier=Tier.GPU)
             room_bytes = None if room_bytes is None else room_bytes - size_bytes
         placed.append(bucket)
@@ -39,10 +35,7 @@ def place_gradients(
 
 def fit_gradients(
     buckets: Sequence[Bucket],
-    strategy: Strategy,
     *,
-    nodes: int,
-    ranks_per_node: int,
     host_bytes: int,
 ) -> list[Bucket]:
     """The same buckets; those whose gradients host memory has no room for reduce every micro-batch's.
@@ -51,14 +44,10 @@ def fit_gradients(
 
     host_bytes: what is left to gradients on each rank.
     """
-    if not strategy.uses_host:
-        return list(buckets)
     fitting = []
     for bucket in buckets:
-        if bucket.gradient_tier is not Tier.NONE:
-            size_bytes = gradient_bytes(
-                bucket, strategy, nodes=nodes, ranks_per_node=ranks_per_node
-            )
+        if bucket.gradient_tier is not Tier.NONE and bucket.strategy.uses_host:
+            size_bytes = gradient_bytes(bucket)
             if size_bytes > host_bytes:
                 bucket = replace(bucket, gradient_tier=Tier.NONE)
             else:
@@ -67,7 +56,8 @@ def fit_gradients(
     return fitting
 
 
-def gradient_bytes(bucket: Bucket, strategy: Strategy, *, nodes: int, ranks_per_node: int) -> int:
+def gradient_bytes(bucket: Bucket) -> int:
     """Bytes on one rank of a bucket's accumulated gradients, in fp32 or wider."""
-    ranks = nodes * (ranks_per_node if strategy.gradient is Scope.NONE else 1)
-    return bucket.slot_elements * ranks * max(4, bucket.reduce_itemsize)
+    is_whole = bucket.strategy.gradient is Scope.NONE
+    slots = bucket.ranks if is_whole else bucket.nodes
+    return bucket.slot_elements * slots * max(4, bucket.reduce_itemsize)

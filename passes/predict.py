@@ -20,6 +20,7 @@ from fcdp_compile.passes.context import PassContext
 from fcdp_compile.passes.memory import Alive, evaluate, hints_of, storages, timeline
 from fcdp_compile.plan import Bucket, Direction, Kind, Tier, Variant
 from fcdp_compile.registry import ParamSpec
+from fcdp_compile.strategy import Cache
 from fcdp_compile.wire import Format
 
 _STATE_BYTES = 8  # of optimizer state for each trainable element: two moments in fp32, as Adam's
@@ -42,7 +43,7 @@ def predict(
     *,
     device_type: str,
 ) -> StepMemory:
-    """Read the step's memory off its lowered graphs.
+    """Read the step's memory off its lowered graphs; those buckets are entries whose tier may be chosen.
 
     graphs: the same before `lower`, which say what is a home shard.
 
@@ -69,6 +70,7 @@ def predict(
         entries=tuple(_entries(parts, buckets, ctx)),
         alive_bytes=tuple(evaluate(a.bytes, hints) for part in parts.values() for a in part),
         static_bytes=others
+        + sum(map(_fixed_bytes, buckets))
         + sum(
             _static(spec, frozen=key in ctx.frozen, is_away=spec.name in released)
             for key, spec in ctx.specs.items()
@@ -76,9 +78,16 @@ def predict(
     )
 
 
+def _fixed_bytes(bucket: Bucket) -> int:
+    """What a bucket that has no choice keeps on the device."""
+    if bucket.strategy.cache is Cache.ADAPTIVE:
+        return 0
+    return {Tier.GPU: bucket.node_bytes, Tier.GPU_FULL: bucket.full_bytes}.get(bucket.tier, 0)
+
+
 def is_released(bucket: Bucket, ctx: PassContext) -> bool:
     """Whether the home shards of a bucket leave the device while the host has it."""
-    resident = ctx.strategy.is_resident and bucket.frozen and bucket.tier is Tier.HOST
+    resident = bucket.strategy.is_resident and bucket.frozen and bucket.tier is Tier.HOST
     is_exact = bucket.wire is Format.FULL
     return (
         resident and is_exact and all(s.home_dtype == s.gather_dtype for s in _specs(bucket, ctx))
@@ -113,10 +122,10 @@ def _entries(
 ) -> list[Entry]:
     entries = []
     for bucket in buckets:
-        if bucket.tier is Tier.NONE:
+        if bucket.tier is Tier.NONE or bucket.strategy.cache is not Cache.ADAPTIVE:
             continue
         home = sum(map(_home_bytes, _specs(bucket, ctx))) if is_released(bucket, ctx) else 0
-        node_bytes = bucket.node_bytes(ctx.nodes)
+        node_bytes = bucket.node_bytes
         mine = [
             [a.step for a in part if a.bucket == bucket.id]
             for (_, variant), part in parts.items()
@@ -132,31 +141,31 @@ def _entries(
             Entry(
                 bucket=bucket.id,
                 bytes=node_bytes + home,
-                moved_bytes=moves * bucket.host_bytes(ctx.nodes),
-                full_bytes=_full_bytes(bucket, ctx),
-                spread_bytes=spreads * (ctx.ranks_per_node - 1) * node_bytes,
-                spans=tuple(_spans(bucket, parts, ctx)),
+                moved_bytes=moves * bucket.host_bytes,
+                full_bytes=_full_bytes(bucket),
+                spread_bytes=spreads * (bucket.ranks_per_node - 1) * node_bytes,
+                spans=tuple(_spans(bucket, parts)),
             )
         )
     return entries
 
 
-def _full_bytes(bucket: Bucket, ctx: PassContext) -> int | None:
+def _full_bytes(bucket: Bucket) -> int | None:
     """What a bucket has beyond its node shard; None where that is nothing, or must not be kept."""
-    if ctx.ranks_per_node == 1 or not ctx.strategy.may_keep_full:
+    if bucket.ranks_per_node == 1 or not bucket.strategy.may_keep_full:
         return None
-    return bucket.full_bytes(ctx.nodes, ctx.ranks_per_node) - bucket.node_bytes(ctx.nodes)
+    return bucket.full_bytes - bucket.node_bytes
 
 
 def _spans(
-    bucket: Bucket, parts: Mapping[tuple[Direction, Variant], Sequence[Alive]], ctx: PassContext
+    bucket: Bucket, parts: Mapping[tuple[Direction, Variant], Sequence[Alive]]
 ) -> list[tuple[int, int]]:
     """When the cache has an entry: always if it outlives the step, else from its store to its load."""
     spans, start = [], 0
     for (direction, _), part in parts.items():
         end = start + len(part)
         mine = {a.step: start + i for i, a in enumerate(part) if a.bucket == bucket.id}
-        if ctx.strategy.is_resident:
+        if bucket.strategy.is_resident:
             spans.append((start, end))
         elif direction is Direction.BACKWARD:
             spans.append((start, mine.get(Kind.LOAD.value, end)))

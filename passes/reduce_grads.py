@@ -55,7 +55,7 @@ def _reduce_bucket(
     grads: list[Node] = [n.all_input_nodes[0] for n in members]
     last = max(grads, key=order.__getitem__)
     with graph.inserting_before(_after(last)):
-        together = ctx.replica_ranks
+        together = ctx.ranks_per_node // bucket.ranks_per_node
         (packed,) = ctx.inliner.inline(
             graph, lambda g: [padded(pack_grads(g, layouts, dtype), together)], grads
         )
@@ -83,7 +83,7 @@ def _reduce_packed(
     names = tuple(s.name for s in specs)
     elements = int(packed.meta["val"].numel())
     buffer, pending = packed, None  # type: Node, Node | None
-    for op, size in _reduction_steps(_variant(bucket, ctx), ctx):
+    for op, size in _reduction_steps(bucket, ctx):
         moved, result = (size - 1) * elements * bucket.reduce_itemsize, dtype
         if op in (ops.collect, ops.accumulate):
             moved = elements * wide.itemsize if bucket.gradient_tier is Tier.HOST else 0
@@ -109,18 +109,19 @@ def _variant(bucket: Bucket, ctx: PassContext) -> Variant:
     return Variant.COLD if bucket.gradient_tier is Tier.NONE else ctx.variant
 
 
-def _reduction_steps(variant: Variant, ctx: PassContext) -> list[tuple[Callable[..., Any], int]]:
+def _reduction_steps(bucket: Bucket, ctx: PassContext) -> list[tuple[Callable[..., Any], int]]:
     """The ops that gradients go through, each with the size of its group."""
     steps: list[tuple[Callable[..., Any], int]] = []
-    for kind in REDUCTIONS[ctx.strategy.home]:
+    variant, strategy = _variant(bucket, ctx), bucket.strategy
+    for kind in REDUCTIONS[strategy.home]:
         is_inter = kind in INTER_KINDS
         whole = Scope.INTRA if is_inter else Scope.NONE
         is_first = kind is not Kind.INTRA_GRAD_ALL_GATHER
-        if is_first and ctx.strategy.gradient is whole and variant is Variant.ACCUMULATE:
+        if is_first and strategy.gradient is whole and variant is Variant.ACCUMULATE:
             return [*steps, (ops.collect, 1), (ops.accumulate, 1)]
-        if is_first and ctx.strategy.gradient is whole and variant is Variant.COLLECT:
+        if is_first and strategy.gradient is whole and variant is Variant.COLLECT:
             steps.append((ops.collect, 1))
-        size = ctx.nodes * ctx.replica_nodes if is_inter else ctx.ranks_per_node * ctx.replica_ranks
+        size = ctx.nodes if is_inter else ctx.ranks_per_node
         if size > 1:
             steps.append((_OPS[kind], size))
     return steps

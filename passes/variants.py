@@ -15,9 +15,12 @@ from fcdp_compile.torch_compat import graph_module
 
 def variants(gm: GraphModule, ctx: PassContext) -> list[Variant]:
     """Cold alone where nothing outlives the backward; warm alone where the cold one would store nothing."""
-    if ctx.direction is Direction.BACKWARD or not ctx.strategy.is_resident:
+    if ctx.direction is Direction.BACKWARD:
         return [Variant.COLD]
-    stores = Source.GATHER_AND_STORE in [u.source for u in _cold_uses(gm, ctx)]
+    uses = [u for u in _cold_uses(gm, ctx) if u.bucket.strategy.is_resident]
+    if not uses:
+        return [Variant.COLD]
+    stores = Source.GATHER_AND_STORE in [u.source for u in uses]
     return [Variant.COLD, Variant.WARM] if stores else [Variant.WARM]
 
 

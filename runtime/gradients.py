@@ -16,7 +16,7 @@ it stays so: as by `torch.autograd.grad`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,7 +57,7 @@ class Accumulation:
     """What accumulates of one model on this rank.
 
     is_on: whether forwards that begin now accumulate in their backward.
-    reductions: what gradients that wait have still to go through, in order.
+    reductions: what gradients of a bucket that wait have still to go through, in order.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Accumulation:
         collectives: Collectives,
         codecs: Codecs,
         *,
-        reductions: Sequence[Kind],
+        reductions: Callable[[Bucket], Sequence[Kind]],
     ) -> None:
         self.is_on = False
         self._records = records
@@ -213,7 +213,7 @@ class Accumulation:
             self._counters.add(Kind.COLLECT, _slab_bytes(waiting))
             device = records[0].local().device
             rest = Pending(kept.tensor.to(device, getattr(torch, bucket.reduce_dtype)))
-            for kind in self._reductions:
+            for kind in self._reductions(bucket):
                 crosses = kind is Kind.INTER_REDUCE_SCATTER
                 codec = self._codecs.of_gradients(bucket, params) if crosses else None
                 name = range_name(kind, bucket)

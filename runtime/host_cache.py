@@ -30,7 +30,7 @@ from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
-from fcdp_compile.strategy import Life
+from fcdp_compile.strategy import Cache, Life
 from fcdp_compile.wire import Format
 
 
@@ -54,14 +54,12 @@ class NodeShardCache:
 
     def __init__(
         self,
-        life: Life,
         device: torch.device,
         counters: Counters,
         pool: PinnedPool,
         lanes: Lanes,
         codecs: Codecs | None = None,
     ) -> None:
-        self._life = life
         self._device = device
         self._counters = counters
         self._pool = pool
@@ -70,7 +68,7 @@ class NodeShardCache:
         self._entries: dict[int, _Entry] = {}
         self._fallen_back: set[int] = set()
         self._in_full: set[int] = set()  # what all ranks agreed to keep so
-        # Asked before an entry stays on the device; None where the strategy wants it there come what may.
+        # Asked before an entry stays on the device whose strategy leaves it the choice.
         self.memory: DeviceMemory | None = None
 
     @property
@@ -131,27 +129,28 @@ class NodeShardCache:
         One that is about to become the whole bucket goes there only when all ranks have agreed not to.
         """
         if bucket.id in self._in_full:
-            if self._is_short():
+            if self._is_short(bucket):
                 self._fallen_back.add(bucket.id)
             return Tier.GPU
         if bucket.tier not in (Tier.GPU, Tier.GPU_FULL) or bucket.id in self._fallen_back:
             return Tier.HOST
-        if self._is_short():
+        if self._is_short(bucket):
             self._fallen_back.add(bucket.id)
             return Tier.HOST
         return Tier.GPU
 
     def _look_at_memory(self, bucket: Bucket, entry: _Entry) -> None:
         """Let what is on the device fall back if memory has become short since it was stored."""
-        if self._entries.get(bucket.id) is not entry or not self._is_short():
+        if self._entries.get(bucket.id) is not entry or not self._is_short(bucket):
             return
         self._fallen_back.add(bucket.id)
         if entry.tier is Tier.GPU and bucket.id not in self._in_full:
             self.store(bucket, Pending(entry.kept.tensor, done=entry.kept.done), entry.generation)
             self._entries[bucket.id].uses = entry.uses
 
-    def _is_short(self) -> bool:
-        return self.memory is not None and self.memory.is_short()
+    def _is_short(self, bucket: Bucket) -> bool:
+        may_choose = bucket.strategy.cache is Cache.ADAPTIVE
+        return may_choose and self.memory is not None and self.memory.is_short()
 
     def store(self, bucket: Bucket, node_shard: Tensor | Pending, generation: int) -> Pending:
         """Keep the node shard [N*S] of that generation: in the bucket's tier if there is room."""
@@ -199,7 +198,7 @@ class NodeShardCache:
         if entry is None or entry.generation != generation:
             again = (
                 "; a strategy that caches until the backward has no second one with retain_graph=True"
-                if self._life is Life.UNTIL_BACKWARD
+                if bucket.strategy.life is Life.UNTIL_BACKWARD
                 else ""
             )
             raise StaleParameterError(
@@ -207,7 +206,7 @@ class NodeShardCache:
                 "forward that this backward belongs to; run the backward before the next optimizer step"
                 f"{again}"
             )
-        if self._life is Life.UNTIL_BACKWARD:
+        if bucket.strategy.life is Life.UNTIL_BACKWARD:
             entry.uses -= 1
             if not entry.uses:
                 self._entries.pop(bucket.id)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable
 
 from fcdp_compile.host_memory import UNLIMITED, HostBudget, Limit, detect, lockable_bytes
-from fcdp_compile.mesh import Home, Topology
+from fcdp_compile.mesh import Topology
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.runtime.agreement import FLAGS_OF_A_WORD
 from fcdp_compile.runtime.collectives import Collectives
@@ -44,10 +44,9 @@ class HostMemory:
     garbage is not collected on all at once.
     """
 
-    def __init__(self, topology: Topology, home: Home) -> None:
+    def __init__(self, topology: Topology) -> None:
         self._ranks_per_node = topology.ranks_per_node
         self._is_first = topology.node == topology.place == 0
-        self._home = home
         self._available = HostBudget(bytes=UNLIMITED, limit=Limit.NOTHING)
         self._lockable_bytes = UNLIMITED
         self._asked_bytes: int | None = None
@@ -160,9 +159,7 @@ class HostMemory:
         made = list(buckets)
         new = {b.id: b for b in made if b.tier is Tier.NONE and not self.is_left_out(b)}
         if new and not self._left_out and self._is_first:
-            lost, every = (
-                sum(b.host_bytes(self._home.nodes) for b in group) for group in (new.values(), made)
-            )
+            lost, every = (sum(b.host_bytes for b in group) for group in (new.values(), made))
             log.warning(
                 "%d of %d buckets (%.1f of %.1f MiB a rank) do not fit in host memory and are gathered "
                 "between nodes at every use: same numbers, slower; the cache may take %.1f MiB a rank "

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from fcdp_compile.errors import UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
-from fcdp_compile.mesh import Topology
+from fcdp_compile.mesh import Home, Topology
 from fcdp_compile.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.reduction import REDUCTIONS
@@ -36,7 +36,7 @@ from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.released import is_released, release
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
-from fcdp_compile.strategy import Scope, Strategy
+from fcdp_compile.strategy import Scope
 
 log = logging.getLogger(__name__)
 
@@ -48,25 +48,21 @@ class ShardedModel:
         self,
         number: int,
         topology: Topology,
-        strategy: Strategy,
         records: Iterable[ParamRecord],
         device: torch.device,
     ) -> None:
         self.number = number
         self.topology = topology
-        self.strategy = strategy
-        self.home = topology.home(strategy.home)
         self.records = {r.spec.key: r for r in records}
+        self.strategies = tuple(dict.fromkeys(r.spec.strategy for r in self.records.values()))
         self.device = device
         self.counters = Counters()
         self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
         self.collectives = Collectives(topology, self.counters, self.lanes)
         self.pool = PinnedPool(device, numa_node=numa.node_of(device))
-        self.host_memory = HostMemory(topology, self.home)
+        self.host_memory = HostMemory(topology)
         self.codecs = Codecs()
-        self.cache = NodeShardCache(
-            strategy.life, device, self.counters, self.pool, self.lanes, self.codecs
-        )
+        self.cache = NodeShardCache(device, self.counters, self.pool, self.lanes, self.codecs)
         self.accumulation = Accumulation(
             {r.spec.name: r for r in self.records.values()},
             self.counters,
@@ -74,7 +70,7 @@ class ShardedModel:
             self.lanes,
             self.collectives,
             self.codecs,
-            reductions=self._reductions_of_waiting(),
+            reductions=self._reductions_of_waiting,
         )
         self.generations = Generations(self.records)
         self.fingerprints = Fingerprints()
@@ -94,10 +90,14 @@ class ShardedModel:
         ):
             weakref.finalize(self, handle.remove)
 
-    def _reductions_of_waiting(self) -> list[Kind]:
-        """What gradients still go through that accumulated at the strategy's scope."""
-        kinds = list(REDUCTIONS[self.strategy.home])
-        if self.strategy.gradient is not Scope.NONE:
+    def home_of(self, bucket: Bucket) -> Home:
+        """Where this rank is among those that share one copy of a bucket."""
+        return self.topology.home(bucket.strategy.home)
+
+    def _reductions_of_waiting(self, bucket: Bucket) -> list[Kind]:
+        """What gradients still go through that accumulated at their strategy's scope."""
+        kinds = list(REDUCTIONS[bucket.strategy.home])
+        if bucket.strategy.gradient is not Scope.NONE:
             kinds.remove(Kind.INTRA_REDUCE_SCATTER)
         return [k for k in kinds if self.collectives.group_size(k) > 1]
 
@@ -114,7 +114,7 @@ class ShardedModel:
         self.records[key].living()  # raises if what was put there holds other rows
         layouts = [spec.layout]
         pending = Pending(pack_home([shard], layouts, spec.gather_dtype))
-        sizes = (self.home.nodes, self.home.ranks_per_node)
+        sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
         for kind, size in zip((Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER), sizes, strict=True):
             if size > 1:
                 pending = self.collectives.all_gather(kind, pending, f"fcdp::{kind.value} {key}")
@@ -139,10 +139,10 @@ class ShardedModel:
         """Average one full gradient over all ranks now and return this rank's shard of it."""
         spec = self.spec(key)
         packed = pack_grads([grad], [spec.layout], spec.reduce_dtype)
-        if self.strategy.home is Scope.NONE:
+        if spec.strategy.home is Scope.NONE:
             packed = padded(packed, self.topology.ranks_per_node)
         pending = Pending(packed)
-        for kind in REDUCTIONS[self.strategy.home]:
+        for kind in REDUCTIONS[spec.strategy.home]:
             if self.collectives.group_size(kind) > 1:
                 pending = self.collectives.reduction(kind, pending, f"fcdp::{kind.value} {key}")
         whole = pending.wait()
@@ -151,14 +151,15 @@ class ShardedModel:
 
     def make_groups(self) -> None:
         """Make the groups that only some strategies need, with all ranks of the mesh."""
-        if self.strategy.algorithm in (Algorithm.RING, Algorithm.AUTO):
+        flat = (Algorithm.RING, Algorithm.AUTO)
+        if any(strategy.algorithm in flat for strategy in self.strategies):
             self.collectives.make_flat_group()
 
     # --- host memory --------------------------------------------------------------------------------------
 
     def agree_on_host_memory(self) -> None:
         """Find the budget of a cache on the host, with all ranks of the mesh."""
-        if self.strategy.uses_host:
+        if any(strategy.uses_host for strategy in self.strategies):
             is_pinned = self.device.type == "cuda"
             self.host_memory.agree(self.collectives, self.pool, is_pinned=is_pinned)
 
@@ -224,7 +225,7 @@ class ShardedModel:
     def release_shards(self, bucket: Bucket) -> None:
         """Give back the device memory of the home shards of a bucket that is valid in the cache."""
         specs = [self.records[key].spec for key in self.keys_of(bucket)]
-        release(bucket, specs, self.parameters(bucket), self.cache, self.home.node)
+        release(bucket, specs, self.parameters(bucket), self.cache, self.home_of(bucket).node)
 
     # --- validity -----------------------------------------------------------------------------------------
 
@@ -245,21 +246,21 @@ class ShardedModel:
         outdated = [
             b.id in changed or self.cache.generation(b.id) != self.generation(b) for b in buckets
         ]
-        may_keep_full = self.strategy.may_keep_full and self.home.ranks_per_node > 1
-        refused = [not self.cache.wants_in_full(b) for b in buckets] if may_keep_full else []
+        choosing = [b for b in buckets if b.strategy.may_keep_full and b.ranks_per_node > 1]
+        refused = [not self.cache.wants_in_full(b) for b in choosing]
         agreed = any_rank(self.collectives, about, [*outdated, *refused])
         for bucket, mine_too, is_stale in zip(buckets, outdated, agreed, strict=False):
             if is_stale and not mine_too:
                 # Another rank's shard changed: the copy here is as outdated as there.
                 self.generations.change(self.keys_of(bucket))
-        for bucket, is_refused in zip(buckets, agreed[len(buckets) :], strict=False):
+        for bucket, is_refused in zip(choosing, agreed[len(buckets) :], strict=True):
             self._settle_full(bucket, agreed=not is_refused)
         return [b for b, is_stale in zip(buckets, agreed, strict=False) if is_stale]
 
     def _settle_full(self, bucket: Bucket, *, agreed: bool) -> None:
         if agreed and not self.cache.keeps_in_full(bucket):
             self.shards(bucket)  # those that only the host's copy has come back before it goes
-        self.cache.agree_in_full(bucket, self.home, agreed=agreed)
+        self.cache.agree_in_full(bucket, self.home_of(bucket), agreed=agreed)
 
     def fingerprints_of_uncached(self, buckets: Sequence[Bucket]) -> list[int]:
         """Fingerprints of the home shards of those buckets that no tier keeps, 0 for the others.
@@ -267,15 +268,18 @@ class ShardedModel:
         Where a rank has whole parameters there is nothing to gather again in a backward: autograd has saved
         them.  But it does not see that an optimizer steps a DTensor, which generations do.
         """
-        if self.home.ranks == 1:
-            return [self.generation(b) for b in buckets]
-        marks = {b.id: fingerprint(self.shards(b)) for b in buckets if b.tier is Tier.NONE}
+        whole = {b.id: self.generation(b) for b in buckets if b.ranks == 1}
+        marks = {
+            b.id: fingerprint(self.shards(b))
+            for b in buckets
+            if b.tier is Tier.NONE and b.id not in whole
+        }
         known = (
             dict(zip(marks, torch.stack(list(marks.values())).tolist(), strict=True))
             if marks
             else {}
         )
-        return [known.get(b.id, 0) for b in buckets]
+        return [whole.get(b.id, known.get(b.id, 0)) for b in buckets]
 
     def agree_on_any(self, found: Sequence[object]) -> bool:
         """Whether any rank found something; all ranks must ask."""
@@ -291,7 +295,7 @@ class ShardedModel:
             # holds cannot be released.
             home = home.clone()
         node_shard = Pending(home)
-        if self.home.nodes > 1:
+        if bucket.nodes > 1:
             kind = Kind.INTER_ALL_GATHER
             codec = self.codecs.of_weights(bucket)
             name = range_name(kind, bucket)

@@ -65,7 +65,7 @@ class ParamRecord:
 
     def _check_home(self, parameter: DTensor) -> None:
         # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on ("inter", "intra").
-        expected = placements_of(self.spec.layout, self.spec.home)
+        expected = placements_of(self.spec.layout, self.spec.strategy.home)
         names = parameter.device_mesh.mesh_dim_names
         if names != (INTRA, INTER) or tuple(parameter.placements) != expected:
             raise FcdpError(

@@ -37,6 +37,7 @@ class CompiledPlan:
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
         self._gathers = _gathered_when_cold(plan)
         self._uncached = [b for b in plan.buckets if b.tier is Tier.NONE]
+        self._is_resident = any(b.strategy.is_resident for b in plan.buckets)
         self._accumulated = [b.id for b in plan.buckets if b.gradient_tier is not Tier.NONE]
 
     def forward(self, direction: Direction, args: list[Any]) -> tuple[Any, ...]:
@@ -85,17 +86,20 @@ class CompiledPlan:
             describe=lambda: to_json(self.plan),
         )
         stale = model.stale(relevant, about)
-        in_graph = [b for b in stale if b.id in self._gathers]
-        if not model.strategy.is_resident:
+        if not self._is_resident:
             return Variant.COLD
+        # What goes with the backward is gathered in any variant.
+        stale = [b for b in stale if b.strategy.is_resident]
+        kept = [i for i in self._gathers if self._buckets[i].strategy.is_resident]
+        in_graph = [b for b in stale if b.id in kept]
         for bucket in self._uncached:
             model.release_rivals(bucket)
         # With only some of them stale (a tied weight gathered by an earlier graph of this step) the cold
         # variant would gather the valid ones again.
-        cold = bool(in_graph) and len(in_graph) == len(self._gathers)
+        cold = bool(in_graph) and len(in_graph) == len(kept)
         for bucket in stale:
             model.release_rivals(bucket)
-            if not (cold and bucket.id in self._gathers):
+            if not (cold and bucket.id in kept):
                 model.refresh(bucket)
         for bucket in relevant:
             if bucket.frozen:

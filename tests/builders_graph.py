@@ -32,7 +32,7 @@ from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.plan import Bucket, Direction, Variant
 from fcdp_compile.registry import ParamSpec
-from fcdp_compile.strategy import Strategy
+from fcdp_compile.strategy import PRESETS, Strategy
 
 aten = torch.ops.aten
 
@@ -63,6 +63,7 @@ def make_spec(
     gathers: torch.dtype | None = None,
     reduces: torch.dtype | None = None,
 ) -> ParamSpec:
+    """A parameter without a strategy of interest; `make_context` gives it one."""
     layout = ParamLayout.of(shape, where.nodes, where.ranks_per_node)
     return ParamSpec(
         key=key_of(name),
@@ -72,6 +73,7 @@ def make_spec(
         gather_dtype=gathers or home,
         reduce_dtype=reduces or gathers or home,
         local_shape=layout.local_shape(where.node, where.place),
+        strategy=PRESETS["zero3"],
     )
 
 
@@ -98,13 +100,11 @@ def make_context(
 ) -> PassContext:
     """A context; `frozen` holds names.  One node caches nothing, as in the runtime."""
     chosen = Strategy.parse(strategy)
+    chosen = chosen if where.nodes > 1 else chosen.on_one_node(where.ranks_per_node)
     return PassContext(
-        strategy=chosen if where.nodes > 1 else chosen.on_one_node(where.ranks_per_node),
         nodes=where.nodes,
         ranks_per_node=where.ranks_per_node,
-        node=where.node,
-        place=where.place,
-        specs=specs,
+        specs={key: replace(spec, strategy=chosen) for key, spec in specs.items()},
         frozen=frozenset(key_of(n) for n in frozen),
         known=known or {},
         next_bucket=next_bucket,
@@ -298,9 +298,10 @@ def lower_pair(
     if stamped:
         stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
     todo = [(Direction.FORWARD, Variant.COLD, fw), (Direction.BACKWARD, Variant.COLD, bw)]
-    if ctx.strategy.is_resident:
+    strategies = {spec.strategy for spec in ctx.specs.values()}
+    if any(s.is_resident for s in strategies):
         todo.append((Direction.FORWARD, Variant.WARM, fw))
-    if ctx.strategy.accumulates_on is not None and ctx.ranks > 1:
+    if any(s.accumulates_on is not None for s in strategies) and ctx.ranks > 1:
         todo += [(Direction.BACKWARD, v, bw) for v in (Variant.ACCUMULATE, Variant.COLLECT)]
     for direction, variant, gm in todo:
         now = replace(ctx, direction=direction, variant=variant, backward_buckets=again)

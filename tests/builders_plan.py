@@ -20,6 +20,7 @@ from fcdp_compile.plan import (
     Tier,
     Variant,
 )
+from fcdp_compile.strategy import PRESETS, Scope, Strategy
 from fcdp_compile.wire import Format
 
 # Written out once more, independently of plan.LANES.
@@ -68,11 +69,13 @@ def make_bucket(
     frozen: bool = False,
     tier: Tier = Tier.HOST,
     why: str = "one layer",
+    strategy: str = "fcdp",
 ) -> Bucket:
     """A bucket that reduces in fp32."""
     return Bucket(
         id=bucket_id,
         params=make_params(named_shapes, nodes, ranks_per_node),
+        strategy=Strategy.parse(strategy),
         dtype=dtype[0],
         itemsize=dtype[1],
         reduce_dtype="float32",
@@ -124,8 +127,8 @@ def make_plan(*, graph: int = 0, layers: int = 8, width: int = 512) -> Plan:
         why="all adapters",
     )
     gathers = [
-        (Kind.LOAD, 0, frozen.node_bytes(2)),
-        (Kind.INTRA_ALL_GATHER, 0, frozen.node_bytes(2)),
+        (Kind.LOAD, 0, frozen.node_bytes),
+        (Kind.INTRA_ALL_GATHER, 0, frozen.node_bytes),
         (Kind.WAIT, 0, 0),
         (Kind.COMPUTE, None, 0),
         (Kind.FREE, 0, 0),
@@ -133,12 +136,12 @@ def make_plan(*, graph: int = 0, layers: int = 8, width: int = 512) -> Plan:
     cold = [
         (Kind.INTER_ALL_GATHER, 1, adapters.slot_bytes),
         (Kind.WAIT, 1, 0),
-        (Kind.STORE, 1, adapters.node_bytes(2)),
+        (Kind.STORE, 1, adapters.node_bytes),
         *gathers,
     ]
     backward = [
         *gathers,
-        (Kind.INTRA_REDUCE_SCATTER, 1, 2 * adapters.node_bytes(2)),
+        (Kind.INTRA_REDUCE_SCATTER, 1, 2 * adapters.node_bytes),
         (Kind.INTER_REDUCE_SCATTER, 1, 2 * adapters.slot_bytes),
     ]
     return Plan(
@@ -184,8 +187,6 @@ def plans(draw: st.DrawFn) -> Plan:
         strategy=draw(texts.filter(bool)),
         nodes=nodes,
         ranks_per_node=ranks_per_node,
-        replica_nodes=draw(st.integers(1, 3)),
-        replica_ranks=draw(st.integers(1, 3)),
         graph=draw(st.integers(0, 2**63 - 1)),
         buckets=tuple(draw(_buckets(bucket_id, nodes, ranks_per_node)) for bucket_id in ids),
         refresh=tuple(draw(st.lists(st.sampled_from(ids), unique=True))) if ids else (),
@@ -200,12 +201,16 @@ def plans(draw: st.DrawFn) -> Plan:
 @st.composite
 def _buckets(draw: st.DrawFn, bucket_id: int, nodes: int, ranks_per_node: int) -> Bucket:
     names = draw(st.lists(texts.filter(bool), min_size=1, max_size=3, unique=True))
+    strategy = draw(st.sampled_from(list(PRESETS.values())))
+    nodes = nodes if strategy.home is Scope.GLOBAL else 1
+    ranks_per_node = 1 if strategy.home is Scope.NONE else ranks_per_node
     (dtype, itemsize), (reduce_dtype, reduce_itemsize) = draw(
         st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES))
     )
     return Bucket(
         id=bucket_id,
         params=make_params([(name, draw(shapes)) for name in names], nodes, ranks_per_node),
+        strategy=strategy,
         dtype=dtype,
         itemsize=itemsize,
         reduce_dtype=reduce_dtype,

@@ -58,7 +58,7 @@ def test_table_of_buckets(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "layers.{0-7}.q_proj.lora_A.weight  x8" in out
     assert "layers.3" not in out
     frozen, adapters = make_plan().buckets
-    mib = [frozen.slot_bytes / 2**20, frozen.node_bytes(2) / 2**20, frozen.full_bytes(2, 2) / 2**20]
+    mib = [frozen.slot_bytes / 2**20, frozen.node_bytes / 2**20, frozen.full_bytes / 2**20]
     row = cells(out, "0")
     assert row[3:7] == ["8", *(f"{x:.3f}" for x in mib)]
     assert row[7:] == ["bfloat16", "float32", "yes", "host", "frozen", "together"]

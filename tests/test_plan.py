@@ -13,6 +13,7 @@ from builders_plan import make_bucket, make_plan, make_steps, plans
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.plan import Bucket, Kind, Plan, Schedule, Step, Tier, Variant
 from fcdp_compile.plan_diff import diff
+from fcdp_compile.strategy import PRESETS
 from fcdp_compile.wire import Format
 
 
@@ -71,8 +72,7 @@ OTHER: dict[str, Plan] = {
     "strategy": dataclasses.replace(PLAN, strategy="zero3"),
     "nodes": dataclasses.replace(PLAN, nodes=3),
     "ranks per node": dataclasses.replace(PLAN, ranks_per_node=3),
-    "replica nodes": dataclasses.replace(PLAN, replica_nodes=2),
-    "replica ranks": dataclasses.replace(PLAN, replica_ranks=2),
+    "strategy of a bucket": with_bucket(PLAN, strategy=PRESETS["zero3"]),
     "refresh": dataclasses.replace(PLAN, refresh=()),
     "order of refresh": dataclasses.replace(PLAN, refresh=(1, 0)),
     "bucket missing": dataclasses.replace(PLAN, buckets=PLAN.buckets[:1]),
@@ -201,8 +201,8 @@ def test_bytes_of_a_bucket() -> None:
     bucket = make_bucket(0, [("a", (3,)), ("b", ()), ("c", (8, 4))], dtype=("float32", 4))
     assert bucket.slot_elements == 1 + 1 + 8
     assert bucket.slot_bytes == 40
-    assert bucket.node_bytes(2) == 80
-    assert bucket.full_bytes(2, 2) == 160
+    assert bucket.node_bytes == 80
+    assert bucket.full_bytes == 160
 
 
 def test_a_bucket_is_found_by_its_number() -> None:

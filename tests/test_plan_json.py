@@ -154,9 +154,17 @@ FAULTS: list[tuple[Path_, object, str]] = [
     # layouts
     ((*FIRST_PARAM, "layout", "dim"), 2, "buckets[0].params[0].layout.dim: is 2, but shape"),
     ((*FIRST_PARAM, "layout", "dim"), None, "buckets[0].params[0].layout.dim: is null"),
-    ((*FIRST_PARAM, "layout", "nodes"), 3, "layout.nodes: is 3, but the plan has 2"),
+    (
+        (*FIRST_PARAM, "layout", "nodes"),
+        3,
+        "layout.nodes: is 3, but home shards of scope",
+    ),
     ((*FIRST_PARAM, "layout", "nodes"), 0, "layout.nodes: is 0, but must be at least 1"),
-    ((*FIRST_PARAM, "layout", "ranks_per_node"), 3, "ranks_per_node: is 3, but the plan has 2"),
+    (
+        (*FIRST_PARAM, "layout", "ranks_per_node"),
+        3,
+        "ranks_per_node: is 3, but home shards of scope global",
+    ),
     ((*FIRST_PARAM, "layout", "shape"), [1] * 65, "layout.shape: has 65 dimensions"),
     ((*FIRST_PARAM, "layout", "shape"), [2**62] * 64, "layout.shape: makes the bucket larger"),
     # buckets

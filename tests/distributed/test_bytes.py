@@ -110,14 +110,13 @@ def _planned(plan: Plan, *variants: tuple[Direction, Variant], refresh: bool) ->
             sent.update({k.value: n for k, n in schedule.bytes_by_kind().items()})
             calls.update(s.kind.value for s in schedule.steps if s.kind.value in MOVING)
     for bucket in (plan.bucket(i) for i in plan.refresh if refresh):
-        node_bytes = bucket.node_bytes(plan.nodes)
-        if plan.nodes > 1:
-            sent["inter_all_gather"] += (plan.nodes - 1) * bucket.wire_bytes
+        if bucket.nodes > 1:
+            sent["inter_all_gather"] += (bucket.nodes - 1) * bucket.wire_bytes
             calls["inter_all_gather"] += 1
-        sent["store"] += bucket.host_bytes(plan.nodes) if bucket.tier is Tier.HOST else 0
+        sent["store"] += bucket.host_bytes if bucket.tier is Tier.HOST else 0
         calls["store"] += 1
-        if bucket.tier is Tier.GPU_FULL and plan.ranks_per_node > 1:
-            sent["intra_all_gather"] += (plan.ranks_per_node - 1) * node_bytes
+        if bucket.tier is Tier.GPU_FULL and bucket.ranks_per_node > 1:
+            sent["intra_all_gather"] += (bucket.ranks_per_node - 1) * bucket.node_bytes
             calls["intra_all_gather"] += 1
     return formulas.Moved(bytes={k: n for k, n in sent.items() if n}, calls=dict(calls))
 

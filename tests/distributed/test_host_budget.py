@@ -118,7 +118,7 @@ def test_ranks_agree_on_the_least_and_one_warns() -> None:
     forward = {b.id: b for b in buckets if "does not fit" in b.why or b.tier is Tier.HOST}
     cached = [b for b in forward.values() if b.tier is Tier.HOST]
     left_out = [b for b in forward.values() if b.tier is Tier.NONE]
-    assert 0 < sum(b.node_bytes(2) for b in cached) <= 300
+    assert 0 < sum(b.node_bytes for b in cached) <= 300
     assert left_out
     assert all(Limit.CGROUP.value in b.why for b in left_out)
     assert [len(messages) for _, messages in results] == [1, 0, 0, 0]

@@ -162,11 +162,7 @@ def _spread_bytes(plan: Plan) -> int:
     warm = per_run[Direction.FORWARD, Variant.WARM]
     cold = per_run.get((Direction.FORWARD, Variant.COLD), warm)
     refreshed = [plan.bucket(i) for i in plan.refresh]
-    once = sum(
-        (plan.ranks_per_node - 1) * b.node_bytes(plan.nodes)
-        for b in refreshed
-        if b.tier is Tier.GPU_FULL
-    )
+    once = sum((b.ranks_per_node - 1) * b.node_bytes for b in refreshed if b.tier is Tier.GPU_FULL)
     return 3 * (cold + warm + 2 * per_run[Direction.BACKWARD, Variant.COLD]) + once
 
 

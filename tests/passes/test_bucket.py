@@ -190,7 +190,7 @@ class TestHostBudget:
         ctx = make_context(
             self.specs, WHERE, frozen=["f"], bucket_bytes=1, host_bytes=host_bytes, **more
         )
-        assert [b.node_bytes(2) for b in buckets_of(bucket(toy_forward(self.specs), ctx))] == [
+        assert [b.node_bytes for b in buckets_of(bucket(toy_forward(self.specs), ctx))] == [
             32,
             64,
             16,
@@ -315,7 +315,7 @@ def test_host_memory_is_never_exceeded_and_never_refused_where_it_fits(
             known = known | {key_of(param.name): (made,)}
         ids = 1 + max((b.id for (b,) in known.values()), default=-1)
     cached = [b for (b,) in known.values() if b.tier is Tier.HOST]
-    assert sum(b.node_bytes(where.nodes) for b in cached) == budget - left <= budget
+    assert sum(b.node_bytes for b in cached) == budget - left <= budget
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -26,7 +26,8 @@ def made(number: int, elements: int, *, reduces: tuple[str, int] = ("bfloat16", 
 def place(
     buckets: Sequence[Bucket], room_bytes: int | None, strategy: Strategy = FCDP
 ) -> list[Tier]:
-    placed = place_gradients(buckets, strategy, nodes=N, ranks_per_node=G, room_bytes=room_bytes)
+    buckets = [replace(b, strategy=strategy) for b in buckets]
+    placed = place_gradients(buckets, room_bytes=room_bytes)
     assert [replace(b, gradient_tier=Tier.NONE) for b in placed] == [
         replace(b, gradient_tier=Tier.NONE) for b in buckets
     ]
@@ -38,8 +39,8 @@ def place(
 )
 def test_bytes_are_of_sums_in_fp32_or_wider(reduces: tuple[str, int], itemsize: int) -> None:
     bucket = made(0, 3, reduces=reduces)
-    assert gradient_bytes(bucket, FCDP, nodes=N, ranks_per_node=G) == 3 * N * itemsize
-    assert gradient_bytes(bucket, ZERO1, nodes=N, ranks_per_node=G) == 3 * N * G * itemsize
+    assert gradient_bytes(bucket) == 3 * N * itemsize
+    assert gradient_bytes(replace(bucket, strategy=ZERO1)) == 3 * N * G * itemsize
 
 
 BUCKETS = [made(0, 10), made(1, 30), made(2, 5)]
@@ -93,13 +94,13 @@ def test_what_host_memory_has_no_room_for_never_waits(
 ) -> None:
     """On every rank alike, whatever one has room for on its GPU."""
     buckets = [replace(b, gradient_tier=Tier.GPU) for b in BUCKETS] if gpu else BUCKETS
-    found = fit_gradients(buckets, FCDP, nodes=N, ranks_per_node=G, host_bytes=host_bytes)
+    found = fit_gradients(buckets, host_bytes=host_bytes)
     waits = [b.gradient_tier is not Tier.NONE for b in found]
     assert waits == [letter == "h" for letter in expected]
     frozen = [replace(b, gradient_tier=Tier.NONE, frozen=True) for b in BUCKETS]
-    assert fit_gradients(frozen, FCDP, nodes=N, ranks_per_node=G, host_bytes=0) == frozen
+    assert fit_gradients(frozen, host_bytes=0) == frozen
 
 
 def test_gradients_that_wait_on_the_gpu_alone_need_no_host_memory() -> None:
-    found = fit_gradients(BUCKETS, ZERO1, nodes=N, ranks_per_node=G, host_bytes=0)
-    assert found == BUCKETS
+    buckets = [replace(b, strategy=ZERO1) for b in BUCKETS]
+    assert fit_gradients(buckets, host_bytes=0) == buckets

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from builders_plan import make_bucket
-from fcdp_compile.plan import Tier
+from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.lanes import Lanes
@@ -22,10 +22,16 @@ SHARD_BYTES = 8 * 4
 CPU = torch.device("cpu")
 
 
-def make(life: Life = Life.UNTIL_CHANGED) -> tuple[NodeShardCache, Counters]:
+def until_backward(bucket: Bucket) -> Bucket:
+    """The bucket with a strategy that keeps it no longer."""
+    strategy = replace(bucket.strategy, life=Life.UNTIL_BACKWARD)
+    return replace(bucket, strategy=strategy)
+
+
+def make() -> tuple[NodeShardCache, Counters]:
     counters = Counters()
     lanes = Lanes(CPU, is_blocking=True)
-    return NodeShardCache(life, CPU, counters, PinnedPool(CPU), lanes), counters
+    return NodeShardCache(CPU, counters, PinnedPool(CPU), lanes), counters
 
 
 def shard(value: float) -> torch.Tensor:

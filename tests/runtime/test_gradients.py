@@ -94,7 +94,7 @@ class Rank:
             self.lanes,
             self.peers,  # type: ignore[arg-type]
             Codecs(),
-            reductions=[Kind.INTER_REDUCE_SCATTER],
+            reductions=lambda bucket: [Kind.INTER_REDUCE_SCATTER],
         )
 
     def grad(self, name: str) -> Tensor | None:

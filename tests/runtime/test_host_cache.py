@@ -19,7 +19,7 @@ from fcdp_compile.runtime.lanes import Lanes
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.strategy import Life
-from tests.runtime.cached import CPU, GPU, HOST, OTHER, SHARD_BYTES, make, shard
+from tests.runtime.cached import CPU, GPU, HOST, OTHER, SHARD_BYTES, make, shard, until_backward
 
 
 @pytest.mark.parametrize("bucket", [HOST, GPU])
@@ -71,11 +71,12 @@ def test_only_what_is_on_the_host_counts_as_host_memory() -> None:
 def test_slabs_are_given_back(life: Life) -> None:
     """By `drop`, and by the last load of what lives until the backward."""
     pool = PinnedPool(CPU)
-    cache = NodeShardCache(life, CPU, Counters(), pool, Lanes(CPU, is_blocking=True))
-    cache.store(HOST, shard(1), 1).wait()
+    cache = NodeShardCache(CPU, Counters(), pool, Lanes(CPU, is_blocking=True))
+    mine = until_backward(HOST) if life is Life.UNTIL_BACKWARD else HOST
+    cache.store(mine, shard(1), 1).wait()
     cache.store(OTHER, shard(1)[:4], 1).wait()
     assert pool.slab_bytes == 2 * mmap.PAGESIZE
-    loaded = cache.load(HOST, 1).wait()
+    loaded = cache.load(mine, 1).wait()
     kept = life is Life.UNTIL_CHANGED
     assert pool.slab_bytes == (2 if kept else 1) * mmap.PAGESIZE
     cache.drop(0)
@@ -122,22 +123,25 @@ def test_bytes_are_counted_by_tier() -> None:
     assert counters.calls == {Kind.STORE.value: 1, Kind.LOAD.value: 1}
 
 
+BRIEF = [until_backward(HOST), until_backward(GPU)]
+
+
 class TestUntilBackward:
     """Life ends with the last backward that wants it."""
 
     def test_one_backward_takes_it(self) -> None:
-        cache, _ = make(Life.UNTIL_BACKWARD)
-        cache.store(GPU, shard(1), 1).wait()
-        cache.load(GPU, 1).wait()
+        cache, _ = make()
+        cache.store(BRIEF[1], shard(1), 1).wait()
+        cache.load(BRIEF[1], 1).wait()
         assert cache.generation(0) is None
         with pytest.raises(StaleParameterError):
-            cache.load(GPU, 1)
+            cache.load(BRIEF[1], 1)
 
     @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.lists(st.booleans(), max_size=30), st.sampled_from([HOST, GPU]))
+    @given(st.lists(st.booleans(), max_size=30), st.sampled_from(BRIEF))
     def test_each_forward_gives_one_backward_a_use(self, runs: list[bool], bucket) -> None:
         """Forwards (True) and backwards (False) of one generation in any order."""
-        cache, _ = make(Life.UNTIL_BACKWARD)
+        cache, _ = make()
         pending = 0
         for is_forward in runs:
             if is_forward:
@@ -151,9 +155,9 @@ class TestUntilBackward:
                     cache.load(bucket, 1)
             assert (cache.generation(0) is None) == (pending == 0)
 
-    @pytest.mark.parametrize("bucket", [HOST, GPU])
+    @pytest.mark.parametrize("bucket", BRIEF)
     def test_a_new_generation_takes_the_place_of_the_old(self, bucket) -> None:
-        cache, _ = make(Life.UNTIL_BACKWARD)
+        cache, _ = make()
         cache.store(bucket, shard(1), 1).wait()  # of a forward whose backward never comes
         cache.store(bucket, shard(2), 2).wait()
         with pytest.raises(StaleParameterError):

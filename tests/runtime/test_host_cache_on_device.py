@@ -13,8 +13,7 @@ from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.strategy import Life
-from tests.runtime.cached import FULL, GPU, HOST, OTHER, SHARD_BYTES, make, shard
+from tests.runtime.cached import FULL, GPU, HOST, OTHER, SHARD_BYTES, make, shard, until_backward
 
 
 class TestWhenTheDeviceIsFull:
@@ -61,13 +60,14 @@ class TestWhenTheDeviceIsFull:
 
     def test_an_entry_moves_and_keeps_its_uses(self) -> None:
         used = [0]
-        cache, _ = make(Life.UNTIL_BACKWARD)
+        brief = until_backward(GPU)
+        cache, _ = make()
         cache.memory = DeviceMemory(capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0])
-        cache.store(GPU, shard(1), 1).wait()
+        cache.store(brief, shard(1), 1).wait()
         used[0] = 51
-        cache.store(GPU, shard(1), 1).wait()
+        cache.store(brief, shard(1), 1).wait()
         for _ in range(2):
-            assert torch.equal(cache.load(GPU, 1).wait(), shard(1))
+            assert torch.equal(cache.load(brief, 1).wait(), shard(1))
         assert cache.generation(0) is None
         assert cache.host_bytes() == 0
 
@@ -184,9 +184,10 @@ class TestMemoryThatBecomesShort:
         assert not cache.wants_in_full(FULL)
 
     def test_what_is_loaded_for_the_last_time_is_let_go(self) -> None:
-        cache, _ = make(Life.UNTIL_BACKWARD)
+        brief = until_backward(GPU)
+        cache, _ = make()
         cache.memory = DeviceMemory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 0)
-        cache.store(GPU, shard(1), 1).wait()
+        cache.store(brief, shard(1), 1).wait()
         cache.memory = DeviceMemory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 6)
-        assert torch.equal(cache.load(GPU, 1).wait(), shard(1))
+        assert torch.equal(cache.load(brief, 1).wait(), shard(1))
         assert (cache.host_bytes(), cache.generation(0)) == (0, None)

@@ -32,7 +32,7 @@ class _Topology:
 
 def make(*, nodes: int = 2, ranks_per_node: int = 4, place: int = 0) -> HostMemory:
     topology: Any = _Topology(nodes, ranks_per_node, 0, place)
-    return HostMemory(topology, topology)  # home shards are cut over all ranks
+    return HostMemory(topology)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_models_on_one_mesh_share_what_is_free(machine: SimpleNamespace) -> None
     """Whether the other one's plan was made, or came true, before or after this one looked."""
     machine.bytes = 1000
     topology: Any = _Topology(2, 1, 0, 0)
-    first, second = HostMemory(topology, topology), HostMemory(topology, topology)
+    first, second = HostMemory(topology), HostMemory(topology)
     elsewhere = make()
     agree(first)
     agree(elsewhere)
@@ -128,9 +128,9 @@ def test_models_on_one_mesh_share_what_is_free(machine: SimpleNamespace) -> None
     assert budget(first) == (700, Limit.AVAILABLE)
     assert budget(elsewhere) == (1000, Limit.AVAILABLE)
     second.end()
-    agree(HostMemory(topology, topology), [500, 0, UNLIMITED, 0])
+    agree(HostMemory(topology), [500, 0, UNLIMITED, 0])
     assert budget(first) == (700, Limit.AVAILABLE), "another rank has not noticed"
-    agree(HostMemory(topology, topology), [500, 0, UNLIMITED, 0b10])
+    agree(HostMemory(topology), [500, 0, UNLIMITED, 0b10])
     assert budget(first) == (1000, Limit.AVAILABLE)
 
 

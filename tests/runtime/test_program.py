@@ -23,7 +23,6 @@ from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.program import Program
-from fcdp_compile.strategy import Strategy
 from fcdp_compile.torch_compat import boxed
 from tests.passes.lockstep import cut
 
@@ -79,7 +78,7 @@ def fake_model(strategy: str = "fcdp") -> Any:
     lanes = Lanes(cpu, is_blocking=True)
     model = SimpleNamespace(
         collectives=Collectives(counters, lanes),
-        cache=NodeShardCache(Strategy.parse(strategy).life, cpu, counters, PinnedPool(cpu), lanes),
+        cache=NodeShardCache(cpu, counters, PinnedPool(cpu), lanes),
         counters=counters,
         codecs=Codecs(),
         current=0,

@@ -1,0 +1,70 @@
+"""Which strategy each parameter has: that of the innermost module that was given one."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from fcdp_compile.strategy import Strategy
+
+
+def assign(
+    root: nn.Module, default: Strategy, by_module: Mapping[str, str | Strategy]
+) -> dict[nn.Parameter, Strategy]:
+    """The strategy of every parameter.
+
+    by_module: by names of modules, in which `*` stands for anything between two dots.
+
+    Raises: ValueError for a name that no module has, for two that give one module different strategies, and
+    for a tied parameter whose modules have different ones; what `Strategy.parse` raises.
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    given: dict[str, tuple[str, Strategy]] = {}
+    for pattern, name in by_module.items():
+        strategy = Strategy.parse(name)
+        for module in _matching(pattern, modules):
+            other, its = given.setdefault(module, (pattern, strategy))
+            if its != strategy:
+                raise ValueError(
+                    f"module {module!r} gets strategy {its.name!r} from {other!r} and {strategy.name!r} from "
+                    f"{pattern!r} in module_strategies; give it one"
+                )
+    found: dict[nn.Parameter, tuple[str, Strategy]] = {}
+    for path, module in modules.items():
+        inner = next((p for p in _and_those_around(path) if p in given), None)
+        strategy = default if inner is None else given[inner][1]
+        for name, parameter in module.named_parameters(prefix=path, recurse=False):
+            other, its = found.setdefault(parameter, (name, strategy))
+            if its != strategy:
+                raise ValueError(
+                    f"parameters {other!r} and {name!r} are tied, but module_strategies gives them "
+                    f"{its.name!r} and {strategy.name!r}; give both modules the same, or untie them"
+                )
+    return {parameter: strategy for parameter, (_, strategy) in found.items()}
+
+
+def _matching(pattern: str, modules: Iterable[str]) -> list[str]:
+    parts = pattern.split(".")
+    found = [m for m in modules if m and _matches(parts, m.split("."))]
+    if not found:
+        near = difflib.get_close_matches(pattern, modules, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"module_strategies names {pattern!r}, but the model has no such module{hint}"
+        )
+    return found
+
+
+def _matches(pattern: list[str], path: list[str]) -> bool:
+    if len(pattern) != len(path):
+        return False
+    return all(fnmatch.fnmatchcase(a, b) for a, b in zip(path, pattern, strict=True))
+
+
+def _and_those_around(path: str) -> list[str]:
+    """A module's name and those of the modules that it is in, innermost first."""
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]

@@ -1,0 +1,189 @@
+"""The class that a sharded module gets: a subclass of its own class, of the same name.
+
+Within the forward of any module of the sharded model, when activation checkpointing recomputes, and in every
+graph that Dynamo traces, reading a parameter's attribute gathers it (`fcdp::unshard`).  Elsewhere the
+attribute is the parameter itself, so that freezing, optimizers, merging adapters and `state_dict` see what
+they would see without fcdp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fcdp_compile.errors import FcdpError, UnshardedParameterError
+from fcdp_compile.home_shard import Calls, HomeShard
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.shardable import is_ignored
+from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
+
+STATE = "_fcdp"
+"""The attribute of a sharded module that has its `ModuleState`."""
+
+
+class Gate:
+    """Whether a forward of any module of the model is running; shared by all its modules.
+
+    calls: whether the model itself is being called, which begins before its guards are looked at.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.calls = Calls()
+
+
+class ModuleState:
+    """What a sharded module knows: its model, the keys of its own parameters, the gate."""
+
+    def __init__(self, model: ShardedModel, gate: Gate, keys: dict[str, str]) -> None:
+        self.model = model
+        self.gate = gate
+        self.keys = keys
+
+
+def sharded_class(
+    cls: type[nn.Module], names: tuple[str, ...], input_dtype: torch.dtype | None, is_root: bool
+) -> type:
+    """A subclass of `cls` whose attributes of these names gather.
+
+    input_dtype: what floating point inputs of its forward are cast to.
+    """
+    members: dict[str, Any] = {name: _gathering_property(name) for name in names}
+    members["__reduce_ex__"] = _refuse_to_copy
+    members["_apply"] = _apply_to_buffers(cls._apply)
+    if cls.forward is not nn.Module.forward:
+        members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
+    if is_root:
+        members["__call__"] = _noted_call(cls)
+    members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
+    return type(cls.__name__, (cls,), members)
+
+
+def _state(module: nn.Module) -> ModuleState:
+    state: Any = module._fcdp  # nn.Module's attributes are typed as tensors and modules
+    found: ModuleState = state
+    return found
+
+
+def _gathering_property(name: str) -> property:
+    def get(self: nn.Module) -> Tensor:
+        parameter = self._parameters.get(name)
+        state = _state(self)
+        if parameter is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no parameter {name!r}")
+        # A checkpointed function that a backward runs again is outside of every forward.
+        if not (torch.compiler.is_compiling() or state.gate.inside or is_recomputing()):
+            return parameter
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        full: Tensor = UNSHARD(local, state.keys[name])
+        return full
+
+    return property(get)
+
+
+def _forward_within_gate(
+    cls: type[nn.Module], input_dtype: torch.dtype | None, is_root: bool
+) -> Callable[..., Any]:
+    inner: Callable[..., Any] = cls.forward
+
+    # A graph break inside makes Dynamo leave this frame to Python, which then sets the gate for what
+    # runs eagerly; without one the assignments cancel out and cost nothing.
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_root and not torch.compiler.is_compiling():
+            _refuse_new_parameters(self)
+        gate = _state(self).gate
+        was_inside = gate.inside
+        gate.inside = True
+        try:
+            if input_dtype is not None:
+                args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
+            return inner(self, *args, **kwargs)
+        finally:
+            gate.inside = was_inside
+
+    # Dynamo counts recompiles by code object: a shared one would add up those of all classes and models.
+    own: Any = forward
+    own.__code__ = own.__code__.replace(co_name=f"forward of {cls.__name__}")
+    return forward
+
+
+def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
+    inner: Callable[..., Any] = cls.__call__
+
+    @functools.wraps(inner)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return inner(self, *args, **kwargs)
+        calls = _state(self).gate.calls
+        was_inside = calls.inside
+        calls.inside = True
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            calls.inside = was_inside
+
+    # The guards of what this calls must find that it has begun.
+    skip_frame(call)
+    return call
+
+
+def _refuse_new_parameters(root: nn.Module) -> None:
+    if _state(root).model.topology.ranks == 1:
+        return
+    for name, parameter in root.named_parameters():
+        if not (isinstance(parameter, DTensor) or is_ignored(parameter)):
+            raise UnshardedParameterError(
+                f"parameter {name!r} was added or replaced after fcdp_compile.shard, so nothing would "
+                "average its gradient; finish the model's structure, adapters too, and shard it then"
+            )
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    # nn.Module._apply, which is what half(), to() and the like call, would put another tensor in the place
+    # of every parameter, even where nothing changes, and cannot make a Parameter of a HomeShard.
+    @functools.wraps(inner)
+    def apply(
+        self: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        held = self._parameters
+        for name, parameter in held.items():
+            if isinstance(parameter, HomeShard):
+                _refuse_to_convert(f"{type(self).__name__}.{name}", parameter, convert)
+        homes = {n: p for n, p in held.items() if isinstance(p, HomeShard)}
+        self._parameters = {n: p for n, p in held.items() if n not in homes}
+        try:
+            return inner(self, convert, *args, **kwargs)
+        finally:
+            self._parameters = {n: homes.get(n, self._parameters.get(n)) for n in held}
+
+    return apply
+
+
+def _refuse_to_convert(
+    name: str, parameter: HomeShard, convert: Callable[[Tensor], Tensor]
+) -> None:
+    local = parameter.to_local().detach()
+    converted = convert(local)
+    if (converted.dtype, converted.device) != (local.dtype, local.device):
+        raise FcdpError(
+            f"{name} is sharded as {local.dtype} on {local.device} and cannot become {converted.dtype} on "
+            f"{converted.device}; convert the model before fcdp_compile.shard"
+        )
+
+
+def _refuse_to_copy(self: nn.Module, protocol: Any) -> NoReturn:
+    raise TypeError(
+        f"a sharded {type(self).__name__} cannot be copied or pickled, its copy would share caches with it; "
+        "save its state_dict with torch.distributed.checkpoint instead"
+    )
