@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from fcdp_compile import registry
+from fcdp_compile.codec_kernels import compile_codecs
 from fcdp_compile.compute import Compute, inductor_settings
 from fcdp_compile.dump import Dump
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
@@ -289,6 +290,8 @@ class _Compilation:
         names = [str(n.target) for n in lowered.graph.find_nodes(op="call_module")]
         segments = {name: self._compute.compile(getattr(lowered, name)) for name in names}
         buckets = {b.id: b for b in bound.plan.buckets}
+        model = bound.living_model()
+        compile_codecs(lowered, buckets, model.codecs, self._compute, model.device)
         bound.programs[direction, variant] = Program(lowered, segments, buckets)
         bound.reads[direction] = _union(bound.reads.get(direction, ()), _read_inputs(lowered))
 

@@ -36,6 +36,11 @@ class Compute:
         self._table = torch_compat.inductor_decompositions() if self._is_inductor else None
         self._done: dict[str, BoxedCallable] = {}
 
+    @property
+    def is_inductor(self) -> bool:
+        """Whether anything is compiled."""
+        return self._is_inductor
+
     @staticmethod
     def available(kind: str, device_type: str) -> str:
         """`kind`, or "eager" with one warning where Inductor cannot compile for the device."""

@@ -10,77 +10,87 @@ looks for overflow (a gradient scaler) finds it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fcdp_compile.wire import BLOCK, LEVELS, Format, blocks_of, row_bytes, scale_bytes
+from fcdp_compile.wire import BLOCK, LEVELS, Format, blocks_of, row_bytes
 
 _SMALLEST = 2.0**-126  # normal fp32: what is below vanishes, and nothing is divided by zero
 _LARGEST = torch.finfo(torch.float32).max
+
+Kernel = Callable[[list[Any]], Sequence[Tensor]]
+"""A compiled function of a list of tensors, which it empties."""
+
+Sized = tuple[int, torch.dtype]
+"""How many rows, of values of which dtype."""
 
 
 class Codec:
     """One format for rows of the same slots (`wire`, [Note: encoded rows]).
 
-    elements: n, of a row.  bytes: of an encoded row.
+    elements: n, of a row.  bytes: of an encoded row.  blocks: of a row.  is_regular: whether all blocks but
+    the last one are whole.  encoders, decoders: compiled `encode_blocks` and `decode_blocks`, for what is
+    regular.
     """
 
     def __init__(self, wire: Format, slots: Sequence[int]) -> None:
         self.elements = sum(slots)
         self.bytes = row_bytes(slots, wire, 0)
-        self._is_packed = wire is Format.INT4
-        self._levels = LEVELS[wire]
-        # A scale rounded up would make the largest numbers infinite once decoded.
-        self._largest_scale = _LARGEST / self._levels * (1 - 2.0**-23)
-        self._scale_bytes = scale_bytes(slots)
+        self.encoders: dict[Sized, Kernel] = {}
+        self.decoders: dict[Sized, Kernel] = {}
+        self.is_packed = wire is Format.INT4
+        self.levels = LEVELS[wire]
         self._lengths = blocks_of(slots)
-        self._is_regular = all(n == BLOCK for n in self._lengths[:-1])
+        self.blocks = len(self._lengths)
+        self.is_regular = all(n == BLOCK for n in self._lengths[:-1])
         self._numbers: dict[torch.device, Tensor] = {}
 
     def encode(self, values: Tensor) -> Tensor:
         """Encode each row: [rows, n] floating point -> [rows, bytes] uint8."""
-        wide = values.float()
-        scales = (self._largest(wide.abs()) / self._levels).clamp_min_(_SMALLEST)
-        scales = scales.where(scales.isinf(), scales.clamp(max=self._largest_scale))
-        levels = (wide / self._spread(scales)).round_().clamp_(-self._levels, self._levels)
-        data = levels.to(torch.int8)
-        if self._is_packed:
-            data = torch.nn.functional.pad(data, (0, self.elements % 2)) + 8
-            pairs = data.view(torch.uint8).view(len(data), -1, 2)
-            data = pairs[..., 0] | pairs[..., 1] << 4
-        return torch.cat([scales.view(torch.uint8), data.view(torch.uint8)], 1)
+        rows = len(values)
+        if not self.is_regular:
+            numbers = self._number_of_each(values.device)
+            wide = values.float()
+            found = wide.new_zeros(rows, self.blocks)
+            found.scatter_reduce_(1, numbers.expand_as(wide), wide.abs(), "amax")
+            scales = scales_of(found, self.levels)
+            levels = levels_of(wide, scales.index_select(1, numbers), self.levels)
+            data = (
+                pack(torch.nn.functional.pad(levels, (0, self.elements % 2)))
+                if self.is_packed
+                else levels
+            )
+        else:
+            whole = torch.nn.functional.pad(values, (0, self.blocks * BLOCK - self.elements))
+            blocks = whole.view(rows, self.blocks, BLOCK)
+            kernel = self.encoders.get((rows, values.dtype))
+            scales, data = encode_blocks(self, blocks) if kernel is None else kernel([blocks])
+        flat = data.flatten(1).view(torch.uint8)[:, : self.bytes - 4 * self.blocks]
+        return torch.cat([scales.view(torch.uint8), flat], 1)
 
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode each row: [rows, bytes] uint8 -> [rows, n] in `dtype`."""
-        start = self._scale_bytes
-        # A copy is aligned, whatever a row begins at.
-        scales = rows[:, :start].flatten().clone().view(torch.float32).view(len(rows), -1)
+        count, start = len(rows), 4 * self.blocks
+        # Copies are aligned, whatever a row begins at.
+        scales = rows[:, :start].flatten().clone().view(torch.float32).view(count, self.blocks)
         data = rows[:, start:]
-        if self._is_packed:
-            pairs = torch.stack([data & 15, data >> 4], -1).view(len(rows), -1)
-            levels = pairs[:, : self.elements].to(torch.float32) - 8
-        else:
-            levels = data.view(torch.int8).to(torch.float32)
-        return levels.mul_(self._spread(scales)).to(dtype)
-
-    def _largest(self, magnitudes: Tensor) -> Tensor:
-        """The largest of each block: [rows, n] -> [rows, blocks]."""
-        if self._is_regular:
-            missing = len(self._lengths) * BLOCK - self.elements
-            padded = torch.nn.functional.pad(magnitudes, (0, missing))
-            return padded.view(len(magnitudes), -1, BLOCK).amax(-1) if self.elements else padded
-        found = magnitudes.new_zeros(len(magnitudes), len(self._lengths))
-        numbers = self._number_of_each(magnitudes.device).expand_as(magnitudes)
-        return found.scatter_reduce_(1, numbers, magnitudes, "amax")
-
-    def _spread(self, scales: Tensor) -> Tensor:
-        """Each value's scale: [rows, blocks] -> [rows, n]."""
-        if self._is_regular:
-            wide = scales.unsqueeze(-1).expand(-1, -1, BLOCK)
-            return wide.reshape(len(scales), -1)[:, : self.elements]
-        return scales.index_select(1, self._number_of_each(scales.device))
+        if not self.is_regular:
+            levels = unpack(data)[:, : self.elements] if self.is_packed else data.view(torch.int8)
+            spread = scales.index_select(1, self._number_of_each(rows.device))
+            return levels.to(torch.float32).mul_(spread).to(dtype)
+        block = BLOCK // 2 if self.is_packed else BLOCK
+        data = torch.nn.functional.pad(data, (0, self.blocks * block - data.shape[1])).contiguous()
+        data = data.view(count, self.blocks, block)
+        kernel = self.decoders.get((count, dtype))
+        blocks: Tensor = (
+            decode_blocks(self, scales, data, dtype)
+            if kernel is None
+            else kernel([scales, data])[0]
+        )
+        return blocks.flatten(1)[:, : self.elements]
 
     def _number_of_each(self, device: torch.device) -> Tensor:
         """The block of each value of a row, int64 [n]."""
@@ -90,3 +100,40 @@ class Codec:
                 numbers = torch.arange(len(self._lengths)).repeat_interleave(lengths)
                 self._numbers[device] = numbers.to(device)
         return self._numbers[device]
+
+
+def encode_blocks(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole blocks [rows, blocks, BLOCK] -> scales [rows, blocks] and data [rows, blocks, bytes of one]."""
+    wide = values.float()
+    scales = scales_of(wide.abs().amax(-1), codec.levels)
+    levels = levels_of(wide, scales.unsqueeze(-1), codec.levels)
+    return scales, pack(levels) if codec.is_packed else levels.view(torch.uint8)
+
+
+def decode_blocks(codec: Codec, scales: Tensor, data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales [rows, blocks] and data [rows, blocks, bytes of one] -> whole blocks [rows, blocks, BLOCK]."""
+    levels = unpack(data) if codec.is_packed else data.view(torch.int8)
+    return levels.to(torch.float32).mul_(scales.unsqueeze(-1)).to(dtype)
+
+
+def scales_of(largest: Tensor, levels: int) -> Tensor:
+    """The scale of each block whose largest magnitude is given."""
+    scales = (largest / levels).clamp_min_(_SMALLEST)
+    # A scale rounded up would make the largest numbers infinite once decoded.
+    return scales.where(scales.isinf(), scales.clamp(max=_LARGEST / levels * (1 - 2.0**-23)))
+
+
+def levels_of(wide: Tensor, scales: Tensor, levels: int) -> Tensor:
+    """Values in units of their scales, int8."""
+    return (wide / scales).round_().clamp_(-levels, levels).to(torch.int8)
+
+
+def pack(levels: Tensor) -> Tensor:
+    """Levels of 4 bits, two in a byte: [..., 2 k] int8 -> [..., k] uint8."""
+    pairs: Tensor = (levels + 8).view(torch.uint8).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack(data: Tensor) -> Tensor:
+    """Undo `pack`."""
+    return torch.stack([data & 15, data >> 4], -1).flatten(-2).to(torch.int8) - 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fcdp_compile.plan import Bucket
 from fcdp_compile.quantize import Codec
 from fcdp_compile.wire import Format
@@ -20,6 +22,10 @@ class Codecs:
     def of_gradients(self, bucket: Bucket, params: tuple[str, ...]) -> Codec | None:
         """For a slot of gradients of these of its parameters; None if they cross as they are."""
         return self._of(bucket.reduce_wire, bucket, params)
+
+    def made(self) -> Iterable[Codec]:
+        """Those there are so far."""
+        return self._made.values()
 
     def _of(self, wire: Format, bucket: Bucket, params: tuple[str, ...] | None) -> Codec | None:
         if wire is Format.FULL:

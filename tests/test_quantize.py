@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx import GraphModule
 
+from fcdp_compile import codec_kernels
+from fcdp_compile.codec_kernels import compile_codec
+from fcdp_compile.compute import Compute
 from fcdp_compile.quantize import Codec
 from fcdp_compile.wire import BLOCK, LEVELS, Format, blocks_of, row_bytes
 
+CPU = torch.device("cpu")
 QUANTISED = [Format.INT8, Format.INT4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -109,3 +118,45 @@ def test_rows_and_parameters_are_independent(wire: Format) -> None:
 def test_bytes_of_a_row(wire: Format, slots: list[int], expected: int) -> None:
     assert row_bytes(slots, wire, 2) == expected
     assert sum(blocks_of(slots)) == sum(slots)
+
+
+@pytest.mark.parametrize("wire", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_kernels_give_the_same_bits(wire: Format, dtype: torch.dtype) -> None:
+    """Those of Inductor, for whole blocks and for a last one that is not."""
+    plain, compiled = Codec(wire, [BLOCK + 44]), Codec(wire, [BLOCK + 44])
+    compute = Compute("inductor")
+    for encodes in (True, False):
+        compile_codec(compiled, compute, CPU, encodes=encodes, rows=2, dtype=dtype)
+    assert compiled.encoders.keys() == compiled.decoders.keys() == {(2, dtype)}
+    values = torch.randn(2, BLOCK + 44).to(dtype)
+    sent = plain.encode(values)
+    assert torch.equal(compiled.encode(values), sent)
+    assert torch.equal(compiled.decode(sent, dtype), plain.decode(sent, dtype))
+    for bad in (float("inf"), float("nan")):
+        values[0, 3] = bad
+        found = compiled.decode(compiled.encode(values), dtype)
+        assert not found[0, :BLOCK].isfinite().any()
+        assert found[0, BLOCK:].isfinite().all()
+
+
+def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    codec_kernels._warn_once.cache_clear()
+    codec = Codec(Format.INT8, [BLOCK])
+    wrong: Any = SimpleNamespace(
+        is_inductor=True, decompositions=lambda: None, compile=lambda gm: _half_of(gm)
+    )
+    for encodes in (True, False):
+        compile_codec(codec, wrong, CPU, encodes=encodes, rows=1, dtype=torch.float32)
+    assert not codec.encoders
+    assert not codec.decoders
+    assert caplog.text.count("quantise wrongly for cpu") == 1
+
+
+def _half_of(gm: GraphModule) -> Callable[[list[Any]], list[Tensor]]:
+    def call(args: list[Any]) -> list[Tensor]:
+        found = [t.clone() for t in gm(*args)]
+        found[-1].flatten()[BLOCK // 2 :] = 0
+        return found
+
+    return call

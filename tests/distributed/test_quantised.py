@@ -70,6 +70,26 @@ def test_strategies_agree_to_the_bit_and_stay_close_to_exact() -> None:
             assert 0 < gradient_apart < 0.1
 
 
+def _compiled(mesh: DeviceMesh) -> tuple[float, int, int]:
+    """How far losses with compiled kernels are from those with ATen's, and how many kernels there are."""
+    losses, counts = [], []
+    for compute in ("eager", "inductor"):
+        trial = Trial(case="floats", compute=compute, strategy="fcdp+w8+g4")
+        mine = Sharded(mesh, trial, options={"bucket_mb": 1e-7})
+        found = history(mine, 2)
+        losses.append(torch.stack([found[f"loss {step}"] for step in range(2)]))
+        codecs = list(state_of(mine.model).codecs.made())
+        counts.append(sum(len(c.encoders) + len(c.decoders) for c in codecs))
+    return float((losses[0] / losses[1] - 1).abs().max()), *counts
+
+
+def test_kernels_are_compiled_where_the_rest_is() -> None:
+    for apart, without, with_inductor in run(_compiled, nodes=2, ranks_per_node=1):
+        assert without == 0
+        assert with_inductor >= 4 * 3, "weights and gradients of four parameters, there and back"
+        assert apart < 1e-3
+
+
 def _frozen(mesh: DeviceMesh) -> tuple[int, int]:
     """Frozen weights on the host in 8 bits; returns the bytes that the cache has, without and with it."""
     sizes = []
