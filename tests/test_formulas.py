@@ -145,3 +145,15 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     expected = cost("fcdp")["inter"]
     names = {str(symbol): symbol for symbol in (N, g, s, F, T)}
     assert sympy.simplify(sympy.sympify(found["fcdp"]["bytes"]["inter"], names) - expected) == 0
+
+
+def test_chosen_ones_with_modifiers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["strategies", "fcdp+w8+g4", "zero3+ring", "--format", "json"]) == 0
+    found = [r["name"] for r in json.loads(capsys.readouterr().out)]
+    assert found == ["fcdp+w8+g4", "zero3+ring"]
+    with pytest.raises(SystemExit) as info:
+        main(["strategies", "fcdp+w9"])
+    assert info.value.code == 2
+    error = capsys.readouterr().err
+    assert "unknown modifier 'w9'" in error
+    assert error.count("\n") == 1

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.formulas import Costs, costs
-from fcdp_compile.strategy import PRESETS, Strategy, aliases_of
+from fcdp_compile.strategy import MODIFIERS, PRESETS, Strategy, aliases_of
 
 SUMMARY = "list the strategies with formulas for their traffic and memory"
 DESCRIPTION = (
@@ -35,6 +35,13 @@ _HEADERS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `fcdp strategies`."""
     parser.add_argument(
+        "names",
+        nargs="*",
+        type=_strategy,
+        metavar="STRATEGY",
+        help="only these, with modifiers if you like: fcdp+w8+g4 (default: all presets)",
+    )
+    parser.add_argument(
         "--format",
         choices=("table", "json"),
         default="table",
@@ -44,18 +51,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     """Format the list."""
-    found = {strategy: costs(strategy) for strategy in PRESETS.values()}
+    chosen: list[Strategy] = options.names or list(PRESETS.values())
+    found = {strategy: costs(strategy) for strategy in chosen}
     if options.format == "json":
         return Answer(json.dumps([_record(s, c) for s, c in found.items()], indent=1))
     rows = [_row(strategy, cost) for strategy, cost in found.items()]
     table = tabulate(rows, headers=_HEADERS, tablefmt="simple", disable_numparse=True)
     note = (
-        "Bytes of one optimizer step of s micro-batches on N > 1 nodes of g ranks, with no_sync "
-        "around all but the last; F, T: frozen and trainable parameters, a: bytes of an accumulated "
-        "gradient per byte of parameter.\nfcdp keeps on the GPU what there is room for: here is what it "
-        "takes with none."
+        "Bytes of one optimizer step of s micro-batches on N > 1 nodes of g ranks, with no_sync around all "
+        "but the last; F, T: frozen and trainable parameters, a: bytes of an accumulated gradient per byte "
+        "of parameter, b: bytes of an element, where something is quantised.\nfcdp keeps on the GPU what "
+        f"there is room for: here is what it takes with none.\nAfter a +: {', '.join(MODIFIERS)}, such as "
+        "fcdp+w8+g4."
     )
     return Answer(f"{table}\n\n{note}")
+
+
+def _strategy(name: str) -> Strategy:
+    try:
+        return Strategy.parse(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _record(strategy: Strategy, cost: Costs) -> dict[str, object]:
