@@ -49,6 +49,33 @@ def cells(text: str, start: str) -> list[str]:
 # Tables.
 
 
+def test_sizes_are_those_of_each_buckets_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Home shards of mics are cut over a node alone, and what a rank has of ddp is all there is."""
+    elements = 2**20 // 4
+    shards = {"zero3": (2, 2), "mics": (1, 2), "ddp": (1, 1)}
+    buckets = [
+        make_bucket(
+            i,
+            [("w", (elements,))],
+            nodes=nodes,
+            ranks_per_node=g,
+            dtype=("float32", 4),
+            strategy=name,
+        )
+        for i, (name, (nodes, g)) in enumerate(shards.items())
+    ]
+    plan = dataclasses.replace(make_plan(), buckets=tuple(buckets), refresh=(), schedules=())
+    write_plan(tmp_path / "graph-000.plan.json", plan)
+    assert main(["dump", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert cells(out, "0")[3:6] == ["0.250", "0.500", "1.000"]
+    assert cells(out, "1")[3:6] == ["0.500", "0.500", "1.000"]
+    assert cells(out, "2")[3:6] == ["1.000", "1.000", "1.000"]
+    assert cells(out, "total")[2:5] == ["1.750", "2.000", "3.000"]
+
+
 def test_table_of_buckets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dump", str(folder)]) == 0
     out, err = capsys.readouterr()
@@ -61,7 +88,7 @@ def test_table_of_buckets(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     mib = [frozen.slot_bytes / 2**20, frozen.node_bytes / 2**20, frozen.full_bytes / 2**20]
     row = cells(out, "0")
     assert row[3:7] == ["8", *(f"{x:.3f}" for x in mib)]
-    assert row[7:] == ["bfloat16", "float32", "yes", "host", "frozen", "together"]
+    assert row[7:] == ["bfloat16", "float32", "yes", "fcdp", "host", "frozen", "together"]
     total = (frozen.slot_bytes + adapters.slot_bytes) / 2**20
     assert cells(out, "total") == ["total", "24", *(f"{total * k:.3f}" for k in (1, 2, 4))]
     assert "refresh before a forward: 0\n" in out
