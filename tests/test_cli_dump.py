@@ -14,7 +14,7 @@ import pytest
 from builders_plan import make_bucket, make_params, make_plan
 from fcdp_compile.cli import main
 from fcdp_compile.cli.fold import fold_numbers, fold_params
-from fcdp_compile.plan import Lane, Plan
+from fcdp_compile.plan import Lane, Plan, Tier
 from fcdp_compile.plan_json import from_json, to_json, write_plan
 
 ROOT = Path(__file__).parent.parent
@@ -380,3 +380,50 @@ def test_a_full_disk_is_told(folder: Path) -> None:
         )
     assert done.returncode == 2
     assert done.stderr == "fcdp: standard output: No space left on device\n"
+
+
+# Choices.
+
+
+def test_only_some_schedules(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", str(folder), "--graph", "forward", "--variant", "cold"]) == 0
+    out = capsys.readouterr().out
+    assert "inter_all_gather" in out
+    assert "intra_reduce_scatter" not in out
+    assert main(["dump", str(folder), "--graph", "inference"]) == 2
+    error = capsys.readouterr().err
+    assert "holds no schedule 'inference'; there is backward warm, forward cold, forward" in error
+
+
+def test_why_a_bucket_is_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", str(folder), "--why", "1"]) == 0
+    out = capsys.readouterr().out
+    adapters = make_plan().buckets[1]
+    assert "layers.{0-7}.q_proj.lora_A.weight  x8" in out
+    assert f"{adapters.slot_bytes} bytes a rank" in out
+    assert "all adapters" in out
+    assert "tier: host" in out
+    assert "forward warm: not used" in out
+    assert "step 0 of 8: inter_all_gather, forward cold" in out
+    assert main(["dump", str(folder), "--why", "7"]) == 2
+    assert "there is no bucket 7; the buckets are 0-1" in capsys.readouterr().err
+
+
+def test_what_two_compilations_differ_in(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    plan = make_plan()
+    write_plan(other / "graph-000.plan.json", plan)
+    assert main(["dump", str(folder), "--diff", str(other)]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    frozen, adapters = plan.buckets
+    on_gpu = dataclasses.replace(frozen, tier=Tier.GPU, why="frozen; there is room")
+    changed = dataclasses.replace(plan, nodes=2, refresh=(), buckets=(on_gpu, adapters))
+    write_plan(other / "graph-000.plan.json", changed)
+    write_plan(other / "graph-001.plan.json", plan)
+    assert main(["dump", str(folder), "--diff", str(other)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"only {other} has graph-001.plan.json"
+    assert any("refresh of bucket 0" in line for line in lines)
+    assert any("bucket 0 tier" in line and "there is room" in line for line in lines)

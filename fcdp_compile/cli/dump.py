@@ -7,16 +7,22 @@ a second model, ... and printed graphs (`*.txt`), which are for reading as they 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tabulate import tabulate
 
+from fcdp_compile.chrome_trace import Event, chrome_trace
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.fold import fold_numbers, fold_params
-from fcdp_compile.plan import Bucket, Lane, Plan, Schedule, Step
-from fcdp_compile.plan_json import one_line, read_plan, to_json
+from fcdp_compile.cli.why import explain_bucket
+from fcdp_compile.cost import MACHINES, Machine
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.plan import Bucket, Direction, Lane, Plan, Schedule, Step, Variant
+from fcdp_compile.plan_json import diff, one_line, read_plan, to_json
 
 SUMMARY = "print the plans of compiled graphs: buckets and ordered steps"
 DESCRIPTION = (
@@ -51,22 +57,124 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=("table", "json"),
+        choices=("table", "json", "chrome"),
         default="table",
-        help="table: for reading (default); json: the plan itself, a list if there are several",
+        help="table: for reading (default); json: the plan itself, a list if there are several; chrome: a "
+        "trace for Perfetto (ui.perfetto.dev) with predicted times, a track for each lane",
+    )
+    parser.add_argument(
+        "--graph", choices=[d.value for d in Direction], help="only schedules of this direction"
+    )
+    parser.add_argument(
+        "--variant", choices=[v.value for v in Variant], help="only schedules of this variant"
+    )
+    parser.add_argument(
+        "--machine",
+        choices=list(MACHINES),
+        default="cuda",
+        help="whose speeds a trace assumes: an A100-class card on 10 Gbit/s (default), or two CPU cores",
+    )
+    parser.add_argument(
+        "--why", type=int, metavar="BUCKET", help="all that there is to say about one bucket"
+    )
+    parser.add_argument(
+        "--diff",
+        metavar="OTHER",
+        help="what is otherwise in another folder; exit code 1 if anything is",
     )
 
 
 def run(options: argparse.Namespace) -> Answer:
     """Format the plans of a folder.
 
-    Raises: PlanFormatError for a damaged plan; OSError for a folder or file that cannot be read.
+    Raises: PlanFormatError for a damaged plan, FcdpError for a bucket or schedule that there is not;
+    OSError for a folder or file that cannot be read.
     """
-    plans = {path: read_plan(path) for path in _find(Path(options.folder))}
+    plans = _read(options.folder, options)
+    if options.diff is not None:
+        return _compare(plans, _read(options.diff, options), (options.folder, options.diff))
+    if options.why is not None:
+        return Answer(_why(plans, options.why))
+    if options.format == "chrome":
+        return Answer(_trace(list(plans.values()), MACHINES[options.machine]))
     if options.format == "table":
         return Answer("\n\n\n".join(_format_plan(p, plan) for p, plan in plans.items()))
     texts = [to_json(plan).rstrip("\n") for plan in plans.values()]
     return Answer(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
+
+
+def _read(folder: str, options: argparse.Namespace) -> dict[Path, Plan]:
+    """The plans of a folder with the schedules that were asked for."""
+    plans = {path: read_plan(path) for path in _find(Path(folder))}
+    chosen = {
+        path: replace(
+            plan,
+            schedules=tuple(
+                s
+                for s in plan.schedules
+                if options.graph in (None, s.direction.value)
+                and options.variant in (None, s.variant.value)
+            ),
+        )
+        for path, plan in plans.items()
+    }
+    if (options.graph or options.variant) and not any(p.schedules for p in chosen.values()):
+        there = sorted(
+            {f"{s.direction.value} {s.variant.value}" for p in plans.values() for s in p.schedules}
+        )
+        wanted = " ".join(o for o in (options.graph, options.variant) if o)
+        raise FcdpError(
+            f"{folder}: holds no schedule {wanted!r}; there is {', '.join(there) or 'none'}"
+        )
+    return chosen
+
+
+def _why(plans: dict[Path, Plan], bucket_id: int) -> str:
+    found = [
+        explain_bucket(plan, bucket)
+        for plan in plans.values()
+        for bucket in plan.buckets
+        if bucket.id == bucket_id
+    ]
+    if not found:
+        known = sorted({b.id for plan in plans.values() for b in plan.buckets})
+        raise FcdpError(
+            f"there is no bucket {bucket_id}; the buckets are {fold_numbers(known) or 'none'}"
+        )
+    return "\n\n".join(found)
+
+
+def _trace(plans: Sequence[Plan], machine: Machine) -> str:
+    events: list[Event] = []
+    for plan in plans:
+        first = len({e["pid"] for e in events})
+        events += chrome_trace(plan, machine, first_process=first)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def _compare(plans: dict[Path, Plan], others: dict[Path, Plan], folders: tuple[str, str]) -> Answer:
+    mine, theirs = ({path.name: plan for path, plan in p.items()} for p in (plans, others))
+    lines = []
+    for a, b, folder in ((mine, theirs, folders[0]), (theirs, mine, folders[1])):
+        lines += [f"only {folder} has {one_line(name)}" for name in a if name not in b]
+    for name in (n for n in mine if n in theirs):
+        found = [
+            *diff(mine[name], theirs[name], names=folders),
+            *_tiers(mine[name], theirs[name], folders),
+        ]
+        lines += [f"{one_line(name)}: {one_line(line)}" for line in found]
+    return Answer("\n".join(lines), 1) if lines else Answer("no difference")
+
+
+def _tiers(a: Plan, b: Plan, names: tuple[str, str]) -> list[str]:
+    """On the GPU or the host: what ranks need not agree on, so that `diff` passes it over."""
+    theirs = {bucket.id: bucket for bucket in b.buckets}
+    pairs = [(x, theirs[x.id]) for x in a.buckets if x.id in theirs]
+    return [
+        f"bucket {x.id} tier: {names[0]} {x.tier.value} ({x.why}); {names[1]} {y.tier.value} ({y.why})"
+        for x, y in pairs
+        if x.tier is not y.tier and x.agreed().tier is y.agreed().tier
+    ]
 
 
 def _find(folder: Path) -> list[Path]:

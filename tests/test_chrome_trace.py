@@ -1,0 +1,88 @@
+"""A plan as a trace: every step on its lane, when the simulation has it, with arrows that are anchored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from builders_plan import make_plan
+from fcdp_compile.chrome_trace import Event, chrome_trace
+from fcdp_compile.cli import main
+from fcdp_compile.cost import MACHINES, simulate
+from fcdp_compile.plan import Kind, Lane
+from fcdp_compile.plan_json import write_plan
+
+PLAN = make_plan()
+MACHINE = MACHINES["cpu"]
+
+
+def events(kind: str) -> list[Event]:
+    return [e for e in chrome_trace(PLAN, MACHINE) if e["ph"] == kind]
+
+
+def test_every_transfer_is_a_slice_on_its_lane() -> None:
+    names = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events("M") if e["name"] == "thread_name"
+    }
+    assert set(names.values()) == {lane.value for lane in Lane}
+    for process, schedule in enumerate(PLAN.schedules):
+        time = simulate(schedule, MACHINE, PLAN.ranks_per_node)
+        mine = {e["args"]["step"]: e for e in events("X") if e["pid"] == process}
+        moving = [s for s in schedule.steps if s.lane is not Lane.COMPUTE]
+        assert {s.index for s in moving} <= mine.keys()
+        for index, event in mine.items():
+            step, slot = schedule.steps[index], time.slots[index]
+            assert names[process, event["tid"]] == step.lane.value
+            assert event["ts"] == pytest.approx(1e6 * slot.start_s)
+            assert event["dur"] == pytest.approx(1e6 * (slot.end_s - slot.start_s))
+            assert event["cat"] == step.kind.value
+
+
+def test_hovering_shows_bytes_and_parameters() -> None:
+    (gather,) = (e for e in events("X") if e["name"] == "inter_all_gather 1")
+    adapters = PLAN.buckets[1]
+    assert gather["args"]["bytes"] == adapters.slot_bytes
+    assert gather["args"]["parameters"] == [p.name for p in adapters.params]
+    assert gather["args"]["why"] == adapters.why
+
+
+def test_arrows_join_slices_of_different_lanes() -> None:
+    slices = events("X")
+
+    def inside(event: Event) -> list[Event]:
+        return [
+            s
+            for s in slices
+            if (s["pid"], s["tid"]) == (event["pid"], event["tid"])
+            and s["ts"] <= event["ts"] <= s["ts"] + s["dur"]
+        ]
+
+    leaves = {e["id"]: e for e in events("s")}
+    arrives = {e["id"]: e for e in events("f")}
+    assert leaves.keys() == arrives.keys() != set()
+    for number, event in leaves.items():
+        assert inside(event), event
+        assert arrives[number]["tid"] != event["tid"]
+        assert arrives[number]["ts"] >= event["ts"] - 1e-3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for i in range(2):
+        write_plan(tmp_path / f"graph-{i:03d}.plan.json", make_plan(graph=i))
+    return tmp_path
+
+
+def test_the_command_writes_one_trace_of_all_graphs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dump", str(folder), "--format", "chrome", "--machine", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)["traceEvents"]
+    titles = [e["args"]["name"] for e in found if e["name"] == "process_name"]
+    schedules = ["forward cold", "forward warm", "backward warm"]
+    assert titles == [f"graph {i}, {s}" for i in range(2) for s in schedules]
+    assert [e["pid"] for e in found if e["name"] == "process_name"] == list(range(6))
+    gathers = [e for e in found if e["cat" if "cat" in e else "ph"] == Kind.LOAD.value]
+    assert len(gathers) == 2 * 3
