@@ -21,13 +21,15 @@ if TYPE_CHECKING:
         UnshardedParameterError,
         UnsynchronizedGradientError,
     )
-    from fcdp_compile.memory import Memory, memory
+    from fcdp_compile.explanation import Explanation, explain
+    from fcdp_compile.memory_report import Memory, memory
     from fcdp_compile.mesh import make_mesh
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
-    from fcdp_compile.traffic import Traffic, traffic
+    from fcdp_compile.traffic_report import Traffic, traffic
 
 __all__ = [
+    "Explanation",
     "FcdpError",
     "Memory",
     "PlanFormatError",
@@ -37,6 +39,7 @@ __all__ = [
     "Traffic",
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
+    "explain",
     "make_mesh",
     "memory",
     "no_sync",
@@ -45,20 +48,22 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Explanation": "explanation",
     "FcdpError": "errors",
-    "Memory": "memory",
+    "Memory": "memory_report",
     "PlanFormatError": "errors",
     "PlanMismatchError": "errors",
     "StaleParameterError": "errors",
     "Strategy": "strategy",
-    "Traffic": "traffic",
+    "Traffic": "traffic_report",
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
+    "explain": "explanation",
     "make_mesh": "mesh",
-    "memory": "memory",
+    "memory": "memory_report",
     "no_sync": "accumulation",
     "shard": "sharding",
-    "traffic": "traffic",
+    "traffic": "traffic_report",
 }
 
 
@@ -67,7 +72,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value  # a submodule of the same name must not hide it
+    globals()[name] = value
     return value
 
 

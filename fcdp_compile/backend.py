@@ -237,6 +237,7 @@ class _Compilation:
             peak_bytes=peak_bytes,
         )
         self._bound = CompiledPlan(plan, model)
+        model.plans[plan.graph] = plan
         if backward is not None and any(b.strategy.accumulates_on for b in in_order):
             ctx = replace(self._context(model, Direction.BACKWARD), backward_buckets=used_again)
             self._bound.add_accumulation = partial(
@@ -266,7 +267,9 @@ class _Compilation:
             schedules.append(place_steps(describe(lowered, ctx), bound.plan.buckets))
             self._bind(bound, Direction.BACKWARD, variant)
         bound.plan = replace(bound.plan, schedules=(*bound.plan.schedules, *schedules))
-        self._dump(bound.plan, bound.living_model(), again=True)
+        model = bound.living_model()
+        model.plans[bound.plan.graph] = bound.plan
+        self._dump(bound.plan, model, again=True)
 
     # --- compiling ----------------------------------------------------------------------------------------
 

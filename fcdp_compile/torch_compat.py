@@ -50,6 +50,7 @@ __all__ = [
     "every_thread",
     "fx_graph_cache_hits",
     "gloo_timeout",
+    "graph_breaks",
     "graph_module",
     "has_gradient_hooks",
     "inductor_decompositions",
@@ -187,6 +188,15 @@ def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
 def inductor_decompositions() -> dict[Any, Any]:
     """The decompositions that Inductor's lowerings rely on."""
     return dict(select_decomp_table())
+
+
+def graph_breaks() -> dict[str, int]:
+    """The first line of each reason for which Dynamo broke a graph in this process, and how often."""
+    found: dict[str, int] = {}
+    for reason, count in counters["graph_break"].items():
+        first = str(reason).strip().splitlines()[0]
+        found[first] = found.get(first, 0) + int(count)
+    return found
 
 
 def fx_graph_cache_hits() -> int:

@@ -19,7 +19,7 @@ from fcdp_compile.errors import UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import Home, Topology
 from fcdp_compile.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
-from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.plan import Bucket, Kind, Plan, Tier
 from fcdp_compile.reduction import REDUCTIONS
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
@@ -80,6 +80,7 @@ class ShardedModel:
         self._planned_bytes: dict[int, int] = {}
         self.predicted_peak_bytes: int | None = None
         self._graphs = 0
+        self.plans: dict[int, Plan] = {}  # by the number of the graph, for people
         self._has_warned = False
         self._keys = {r.spec.name: key for key, r in self.records.items()}
         weakref.finalize(self, self.host_memory.end)

@@ -373,3 +373,13 @@ def test_an_arrow_through_another_module_is_found() -> None:
         "fcdp_compile.sharding": "fcdp_compile.plan",
         "fcdp_compile.mesh": "fcdp_compile.sharding",
     }
+
+
+def test_no_public_name_is_a_module_of_the_package_too() -> None:
+    """Whoever imports that module first would find it in the place of the function."""
+    import fcdp_compile
+
+    modules = {path.stem for path in (ROOT / "fcdp_compile").glob("*.py")}
+    assert modules.isdisjoint(fcdp_compile.__all__)
+    assert set(fcdp_compile._HOMES) == set(fcdp_compile.__all__)
+    assert set(fcdp_compile._HOMES.values()) <= modules
