@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from fcdp_compile import registry
 from fcdp_compile.codec_kernels import compile_codecs
 from fcdp_compile.compute import Compute, inductor_settings
-from fcdp_compile.dump import Dump
+from fcdp_compile.dump import Dump, trace
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.home_shard import bring_back_inputs
 from fcdp_compile.mesh import process_count
@@ -247,6 +247,7 @@ class _Compilation:
         self._dump(plan, model, again=False)
 
     def _dump(self, plan: Plan, model: ShardedModel, *, again: bool) -> None:
+        trace(plan, self._lowered)
         if self._options.dump is not None:
             Dump(self._options.dump, model.number).write(plan, self._lowered, again=again)
 

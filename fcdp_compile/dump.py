@@ -1,18 +1,31 @@
-"""Write what was compiled to a folder, for people and for `fcdp dump`."""
+"""Write what was compiled to a folder, for people and for `fcdp dump`, and to torch's structured trace."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.fx import GraphModule
 
 from fcdp_compile.plan import Direction, Plan, Variant
-from fcdp_compile.plan_json import write_plan
+from fcdp_compile.plan_json import to_json, write_plan
+from fcdp_compile.torch_compat import trace_artifact
 
 log = logging.getLogger(__name__)
+
+
+Graphs = Mapping[tuple[Direction, Variant], GraphModule]
+
+
+def trace(plan: Plan, graphs: Graphs) -> None:
+    """Show a plan and its graphs to torch's own tools (TORCH_TRACE, tlparse)."""
+    trace_artifact(f"fcdp_plan_{plan.graph}", lambda: to_json(plan))
+    for (direction, variant), gm in graphs.items():
+        name = f"fcdp_graph_{plan.graph}_{direction.value}_{variant.value}"
+        trace_artifact(name, partial(gm.print_readable, print_output=False))
 
 
 class Dump:
@@ -26,7 +39,7 @@ class Dump:
     def write(
         self,
         plan: Plan,
-        graphs: Mapping[tuple[Direction, Variant], GraphModule],
+        graphs: Graphs,
         *,
         again: bool = False,
     ) -> None:
@@ -55,7 +68,7 @@ class Dump:
         for old in self._folder.glob(f"{self._prefix}-[0-9][0-9][0-9].*"):
             old.unlink()
 
-    def _write(self, plan: Plan, graphs: Mapping[tuple[Direction, Variant], GraphModule]) -> None:
+    def _write(self, plan: Plan, graphs: Graphs) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = f"{self._prefix}-{plan.graph:03d}"
         write_plan(self._folder / f"{stem}.plan.json", plan)

@@ -26,6 +26,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes as inductor_joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._library.fake_class_registry import FakeScriptObject
+from torch._logging._internal import trace_structured
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -65,6 +66,7 @@ __all__ = [
     "skip_frame",
     "storage_id",
     "storage_uses",
+    "trace_artifact",
     "tree_map_only",
     "why_no_inductor",
     "without_code",
@@ -188,6 +190,16 @@ def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
 def inductor_decompositions() -> dict[Any, Any]:
     """The decompositions that Inductor's lowerings rely on."""
     return dict(select_decomp_table())
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured trace (TORCH_TRACE, for tlparse); made only if there is one."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+        expect_trace_id=False,
+    )
 
 
 def graph_breaks() -> dict[str, int]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -178,3 +182,22 @@ def test_a_dump_that_cannot_be_written_stops_nobody(
     torch.compile(model, backend="fcdp", options=options)(torch.ones(2, 4)).sum().backward()
     (told,) = [r.getMessage() for r in caplog.records if "cannot write plans" in r.getMessage()]
     assert str(tmp_path) in told
+
+
+def test_torchs_structured_trace_has_plan_and_graphs(tmp_path: Path) -> None:
+    """What TORCH_TRACE writes and tlparse shows."""
+    script = """
+        import torch, fcdp_compile
+        model = fcdp_compile.shard(torch.nn.Linear(3, 3))
+        torch.compile(model, backend="fcdp")(torch.ones(2, 3)).sum().backward()
+    """
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        env={**os.environ, "TORCH_TRACE": str(tmp_path)},
+        check=True,
+    )
+    (log,) = tmp_path.iterdir()
+    text = log.read_text()
+    for name in ("fcdp_plan_0", "fcdp_graph_0_forward_cold", "fcdp_graph_0_backward_cold"):
+        assert f'"name": "{name}"' in text
+    assert '"schema": "fcdp.plan/' in text
