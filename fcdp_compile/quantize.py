@@ -58,13 +58,10 @@ class Codec:
             found.scatter_reduce_(1, numbers.expand_as(wide), wide.abs(), "amax")
             scales = scales_of(found, self.levels)
             levels = levels_of(wide, scales.index_select(1, numbers), self.levels)
-            data = (
-                pack(torch.nn.functional.pad(levels, (0, self.elements % 2)))
-                if self.is_packed
-                else levels
-            )
+            even = self.elements + self.elements % 2
+            data = pack(_padded(levels, even)) if self.is_packed else levels
         else:
-            whole = torch.nn.functional.pad(values, (0, self.blocks * BLOCK - self.elements))
+            whole = _padded(values, self.blocks * BLOCK)
             blocks = whole.view(rows, self.blocks, BLOCK)
             kernel = self.encoders.get((rows, values.dtype))
             scales, data = encode_blocks(self, blocks) if kernel is None else kernel([blocks])
@@ -82,7 +79,7 @@ class Codec:
             spread = scales.index_select(1, self._number_of_each(rows.device))
             return levels.to(torch.float32).mul_(spread).to(dtype)
         block = BLOCK // 2 if self.is_packed else BLOCK
-        data = torch.nn.functional.pad(data, (0, self.blocks * block - data.shape[1])).contiguous()
+        data = _padded(data, self.blocks * block).contiguous()
         data = data.view(count, self.blocks, block)
         kernel = self.decoders.get((count, dtype))
         blocks: Tensor = (
@@ -100,6 +97,12 @@ class Codec:
                 numbers = torch.arange(len(self._lengths)).repeat_interleave(lengths)
                 self._numbers[device] = numbers.to(device)
         return self._numbers[device]
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    """Rows with zeros at their ends; the same tensor if nothing is missing."""
+    missing = length - rows.shape[1]
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
 
 
 def encode_blocks(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor]:
