@@ -107,20 +107,19 @@ def _format_plan(path: Path, plan: Plan) -> str:
 
 
 def _format_buckets(plan: Plan) -> str:
-    rows = [_bucket_row(bucket, plan) for bucket in plan.buckets]
+    rows = [_bucket_row(bucket) for bucket in plan.buckets]
     count = sum(len(bucket.params) for bucket in plan.buckets)
-    slot_bytes = sum(bucket.slot_bytes for bucket in plan.buckets)
-    rows.append(("total", "", str(count), *_sizes(slot_bytes, plan), "", "", "", "", ""))
+    rows.append(("total", "", str(count), *_sizes(*plan.buckets), "", "", "", "", ""))
     align = ("right", "left", "right", "right", "right", "right", *["left"] * 5)
     return _table(_BUCKET_HEADERS, rows, align)
 
 
-def _bucket_row(bucket: Bucket, plan: Plan) -> tuple[str, ...]:
+def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
     return (
         str(bucket.id),
         "\n".join(one_line(line) for line in fold_params(bucket.params)),
         str(len(bucket.params)),
-        *_sizes(bucket.slot_bytes, plan),
+        *_sizes(bucket),
         bucket.dtype,
         bucket.reduce_dtype,
         "yes" if bucket.frozen else "no",
@@ -129,10 +128,14 @@ def _bucket_row(bucket: Bucket, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _sizes(slot_bytes: int, plan: Plan) -> tuple[str, ...]:
-    """Slot, node shard and full parameters in MiB."""
-    node_bytes = slot_bytes * plan.nodes
-    return tuple(_mib(b) for b in (slot_bytes, node_bytes, node_bytes * plan.ranks_per_node))
+def _sizes(*buckets: Bucket) -> tuple[str, ...]:
+    """Slots, node shards and full parameters in MiB."""
+    # Each by itself: what strategies cut over fewer ranks than the mesh has is whole sooner.
+    return (
+        _mib(sum(b.slot_bytes for b in buckets)),
+        _mib(sum(b.node_bytes for b in buckets)),
+        _mib(sum(b.full_bytes for b in buckets)),
+    )
 
 
 def _format_schedule(schedule: Schedule, *, has_variants: bool) -> str:
