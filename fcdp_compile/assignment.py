@@ -38,7 +38,7 @@ def assign(
             other, its = given.setdefault(module, (pattern, strategy))
             if its != strategy:
                 raise ValueError(
-                    f"module {module!r} gets strategy {its.name!r} from {other!r} and {strategy.name!r} from "
+                    f"module {module!r} gets strategy '{its}' from {other!r} and '{strategy}' from "
                     f"{pattern!r} in module_strategies; give it one"
                 )
     found: dict[nn.Parameter, tuple[str, Strategy]] = {}
@@ -52,7 +52,7 @@ def assign(
             if its != strategy:
                 raise ValueError(
                     f"parameters {other!r} and {name!r} are tied, but module_strategies gives them "
-                    f"{its.name!r} and {strategy.name!r}; give both modules the same, or untie them"
+                    f"'{its}' and '{strategy}'; give both modules the same, or untie them"
                 )
     return {parameter: strategy for parameter, (_, strategy) in found.items()}
 
