@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
@@ -12,15 +12,24 @@ from fcdp_compile.strategy import Strategy
 
 
 def assign(
-    root: nn.Module, default: Strategy, by_module: Mapping[str, str | Strategy]
+    root: nn.Module,
+    parameters: Collection[nn.Parameter],
+    default: Strategy,
+    by_module: Mapping[str, str | Strategy],
 ) -> dict[nn.Parameter, Strategy]:
-    """The strategy of every parameter.
+    """The strategy of each of these parameters.
 
     by_module: by names of modules, in which `*` stands for anything between two dots.
 
-    Raises: ValueError for a name that no module has, for two that give one module different strategies, and
-    for a tied parameter whose modules have different ones; what `Strategy.parse` raises.
+    Raises: TypeError for what is no mapping of names; ValueError for a name that no module has, for two that
+    give one module different strategies, and for a tied parameter whose modules have different ones; what
+    `Strategy.parse` raises.
     """
+    if not isinstance(by_module, Mapping) or not all(isinstance(n, str) for n in by_module):
+        raise TypeError(
+            "module_strategies must map names of modules to strategies, such as "
+            f"{{'model.embed_tokens': 'ddp'}}, not {by_module!r}"
+        )
     modules = dict(root.named_modules(remove_duplicate=False))
     given: dict[str, tuple[str, Strategy]] = {}
     for pattern, name in by_module.items():
@@ -29,7 +38,7 @@ def assign(
             other, its = given.setdefault(module, (pattern, strategy))
             if its != strategy:
                 raise ValueError(
-                    f"module {module!r} gets strategy {its.name!r} from {other!r} and {strategy.name!r} from "
+                    f"module {module!r} gets strategy '{its}' from {other!r} and '{strategy}' from "
                     f"{pattern!r} in module_strategies; give it one"
                 )
     found: dict[nn.Parameter, tuple[str, Strategy]] = {}
@@ -37,16 +46,22 @@ def assign(
         inner = next((p for p in _and_those_around(path) if p in given), None)
         strategy = default if inner is None else given[inner][1]
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
+            if parameter not in parameters:
+                continue
             other, its = found.setdefault(parameter, (name, strategy))
             if its != strategy:
                 raise ValueError(
                     f"parameters {other!r} and {name!r} are tied, but module_strategies gives them "
-                    f"{its.name!r} and {strategy.name!r}; give both modules the same, or untie them"
+                    f"'{its}' and '{strategy}'; give both modules the same, or untie them"
                 )
     return {parameter: strategy for parameter, (_, strategy) in found.items()}
 
 
 def _matching(pattern: str, modules: Iterable[str]) -> list[str]:
+    if not pattern:
+        raise ValueError(
+            "module_strategies names '', the model itself; its strategy is the option strategy"
+        )
     parts = pattern.split(".")
     found = [m for m in modules if m and _matches(parts, m.split("."))]
     if not found:

@@ -15,7 +15,7 @@ from fcdp_compile.passes.bucket import reduced_params
 from fcdp_compile.passes.choose_tiers import Placement, choose_tiers, place_bucket
 from fcdp_compile.passes.context import PassContext
 from fcdp_compile.passes.place_gradients import fit_gradients, gradient_bytes, place_gradients
-from fcdp_compile.passes.predict import StepMemory, predict
+from fcdp_compile.passes.predict import StepMemory, fixed_bytes, predict
 from fcdp_compile.plan import Bucket, Direction, Tier, Variant
 from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.model import ShardedModel
@@ -95,7 +95,8 @@ def _placement(
         threshold=threshold,
     )
     model.note_placement(
-        {
+        {b.id: fixed_bytes(b) for b in buckets}
+        | {
             e.bucket: e.bytes_in(c.tier)
             for e, c in zip(step.entries, placement.choices, strict=True)
         },

@@ -62,7 +62,10 @@ def check_model(
 
 
 def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
-    """Mark parameters that `shard` leaves alone; returns their names.
+    """Mark parameters that `shard` leaves alone; returns their names in the model's order.
+
+    A mark tells that nobody need average the gradient; it may be of another model's `shard`, or of one that
+    failed.
 
     Raises: TypeError for what is no parameter, ValueError for one that is not the model's.
     """
@@ -82,7 +85,9 @@ def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
             )
     for parameter in marked:
         setattr(parameter, _IGNORED, True)
-    return [names[id(p)] for p in marked]
+    # Sets, which FSDP2's option of that name takes, have another order on each rank.
+    given = {id(p) for p in marked}
+    return [name for i, name in names.items() if i in given]
 
 
 def is_ignored(parameter: object) -> bool:

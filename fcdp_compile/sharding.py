@@ -27,7 +27,7 @@ from fcdp_compile.replicas import agree_on_replicas
 from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.record import ParamRecord
-from fcdp_compile.shardable import check_model, ignore, is_ignored
+from fcdp_compile.shardable import check_model, ignore
 from fcdp_compile.sharded_class import STATE, Gate, ModuleState, sharded_class
 from fcdp_compile.strategy import Scope, Strategy
 
@@ -62,11 +62,12 @@ def shard(
     reduce_dtype: what their gradients are reduced in; by default param_dtype.
     reshard_after_forward: as FSDP2's, with strategy "fsdp" (`Strategy.fsdp`).
     gradient_on: where gradients wait within `no_sync`: "gpu", "host", or "auto", on the GPU while the planned
-    step has room for them; by default as the strategy says.
+    step has room for them; by default as the strategy says, and with those of module_strategies in any case.
     module_strategies: other strategies for the parameters of some modules, by the modules' names, in which
     `*` stands for anything between two dots: {"model.embed_tokens": "ddp", "model.layers.*.mlp": "mics"}; the
     innermost module with a strategy decides (`assignment`).
     ignored_params: parameters that stay as they are: whole on every rank, their gradients averaged by nobody.
+    torch's clip_grad_norm_ and GradScaler do not take them together with DTensors.
     buffer_dtype: what floating point buffers are cast to, here and now; by default they stay.
     bind_cores: for a model on a GPU of a machine with several NUMA nodes, let this process, unless somebody
     bound it before, run on the cores of the GPU's node alone.
@@ -89,9 +90,9 @@ def shard(
         chosen = Strategy.fsdp(reshard_after_forward, topology.ranks_per_node)
     if gradient_on is not None:
         chosen = chosen.with_gradients_on(gradient_on)
-    names = {p: name for name, p in root.named_parameters() if not is_ignored(p)}
-    assigned = assign(root, chosen, module_strategies or {})
-    fitting = {s: _fitting(s, topology) for s in dict.fromkeys(assigned[p] for p in names)}
+    names = {p: name for name, p in root.named_parameters() if name not in ignored}
+    assigned = assign(root, names, chosen, module_strategies or {})
+    fitting = {s: _fitting(s, topology) for s in dict.fromkeys(assigned.values())}
     number = registry.new_model_number()
     dtypes = param_dtype, reduce_dtype
     records = {

@@ -21,6 +21,8 @@ def place_gradients(
 
     room_bytes: what the device has left at the planned peak; None: as much as it takes.
     """
+    if room_bytes is not None:  # those of strategies without a choice take theirs in any case
+        room_bytes -= sum(gradient_bytes(b) for b in buckets if b.gradient_tier is Tier.GPU)
     placed = []
     for bucket in buckets:
         size_bytes = gradient_bytes(bucket)

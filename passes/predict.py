@@ -70,7 +70,7 @@ def predict(
         entries=tuple(_entries(parts, buckets, ctx)),
         alive_bytes=tuple(evaluate(a.bytes, hints) for part in parts.values() for a in part),
         static_bytes=others
-        + sum(map(_fixed_bytes, buckets))
+        + sum(map(fixed_bytes, buckets))
         + sum(
             _static(spec, frozen=key in ctx.frozen, is_away=spec.name in released)
             for key, spec in ctx.specs.items()
@@ -78,7 +78,7 @@ def predict(
     )
 
 
-def _fixed_bytes(bucket: Bucket) -> int:
+def fixed_bytes(bucket: Bucket) -> int:
     """What a bucket that has no choice keeps on the device."""
     if bucket.strategy.cache is Cache.ADAPTIVE:
         return 0

@@ -5,6 +5,7 @@ Each fills `out`, which its caller has allocated, and returns what is left to do
 
 from __future__ import annotations
 
+import functools
 from threading import Event
 
 import torch
@@ -101,13 +102,20 @@ def gather_flat(
         left = gather(arrived, codec.encode(send.view(1, -1)).view(-1), flat.group, exiting)
 
     def assemble() -> None:
-        order = torch.tensor(flat.order, device=out.device)
+        order = _on(out.device, flat.order)
         rows = arrived.view(len(flat.order), -1)
         if codec is not None:
             rows = codec.decode(rows, out.dtype)
         torch.index_select(rows, 0, order, out=out.view(rows.shape))
 
     return now_or_later(assemble, left)
+
+
+@functools.cache
+def _on(device: torch.device, order: tuple[int, ...]) -> Tensor:
+    # Made once: copying from memory that is not pinned waits for the stream, and so for the gather.
+    with torch.inference_mode(False):
+        return torch.tensor(order, device=device)
 
 
 def _start(out: Tensor, send: Tensor, group: _Group) -> dist.Work:

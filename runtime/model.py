@@ -55,6 +55,7 @@ class ShardedModel:
         self.topology = topology
         self.records = {r.spec.key: r for r in records}
         self.strategies = tuple(dict.fromkeys(r.spec.strategy for r in self.records.values()))
+        self.accumulates = any(strategy.accumulates_on for strategy in self.strategies)
         self.device = device
         self.counters = Counters()
         self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
@@ -111,7 +112,8 @@ class ShardedModel:
     def gather_eagerly(self, key: str, shard: Tensor) -> Tensor:
         """Gather one parameter now, past buckets and cache."""
         spec = self.spec(key)
-        self._warn_of_eager_gathers(spec.name)
+        if spec.layout.nodes > 1:
+            self._warn_of_eager_gathers(spec.name)
         self.records[key].living()  # raises if what was put there holds other rows
         layouts = [spec.layout]
         pending = Pending(pack_home([shard], layouts, spec.gather_dtype))
@@ -124,7 +126,7 @@ class ShardedModel:
         return full.clone() if full.data_ptr() == shard.data_ptr() else full
 
     def _warn_of_eager_gathers(self, name: str) -> None:
-        if self._has_warned or not self._graphs or self.topology.ranks == 1:
+        if self._has_warned or not self._graphs:
             return
         self._has_warned = True
         if self.topology.node == self.topology.place == 0:

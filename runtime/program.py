@@ -80,6 +80,11 @@ class Program:
             self._inputs.index(self._place[n.args[0]]) for n in nodes if n.target is ops.check
         ]
 
+    @property
+    def is_stamped(self) -> bool:
+        """Whether a backward knows anything of its forward: one that needs no parameter does not."""
+        return bool(self._stamps)
+
     def shall_accumulate(self, args: list[Any]) -> bool:
         """Whether the forward of a backward that is about to run on `args` was told to accumulate."""
         return any(bool(args[i][0, 0]) for i in self._stamps)

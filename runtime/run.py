@@ -35,7 +35,7 @@ class CompiledPlan:
         self.reads: dict[Direction, tuple[int, ...]] = {}
         self._digest = plan.digest()
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
-        self._gathers = _gathered_when_cold(plan)
+        self._gathers = _stored(plan)
         self._uncached = [b for b in plan.buckets if b.tier is Tier.NONE]
         self._is_resident = any(b.strategy.is_resident for b in plan.buckets)
         self._accumulated = [b.id for b in plan.buckets if b.gradient_tier is not Tier.NONE]
@@ -62,12 +62,14 @@ class CompiledPlan:
 
     def _backward_variant(self, model: ShardedModel, args: list[Any]) -> Variant:
         """What the forward was told to do with gradients, and whether any wait; the same on all ranks."""
-        if not self._accumulated:
+        cold = self.programs[Direction.BACKWARD, Variant.COLD]
+        if not (model.accumulates and cold.is_stamped):
             return Variant.COLD
-        accumulates = self.programs[Direction.BACKWARD, Variant.COLD].shall_accumulate(args)
+        # A graph that lets nothing wait, too: by it, others learn whether this backward synchronises.
+        accumulates = cold.shall_accumulate(args)
         model.accumulation.begin_graph(backward_number(), accumulates=accumulates)
         if accumulates:
-            return Variant.ACCUMULATE
+            return Variant.ACCUMULATE if self._accumulated else Variant.COLD
         waits = model.accumulation.waits_for(self._accumulated)
         return Variant.COLLECT if waits else Variant.COLD
 
@@ -102,7 +104,7 @@ class CompiledPlan:
             if not (cold and bucket.id in kept):
                 model.refresh(bucket)
         for bucket in relevant:
-            if bucket.frozen:
+            if bucket.frozen and bucket.strategy.is_resident:
                 model.release_shards(bucket)
         return Variant.COLD if cold else Variant.WARM
 
@@ -111,12 +113,13 @@ def _nothing() -> None:
     return None
 
 
-def _gathered_when_cold(plan: Plan) -> tuple[int, ...]:
-    """The buckets that the cold forward gathers and stores itself."""
+def _stored(plan: Plan) -> tuple[int, ...]:
+    """The buckets that a forward gathers and stores itself: those kept until the backward in any variant."""
     return tuple(
-        step.bucket
-        for schedule in plan.schedules
-        if schedule.variant is Variant.COLD
-        for step in schedule.steps
-        if step.kind is Kind.STORE and step.bucket is not None
+        dict.fromkeys(
+            step.bucket
+            for schedule in plan.schedules
+            for step in schedule.steps
+            if step.kind is Kind.STORE and step.bucket is not None
+        )
     )

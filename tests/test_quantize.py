@@ -126,8 +126,10 @@ def test_compiled_kernels_give_the_same_bits(wire: Format, dtype: torch.dtype) -
     """Those of Inductor, for whole blocks and for a last one that is not."""
     plain, compiled = Codec(wire, [BLOCK + 44]), Codec(wire, [BLOCK + 44])
     compute = Compute("inductor")
+    drawn = torch.get_rng_state()
     for encodes in (True, False):
         compile_codec(compiled, compute, CPU, encodes=encodes, rows=2, dtype=dtype)
+    assert torch.equal(torch.get_rng_state(), drawn), "a backward that compiles draws nothing"
     assert compiled.encoders.keys() == compiled.decoders.keys() == {(2, dtype)}
     values = torch.randn(2, BLOCK + 44).to(dtype)
     sent = plain.encode(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import fcdp_compile
+from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.strategy import Strategy
 from tests import formulas
-from tests.distributed.beside import Beside, assert_close, whole
+from tests.distributed.beside import Beside, assert_close, named, sgd, whole
 from tests.distributed.models import CASES
 from tests.distributed.ranks import run
 from tests.distributed.test_bytes import MOVING, formula_model
@@ -118,6 +121,8 @@ def _bad(mesh: DeviceMesh) -> list[str]:
         ("odd", {"module_strategies": {"f*": "ddp", "first": "zero3"}}),
         ("gpt2", {"module_strategies": {"lm_head": "ddp"}}),
         ("odd", {"module_strategies": {"first": "dpp"}}),
+        ("odd", {"module_strategies": {"": "ddp"}}),
+        ("odd", {"module_strategies": "ddp"}),
         ("odd", {"ignored_params": [nn.Parameter(torch.ones(3))]}),
         ("odd", {"ignored_params": ["first.weight"]}),
         ("odd", {"buffer_dtype": torch.int8}),
@@ -136,6 +141,8 @@ def test_bad_input() -> None:
         "module 'first' gets strategy 'ddp' from 'f*' and 'zero3' from 'first'",
         "'transformer.wte.weight' and 'lm_head.weight' are tied, but module_strategies gives them 'fcdp' and",
         "unknown strategy 'dpp'",
+        "names '', the model itself; its strategy is the option strategy",
+        "must map names of modules to strategies, such as {'model.embed_tokens': 'ddp'}, not 'ddp'",
         "a parameter of shape (3,) that the model does not have",
         "must be parameters of the model, not str",
         "buffer_dtype must be a floating point torch.dtype",
@@ -184,6 +191,92 @@ def _leave_alone(mesh: DeviceMesh) -> None:
 
 def test_parameters_and_buffers_that_are_not_sharded() -> None:
     run(_leave_alone, nodes=2, ranks_per_node=1)
+
+
+def _ignore(mesh: DeviceMesh) -> None:
+    model = CASES["odd"].model()
+    left = [model.scale, model.norm.weight, model.norm.bias]
+    with pytest.raises(TypeError, match="buffer_dtype"):
+        fcdp_compile.shard(
+            model, mesh, ignored_params=[model.first.weight], buffer_dtype=torch.int8
+        )
+    in_any_order = left if dist.get_rank() else left[::-1]  # as sets have
+    fcdp_compile.shard(model, mesh, ignored_params=in_any_order)
+    assert [n for n, p in model.named_parameters() if not isinstance(p, DTensor)] == [
+        "scale", "norm.weight", "norm.bias",
+    ]  # fmt: skip
+    other = CASES["odd"].model()
+    other.scale = left[0]
+    fcdp_compile.shard(other, mesh)
+    assert isinstance(other.scale, DTensor), "another model's option"
+    tied = CASES["gpt2"].model()
+    weight = tied.lm_head.weight
+    fcdp_compile.shard(tied, mesh, ignored_params=[weight], module_strategies={"lm_head": "ddp"})
+    assert tied.lm_head.weight is tied.transformer.wte.weight is weight
+
+
+def test_what_is_ignored_follows_from_this_call_alone() -> None:
+    run(_ignore, nodes=2, ranks_per_node=1)
+
+
+def _write_between_forwards(mesh: DeviceMesh) -> None:
+    """All that outlives the backward is frozen: no forward stores anything for the next one."""
+    pair = Beside(mesh, CASES["odd"], strategy="zero++", module_strategies={"second": "fcdp"})
+    for model in pair.both:
+        model.second.requires_grad_(False)
+    pair.use(sgd)
+    pair.train()
+    earlier = pair.case.loss(pair.net, pair.data(0))
+    weight = named(pair.model, "first.weight")
+    weight.data = whole(weight) * 1.5
+    later = pair.case.loss(pair.net, pair.data(1))
+    with pytest.raises(StaleParameterError):
+        earlier.backward()
+    named(pair.plain, "first.weight").data.mul_(1.5)
+    later.backward()
+    pair.plain_backward(1)
+    pair.compare_gradients()
+
+
+def test_a_write_between_two_forwards_that_only_load() -> None:
+    run(_write_between_forwards, nodes=2, ranks_per_node=1)
+
+
+class _Halves(nn.Module):
+    """Two graphs, the second one on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5)
+        self.second = nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor, *, in_full: bool) -> torch.Tensor:
+        hidden = self.first(inputs).tanh()
+        torch._dynamo.graph_break()
+        return self.second(hidden).sum() if in_full else hidden.sum()
+
+
+def _synchronise_by_other_graph(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = _Halves()
+    model = fcdp_compile.shard(
+        copy.deepcopy(plain), mesh, strategy="fcdp", module_strategies={"first": "zero3"}
+    )
+    net = torch.compile(model, backend="fcdp")
+    inputs = torch.rand(2, 7)
+    for in_full in (True, False):
+        with fcdp_compile.no_sync(net) if in_full else nullcontext():
+            net(inputs, in_full=in_full).backward()
+        plain(inputs, in_full=in_full).backward()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        assert expected.grad is not None
+        assert_close(whole(found.grad), expected.grad, name)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_graph_that_lets_nothing_wait_synchronises_what_others_did() -> None:
+    run(_synchronise_by_other_graph, nodes=2, ranks_per_node=1)
 
 
 def test_the_printed_form() -> None:

@@ -104,3 +104,14 @@ def test_what_host_memory_has_no_room_for_never_waits(
 def test_gradients_that_wait_on_the_gpu_alone_need_no_host_memory() -> None:
     buckets = [replace(b, strategy=ZERO1) for b in BUCKETS]
     assert fit_gradients(buckets, host_bytes=0) == buckets
+
+
+def test_gradients_that_have_no_choice_take_room_from_those_that_have() -> None:
+    """Modules of one model may have other strategies."""
+    mixed = [BUCKETS[0], replace(BUCKETS[1], strategy=ZERO1, gradient_tier=Tier.GPU), BUCKETS[2]]
+    taken = gradient_bytes(mixed[1])
+    for left, expected in ((120, [Tier.GPU, Tier.GPU]), (79, [Tier.HOST, Tier.GPU])):
+        placed = place_gradients(mixed, room_bytes=taken + left)
+        assert [b.gradient_tier for b in (placed[0], placed[2])] == expected
+    placed = place_gradients(mixed, room_bytes=taken - 1)
+    assert [b.gradient_tier for b in placed] == [Tier.HOST, Tier.GPU, Tier.HOST]

@@ -40,7 +40,7 @@ class Model:
     """Says what is stale and notes what is refreshed."""
 
     def __init__(self, strategy: str) -> None:
-        self.strategy = Strategy.parse(strategy)
+        self.accumulates = Strategy.parse(strategy).accumulates_on is not None
         self.stale_ids: list[int] = []
         self.asked: list[int] = []
         self.refreshed: list[int] = []
@@ -95,7 +95,8 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
             args.clear()
             return ()
 
-        return SimpleNamespace(run=run, shall_accumulate=lambda args: bool(args))
+        told = {"is_stamped": True, "shall_accumulate": lambda args: bool(args)}
+        return SimpleNamespace(run=run, **told)
 
     for direction, variant in graphs:
         bound.programs[direction, variant] = program(f"{direction.value} {variant.value}")
