@@ -23,10 +23,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         optimizer.step()
 
     Gradients accumulate at the strategy's scope: whole, within the node (fcdp), or, with strategies that
-    reduce every micro-batch's gradients to the home shards, as they would without this.  The first backward
-    of a forward outside of it reduces them all, and only then `.grad` holds them; before, it holds negative
-    zeros.  Clearing gradients (`zero_grad`) clears what accumulated.  What is not compiled synchronises every
-    time: right, and slower.  Not for `torch.autograd.grad` or `backward(inputs=…)`, which are refused.
+    reduce every micro-batch's gradients to the home shards, as they would without this. The first
+    backward of a forward outside of it reduces them all, and only then `.grad` holds them; before, it
+    holds negative zeros. Clearing gradients (`zero_grad`) clears what accumulated. What is not compiled
+    synchronises every time: right, and slower; but the last micro-batch must be compiled where earlier
+    ones were. Not for `torch.autograd.grad` or `backward(inputs=…)`, which are refused.
 
     model: sharded, compiled or not.  All ranks must enter and leave for the same micro-batches: checked in
     every forward.

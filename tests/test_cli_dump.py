@@ -94,19 +94,6 @@ def test_table_of_buckets(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "refresh before a forward: 0\n" in out
 
 
-def test_sizes_of_what_every_rank_has_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = make_bucket(
-        0, [("w", (2**20,))], nodes=1, ranks_per_node=1, tier=Tier.NONE, strategy="ddp"
-    )
-    plan = dataclasses.replace(make_plan(), buckets=(whole,), refresh=(), schedules=())
-    write_plan(tmp_path / "graph-000.plan.json", plan)
-    assert main(["dump", str(tmp_path)]) == 0
-    mib = f"{whole.full_bytes / 2**20:.3f}"
-    assert cells(capsys.readouterr().out, "total") == ["total", "1", mib, mib, mib]
-
-
 def test_table_of_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["dump", str(folder)])
     out = capsys.readouterr().out
