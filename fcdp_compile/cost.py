@@ -86,7 +86,9 @@ def gather_s(bucket: Bucket, algorithm: Algorithm, machine: Machine) -> float:
         return at_once + machine.intra.time_s(others * (nodes - 1) * own) + copying
     assert algorithm is Algorithm.RING, algorithm
     sent = (bucket.ranks - 1) * bucket.wire_bytes
-    return max(machine.inter.time_s(sent), machine.intra.time_s(sent)) + copying
+    # It goes from rank to rank; a gather between nodes, which the latency is of, from node to node.
+    more_hops_s = ((bucket.ranks - 1) / (nodes - 1) - 1) * machine.inter.latency_s
+    return max(machine.inter.time_s(sent), machine.intra.time_s(sent)) + more_hops_s + copying
 
 
 def assembled_bytes(bucket: Bucket) -> int:

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import topology_of
-from fcdp_compile.plan import Kind
+from fcdp_compile.plan import Kind, Tier
 from fcdp_compile.quantize import Codec
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.lanes import Lanes
+from fcdp_compile.sharding import state_of
 from fcdp_compile.wire import Format
 from tests.distributed.parity import Sharded, Trial, check_equal, history
 from tests.distributed.ranks import run
@@ -90,6 +92,34 @@ def _compare(mesh: DeviceMesh) -> None:
         )
         for other, strategy in zip(others, strategies[1:], strict=True):
             check_equal(f"{strategies[0]} and {strategy}", other, first)
+
+
+_EVEN = {"bytes_per_s": 1e9, "latency_s": 0.0}
+"""Links on which, within and between three nodes of two, a bucket by itself is fastest in one ring."""
+
+
+def _choose(mesh: DeviceMesh) -> None:
+    """The cost model's choice, also for what fcdp finds no host memory for."""
+    for strategy, more in (("zero3", {}), ("fcdp", {"host_memory": 600})):
+        options: dict[str, object] = {"bucket_mb": 1e-7, **more}
+        options |= {"machine": {"inter": _EVEN, "intra": _EVEN, "memory_bytes_per_s": 1e15}}
+        first, chosen = (
+            Sharded(mesh, Trial(case="odd", strategy=name), options=options)
+            for name in (strategy, f"{strategy}+auto")
+        )
+        check_equal(f"{strategy}+auto", history(chosen, 2), history(first, 2))
+        (plan,) = state_of(chosen.model).plans.values()
+        gathered = [b for b in plan.buckets if b.tier is Tier.NONE and b.slot_elements]
+        rings = [b.algorithm is Algorithm.RING for b in gathered]
+        assert rings
+        assert all(rings)
+        kept = [b.algorithm for b in plan.buckets if b.tier is not Tier.NONE]
+        assert Algorithm.RING not in kept
+        assert bool(kept) == (strategy == "fcdp")
+
+
+def test_what_the_cost_model_chooses() -> None:
+    run(_choose, nodes=3, ranks_per_node=2)
 
 
 def _refuse(mesh: DeviceMesh) -> None:
