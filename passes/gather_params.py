@@ -86,12 +86,14 @@ def _start(
     if crosses:
         sent = (bucket.nodes - 1) * bucket.wire_bytes
         buffer = steps.add(ops.inter_all_gather, [home], bucket.nodes, sent)
+    is_overlapped = crosses and bucket.algorithm is Algorithm.HO_RING
+    own = steps.add_own(home) if is_overlapped else None
     if source is Source.GATHER_AND_STORE:
         stores.append(explicit(graph, ops.store, [buffer], bucket, tier_bytes))
     if bucket.ranks_per_node == 1:
         return buffer
-    if crosses and bucket.algorithm is Algorithm.HO_RING:
-        return steps.add_own_and_rest(home, buffer)
+    if own is not None:
+        return steps.add_rest(buffer, own)
     is_there = source is Source.LOAD and bucket.tier is Tier.GPU_FULL
     sent = 0 if is_there else (bucket.ranks_per_node - 1) * bucket.node_bytes
     return steps.add(ops.intra_all_gather, [buffer], bucket.ranks, sent)
@@ -126,13 +128,19 @@ class _Steps:
         sent = (ranks - 1) * self.bucket.wire_bytes
         return self.add(ops.flat_all_gather, [home], ranks, sent, accessed_bytes=copied)
 
-    def add_own_and_rest(self, home: Node, node_shard: Node) -> Node:
+    def add_own(self, home: Node) -> Node:
+        ranks = self.bucket.ranks_per_node
+        return self.add(ops.intra_own_all_gather, [home], ranks, self._own_bytes)
+
+    def add_rest(self, node_shard: Node, own: Node) -> Node:
         bucket = self.bucket
-        own_bytes = (bucket.ranks_per_node - 1) * bucket.slot_bytes
-        own = self.add(ops.intra_own_all_gather, [home], bucket.ranks_per_node, own_bytes)
-        sent, copied = own_bytes * (bucket.nodes - 1), assembled_bytes(bucket)
+        sent, copied = self._own_bytes * (bucket.nodes - 1), assembled_bytes(bucket)
         args = [node_shard, own]
         return self.add(ops.intra_rest_all_gather, args, bucket.ranks, sent, accessed_bytes=copied)
+
+    @property
+    def _own_bytes(self) -> int:
+        return (self.bucket.ranks_per_node - 1) * self.bucket.slot_bytes
 
 
 def _placeholder_of(node: Node) -> Node:

@@ -136,7 +136,9 @@ def _models_share_groups(mesh: DeviceMesh) -> None:
             )
         )
         del model
-    assert counts[1] == counts[2], "groups, threads and open files of a second and a third model"
+    # No more: a socket of the start may close late.
+    no_more = all(third <= second for second, third in zip(counts[1], counts[2], strict=True))
+    assert no_more, f"groups, threads and open files of a second and a third model: {counts}"
 
 
 def _jobs(mesh: DeviceMesh) -> None:

@@ -24,7 +24,9 @@ def gathers_in_flight(nodes: list[Node], ctx: PassContext, *, stores: bool) -> l
             parts = ctx.nodes if start.target is ops.intra_own_all_gather else ctx.ranks_per_node
             made //= parts
         ends = [at[f] for f in users(wait, ops.free)] or [len(nodes)]
-        chain = [start, *start.all_input_nodes, *start.users]
+        # What a gather takes beside the node shard counts as long as that.
+        beside = [n for u in users(start, *SPREADS) for n in u.all_input_nodes]
+        chain = [start, *start.all_input_nodes, *start.users, *beside]
         if stores:
             ends += [at[w] for n in chain for s in users(n, ops.store) for w in s.users]
         add(alive, at[start], max(ends), made)
