@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fcdp_compile import ops
 from fcdp_compile.compute import Compute
+from fcdp_compile.gathering import Algorithm
 from fcdp_compile.plan import Bucket
 from fcdp_compile.quantize import Codec, decode_blocks, encode_blocks
 from fcdp_compile.runtime.codecs import Codecs
@@ -41,31 +42,34 @@ def compile_codecs(
     if not compute.is_inductor:
         return
     with without_modes():
-        _compile_all(lowered, buckets, codecs, compute, device)
+        for number in dict.fromkeys(_buckets_of(lowered)):
+            _compile_weights(buckets[number], codecs, compute, device)
+        for node in lowered.graph.find_nodes(op="call_function", target=ops.inter_reduce_scatter):
+            bucket, params = buckets[node.kwargs["bucket"]], node.kwargs["params"]
+            if (codec := codecs.of_gradients(bucket, params)) is not None:
+                dtype, rows = getattr(torch, bucket.reduce_dtype), bucket.nodes
+                wide = torch.promote_types(dtype, torch.float32)
+                compile_codec(codec, compute, device, encodes=True, rows=rows, dtype=dtype)
+                compile_codec(codec, compute, device, encodes=False, rows=rows, dtype=wide)
 
 
-def _compile_all(
-    lowered: GraphModule,
-    buckets: dict[int, Bucket],
-    codecs: Codecs,
-    compute: Compute,
-    device: torch.device,
+_ROWS: dict[Algorithm, Callable[[Bucket], set[int]]] = {
+    Algorithm.HIERARCHICAL: lambda bucket: {bucket.nodes},
+    Algorithm.HO_RING: lambda bucket: {bucket.nodes, 1},
+    Algorithm.RING: lambda bucket: {bucket.ranks},
+}
+"""How many slots are decoded at once: those of a node shard, a node's own, all."""
+
+
+def _compile_weights(
+    bucket: Bucket, codecs: Codecs, compute: Compute, device: torch.device
 ) -> None:
-    used = [buckets[i] for i in dict.fromkeys(_buckets_of(lowered))]
-    for bucket in used:
-        if (codec := codecs.of_weights(bucket)) is not None:
-            dtype = getattr(torch, bucket.dtype)
-            compile_codec(codec, compute, device, encodes=True, rows=1, dtype=dtype)
-            # A node shard, a slot of a node's own (HO-Ring), all slots (a ring).
-            for rows in {bucket.nodes, 1, bucket.ranks}:
-                compile_codec(codec, compute, device, encodes=False, rows=rows, dtype=dtype)
-    for node in lowered.graph.find_nodes(op="call_function", target=ops.inter_reduce_scatter):
-        bucket = buckets[node.kwargs["bucket"]]
-        if (codec := codecs.of_gradients(bucket, node.kwargs["params"])) is not None:
-            dtype = getattr(torch, bucket.reduce_dtype)
-            wide = torch.promote_types(dtype, torch.float32)
-            compile_codec(codec, compute, device, encodes=True, rows=bucket.nodes, dtype=dtype)
-            compile_codec(codec, compute, device, encodes=False, rows=bucket.nodes, dtype=wide)
+    if (codec := codecs.of_weights(bucket)) is None:
+        return
+    dtype = getattr(torch, bucket.dtype)
+    compile_codec(codec, compute, device, encodes=True, rows=1, dtype=dtype)
+    for rows in _ROWS[bucket.algorithm](bucket):
+        compile_codec(codec, compute, device, encodes=False, rows=rows, dtype=dtype)
 
 
 def _buckets_of(lowered: GraphModule) -> Iterable[int]:

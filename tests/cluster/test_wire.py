@@ -36,9 +36,8 @@ def _missing() -> str | None:
     return None
 
 
-if (
-    _reason := _missing()
-) is not None:  # simulated nodes exist on Linux, for root, with the tool alone
+if (_reason := _missing()) is not None:
+    # Simulated nodes exist on Linux, for root, with the tool alone; the reason says what is missing.
     pytestmark = [pytest.mark.cluster, pytest.mark.skip(reason=_reason)]
 
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -92,10 +92,10 @@ def _collect(
         ready = wait(list(open_pipes), timeout=10.0 if errors else timeout_s)
         if not ready:
             break
-        for pipe in ready:
-            rank = open_pipes.pop(pipe)  # type: ignore[arg-type]
+        for pipe in cast(list[Connection], ready):  # `wait` takes and is typed for other things too
+            rank = open_pipes.pop(pipe)
             try:
-                is_error, value = pipe.recv()  # type: ignore[union-attr]
+                is_error, value = pipe.recv()
             except EOFError:
                 is_error, value = True, "died without a word"
             (errors if is_error else results)[rank] = value

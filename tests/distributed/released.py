@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +17,8 @@ NAMES = ("first.base_layer.weight", "first.base_layer.bias", "scale", "embedding
 
 
 def frozen_of(model: nn.Module) -> dict[str, HomeShard]:
-    return {n: p for n, p in model.named_parameters() if not p.requires_grad}  # type: ignore[misc]
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    return cast(dict[str, HomeShard], frozen)  # modules' parameters are typed as nn.Parameter
 
 
 def held_bytes(parameter: HomeShard) -> int:

@@ -164,7 +164,7 @@ def _recompile_on_one_rank(mesh: DeviceMesh) -> None:
         rank = pair.rank if rank is None else rank
         return batch(pair.case, step=step, rank=rank, size=3 if step and not rank else 2)
 
-    pair.data = data  # type: ignore[method-assign]
+    pair.data = data  # type: ignore[method-assign]  # of this pair alone
     for _ in range(2):
         _micro_batches(pair)
         pair.compare_gradients()

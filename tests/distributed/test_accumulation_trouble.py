@@ -241,7 +241,7 @@ def _all(mesh: DeviceMesh, cases: list[Callable[..., None]]) -> None:
     for i, case in enumerate(cases):
         try:
             case(mesh, ("gpu", "host")[i % 2])
-        except Exception as error:
+        except Exception as error:  # any: it is raised again, with the name of its case
             raise AssertionError(case.__name__.replace("_", " ")) from error
 
 
