@@ -40,6 +40,7 @@ class Collectives:
         self._counters = counters
         self._lanes = lanes
         self._flat: FlatGroup | None = None
+        self._order: Tensor | None = None
 
     def _group(self, kind: Kind) -> tuple[dist.ProcessGroup | None, int]:
         t = self._topology
@@ -125,7 +126,12 @@ class Collectives:
         out = _empty(own, self._topology.ranks * own.numel())
         if not own.nbytes:
             return Pending(out)
-        run = partial(gather_flat, out, own, codec, self._flat, self._lanes.exiting)
+        if self._order is None or self._order.device != own.device:
+            # Made once: copying from memory that is not pinned waits for the stream, and so for gathers.
+            with torch.inference_mode(False):
+                self._order = torch.tensor(self._flat.order, device=own.device)
+        group, order, exiting = self._flat.group, self._order, self._lanes.exiting
+        run = partial(gather_flat, out, own, codec, group, order, exiting)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduce_scatter(

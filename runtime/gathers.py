@@ -5,14 +5,13 @@ Each fills `out`, which its caller has allocated, and returns what is left to do
 
 from __future__ import annotations
 
-import functools
 from threading import Event
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.mesh import FlatGroup, has_nccl
+from fcdp_compile.mesh import has_nccl
 from fcdp_compile.quantize import Codec
 from fcdp_compile.runtime.group_work import finish, now_or_later, on_host, pinned, to_device
 from fcdp_compile.runtime.tasks import Begun
@@ -91,31 +90,23 @@ def gather_rest(
 
 
 def gather_flat(
-    out: Tensor, send: Tensor, codec: Codec | None, flat: FlatGroup, exiting: Event
+    out: Tensor, send: Tensor, codec: Codec | None, group: _Group, order: Tensor, exiting: Event
 ) -> Begun | None:
-    """[S] of every rank of the mesh -> [G*S], in the order of chunks."""
+    """[S] of every rank of the mesh -> [G*S]; order: the rank in the group that has each part."""
     if codec is None:
         arrived = torch.empty_like(out)
-        left = gather(arrived, send, flat.group, exiting)
+        left = gather(arrived, send, group, exiting)
     else:
-        arrived = out.new_empty(len(flat.order) * codec.bytes, dtype=torch.uint8)
-        left = gather(arrived, codec.encode(send.view(1, -1)).view(-1), flat.group, exiting)
+        arrived = out.new_empty(len(order) * codec.bytes, dtype=torch.uint8)
+        left = gather(arrived, codec.encode(send.view(1, -1)).view(-1), group, exiting)
 
     def assemble() -> None:
-        order = _on(out.device, flat.order)
-        rows = arrived.view(len(flat.order), -1)
+        rows = arrived.view(len(order), -1)
         if codec is not None:
             rows = codec.decode(rows, out.dtype)
         torch.index_select(rows, 0, order, out=out.view(rows.shape))
 
     return now_or_later(assemble, left)
-
-
-@functools.cache
-def _on(device: torch.device, order: tuple[int, ...]) -> Tensor:
-    # Made once: copying from memory that is not pinned waits for the stream, and so for the gather.
-    with torch.inference_mode(False):
-        return torch.tensor(order, device=device)
 
 
 def _start(out: Tensor, send: Tensor, group: _Group) -> dist.Work:
