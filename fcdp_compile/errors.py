@@ -23,3 +23,7 @@ class UnshardedParameterError(FcdpError):
 
 class UnsynchronizedGradientError(FcdpError):
     """Gradients of micro-batches wait that no synchronising backward has reduced."""
+
+
+class ProfileError(FcdpError, ValueError):
+    """A file is not a cluster profile, or a damaged one; the message names the file and the field."""

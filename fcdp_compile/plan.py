@@ -19,7 +19,7 @@ from fcdp_compile.layout import ParamLayout
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.wire import Format, row_bytes
 
-SCHEMA = "fcdp.plan/4"
+SCHEMA = "fcdp.plan/5"
 
 
 class Lane(Enum):
@@ -242,13 +242,15 @@ class Schedule:
     """The ordered steps of one graph in one variant.
 
     in_flight_bytes: the most bytes of gathered parameters and of gradients on their way that are alive at
-    once (`passes.schedule` [Note: in-flight budget]).
+    once (`passes.schedule` [Note: in-flight budget]).  memory_bytes: for each step the most device memory
+    that is predicted to be in use during it; empty if nobody predicted it.
     """
 
     direction: Direction
     variant: Variant
     steps: tuple[Step, ...]
     in_flight_bytes: int = 0
+    memory_bytes: tuple[int, ...] = ()
 
     def bytes_by_kind(self) -> dict[Kind, int]:
         """Bytes that one run moves, by kind; kinds that move nothing are left out."""
@@ -266,8 +268,9 @@ class Plan:
     graph: number of the compilation within the model.  refresh: buckets that must be valid in the cache
     before the forward starts; a stale one is gathered between nodes and stored first.  peak_bytes: the most
     device memory that a step is predicted to take with the buckets in these tiers; None if nobody asked.
+    memory_limit_bytes: what a cache that adapts may let that grow to; None if there is none.
     strategy: the names of its buckets' strategies, for people.  nodes, ranks_per_node: of the mesh.
-    Ranks may disagree on graph and peak_bytes, and on what is on the GPU or the host.
+    Ranks may disagree on graph and what is said of memory, and on what is on the GPU or the host.
     """
 
     strategy: str
@@ -278,6 +281,7 @@ class Plan:
     refresh: tuple[int, ...]
     schedules: tuple[Schedule, ...]
     peak_bytes: int | None = None
+    memory_limit_bytes: int | None = None
 
     def bucket(self, bucket_id: int) -> Bucket:
         """The bucket with that number; KeyError if there is none."""

@@ -6,10 +6,8 @@ as `buckets[2].params[0].layout.dim`.
 
 from __future__ import annotations
 
-import json
-from typing import NoReturn
-
 from fcdp_compile.gathering import Algorithm
+from fcdp_compile.json_records import MAX_INT, describe, fail
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.plan import ASSEMBLING, LANES, Bucket, Kind, Lane, Plan, Schedule, Step
 from fcdp_compile.strategy import Scope
@@ -32,22 +30,14 @@ ITEMSIZES: dict[str, int] = {
 }
 """Bytes per element of the dtypes that a bucket can have, by torch's names without the `torch.`."""
 
-MAX_INT = 2**63 - 1  # what torch can count; every number of a plan is between 0 and this
 MAX_RANKS = 2**20
 MAX_SHAPE = 64  # torch's own limit on dimensions
-
-
-class PlanFault(Exception):
-    """What is wrong with the field at a path; becomes a PlanFormatError once the file is known."""
-
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(f"{path}: {problem}" if path else problem)
 
 
 def check_plan(plan: Plan) -> None:
     """Check what no type says: one fault for the first thing that does not fit.
 
-    Raises: PlanFault.
+    Raises: json_records.Fault.
     """
     if not plan.strategy:
         fail("strategy", "is empty")
@@ -77,7 +67,7 @@ def check_layout(
 ) -> None:
     """Check the fields of a ParamLayout before one is made of them.
 
-    Raises: PlanFault, with the field below `path`.
+    Raises: json_records.Fault, with the field below `path`.
     """
     if len(shape) > MAX_SHAPE:
         fail(f"{path}.shape", f"has {len(shape)} dimensions, more than {MAX_SHAPE}")
@@ -144,6 +134,11 @@ def _check_schedule(schedule: Schedule, ids: set[int], path: str) -> None:
         if step.index != i:
             fail(f"{at}.index", f"is {step.index}, but this is step {i}")
         _check_step(step, ids, at)
+    if schedule.memory_bytes and len(schedule.memory_bytes) != len(schedule.steps):
+        fail(
+            f"{path}.memory_bytes",
+            f"has {len(schedule.memory_bytes)} entries for {len(schedule.steps)} steps",
+        )
 
 
 def _check_step(step: Step, ids: set[int], path: str) -> None:
@@ -174,19 +169,3 @@ def _check_reference(bucket_id: int, ids: set[int], path: str) -> None:
 def _check_positive(value: int, path: str) -> None:
     if value < 1:
         fail(path, f"is {value}, but must be at least 1")
-
-
-def fail(path: str, problem: str) -> NoReturn:
-    """Raise the fault of one field."""
-    raise PlanFault(path, problem)
-
-
-def describe(value: object) -> str:
-    """Say what a value is in a few words; containers, of any size and depth, by type."""
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, str) and len(value) > 40:
-        return f"{json.dumps(value[:40])}..."
-    if value is None or isinstance(value, str | int | float):
-        return json.dumps(value)
-    return "an object"

@@ -195,6 +195,7 @@ def plans(draw: st.DrawFn) -> Plan:
             for direction, variant in draw(st.lists(keys, max_size=3, unique=True))
         ),
         peak_bytes=draw(st.none() | st.integers(0, 2**63 - 1)),
+        memory_limit_bytes=draw(st.none() | st.integers(0, 2**63 - 1)),
     )
 
 

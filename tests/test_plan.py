@@ -57,6 +57,7 @@ STORE = next(s.index for s in PLAN.schedules[0].steps if s.kind is Kind.STORE)
 SAME: dict[str, Plan] = {
     "graph number": dataclasses.replace(PLAN, graph=7),
     "predicted peak": dataclasses.replace(PLAN, peak_bytes=7),
+    "memory limit": dataclasses.replace(PLAN, memory_limit_bytes=7),
     "host or gpu": with_bucket(PLAN, tier=Tier.GPU),
     "why": with_bucket(PLAN, why="another reason"),
     "bytes of a store": with_step(PLAN, STORE, bytes=0),
@@ -145,6 +146,7 @@ def test_the_changes_cover_every_field_of_a_bucket_and_a_plan() -> None:
     assert changed(Plan, whole) == {f.name for f in dataclasses.fields(Plan)} - {
         "graph",
         "peak_bytes",
+        "memory_limit_bytes",
     }
 
 

@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol
 from fcdp_compile.cli import dump, strategies
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.plan_json import one_line
+from fcdp_compile.json_records import one_line
 
 
 class _Command(Protocol):
