@@ -1,11 +1,9 @@
 """`torch.compile(model, backend="fcdp")`: the pipeline from a Dynamo graph to a bound program.
 
     Dynamo graph -> AOTAutograd's joint graph -> partition -> bucket -> stamp
-                 -> for each direction and variant: place -> lower -> schedule -> segment -> describe
-                 -> predict -> choose_tiers, if the cache is adaptive and the device's memory known
-                 -> plan -> programs
+                 -> lowering -> placement -> plan -> programs
 
-With `placement` the only part that knows both the passes and the runtime.
+With `model_placement` the only part that knows both the passes and the runtime.
 """
 
 from __future__ import annotations
@@ -26,23 +24,19 @@ from fcdp_compile.compute import Compute, inductor_settings
 from fcdp_compile.dump import Dump, trace
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.home_shard import bring_back_inputs
+from fcdp_compile.lowering import lower_all, lower_variant, used_again
 from fcdp_compile.mesh import process_count
+from fcdp_compile.model_placement import fit_on_host, place_on_device
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.options import Options
-from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken, reduced_params
+from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken
 from fcdp_compile.passes.choose_tiers import place_steps
 from fcdp_compile.passes.context import PassContext, use_of
-from fcdp_compile.passes.describe import describe
 from fcdp_compile.passes.inline import Inliner
-from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.partition import partition
-from fcdp_compile.passes.place import place
-from fcdp_compile.passes.schedule import schedule
-from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
-from fcdp_compile.passes.variants import clone, only_loaded, variants
-from fcdp_compile.placement import fit_on_host, place_on_device
-from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Tier, Variant
+from fcdp_compile.passes.variants import clone
+from fcdp_compile.plan import Bucket, Direction, Plan, Tier, Variant
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.run import CompiledPlan
@@ -199,47 +193,30 @@ class _Compilation:
 
     def _plan(self, model: ShardedModel, graphs: dict[Direction, GraphModule]) -> None:
         """Lower every variant of the graphs and describe them all in one plan."""
-        backward = graphs.get(Direction.BACKWARD)
-        used_again = tuple(b.id for b in buckets_of(backward)) if backward else ()
-        buckets: dict[int, Bucket] = {}
-        schedules: list[Schedule] = []
-        refresh: dict[int, None] = {}
-        for direction, gm in graphs.items():
-            base = replace(self._context(model, direction), backward_buckets=used_again)
-            buckets |= {b.id: b for b in buckets_of(gm)}
-            buckets |= {b.id: b for b in reduced_params(gm, base)}
-            for variant in variants(gm, base):
-                ctx = replace(base, variant=variant)
-                placed = place(clone(gm), ctx)
-                if direction is not Direction.BACKWARD:
-                    refresh |= dict.fromkeys(only_loaded(placed, base))
-                finished = segment(schedule(lower(placed, ctx), ctx))
-                self._lowered[direction, variant] = finished
-                schedules.append(describe(finished, ctx))
-        lowered = {key: gm for key, gm in self._lowered.items() if key[0] in graphs}
-        in_order, peak_bytes = place_on_device(
-            model,
-            graphs,
-            lowered,
-            [buckets[i] for i in sorted(buckets)],
-            self._context(model, next(iter(graphs))),
-            self._options,
+        contexts = {direction: self._context(model, direction) for direction in graphs}
+        lowered = lower_all(graphs, contexts)
+        self._lowered |= lowered.graphs
+        placed = place_on_device(
+            model, graphs, lowered, next(iter(contexts.values())), self._options
         )
-        schedules = [place_steps(s, in_order) for s in schedules]
         plan = Plan(
-            strategy=", ".join(dict.fromkeys(b.strategy.name for b in in_order)),
+            strategy=", ".join(dict.fromkeys(b.strategy.name for b in placed.buckets)),
             nodes=model.topology.nodes,
             ranks_per_node=model.topology.ranks_per_node,
             graph=model.next_graph(),
-            buckets=tuple(in_order),
-            refresh=tuple(refresh),
-            schedules=tuple(schedules),
-            peak_bytes=peak_bytes,
+            buckets=placed.buckets,
+            refresh=lowered.refresh,
+            schedules=placed.schedules,
+            peak_bytes=placed.peak_bytes,
+            memory_limit_bytes=placed.limit_bytes,
         )
         self._bound = CompiledPlan(plan, model)
         model.plans[plan.graph] = plan
-        if backward is not None and any(b.strategy.accumulates_on for b in in_order):
-            ctx = replace(self._context(model, Direction.BACKWARD), backward_buckets=used_again)
+        backward = graphs.get(Direction.BACKWARD)
+        if backward is not None and any(b.strategy.accumulates_on for b in plan.buckets):
+            ctx = replace(
+                self._context(model, Direction.BACKWARD), backward_buckets=used_again(graphs)
+            )
             self._bound.add_accumulation = partial(
                 self._add_accumulation, self._bound, clone(backward), ctx
             )
@@ -263,9 +240,9 @@ class _Compilation:
             ctx = replace(base, variant=variant)
             # As while AOTAutograd calls the passes: what they make of sizes alone is fake, too.
             with mode:
-                lowered = segment(schedule(lower(place(clone(backward), ctx), ctx), ctx))
+                lowered, described = lower_variant(backward, ctx)
             self._lowered[Direction.BACKWARD, variant] = lowered
-            schedules.append(place_steps(describe(lowered, ctx), bound.plan.buckets))
+            schedules.append(place_steps(described, bound.plan.buckets))
             self._bind(bound, Direction.BACKWARD, variant)
         bound.plan = replace(bound.plan, schedules=(*bound.plan.schedules, *schedules))
         model = bound.living_model()

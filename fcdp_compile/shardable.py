@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from fcdp_compile.torch_compat import FakeTensor
+
 _IGNORED = "_fcdp_ignored"
 
 _WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, nn.DataParallel)
@@ -99,7 +101,7 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
     """Refuse parameters that share memory: their home shards would be independent."""
     spans = []
     for name, p in parameters.items():
-        if p.numel():
+        if p.numel() and not isinstance(p, FakeTensor):  # which has no memory
             elements = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
             if elements < p.numel():
                 raise ValueError(

@@ -28,7 +28,7 @@ from torch._inductor.virtualized import V
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging._internal import trace_structured
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen
@@ -39,6 +39,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
+    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "aot_autograd",

@@ -55,10 +55,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The choice for every bucket, in the order of the entries, and the peak that it comes to."""
+    """The choice for every bucket, in the order of the entries, and the memory that it comes to.
+
+    used_bytes: position by position, all in all.
+    """
 
     choices: tuple[Choice, ...]
-    peak_bytes: int
+    used_bytes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is ever used."""
+        return max(self.used_bytes)
 
 
 def choose_tiers(
@@ -94,7 +102,7 @@ def choose_tiers(
     if _fill(room, Tier.GPU, sorted(entries, key=_bus_relief, reverse=True), chosen):
         whole = [e for e in entries if e.full_bytes is not None]
         _fill(room, Tier.GPU_FULL, sorted(whole, key=_link_relief, reverse=True), chosen)
-    return Placement(choices=tuple(chosen.values()), peak_bytes=room.peak)
+    return Placement(choices=tuple(chosen.values()), used_bytes=room.used_bytes)
 
 
 def _fill(room: _Room, tier: Tier, entries: Sequence[Entry], chosen: dict[int, Choice]) -> bool:
@@ -129,6 +137,10 @@ class _Room:
     @property
     def peak(self) -> int:
         return max(self._alive)
+
+    @property
+    def used_bytes(self) -> tuple[int, ...]:
+        return tuple(self._alive)
 
     def take(self, entry: Entry, size: int) -> str:
         """Take so many bytes during the entry's spans; returns why they can't be, or nothing."""

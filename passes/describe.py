@@ -35,12 +35,18 @@ def describe(gm: GraphModule, ctx: PassContext) -> Schedule:
     )
 
 
+def is_step(node: Node) -> bool:
+    """Whether a node of a finished graph is a step of its schedule."""
+    is_explicit = isinstance(node.meta.get(META), StepMeta) and node.target is not operator.getitem
+    return is_explicit or node.op == "call_module"
+
+
 def _step_of(node: Node, gm: GraphModule) -> Step | None:
-    meta = node.meta.get(META)
-    if isinstance(meta, StepMeta) and node.target is not operator.getitem:
-        return meta.step
-    if node.op != "call_module":
+    if not is_step(node):
         return None
+    if node.op != "call_module":
+        step: Step = node.meta[META].step
+        return step
     inner = gm.get_submodule(str(node.target))
     assert isinstance(inner, GraphModule), f"{node.target} is no segment"
     count = len([n for n in inner.graph.nodes if n.op == "call_function"])

@@ -16,7 +16,7 @@ alone (workspaces, Gloo's staging) is in no graph and is not counted.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import sympy
@@ -34,10 +34,12 @@ Bytes: TypeAlias = int | sympy.Expr
 class Alive:
     """What is alive while one node runs: arguments, result, and all that a later node needs.
 
-    node: its name, for people.  step: the op or bucket step that it is.  bucket: of an explicit node.
+    node: its name, for people.  at: which node of the graph it is, or is inside of, counted from 0.
+    step: the op or bucket step that it is.  bucket: of an explicit node.
     """
 
     node: str
+    at: int
     step: str
     bucket: int | None
     bytes: Bytes
@@ -66,6 +68,7 @@ def timeline(gm: GraphModule, *, elsewhere: Collection[int], device_type: str) -
             alive.append(
                 Alive(
                     node=event.node.name,
+                    at=event.at,
                     step=_step(event.node),
                     bucket=_bucket(event.node),
                     bytes=now,
@@ -115,6 +118,7 @@ class _Event:
     """A node in the order of execution, nodes inside segments one by one in the place of their call."""
 
     node: Node
+    at: int
     uses: list[object]
     makes: list[object]
 
@@ -129,14 +133,16 @@ class _Life:
 
 
 def _events(gm: GraphModule) -> Iterator[_Event]:
-    for node in gm.graph.nodes:
+    for at, node in enumerate(gm.graph.nodes):
         if node.op == "call_module":
             inner = gm.get_submodule(str(node.target))
             assert isinstance(inner, GraphModule), f"{node.target} is no segment"
             # Its nodes carry the very values of the graph that they were taken from.
-            yield from (e for e in _events(inner) if e.node.op not in ("placeholder", "output"))
+            for event in _events(inner):
+                if event.node.op not in ("placeholder", "output"):
+                    yield replace(event, at=at)
         else:
-            yield _Event(node, [_value(n) for n in node.all_input_nodes], _made(node))
+            yield _Event(node, at, [_value(n) for n in node.all_input_nodes], _made(node))
 
 
 def _value(node: Node) -> object:

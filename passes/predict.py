@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.choose_tiers import Entry
 from fcdp_compile.passes.context import PassContext
+from fcdp_compile.passes.describe import is_step
 from fcdp_compile.passes.memory import Alive, evaluate, hints_of, storages, timeline
 from fcdp_compile.plan import Bucket, Direction, Kind, Tier, Variant
 from fcdp_compile.registry import ParamSpec
@@ -28,11 +29,28 @@ _STATE_BYTES = 8  # of optimizer state for each trainable element: two moments i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """What `choose_tiers` needs to know of a step.  All numbers are bytes of one rank's device."""
+    """What `choose_tiers` needs to know of a step.  All numbers are bytes of one rank's device.
+
+    steps: of each position, the schedule and the number of the step that it belongs to; None before the
+    schedule's first.
+    """
 
     entries: tuple[Entry, ...]
     alive_bytes: tuple[int, ...]
     static_bytes: int
+    steps: tuple[tuple[Direction, Variant, int | None], ...]
+
+    def by_step(
+        self, used_bytes: Sequence[int]
+    ) -> dict[tuple[Direction, Variant], tuple[int, ...]]:
+        """The most that is used during each step of each schedule, given what is at each position."""
+        found: dict[tuple[Direction, Variant], list[int]] = {}
+        for (direction, variant, step), used in zip(self.steps, used_bytes, strict=True):
+            most = found.setdefault((direction, variant), [])
+            if step is not None:
+                most += [0] * (step + 1 - len(most))
+                most[step] = max(most[step], used)
+        return {key: tuple(most) for key, most in found.items()}
 
 
 def predict(
@@ -69,6 +87,9 @@ def predict(
     return StepMemory(
         entries=tuple(_entries(parts, buckets, ctx)),
         alive_bytes=tuple(evaluate(a.bytes, hints) for part in parts.values() for a in part),
+        steps=tuple(
+            (*key, step) for key, part in parts.items() for step in _steps(lowered[key], part)
+        ),
         static_bytes=others
         + sum(map(fixed_bytes, buckets))
         + sum(
@@ -76,6 +97,15 @@ def predict(
             for key, spec in ctx.specs.items()
         ),
     )
+
+
+def _steps(gm: GraphModule, alive: Sequence[Alive]) -> list[int | None]:
+    """The number of the step that each position of a timeline belongs to."""
+    reached, count = [], 0
+    for node in gm.graph.nodes:
+        count += is_step(node)
+        reached.append(count - 1 if count else None)
+    return [reached[a.at] for a in alive]
 
 
 def fixed_bytes(bucket: Bucket) -> int:

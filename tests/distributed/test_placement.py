@@ -118,7 +118,12 @@ def _numbers(mesh: DeviceMesh, name: str, nothing: Trained, plenty: Trained) -> 
     assert set(more.tiers) == {Tier.GPU, Tier.GPU_FULL}
     assert set(plenty.tiers) == {Tier.GPU_FULL}
     assert nothing.moved == tiny.moved
-    assert (nothing.memory.predicted_peak_bytes, nothing.plans[0].peak_bytes) == (None, None)
+    assert nothing.memory.predicted_peak_bytes == nothing.plans[0].peak_bytes == low
+    assert nothing.plans[0].memory_limit_bytes is None
+    for plan in (nothing.plans[0], some.plans[0], plenty.plans[0]):
+        curves = {s: s.memory_bytes for s in plan.schedules if s.memory_bytes}
+        assert max(map(max, curves.values())) == plan.peak_bytes
+        assert all(len(curve) == len(s.steps) for s, curve in curves.items())
     assert some.memory.predicted_peak_bytes == some.plans[0].peak_bytes
     assert (some.plans[0].peak_bytes or 0) <= (low + between) // 2
     for link in ("h2d", "d2h"):

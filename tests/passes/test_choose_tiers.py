@@ -111,8 +111,8 @@ def test_nothing_fits() -> None:
 
 
 def test_no_entries_and_no_positions() -> None:
-    assert choose([], [1, 2], 10) == Placement(choices=(), peak_bytes=2)
-    assert choose([], [], 10, static=3) == Placement(choices=(), peak_bytes=3)
+    assert choose([], [1, 2], 10) == Placement(choices=(), used_bytes=(1, 2))
+    assert choose([], [], 10, static=3) == Placement(choices=(), used_bytes=(3,))
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, 1.1, float("nan")])
