@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import gloo_timeout
 
@@ -48,27 +49,17 @@ class Topology:
 
     def home(self, scope: Scope) -> Home:
         """Where this rank is among those that home shards of a scope are cut over."""
-        return Home(
-            nodes=self.nodes if scope is Scope.GLOBAL else 1,
-            ranks_per_node=1 if scope is Scope.NONE else self.ranks_per_node,
-            node=self.node if scope is Scope.GLOBAL else 0,
-            place=0 if scope is Scope.NONE else self.place,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """The nodes and ranks of each that one copy of the parameters is cut over, and which of them this is."""
-
-    nodes: int
-    ranks_per_node: int
-    node: int
-    place: int
+        return self.position.of(scope)
 
     @property
-    def ranks(self) -> int:
-        """How many ranks share one copy."""
-        return self.nodes * self.ranks_per_node
+    def position(self) -> Home:
+        """Where this rank is among all."""
+        return Home(
+            nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            node=self.node,
+            place=self.place,
+        )
 
 
 def make_mesh(nodes: int | None = None) -> DeviceMesh | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,10 +17,9 @@ from torch.optim import Optimizer
 
 from fcdp_compile import registry
 from fcdp_compile.assignment import assign
-from fcdp_compile.gathering import Algorithm
 from fcdp_compile.home_shard import Calls, HomeShard
 from fcdp_compile.layout import ParamLayout
-from fcdp_compile.mesh import Home, Topology, topology_of
+from fcdp_compile.mesh import Topology, topology_of
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.replicas import agree_on_replicas
 from fcdp_compile.runtime import numa
@@ -29,7 +27,8 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.shardable import check_model, ignore
 from fcdp_compile.sharded_class import STATE, Gate, ModuleState, sharded_class
-from fcdp_compile.strategy import Scope, Strategy
+from fcdp_compile.specs import Home, fit_strategy, param_spec
+from fcdp_compile.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +91,21 @@ def shard(
         chosen = chosen.with_gradients_on(gradient_on)
     names = {p: name for name, p in root.named_parameters() if name not in ignored}
     assigned = assign(root, names, chosen, module_strategies or {})
-    fitting = {s: _fitting(s, topology) for s in dict.fromkeys(assigned.values())}
+    fitting = {s: fit_strategy(s, topology.position) for s in dict.fromkeys(assigned.values())}
     number = registry.new_model_number()
-    dtypes = param_dtype, reduce_dtype
     records = {
-        p: ParamRecord(_spec(f"m{number}:{name}", name, p, fitting[assigned[p]], topology, dtypes))
+        p: ParamRecord(
+            param_spec(
+                f"m{number}:{name}",
+                name,
+                shape=tuple(p.shape),
+                dtype=p.dtype,
+                strategy=fitting[assigned[p]],
+                mesh=topology.position,
+                param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype,
+            )
+        )
         for p, name in names.items()
     }
     device = next(iter(names)).device
@@ -125,24 +134,6 @@ def shard(
     return model
 
 
-def _fitting(strategy: Strategy, topology: Topology) -> Strategy:
-    """The strategy as it is on this many nodes.
-
-    Raises: ValueError for one that makes no sense there.
-    """
-    if topology.nodes > 1:
-        if topology.ranks_per_node == 1:  # there is one link, and one way to gather over it
-            strategy = replace(strategy, algorithm=Algorithm.HIERARCHICAL)
-        is_whole = topology.home(strategy.home).ranks == 1
-        return strategy.on_whole_copies() if is_whole else strategy
-    if strategy.home is Scope.INTRA and topology.ranks > 1:
-        raise ValueError(
-            f"strategy {strategy.name!r} shards within a node and replicates over nodes, but there is one "
-            "node; use 'zero3', which shards over all ranks, or make_mesh(nodes=…)"
-        )
-    return strategy.on_one_node(topology.ranks_per_node)
-
-
 def model_of(model: nn.Module) -> nn.Module:
     """The module itself, whether it was given compiled or not."""
     return getattr(model, "_orig_mod", model)
@@ -158,32 +149,6 @@ def state_of(model: nn.Module) -> ShardedModel:
         raise ValueError("the model is not sharded; call fcdp_compile.shard(model, mesh) first")
     found: ShardedModel = state.model
     return found
-
-
-def _spec(
-    key: str,
-    name: str,
-    parameter: nn.Parameter,
-    strategy: Strategy,
-    topology: Topology,
-    dtypes: tuple[torch.dtype | None, torch.dtype | None],
-) -> ParamSpec:
-    """dtypes: of computation and of reductions, None for its own."""
-    param_dtype, reduce_dtype = dtypes
-    home = topology.home(strategy.home)
-    layout = ParamLayout.of(parameter.shape, home.nodes, home.ranks_per_node)
-    gathers_as = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
-    reduces_as = reduce_dtype if reduce_dtype and parameter.is_floating_point() else gathers_as
-    return ParamSpec(
-        key=key,
-        name=name,
-        layout=layout,
-        home_dtype=parameter.dtype,
-        gather_dtype=gathers_as,
-        reduce_dtype=reduces_as,
-        local_shape=layout.local_shape(home.node, home.place),
-        strategy=strategy,
-    )
 
 
 def _install(

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.errors import StaleParameterError
-from fcdp_compile.mesh import Home
 from fcdp_compile.plan import LANES, Bucket, Kind, Tier
 from fcdp_compile.quantize import Codec
 from fcdp_compile.runtime.codecs import Codecs
@@ -30,6 +29,7 @@ from fcdp_compile.runtime.device_memory import DeviceMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Cache, Life
 from fcdp_compile.wire import Format
 

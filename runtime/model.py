@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from fcdp_compile.errors import UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
-from fcdp_compile.mesh import Home, Topology
+from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Plan, Tier
 from fcdp_compile.reduction import REDUCTIONS
@@ -36,6 +36,7 @@ from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.released import is_released, release
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
+from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
 
 log = logging.getLogger(__name__)
