@@ -24,7 +24,7 @@ from fcdp_compile.compute import Compute, inductor_settings
 from fcdp_compile.dump import Dump, trace
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.home_shard import bring_back_inputs
-from fcdp_compile.lowering import lower_all, lower_variant, used_again
+from fcdp_compile.lowering import known_to_backward, lower_all, lower_variant, used_again
 from fcdp_compile.mesh import process_count
 from fcdp_compile.model_placement import fit_on_host, place_on_device
 from fcdp_compile.ops import UNSHARD
@@ -176,7 +176,7 @@ class _Compilation:
         known = model.known_buckets()
         if direction is Direction.BACKWARD:
             return {
-                key: _known_to_backward(self._forward_buckets.get(key), found)
+                key: known_to_backward(self._forward_buckets.get(key), found)
                 for key, found in known.items()
             }
         # What a backward gathers for itself is cached by nobody.
@@ -319,15 +319,6 @@ def _model_of(gm: GraphModule) -> ShardedModel | None:
 def _bucket_by_key(gm: GraphModule) -> dict[str, Bucket]:
     nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
     return {str(n.args[1]): use_of(n).bucket for n in nodes}
-
-
-def _known_to_backward(mine: Bucket | None, found: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
-    """Its forward's bucket first: it loads what that one stored, or else gathers for itself."""
-    if mine is None:
-        return found
-    if mine.tier is not Tier.NONE:
-        return (mine,)
-    return (mine, *(b for b in found if b.tier is Tier.NONE))
 
 
 def _summary(plan: Plan) -> str:

@@ -21,7 +21,7 @@ from fcdp_compile.passes.place import place
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.variants import clone, only_loaded, variants
-from fcdp_compile.plan import Bucket, Direction, Schedule, Variant
+from fcdp_compile.plan import Bucket, Direction, Schedule, Tier, Variant
 
 Graphs = Mapping[Direction, GraphModule]
 Key = tuple[Direction, Variant]
@@ -78,3 +78,17 @@ def lower_variant(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Sched
     """Lower one variant of a graph, which stays as it is."""
     finished = segment(schedule(lower(place(clone(gm), ctx), ctx), ctx))
     return finished, describe(finished, ctx)
+
+
+def known_to_backward(mine: Bucket | None, found: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+    """What a backward knows of a parameter: its forward's bucket first.
+
+    It loads what that one stored, or else gathers for itself.
+
+    mine: the forward's.  found: all that the model has.
+    """
+    if mine is None:
+        return found
+    if mine.tier is not Tier.NONE:
+        return (mine,)
+    return (mine, *(b for b in found if b.tier is Tier.NONE))

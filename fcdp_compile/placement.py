@@ -42,15 +42,28 @@ class Room:
 
 
 def place_all(
-    graphs: Graphs, lowered: Lowered, ctx: PassContext, room: Room, *, device_type: str
+    graphs: Graphs,
+    lowered: Lowered,
+    ctx: PassContext,
+    room: Room,
+    *,
+    device_type: str,
+    accumulates: bool = True,
 ) -> tuple[Placed, dict[int, int]]:
     """Predict the memory of a step and give everything its place.
 
-    graphs: before `lower`.
+    graphs: before `lower`.  accumulates: whether a step has several micro-batches, or may have.
 
     Returns what each bucket keeps on the device, too.
     """
-    step = predict(graphs, lowered.graphs, lowered.buckets, ctx, device_type=device_type)
+    step = predict(
+        graphs,
+        lowered.graphs,
+        lowered.buckets,
+        ctx,
+        device_type=device_type,
+        accumulates=accumulates,
+    )
     placement = choose_tiers(
         step.entries,
         step.alive_bytes,

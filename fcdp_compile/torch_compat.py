@@ -30,7 +30,10 @@ from torch._logging._internal import trace_structured
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._graph_pickler import GraphPickler
+from torch.fx._graph_pickler import Options as PicklerOptions
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -54,6 +57,8 @@ __all__ = [
     "gloo_timeout",
     "graph_breaks",
     "graph_module",
+    "graphs_from_bytes",
+    "graphs_to_bytes",
     "has_gradient_hooks",
     "inductor_decompositions",
     "inductor_modes",
@@ -68,6 +73,7 @@ __all__ = [
     "storage_id",
     "storage_uses",
     "trace_artifact",
+    "tracing_mode",
     "tree_map_only",
     "why_no_inductor",
     "without_code",
@@ -210,6 +216,26 @@ def graph_breaks() -> dict[str, int]:
         first = str(reason).strip().splitlines()[0]
         found[first] = found.get(first, 0) + int(count)
     return found
+
+
+def graphs_to_bytes(graphs: Sequence[GraphModule]) -> bytes:
+    """Traced graphs with their fake values, symbolic sizes and shared storages among them."""
+    for gm in graphs:
+        for node in gm.graph.nodes:  # the rest of it need not be picklable
+            node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+    data: bytes = GraphPickler.dumps(tuple(graphs), PicklerOptions(ops_filter=None))
+    return data
+
+
+def graphs_from_bytes(data: bytes) -> tuple[GraphModule, ...]:
+    """What `graphs_to_bytes` was given, in a fake mode of its own; runs code, so only for what one wrote."""
+    loaded: tuple[GraphModule, ...] = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    return loaded
+
+
+def tracing_mode() -> FakeTensorMode:
+    """A fake mode for models that are traced without memory, sizes becoming symbols as under Dynamo."""
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def fx_graph_cache_hits() -> int:

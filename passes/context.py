@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import sympy
 from torch.fx import Node
 
 from fcdp_compile.cost import MACHINES, Machine
@@ -63,6 +64,7 @@ class PassContext:
     in_flight_bytes: how many bytes of gathered parameters and of gradients on their way may be alive at
     once (`schedule` [Note: in-flight budget]); None for what `schedule` finds sensible.
     backward_buckets: ids of the buckets that the backward of this graph uses.
+    sizes: values of symbols (batch, sequence length), where they are not those that they were traced with.
     inliner: inserts functions, decomposed as the compiler of the segments wants it.
     """
 
@@ -79,6 +81,7 @@ class PassContext:
     direction: Direction = Direction.FORWARD
     variant: Variant = Variant.COLD
     backward_buckets: tuple[int, ...] = ()
+    sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     inliner: Inliner = field(default_factory=Inliner)
 
     @property

@@ -21,7 +21,7 @@ def describe(gm: GraphModule, ctx: PassContext) -> Schedule:
     numbered: dict[Node, int] = {}
     steps: list[Step] = []
     for node in gm.graph.nodes:
-        step = _step_of(node, gm)
+        step = _step_of(node, gm, ctx)
         if step is None:
             continue
         waits = sorted({numbered[p] for p in _producers(node) if p in numbered})
@@ -41,7 +41,7 @@ def is_step(node: Node) -> bool:
     return is_explicit or node.op == "call_module"
 
 
-def _step_of(node: Node, gm: GraphModule) -> Step | None:
+def _step_of(node: Node, gm: GraphModule, ctx: PassContext) -> Step | None:
     if not is_step(node):
         return None
     if node.op != "call_module":
@@ -57,8 +57,8 @@ def _step_of(node: Node, gm: GraphModule) -> Step | None:
         bucket=None,
         bytes=0,
         waits=(),
-        flops=flops_of(inner.graph),
-        accessed_bytes=accessed_bytes_of(inner.graph),
+        flops=flops_of(inner.graph, ctx.sizes),
+        accessed_bytes=accessed_bytes_of(inner.graph, ctx.sizes),
         label=f"{node.target} ({count} ops)",
     )
 

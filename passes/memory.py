@@ -8,9 +8,9 @@
     segment                   one entry for each node inside
     free(full)                full bucket               the last entry that has it
 
-Memory is counted by storage: views share one.  Sizes may be symbolic (batch, sequence length); they become
-sympy expressions, which `evaluate` turns into bytes.  What an operator or a collective allocates for itself
-alone (workspaces, Gloo's staging) is in no graph and is not counted.
+Memory is counted by storage: views share one.  Sizes may be symbolic (batch, sequence length); they count
+with the values that one asks for.  What an operator or a collective allocates for itself alone (workspaces,
+Gloo's staging) is in no graph and is not counted.
 """
 
 from __future__ import annotations
@@ -42,25 +42,37 @@ class Alive:
     at: int
     step: str
     bucket: int | None
-    bytes: Bytes
+    bytes: int
 
 
-def timeline(gm: GraphModule, *, elsewhere: Collection[int], device_type: str) -> tuple[Alive, ...]:
+def timeline(
+    gm: GraphModule,
+    *,
+    elsewhere: Collection[int],
+    device_type: str,
+    sizes: Mapping[sympy.Symbol, int] | None = None,
+) -> tuple[Alive, ...]:
     """The bytes alive on the device while each node but inputs and output runs, in order.
 
     elsewhere: storages (`storage_id`) that live on whatever the graph does, such as home shards and the
     caller's batch; they are left out.  Any other input lives from the start to its last use, as what a
     backward has saved does; results live to the end.
 
+    sizes: values of the symbols in sizes, by default those that the graph was traced with.
+
     Requires: fake `val`s on all nodes whose results are tensors; explicit nodes or none.
     """
     events = list(_events(gm))
     lives = _lives(events, elsewhere, device_type)
-    change: list[Bytes] = [0] * (len(events) + 1)
+    known = hints_of(gm) if sizes is None else sizes
+    change = [0] * (len(events) + 1)
+    found: dict[Bytes, int] = {}  # of thousands of sizes few differ
     for life in lives.values():
-        change[life.born] += life.bytes
-        change[life.dies + 1] -= life.bytes
-    now: Bytes = 0
+        if life.bytes not in found:
+            found[life.bytes] = evaluate(life.bytes, known)
+        change[life.born] += found[life.bytes]
+        change[life.dies + 1] -= found[life.bytes]
+    now = 0
     alive = []
     for event, delta in zip(events, change, strict=False):
         now = now + delta
@@ -85,9 +97,9 @@ def evaluate(size: Bytes, hints: Mapping[sympy.Symbol, int]) -> int:
     return int(size.xreplace(values))
 
 
-def peak(alive: Sequence[Alive], hints: Mapping[sympy.Symbol, int]) -> int:
+def peak(alive: Sequence[Alive]) -> int:
     """The most bytes of a timeline; 0 for an empty one."""
-    return max((evaluate(a.bytes, hints) for a in alive), default=0)
+    return max((a.bytes for a in alive), default=0)
 
 
 def storages(values: Iterable[object], device_type: str) -> dict[int, Bytes]:

@@ -60,16 +60,18 @@ def predict(
     ctx: PassContext,
     *,
     device_type: str,
+    accumulates: bool = True,
 ) -> StepMemory:
     """Read the step's memory off its lowered graphs; those buckets are entries whose tier may be chosen.
 
     graphs: the same before `lower`, which say what is a home shard.
 
-    Symbolic sizes count with the values that they were traced with.  Gradients count as if a step
-    accumulated: the shards of earlier micro-batches beside those that a backward returns.
+    Symbolic sizes count with the values of `ctx.sizes`, or else those that they were traced with.
+
+    accumulates: count gradient shards of earlier micro-batches beside those that a backward returns.
     """
     elsewhere: dict[int, int] = {}
-    hints = {s: v for gm in graphs.values() for s, v in hints_of(gm).items()}
+    hints = {s: v for gm in graphs.values() for s, v in hints_of(gm).items()} | dict(ctx.sizes)
     homes: set[int] = set()
     for direction, gm in graphs.items():
         homes |= _home_shards(gm.graph, device_type)
@@ -80,20 +82,25 @@ def predict(
             }
     others = sum(size for s, size in elsewhere.items() if s not in homes)
     parts = {
-        key: timeline(gm, elsewhere=homes | set(elsewhere), device_type=device_type)
+        key: timeline(gm, elsewhere=homes | set(elsewhere), device_type=device_type, sizes=hints)
         for key, gm in lowered.items()
     }
     released = {p.name for b in buckets for p in b.params if is_released(b, ctx)}
     return StepMemory(
         entries=tuple(_entries(parts, buckets, ctx)),
-        alive_bytes=tuple(evaluate(a.bytes, hints) for part in parts.values() for a in part),
+        alive_bytes=tuple(a.bytes for part in parts.values() for a in part),
         steps=tuple(
             (*key, step) for key, part in parts.items() for step in _steps(lowered[key], part)
         ),
         static_bytes=others
         + sum(map(fixed_bytes, buckets))
         + sum(
-            _static(spec, frozen=key in ctx.frozen, is_away=spec.name in released)
+            _static(
+                spec,
+                frozen=key in ctx.frozen,
+                is_away=spec.name in released,
+                accumulates=accumulates,
+            )
             for key, spec in ctx.specs.items()
         ),
     )
@@ -129,11 +136,11 @@ def _home_shards(graph: Graph, device_type: str) -> set[int]:
     return set(storages([n.args[0].meta.get("val") for n in nodes], device_type))
 
 
-def _static(spec: ParamSpec, *, frozen: bool, is_away: bool) -> int:
+def _static(spec: ParamSpec, *, frozen: bool, is_away: bool, accumulates: bool) -> int:
     home = _home_bytes(spec)
     if frozen:
         return 0 if is_away else home
-    return 2 * home + _STATE_BYTES * math.prod(spec.local_shape)
+    return (2 if accumulates else 1) * home + _STATE_BYTES * math.prod(spec.local_shape)
 
 
 def _home_bytes(spec: ParamSpec) -> int:

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from builders_graph import GraphBuilder, Where, aten, lower_toy
 from fcdp_compile import ops
-from fcdp_compile.passes.memory import evaluate, hints_of, peak, storages, timeline
+from fcdp_compile.passes.memory import hints_of, peak, storages, timeline
 from fcdp_compile.torch_compat import storage_id
 
 WHERE = Where()
@@ -24,7 +24,7 @@ NONE: frozenset[int] = frozenset()
 
 def of(gm: GraphModule, elsewhere: frozenset[int] = NONE) -> list[tuple[str, int]]:
     alive = timeline(gm, elsewhere=elsewhere, device_type="cpu")
-    return [(a.node, evaluate(a.bytes, {})) for a in alive]
+    return [(a.node, a.bytes) for a in alive]
 
 
 def test_a_value_lives_from_its_node_to_its_last_use() -> None:
@@ -84,21 +84,23 @@ def test_a_started_gather_holds_its_input_until_its_wait() -> None:
     lowered = lower_toy({"w": (8,)}, WHERE, strategy="zero3").forward()
     alive = {a.step: a for a in timeline(lowered, elsewhere=NONE, device_type="cpu")}
     shard, x, stamps = 8, 4, 0  # of this rank: 2 of 8 elements; the forward's result comes later
-    assert evaluate(alive["inter_all_gather"].bytes, {}) == shard + x + 16 + stamps
-    assert evaluate(alive["intra_all_gather"].bytes, {}) == shard + x + 16 + 32
+    assert alive["inter_all_gather"].bytes == shard + x + 16 + stamps
+    assert alive["intra_all_gather"].bytes == shard + x + 16 + 32
     assert alive["intra_all_gather"].bucket == 0
 
 
-def test_symbols_stay_expressions_until_they_have_values() -> None:
+def test_symbols_count_with_the_values_that_they_were_traced_with_or_others() -> None:
     gm = make_fx(lambda x: (x * 2.0).sum(0), tracing_mode="symbolic")(torch.empty(6, 5))
-    alive = timeline(gm, elsewhere=NONE, device_type="cpu")
-    s, t = sorted(alive[0].bytes.free_symbols, key=str)
-    assert sympy.simplify(alive[0].bytes - 8 * s * t) == 0
-    hints = hints_of(gm)
-    assert [evaluate(a.bytes, hints) for a in alive] == [240, 240 - 120 + 20]
-    assert evaluate(alive[0].bytes, {s: 3, t: 7}) == 8 * 21
-    assert peak(alive, hints) == 240
-    assert evaluate(alive[0].bytes, {s: 3}) == 0, "what data decide is not known"
+
+    def of_sizes(sizes: dict[sympy.Symbol, int] | None) -> list[int]:
+        alive = timeline(gm, elsewhere=NONE, device_type="cpu", sizes=sizes)
+        assert peak(alive) == max(a.bytes for a in alive)
+        return [a.bytes for a in alive]
+
+    s, t = hints_of(gm)
+    assert of_sizes(None) == of_sizes(hints_of(gm)) == [240, 240 - 120 + 20]
+    assert of_sizes({s: 3, t: 7}) == [8 * 21, 4 * 21 + 4 * 7]
+    assert of_sizes({s: 3})[0] == 0, "what data decide is not known"
 
 
 # --- from scratch ---------------------------------------------------------------------------------------
@@ -173,4 +175,4 @@ def test_liveness_of_lowered_graphs(
         if not shards_elsewhere:
             pieces = timeline(segmented.graphs[key], elsewhere=NONE, device_type="cpu")
             whole = timeline(gm, elsewhere=NONE, device_type="cpu")
-            assert peak(pieces, {}) == peak(whole, {}), "segments are looked into"
+            assert peak(pieces) == peak(whole), "segments are looked into"

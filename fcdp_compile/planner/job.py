@@ -1,0 +1,61 @@
+"""What is to be planned: a training job on a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fcdp_compile.cluster import ClusterProfile
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.specs import Home
+
+USABLE = 0.95
+"""The part of a device's memory that tensors may take; the rest is for contexts, workspaces, fragmentation."""
+
+HOST_USABLE = 0.9
+"""The part of a node's memory that caches may take, as `host_memory.detect`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A training job: a cluster, as many of its nodes and ranks as are used, and the size of a step.
+
+    batch: samples of one rank's micro-batch.  accumulate: micro-batches of an optimizer step.
+
+    Raises: FcdpError for more ranks than a node of the cluster has, or sizes below 1.
+    """
+
+    profile: ClusterProfile
+    nodes: int
+    ranks_per_node: int
+    batch: int
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node", "batch", "accumulate"):
+            if getattr(self, name) < 1:
+                raise FcdpError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.ranks_per_node > self.profile.ranks_per_node:
+            raise FcdpError(
+                f"{self.ranks_per_node} ranks per node are more than the {self.profile.ranks_per_node} of a "
+                f"node of cluster {self.profile.name!r}; use at most that, or another profile"
+            )
+
+    @property
+    def mesh(self) -> Home:
+        """The first rank among all."""
+        return Home(nodes=self.nodes, ranks_per_node=self.ranks_per_node, node=0, place=0)
+
+    @property
+    def samples(self) -> int:
+        """Samples of an optimizer step."""
+        return self.nodes * self.ranks_per_node * self.batch * self.accumulate
+
+    @property
+    def device_bytes(self) -> int:
+        """What tensors may take of one device."""
+        return int(USABLE * self.profile.device_memory_bytes)
+
+    @property
+    def host_bytes_per_rank(self) -> int:
+        """What caches may take of a node's memory, for each of its ranks."""
+        return int(HOST_USABLE * self.profile.host_memory_bytes) // self.ranks_per_node

@@ -1,0 +1,186 @@
+"""Strategies side by side for one job: which fit, which is fastest, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.planner.estimate import Estimate, estimate
+from fcdp_compile.planner.job import Job
+from fcdp_compile.planner.traced import TracedModel
+from fcdp_compile.simulator import Collectives, Conditions
+from fcdp_compile.specs import fit_strategy
+from fcdp_compile.strategy import Strategy
+
+SENSIBLE = (
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero++",
+    "mics",
+    "paro-nii",
+    "paro-iig",
+    "fcdp",
+)
+"""One of each home, cache and life; more gradient scopes, and formats that change numbers, if one asks."""
+
+_NEAR = 1.02  # faster by less is the same: the model of time is no better
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one strategy comes to; the fields of `fcdp plan --format json`.
+
+    step_s: of an optimizer step.  exposed_s: how long compute stands still in it.
+    """
+
+    strategy: str
+    fits: bool
+    peak_gpu_bytes: int
+    host_bytes_per_node: int
+    inter_bytes_per_step: int
+    step_s: float
+    exposed_s: float
+    samples_per_s: float
+    max_batch_per_gpu: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """Rows, those that fit first, the fastest first.
+
+    recommended: a strategy, None if nothing fits.  why: in one sentence.
+    """
+
+    rows: tuple[Row, ...]
+    recommended: str | None
+    why: str
+
+
+def sensible(job: Job) -> list[Strategy]:
+    """The strategies that differ in what a job does, each once."""
+    found: dict[Strategy, Strategy] = {}
+    for name in SENSIBLE:
+        strategy = Strategy.parse(name)
+        try:
+            fitted = fit_strategy(strategy, job.mesh)
+        except ValueError:  # it needs several nodes
+            continue
+        if job.accumulate == 1:  # nothing accumulates anywhere
+            fitted = replace(fitted, gradient=fitted.home)
+        found.setdefault(replace(fitted, name=""), strategy)
+    return list(found.values())
+
+
+def estimates(
+    traced: TracedModel,
+    strategies: Iterable[Strategy],
+    job: Job,
+    note: Callable[[str], None] = lambda name: None,
+) -> list[Estimate]:
+    """Plan each strategy.
+
+    note: told each name before its turn.
+
+    Raises: FcdpError for a strategy that makes no sense for the job.
+    """
+    found = []
+    for strategy in strategies:
+        note(strategy.name)
+        try:
+            found.append(estimate(traced, strategy, job))
+        except ValueError as error:
+            raise FcdpError(str(error)) from None
+    return found
+
+
+def rank(
+    found: Sequence[Estimate],
+    *,
+    collectives: Collectives = Collectives.HIERARCHICAL,
+    conditions: Conditions | None = None,
+) -> Ranking:
+    """Put strategies in order."""
+    rows = [_row(e, collectives, conditions) for e in found]
+    rows.sort(key=lambda r: (not r.fits, r.step_s, r.peak_gpu_bytes))
+    fitting = [r for r in rows if r.fits]
+    if not fitting:
+        return Ranking(rows=tuple(rows), recommended=None, why=_why_nothing(found, rows))
+    # Among equally fast ones the one that leaves most room.
+    near = [r for r in fitting if r.step_s <= _NEAR * fitting[0].step_s]
+    best = min(near, key=lambda r: r.peak_gpu_bytes)
+    return Ranking(rows=tuple(rows), recommended=best.strategy, why=_why(best, rows))
+
+
+def _row(found: Estimate, collectives: Collectives, conditions: Conditions | None) -> Row:
+    step = found.simulate(collectives, conditions)
+    return Row(
+        strategy=found.strategy.name,
+        fits=found.fits,
+        peak_gpu_bytes=found.peak_gpu_bytes,
+        host_bytes_per_node=found.host_bytes_per_node,
+        inter_bytes_per_step=step.bytes_sent_by_node,
+        step_s=step.step_s,
+        exposed_s=step.exposed_s,
+        samples_per_s=found.job.samples / step.step_s,
+        max_batch_per_gpu=found.max_batch_per_gpu,
+    )
+
+
+def _why(best: Row, rows: Sequence[Row]) -> str:
+    """What decides: memory, or what crosses between nodes, or neither."""
+    others = [r for r in rows if r.strategy != best.strategy]
+    faster = [r for r in others if not r.fits and r.step_s < best.step_s]
+    fitting = [r for r in others if r.fits]
+    text = f"{best.strategy} is the fastest that fits"
+    if not fitting:
+        text = f"{best.strategy} is the only one that fits"
+    elif (ratio := fitting[0].step_s / best.step_s) < _NEAR:
+        text = (
+            f"{best.strategy} is as fast as {fitting[0].strategy} and takes "
+            f"{_gb(best.peak_gpu_bytes)} instead of {_gb(fitting[0].peak_gpu_bytes)} of a GPU"
+        )
+    else:
+        text += f", {ratio:.2f} times as fast as {fitting[0].strategy}: {_sent(best, fitting[0])}"
+    if faster:
+        names = ", ".join(r.strategy for r in faster)
+        text += f"; {names} would be faster but {'does' if len(faster) == 1 else 'do'} not fit"
+    return f"{text}; {_bound(best)}."
+
+
+def _sent(best: Row, other: Row) -> str:
+    return (
+        f"a node sends {_gb(best.inter_bytes_per_step)} a step instead of "
+        f"{_gb(other.inter_bytes_per_step)}"
+    )
+
+
+def _bound(best: Row) -> str:
+    part = best.exposed_s / best.step_s
+    if part < 0.1:
+        return "communication hides behind compute almost entirely"
+    return f"compute stands still for {part:.0%} of the step"
+
+
+def _why_nothing(found: Sequence[Estimate], rows: Sequence[Row]) -> str:
+    if not rows:
+        return "no strategy was asked for."
+    least = min(rows, key=lambda r: r.peak_gpu_bytes)
+    job = found[0].job
+    smaller = [r for r in rows if (r.max_batch_per_gpu or 0) > 0]
+    if smaller:
+        most = max(smaller, key=lambda r: r.max_batch_per_gpu or 0)
+        remedy = f"with {most.strategy} a batch of {most.max_batch_per_gpu} a GPU would"
+    else:
+        remedy = "use more nodes, larger GPUs or --lora"
+    return (
+        f"nothing fits: {least.strategy}, which takes least, needs {_gb(least.peak_gpu_bytes)} of "
+        f"{_gb(job.device_bytes)} a GPU and {_gb(least.host_bytes_per_node)} of "
+        f"{_gb(job.host_bytes_per_rank * job.ranks_per_node)} of a node's memory; {remedy}."
+    )
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.3g} GB"

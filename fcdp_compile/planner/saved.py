@@ -1,0 +1,95 @@
+"""Traces on disk: tracing takes most of the time that a plan takes, and depends on no cluster or strategy.
+
+Files are the user's own, in a folder that nobody else may write to: they hold pickled graphs, and reading
+one runs what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fcdp_compile.planner.traced import TracedGraph, TracedModel, TracedParam
+from fcdp_compile.torch_compat import graphs_from_bytes, graphs_to_bytes
+
+log = logging.getLogger(__name__)
+
+_DTYPES = ("dtype", "gather_dtype")
+
+
+def folder() -> Path:
+    """Where traces are kept: $FCDP_CACHE, or `fcdp` in the user's cache folder."""
+    if given := os.environ.get("FCDP_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fcdp"
+
+
+def save(traced: TracedModel, identity: str) -> None:
+    """Keep a trace; a folder that cannot be written is no error, the next plan traces again."""
+    about = [
+        {k: str(v).removeprefix("torch.") if k in _DTYPES else v for k, v in asdict(p).items()}
+        for p in traced.params
+    ]
+    header = json.dumps({"params": about, "outputs": [g.outputs for g in traced.graphs]}).encode()
+    graphs = [gm for g in traced.graphs for gm in (g.forward, g.backward)]
+    path = _path(identity)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        aside.write_bytes(header + b"\n" + graphs_to_bytes(graphs))
+        aside.chmod(0o600)
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        log.warning("cannot keep the trace in %s (%s); set FCDP_CACHE to a folder", path, error)
+
+
+def load(identity: str) -> TracedModel | None:
+    """A trace that was kept, None if there is none that can be used."""
+    path = _path(identity)
+    try:
+        if not _is_mine(path) or not _is_mine(path.parent):
+            log.warning("%s may have been written by somebody else and is not used", path)
+            return None
+        header, _, data = path.read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("cannot read the trace %s (%s)", path, error)
+        return None
+    try:
+        return _restored(json.loads(header), data)
+    except (
+        Exception
+    ) as error:  # damaged, or of another build of torch: what unpickling raises is anything
+        log.warning("the trace %s is of no use (%s) and is made again", path, error)
+        return None
+
+
+def _path(identity: str) -> Path:
+    return folder() / f"{identity}.trace"
+
+
+def _is_mine(path: Path) -> bool:
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _restored(header: dict[str, Any], data: bytes) -> TracedModel:
+    params = []
+    for about in header["params"]:
+        values = {**about, "shape": tuple(about["shape"])}
+        params.append(TracedParam(**values | {k: getattr(torch, values[k]) for k in _DTYPES}))
+    graphs = graphs_from_bytes(data)
+    pairs = zip(graphs[::2], graphs[1::2], header["outputs"], strict=True)
+    return TracedModel(
+        params=tuple(params),
+        graphs=tuple(TracedGraph(forward=f, backward=b, outputs=n) for f, b, n in pairs),
+    )

@@ -1,0 +1,224 @@
+"""Where the model of a plan comes from: the table, a Hugging Face configuration, or a user's function.
+
+    "gpt-10b", "config.json", "your_module:build_fn"  ->  Source: a Build, and what a saved trace is known by
+
+Models are built by whoever traces, on fake tensors: no weights, no memory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.passes import partition
+from fcdp_compile.planner import traced
+from fcdp_compile.planner.model_table import MODELS
+from fcdp_compile.planner.traced import Build, Inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How a model is trained, as far as it changes the graphs.
+
+    dtype: of computation.  Trained parameters are kept in fp32, frozen ones in this.  lora: rank of adapters
+    on a frozen model, None to train everything.  checkpointing: recompute activations layer by layer.
+    """
+
+    seq: int
+    dtype: torch.dtype = torch.bfloat16
+    lora: int | None = None
+    checkpointing: bool = True
+
+    def __post_init__(self) -> None:
+        if self.seq < 1:
+            raise FcdpError(f"the sequence length must be at least 1, not {self.seq}")
+        if self.lora is not None and self.lora < 1:
+            raise FcdpError(f"the rank of LoRA adapters must be at least 1, not {self.lora}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model to trace.
+
+    identity: equal for equal models, for a saved trace to be found by; None where nothing tells, as of code.
+    """
+
+    name: str
+    build: Build
+    identity: str | None = field(default=None)
+
+
+def find_source(model: str, options: ModelOptions) -> Source:
+    """A model of the table, of a configuration file, or of a function.
+
+    Raises: FcdpError for what is none of them, a damaged configuration, or a library that is missing.
+    """
+    if model in MODELS:
+        return _of_config(model, MODELS[model], options)
+    path = Path(model)
+    if path.suffix == ".json" or path.is_dir():
+        return _of_config(model, _read_config(path), options)
+    if ":" in model:
+        return Source(name=model, build=partial(_call, _function(model), model))
+    near = difflib.get_close_matches(model, MODELS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise FcdpError(
+        f"unknown model {model!r}; give a Hugging Face config.json, a function as your_module:build_fn, or "
+        f"one of {', '.join(MODELS)}{hint}"
+    )
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FcdpError(
+            f"{file}: is not a JSON file ({error}); give a Hugging Face config.json"
+        ) from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise FcdpError(
+            f"{file}: model_type is missing, so this is no Hugging Face configuration of a model"
+        )
+    return config
+
+
+def _of_config(name: str, config: Mapping[str, Any], options: ModelOptions) -> Source:
+    transformers = _library("transformers", "configurations of models")
+    if options.lora is not None:
+        _library("peft", "--lora")
+    described = {
+        "config": config,
+        "options": [options.seq, str(options.dtype), options.lora, options.checkpointing],
+        "versions": [torch.__version__, *map(_version, ("fcdp", "transformers", "peft"))],
+        "code": [inspect.getsource(m) for m in (partition, traced, sys.modules[__name__])],
+    }
+    text = json.dumps(described, sort_keys=True)
+    return Source(
+        name=name,
+        build=partial(_build, transformers, name, dict(config), options),
+        identity=hashlib.sha256(text.encode()).hexdigest(),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _library(name: str, what: str) -> Any:
+    # An extra, which whoever plans with a function of their own need not have.
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise FcdpError(
+            f"{what} needs {name}, which cannot be imported ({error}); pip install 'fcdp[examples]'"
+        ) from None
+
+
+def _build(
+    transformers: Any,
+    name: str,
+    config: dict[str, Any],
+    options: ModelOptions,
+    batch: int,
+    seq: int,
+) -> tuple[nn.Module, Inputs]:
+    made = _config(transformers, name, config)
+    made.use_cache = False
+    _allow_positions(made, seq)
+    model = _model(transformers, name, made)
+    if options.lora is not None:
+        peft = _library("peft", "--lora")
+        model.to(options.dtype)
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=options.lora, target_modules="all-linear")
+        )
+    if options.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.zeros(batch, seq, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def _config(transformers: Any, name: str, config: dict[str, Any]) -> Any:
+    values = {k: v for k, v in config.items() if k != "model_type"}
+    try:
+        return transformers.AutoConfig.for_model(config["model_type"], **values)
+    except Exception as error:  # whatever a configuration class makes of wrong values
+        raise FcdpError(f"{name}: transformers refuses the configuration ({error})") from None
+
+
+def _model(transformers: Any, name: str, config: Any) -> nn.Module:
+    try:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise FcdpError(
+            f"{name}: transformers has no causal language model of type {config.model_type!r} "
+            f"({str(error).splitlines()[0]}); give a function your_module:build_fn that returns the model and "
+            "a mapping of all inputs of its forward, labels too"
+        ) from None
+    return model
+
+
+def _allow_positions(config: Any, seq: int) -> None:
+    """Let the model have as many positions as the sequence needs; tables of positions grow with it."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < seq:
+        config.max_position_embeddings = seq
+
+
+def _function(name: str) -> Any:
+    module_name, _, function_name = name.partition(":")
+    if os.getcwd() not in sys.path:  # as `python -m` would have it
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise FcdpError(f"{name}: cannot import {module_name!r} ({error})") from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise FcdpError(f"{name}: module {module_name!r} has no function {function_name!r}")
+    return function
+
+
+def _call(function: Any, name: str, batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+    try:
+        made = function(batch, seq)
+    except TypeError as error:
+        raise FcdpError(
+            f"{name}({batch}, {seq}) failed ({error}); it must take a batch size and a sequence length"
+        ) from error
+    if isinstance(made, nn.Module):
+        raise FcdpError(
+            f"{name} returned a model alone, without inputs to trace it with: "
+            f"{_inputs_of(made)}; return a pair of the model and a mapping such as "
+            "{'input_ids': torch.zeros(batch, seq, dtype=torch.long)}"
+        )
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise FcdpError(
+            f"{name} returned {type(made).__name__}; return a pair of an nn.Module and the inputs of its forward"
+        )
+    return made
+
+
+def _inputs_of(model: nn.Module) -> str:
+    code: Any = model.forward.__code__
+    names = code.co_varnames[1 : code.co_argcount]
+    return f"its forward takes {', '.join(names)}" if names else "its forward names none"

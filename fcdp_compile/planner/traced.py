@@ -1,0 +1,212 @@
+"""A model's training step as graphs that belong to no mesh yet, from fake tensors.
+
+    build() -> model, inputs -> shard on one rank -> Dynamo -> AOTAutograd -> partition -> TracedModel
+
+On one rank nothing is cut, and every parameter is read through `unshard` all the same: what a strategy and a
+mesh change are sizes of home shards, which `retarget` puts in.  The batch stays a symbol.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fcdp_compile.compute import Compute
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.passes.memory import hints_of
+from fcdp_compile.passes.partition import partition
+from fcdp_compile.sharding import shard, state_of
+from fcdp_compile.torch_compat import (
+    aot_autograd,
+    as_boxed,
+    boxed,
+    min_cut_rematerialization_partition,
+    tracing_mode,
+    without_code,
+)
+
+Inputs = Mapping[str, Tensor] | Sequence[Tensor]
+Build = Callable[[int, int], tuple[nn.Module, Inputs]]
+"""A function of batch and sequence length that makes a model and what its forward is called with."""
+
+TRACED_BATCH = 7
+"""Samples that are traced: 0 and 1 would become constants, and few other sizes are 7."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedParam:
+    """A parameter, whatever becomes of it."""
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gather_dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedGraph:
+    """One Dynamo graph, partitioned.
+
+    outputs: how many of the forward's results are the caller's; the rest is saved for backward.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModel:
+    """All that planning needs to know of a model.
+
+    graphs: in the order of the forward, of which there are several if the model breaks its graph.
+    """
+
+    params: tuple[TracedParam, ...]
+    graphs: tuple[TracedGraph, ...]
+
+    def sizes(self, batch: int) -> dict[sympy.Symbol, int]:
+        """What the symbols of the graphs are for a batch of that size.
+
+        A graph after a break has a symbol of its own for it; others, such as the size of a generator's state,
+        stay as they are.
+        """
+        hints: dict[sympy.Symbol, int] = {}
+        for graph in self.graphs:
+            hints |= hints_of(graph.forward) | hints_of(graph.backward)
+        return {s: batch if value == TRACED_BATCH else value for s, value in hints.items()}
+
+    @property
+    def has_any_batch(self) -> bool:
+        """Whether the batch size stayed a symbol: the model does not insist on the one that it was given."""
+        return self.sizes(0) != self.sizes(1)
+
+
+def trace(build: Build, *, seq: int, param_dtype: torch.dtype | None) -> TracedModel:
+    """Trace the training step of a model.
+
+    Raises: FcdpError for a model that cannot be traced without data, or that gives no loss to train with.
+    """
+    with tracing_mode():
+        model, inputs = build(TRACED_BATCH, seq)
+        _check_inputs(model, inputs)
+        shard(model, param_dtype=param_dtype)
+        graphs = _graphs_of(model, inputs)
+    params = tuple(
+        TracedParam(
+            key=spec.key,
+            name=spec.name,
+            shape=spec.layout.shape,
+            dtype=spec.home_dtype,
+            gather_dtype=spec.gather_dtype,
+            requires_grad=record.parameter().requires_grad,
+        )
+        for record in state_of(model).records.values()
+        for spec in [record.spec]
+    )
+    if not any(g.forward.graph.find_nodes(op="call_function", target=UNSHARD) for g in graphs):
+        raise FcdpError(
+            "no graph of the model's training step reads a parameter; its forward must run under "
+            "torch.compile and return a loss that needs gradients (for Hugging Face models, pass labels)"
+        )
+    return TracedModel(params=params, graphs=graphs)
+
+
+def _check_inputs(model: nn.Module, inputs: Inputs) -> None:
+    """Refuse inputs with which the forward cannot be called at all."""
+    if not isinstance(model, nn.Module):
+        raise FcdpError(
+            f"the build function returned {type(model).__name__} in the place of a model; return a pair of "
+            "an nn.Module and the inputs of its forward"
+        )
+    args, kwargs = _arguments(inputs)
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise FcdpError(
+            f"forward of {type(model).__name__} cannot be called with the inputs it was given ({error}); "
+            "give --model a function your_module:build_fn of batch and sequence length that returns the model "
+            "and a mapping of all its inputs, labels too"
+        ) from None
+
+
+def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs), {}
+
+
+def _graphs_of(model: nn.Module, inputs: Inputs) -> tuple[TracedGraph, ...]:
+    args, kwargs = _arguments(inputs)
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] == TRACED_BATCH:
+            torch._dynamo.maybe_mark_dynamic(value, 0)
+    found: list[TracedGraph] = []
+    torch.compiler.reset()
+    model.train()
+    try:
+        torch.compile(model, backend=partial(_capture, found))(*args, **kwargs)
+    except FcdpError:
+        raise
+    except Exception as error:
+        raise FcdpError(_why_untraceable(error)) from error
+    finally:
+        torch.compiler.reset()
+    return tuple(found)
+
+
+def _why_untraceable(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return (
+        f"the model cannot be traced without data ({type(error).__name__}: {first}); if it needs an input that "
+        "it did not get, give --model a function your_module:build_fn that returns the model and a mapping of "
+        "all its inputs; what depends on values of inputs must be turned off"
+    )
+
+
+def _capture(
+    found: list[TracedGraph], gm: GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """A backend that keeps the partitioned graphs, and runs them as they are."""
+
+    def cut(
+        joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        fw, bw = partition(
+            joint,
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            partitioner=min_cut_rematerialization_partition,
+            **options,
+        )
+        found.append(TracedGraph(forward=fw, backward=bw, outputs=num_fwd_outputs))
+        return fw, bw
+
+    compiler = aot_autograd(
+        fw_compiler=_as_it_is,
+        bw_compiler=_as_it_is,
+        partition_fn=cut,
+        decompositions=Compute("eager").decompositions(),
+        keep_inference_input_mutations=True,
+    )
+    with without_code():
+        compiled: Callable[..., Any] = compiler(gm, example_inputs)
+    return compiled
+
+
+def _as_it_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    # A copy: generating its code changes a graph, which the passes read later.
+    return as_boxed(boxed(GraphModule(gm, gm.graph)))
