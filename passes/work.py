@@ -59,5 +59,5 @@ def _known(size: int | SymInt, sizes: Sizes) -> int:
     """A size, or what a symbolic one was when it was traced; nothing for one that depends on values."""
     if isinstance(size, int):
         return size
-    known = size.node.expr.xreplace(sizes)
+    known = sympy.sympify(size.node.expr.xreplace(sizes))
     return int(known) if known.is_number else int(size.node.hint or 0)

@@ -8,8 +8,8 @@ from fcdp_compile.cluster import ClusterProfile
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.specs import Home
 
-USABLE = 0.95
-"""The part of a device's memory that tensors may take; the rest is for contexts, workspaces, fragmentation."""
+USABLE = 0.9
+"""The part of a device's memory that tensors may take; contexts, workspaces and fragments take the rest."""
 
 HOST_USABLE = 0.9
 """The part of a node's memory that caches may take, as `host_memory.detect`."""

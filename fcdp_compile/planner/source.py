@@ -171,8 +171,8 @@ def _model(transformers: Any, name: str, config: Any) -> nn.Module:
     except ValueError as error:
         raise FcdpError(
             f"{name}: transformers has no causal language model of type {config.model_type!r} "
-            f"({str(error).splitlines()[0]}); give a function your_module:build_fn that returns the model and "
-            "a mapping of all inputs of its forward, labels too"
+            f"({str(error).splitlines()[0]}); give a function your_module:build_fn that returns the model "
+            "and a mapping of all inputs of its forward, labels too"
         ) from None
     return model
 
@@ -213,7 +213,8 @@ def _call(function: Any, name: str, batch: int, seq: int) -> tuple[nn.Module, In
         )
     if not isinstance(made, tuple) or len(made) != 2:
         raise FcdpError(
-            f"{name} returned {type(made).__name__}; return a pair of an nn.Module and the inputs of its forward"
+            f"{name} returned {type(made).__name__}; return a pair of an nn.Module and the inputs of its "
+            "forward"
         )
     return made
 

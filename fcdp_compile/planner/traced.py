@@ -137,8 +137,8 @@ def _check_inputs(model: nn.Module, inputs: Inputs) -> None:
     except TypeError as error:
         raise FcdpError(
             f"forward of {type(model).__name__} cannot be called with the inputs it was given ({error}); "
-            "give --model a function your_module:build_fn of batch and sequence length that returns the model "
-            "and a mapping of all its inputs, labels too"
+            "give --model a function your_module:build_fn of batch and sequence length that returns the "
+            "model and a mapping of all its inputs, labels too"
         ) from None
 
 
@@ -171,9 +171,9 @@ def _why_untraceable(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     return (
-        f"the model cannot be traced without data ({type(error).__name__}: {first}); if it needs an input that "
-        "it did not get, give --model a function your_module:build_fn that returns the model and a mapping of "
-        "all its inputs; what depends on values of inputs must be turned off"
+        f"the model cannot be traced without data ({type(error).__name__}: {first}); if it needs an input "
+        "that it did not get, give --model a function your_module:build_fn that returns the model and a "
+        "mapping of all its inputs; what depends on values of inputs must be turned off"
     )
 
 
