@@ -22,6 +22,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.fold import fold_numbers
 from fcdp_compile.plan import Direction, Plan, Variant
 from fcdp_compile.plan_json import diff, one_line, read_plan, to_json
+from fcdp_compile.timeline_html import timeline_html
 
 SUMMARY = "print the plans of compiled graphs: buckets and ordered steps"
 DESCRIPTION = (
@@ -39,10 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=("table", "json", "chrome"),
+        choices=("table", "json", "chrome", "html"),
         default="table",
         help="table: for reading (default); json: the plan itself, a list if there are several; chrome: a "
-        "trace for Perfetto (ui.perfetto.dev) with predicted times, a track for each lane",
+        "trace for Perfetto (ui.perfetto.dev) with predicted times, a track for each lane; html: one page "
+        "for a browser, for newcomers too, which fetches nothing",
     )
     parser.add_argument(
         "--graph", choices=[d.value for d in Direction], help="only schedules of this direction"
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine",
         choices=list(MACHINES),
         default="cuda",
-        help="whose speeds a trace assumes: an A100-class card on 10 Gbit/s (default), or two CPU cores",
+        help="whose speeds times assume: an A100-class card on 10 Gbit/s (default), or two CPU cores",
     )
     parser.add_argument(
         "--why", type=int, metavar="BUCKET", help="all that there is to say about one bucket"
@@ -79,6 +81,8 @@ def run(options: argparse.Namespace) -> Answer:
         return Answer(_why(plans, options.why))
     if options.format == "chrome":
         return Answer(_trace(list(plans.values()), MACHINES[options.machine]))
+    if options.format == "html":
+        return Answer(timeline_html(list(plans.values()), MACHINES[options.machine]).rstrip("\n"))
     if options.format == "table":
         return Answer(
             "\n\n\n".join(
