@@ -13,7 +13,7 @@ import pytest
 
 from builders_plan import make_bucket, make_params, make_plan
 from fcdp_compile.cli import main
-from fcdp_compile.cli.fold import fold_numbers, fold_params
+from fcdp_compile.fold import fold_numbers, fold_params
 from fcdp_compile.plan import Lane, Plan, Tier
 from fcdp_compile.plan_json import from_json, to_json, write_plan
 

@@ -129,6 +129,8 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     }
     assert sorted(Path(name) for name in names if name.endswith(".py")) == python_files()
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    page = {f"fcdp_compile/timeline/{f.name}" for f in (ROOT / "fcdp_compile/timeline").iterdir()}
+    assert page == {name for name in names if name.startswith("fcdp_compile/timeline/")} != set()
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 

@@ -13,39 +13,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tabulate import tabulate
-
 from fcdp_compile.chrome_trace import Event, chrome_trace
 from fcdp_compile.cli.answer import Answer
-from fcdp_compile.cli.fold import fold_numbers, fold_params
+from fcdp_compile.cli.plan_table import format_plan
 from fcdp_compile.cli.why import explain_bucket
 from fcdp_compile.cost import MACHINES, Machine
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.plan import Bucket, Direction, Lane, Plan, Schedule, Step, Variant
+from fcdp_compile.fold import fold_numbers
+from fcdp_compile.plan import Direction, Plan, Variant
 from fcdp_compile.plan_json import diff, one_line, read_plan, to_json
+from fcdp_compile.timeline_html import timeline_html
 
 SUMMARY = "print the plans of compiled graphs: buckets and ordered steps"
 DESCRIPTION = (
     "Print what was compiled: the buckets of each graph (parameters, bytes, dtype, tier and why) "
     "and the ordered steps of each schedule (lane, bucket, bytes, what they wait for)."
 )
-
-_BUCKET_HEADERS = (
-    "bucket",
-    "parameters",
-    "count",
-    "slot MiB",
-    "node MiB",
-    "full MiB",
-    "dtype",
-    "reduce dtype",
-    "frozen",
-    "strategy",
-    "tier",
-    "why",
-)
-_LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
-_MIB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=("table", "json", "chrome"),
+        choices=("table", "json", "chrome", "html"),
         default="table",
         help="table: for reading (default); json: the plan itself, a list if there are several; chrome: a "
-        "trace for Perfetto (ui.perfetto.dev) with predicted times, a track for each lane",
+        "trace for Perfetto (ui.perfetto.dev) with predicted times, a track for each lane; html: one page "
+        "for a browser, for newcomers too, which fetches nothing",
     )
     parser.add_argument(
         "--graph", choices=[d.value for d in Direction], help="only schedules of this direction"
@@ -72,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine",
         choices=list(MACHINES),
         default="cuda",
-        help="whose speeds a trace assumes: an A100-class card on 10 Gbit/s (default), or two CPU cores",
+        help="whose speeds times assume: an A100-class card on 10 Gbit/s (default), or two CPU cores",
     )
     parser.add_argument(
         "--why", type=int, metavar="BUCKET", help="all that there is to say about one bucket"
@@ -97,8 +81,14 @@ def run(options: argparse.Namespace) -> Answer:
         return Answer(_why(plans, options.why))
     if options.format == "chrome":
         return Answer(_trace(list(plans.values()), MACHINES[options.machine]))
+    if options.format == "html":
+        return Answer(timeline_html(list(plans.values()), MACHINES[options.machine]).rstrip("\n"))
     if options.format == "table":
-        return Answer("\n\n\n".join(_format_plan(p, plan) for p, plan in plans.items()))
+        return Answer(
+            "\n\n\n".join(
+                format_plan(p.name.removesuffix(".plan.json"), plan) for p, plan in plans.items()
+            )
+        )
     texts = [to_json(plan).rstrip("\n") for plan in plans.values()]
     return Answer(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
 
@@ -197,95 +187,3 @@ def _find(folder: Path) -> list[Path]:
 def _with_numbers(name: str) -> list[str | int]:
     """A sort key: graph-1000 stands after graph-999."""
     return [int(x) if i % 2 else x for i, x in enumerate(re.split(r"([0-9]+)", name))]
-
-
-def _format_plan(path: Path, plan: Plan) -> str:
-    header = (
-        f"{one_line(path.name.removesuffix('.plan.json'))}: "
-        f"graph {plan.graph}, strategy {one_line(plan.strategy)}, "
-        f"{plan.nodes} x {plan.ranks_per_node} ranks (N x g), digest {plan.digest()[:12]}"
-    )
-    refresh = fold_numbers(sorted(plan.refresh)) or "none"
-    sections = [header, _format_buckets(plan), f"refresh before a forward: {refresh}"]
-    directions = [schedule.direction for schedule in plan.schedules]
-    sections += [
-        _format_schedule(schedule, has_variants=directions.count(schedule.direction) > 1)
-        for schedule in plan.schedules
-    ]
-    return "\n\n".join(sections)
-
-
-def _format_buckets(plan: Plan) -> str:
-    rows = [_bucket_row(bucket) for bucket in plan.buckets]
-    count = sum(len(bucket.params) for bucket in plan.buckets)
-    rows.append(("total", "", str(count), *_sizes(*plan.buckets), "", "", "", "", "", ""))
-    align = ("right", "left", "right", "right", "right", "right", *["left"] * 6)
-    return _table(_BUCKET_HEADERS, rows, align)
-
-
-def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
-    return (
-        str(bucket.id),
-        "\n".join(one_line(line) for line in fold_params(bucket.params)),
-        str(len(bucket.params)),
-        *_sizes(bucket),
-        bucket.dtype,
-        bucket.reduce_dtype,
-        "yes" if bucket.frozen else "no",
-        one_line(bucket.strategy.name),
-        bucket.tier.value,
-        one_line(bucket.why),
-    )
-
-
-def _sizes(*buckets: Bucket) -> tuple[str, ...]:
-    """Slot, node shard and full parameters in MiB, of all together."""
-    sizes = [(b.slot_bytes, b.node_bytes, b.full_bytes) for b in buckets] or [(0, 0, 0)]
-    return tuple(_mib(sum(column)) for column in zip(*sizes, strict=True))
-
-
-def _format_schedule(schedule: Schedule, *, has_variants: bool) -> str:
-    title = schedule.direction.value + (f" {schedule.variant.value}" if has_variants else "")
-    headers = ("step", "kind", "lane", "bucket", "bytes", "waits for", "label")
-    rows = [_step_row(step) for step in schedule.steps]
-    moved = sum(step.bytes for step in schedule.steps)
-    rows.append(("total", f"{len(schedule.steps)} steps", "", "", str(moved), "", ""))
-    align = ("right", "left", "left", "right", "right", "left", "left")
-    return f"{title}\n\n{_table(headers, rows, align)}\n\n{_format_links(schedule)}"
-
-
-def _step_row(step: Step) -> tuple[str, ...]:
-    return (
-        str(step.index),
-        step.kind.value,
-        step.lane.value,
-        "" if step.bucket is None else str(step.bucket),
-        str(step.bytes),
-        fold_numbers(sorted(step.waits)),
-        one_line(step.label),
-    )
-
-
-def _format_links(schedule: Schedule) -> str:
-    rows = []
-    for lane in _LINKS:
-        steps = [step for step in schedule.steps if step.lane is lane]
-        moved = sum(step.bytes for step in steps)
-        rows.append((lane.value, str(len(steps)), str(moved), _mib(moved)))
-    return _table(("link", "steps", "bytes", "MiB"), rows, ("left", "right", "right", "right"))
-
-
-def _mib(size_bytes: int) -> str:
-    """Three decimals, and never a zero for something."""
-    return "<0.001" if 0 < size_bytes < _MIB / 2000 else f"{size_bytes / _MIB:.3f}"
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]) -> str:
-    text = tabulate(
-        rows,
-        headers=headers,
-        colalign=align,
-        tablefmt="simple",
-        disable_numparse=True,
-    )
-    return "\n".join(line.rstrip() for line in text.splitlines())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fcdp_compile.cli.fold import fold_params
+from fcdp_compile.fold import fold_params
 from fcdp_compile.json_records import one_line
 from fcdp_compile.plan import Bucket, Plan, Schedule, Step
 from fcdp_compile.wire import Format

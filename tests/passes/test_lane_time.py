@@ -7,67 +7,15 @@ No order of the same steps is faster than its busiest lane.
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
-from torch.fx import Node
 
-from builders_graph import GraphBuilder, Where, aten, lower_pair, make_context, make_specs
+from builders_gpt import HIDDEN, TOKENS, VOCABULARY, WHERE, gpt
 from fcdp_compile.cost import Link, Machine, simulate
-from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
-
-WHERE = Where(nodes=2, ranks_per_node=4)
-HIDDEN, TOKENS, VOCABULARY = 512, 4096, 8192
-MATRICES = {"qkv": 3, "out": 1, "up": 4, "down": 4}  # a GPT layer: 12 H * H in all
-LAYER_BYTES = 12 * HIDDEN * HIDDEN * 4
 
 FORWARD = (Direction.FORWARD, Variant.COLD)
 WARM = (Direction.FORWARD, Variant.WARM)
 BACKWARD = (Direction.BACKWARD, Variant.COLD)
-
-
-@cache
-def gpt(
-    layers: int, *, strategy: str = "fcdp", frozen: bool = False, scheduled: bool = True
-) -> dict[tuple[Direction, Variant], Schedule]:
-    """The schedules of the matrix products of a GPT: an embedding, then a bucket of four matrices a layer."""
-    shapes = {"wte": (VOCABULARY, HIDDEN)}
-    for i in range(layers):
-        shapes |= {f"{i}.{name}": (n * HIDDEN, HIDDEN) for name, n in MATRICES.items()}
-    specs = make_specs(shapes, WHERE)
-    ctx = make_context(
-        specs,
-        WHERE,
-        strategy=strategy,
-        bucket_bytes=LAYER_BYTES,
-        frozen=shapes if frozen else (),
-    )
-    b = GraphBuilder(specs)
-    shards = {n: b.shard(n) for n in shapes}
-    x = b.input("x", (TOKENS, HIDDEN))
-    for name in shapes:
-        x = there_and_back(b, x, b.unshard(shards[name], name))
-    fw = b.finish(x, *shards.values())
-    b = GraphBuilder(specs)
-    shards = {n: b.shard(n) for n in shapes}
-    g = b.input("g", (TOKENS, HIDDEN))
-    grads: dict[str, Node] = {}
-    for name in reversed(shapes):
-        w = b.unshard(shards[name], name)
-        wide = b.call(aten.mm.default, g, b.call(aten.t.default, w))
-        if not frozen:
-            grad = b.call(aten.mm.default, b.call(aten.t.default, wide), g)
-            grads[name] = b.reduce_grad(grad, name)
-        g = b.call(aten.mm.default, wide, w)
-    bw = b.finish(g, *(grads.get(n) for n in shapes))
-    made = lower_pair(fw, bw, ctx, num_fwd_outputs=1, scheduled=scheduled, segmented=True)
-    return {key: describe(gm, made.contexts[key]) for key, gm in made.graphs.items()}
-
-
-def there_and_back(b: GraphBuilder, x: Node, w: Node) -> Node:
-    wide = b.call(aten.mm.default, x, b.call(aten.t.default, w))
-    return b.call(aten.mm.default, wide, w)
 
 
 def machine(schedule: Schedule, **relative: float) -> Machine:

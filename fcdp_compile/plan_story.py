@@ -1,0 +1,223 @@
+"""What a schedule moves and why, in plain words for somebody who has never seen a plan.
+
+Everything is read off kinds, tiers and bytes; the name of a strategy decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+from typing import NamedTuple
+
+from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Schedule, Tier
+
+
+class Flow(Enum):
+    """What moves over which link, and which way."""
+
+    WEIGHTS_BETWEEN = "weights_between"
+    GRADIENTS_BETWEEN = "gradients_between"
+    WEIGHTS_WITHIN = "weights_within"
+    GRADIENTS_WITHIN = "gradients_within"
+    WEIGHTS_TO_HOST = "weights_to_host"
+    GRADIENTS_TO_HOST = "gradients_to_host"
+    WEIGHTS_FROM_HOST = "weights_from_host"
+    GRADIENTS_FROM_HOST = "gradients_from_host"
+
+
+FLOWS: dict[Kind, Flow] = {
+    Kind.INTER_ALL_GATHER: Flow.WEIGHTS_BETWEEN,
+    Kind.FLAT_ALL_GATHER: Flow.WEIGHTS_BETWEEN,
+    Kind.INTRA_ALL_GATHER: Flow.WEIGHTS_WITHIN,
+    Kind.INTRA_OWN_ALL_GATHER: Flow.WEIGHTS_WITHIN,
+    Kind.INTRA_REST_ALL_GATHER: Flow.WEIGHTS_WITHIN,
+    Kind.STORE: Flow.WEIGHTS_TO_HOST,
+    Kind.LOAD: Flow.WEIGHTS_FROM_HOST,
+    Kind.INTER_REDUCE_SCATTER: Flow.GRADIENTS_BETWEEN,
+    Kind.INTER_ALL_REDUCE: Flow.GRADIENTS_BETWEEN,
+    Kind.INTRA_REDUCE_SCATTER: Flow.GRADIENTS_WITHIN,
+    Kind.INTRA_GRAD_ALL_GATHER: Flow.GRADIENTS_WITHIN,
+    Kind.ACCUMULATE: Flow.GRADIENTS_TO_HOST,
+    Kind.COLLECT: Flow.GRADIENTS_FROM_HOST,
+}
+"""The flow that each kind of step which moves something belongs to."""
+
+_WEIGHTS = frozenset(
+    {
+        Flow.WEIGHTS_BETWEEN,
+        Flow.WEIGHTS_WITHIN,
+        Flow.WEIGHTS_TO_HOST,
+        Flow.WEIGHTS_FROM_HOST,
+    }
+)
+
+
+class Story(NamedTuple):
+    """One sentence that says the most, and the reasons behind it."""
+
+    headline: str
+    text: str
+
+
+def moved(schedule: Schedule) -> dict[Flow, int]:
+    """Bytes that one rank sends or copies in a run of a schedule, every flow among them."""
+    totals = dict.fromkeys(Flow, 0)
+    for kind, size in schedule.bytes_by_kind().items():
+        totals[FLOWS[kind]] += size
+    return totals
+
+
+def tell_sharding(plan: Plan) -> str:
+    """Who owns what of the parameters, and what has to happen before a layer can compute."""
+    cuts = {(b.nodes, b.ranks_per_node) for b in plan.buckets}
+    shape = f"{_count(plan.nodes, 'node')} of {_count(plan.ranks_per_node, 'rank')}"
+    if not cuts:
+        return f"{shape}; no parameter is sharded."
+    if len(cuts) > 1:
+        return f"{shape}; parameters are cut over different numbers of ranks, as their buckets say."
+    ((nodes, ranks_per_node),) = cuts
+    if nodes * ranks_per_node == 1:
+        return f"{shape}; every rank has the whole of every parameter."
+    owned = f"{shape}; each rank owns 1/{nodes * ranks_per_node} of every parameter"
+    if nodes == 1:
+        return f"{owned}, each node all of them. To compute a layer, its parts come together within the node."
+    if ranks_per_node == 1:
+        return f"{owned}. To compute a layer, its parts come together between nodes."
+    return (
+        f"{owned}. To compute a layer, its parts come together: between nodes over the slow network, then "
+        "within the node over fast links."
+    )
+
+
+def tell(plan: Plan, schedule: Schedule) -> Story:
+    """What a schedule sends between nodes, and where the rest comes from."""
+    if schedule.direction is Direction.BACKWARD:
+        return _tell_backward(plan, schedule)
+    return _tell_forward(plan, schedule)
+
+
+def readable_bytes(size_bytes: int) -> str:
+    """Bytes for people: three digits, in the largest unit that they fill."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if (size := size_bytes / unit) >= 1:
+            return f"{size:.{2 if size < 10 else 1 if size < 100 else 0}f} {name}"
+    return f"{size_bytes} B"
+
+
+_GATHERS = frozenset({Kind.INTER_ALL_GATHER, Kind.FLAT_ALL_GATHER})
+_ON_THE_NODE = "What it computes with is on the node already."
+
+
+def _tell_forward(plan: Plan, schedule: Schedule) -> Story:
+    name = "evaluation" if schedule.direction is Direction.INFERENCE else "forward"
+    gathered, loaded = _buckets(plan, schedule, _GATHERS), _loaded(plan, schedule)
+    if not gathered:
+        kept = (
+            f"Nothing has changed since it was gathered: {_use(loaded)}."
+            if loaded
+            else _ON_THE_NODE
+        )
+        return Story(f"The {name} gathers nothing between nodes.", kept)
+    sent = moved(schedule)[Flow.WEIGHTS_BETWEEN]
+    text = _what_is_kept(gathered, _buckets(plan, schedule, {Kind.STORE}))
+    if loaded:
+        text += f" The rest has not changed since it was gathered: {_use(loaded)}."
+    return Story(f"The {name} gathers {readable_bytes(sent)} a rank between nodes.", text)
+
+
+def _what_is_kept(gathered: list[Bucket], stored: list[Bucket]) -> str:
+    if not stored:
+        return "Nothing of it is kept: a gathered parameter lives for one use."
+    kept = (
+        f"Each rank keeps what it gathered ({readable_bytes(_kept_bytes(stored))}) {_where(stored)}"
+    )
+    if left := len(gathered) - len(stored):
+        kept += f", but for {_count(left, 'bucket')} of {len(gathered)}"
+    return f"{kept}: the next use need not ask other nodes again."
+
+
+def _tell_backward(plan: Plan, schedule: Schedule) -> Story:
+    gathered, loaded = _buckets(plan, schedule, _GATHERS), _loaded(plan, schedule)
+    used = _buckets(plan, schedule, {k for k, flow in FLOWS.items() if flow in _WEIGHTS})
+    flows = moved(schedule)
+    if gathered:
+        whole = len(gathered) == len(used)
+        what = "every parameter" if whole else f"{len(gathered)} of {_count(len(used), 'bucket')}"
+        sent = readable_bytes(flows[Flow.WEIGHTS_BETWEEN])
+        text = [
+            f"{sent} a rank cross the slow network a second time, as the forward did not keep them."
+        ]
+        text += [_waited(plan, loaded)] if loaded else []
+        return Story(
+            f"The backward gathers {what} between nodes again.",
+            " ".join([*text, _gradients(schedule, used, "Gradients cross, too")]),
+        )
+    verb = "gathers" if flows[Flow.GRADIENTS_BETWEEN] else "sends"
+    text = [_waited(plan, loaded) if loaded else _ON_THE_NODE]
+    return Story(
+        f"The backward {verb} nothing between nodes.",
+        " ".join([*text, _gradients(schedule, used, "Only gradients cross")]),
+    )
+
+
+def _waited(plan: Plan, loaded: list[Bucket]) -> str:
+    """Where that comes from which a backward need not gather."""
+    earlier = [b for b in loaded if b.id in plan.refresh]
+    fresh = [b for b in loaded if b.id not in plan.refresh]
+    sources = (
+        [f"what the forward gathered ({readable_bytes(_kept_bytes(fresh))} a rank)"]
+        if fresh
+        else []
+    )
+    if earlier:
+        size = readable_bytes(_kept_bytes(earlier))
+        sources.append(f"what was gathered before the first step and never changed ({size} a rank)")
+    sentence = f"{' and '.join(sources)} waited {_where(loaded)} and is {_fetched(loaded)}."
+    return sentence[0].upper() + sentence[1:]
+
+
+def _gradients(schedule: Schedule, used: list[Bucket], cross: str) -> str:
+    if sent := moved(schedule)[Flow.GRADIENTS_BETWEEN]:
+        return f"{cross}: {readable_bytes(sent)} a rank."
+    if any(s.kind is Kind.ACCUMULATE for s in schedule.steps):
+        return "Gradients do not cross: they wait for those of the next micro-batch."
+    if used and all(b.frozen for b in used):
+        return "There are no gradients to send, as no parameter here is trained."
+    return "No gradient crosses."
+
+
+def _use(loaded: list[Bucket]) -> str:
+    return f"{readable_bytes(_kept_bytes(loaded))} a rank waited {_where(loaded)} and is {_fetched(loaded)}"
+
+
+def _fetched(loaded: list[Bucket]) -> str:
+    on_host = [b for b in loaded if b.tier is Tier.HOST]
+    if len(on_host) == len(loaded):
+        return "loaded over the bus"
+    return "loaded from there over the bus" if on_host else "used where it is"
+
+
+def _where(kept: list[Bucket]) -> str:
+    tiers = {b.tier for b in kept}
+    if tiers <= {Tier.HOST}:
+        return "in host memory"
+    return "partly on the GPU, partly in host memory" if Tier.HOST in tiers else "on the GPU"
+
+
+def _kept_bytes(kept: list[Bucket]) -> int:
+    sizes = {Tier.HOST: "host_bytes", Tier.GPU: "node_bytes", Tier.GPU_FULL: "full_bytes"}
+    return sum(getattr(b, sizes.get(b.tier, "node_bytes")) for b in kept)
+
+
+def _loaded(plan: Plan, schedule: Schedule) -> list[Bucket]:
+    return _buckets(plan, schedule, {Kind.LOAD})
+
+
+def _buckets(plan: Plan, schedule: Schedule, kinds: Collection[Kind]) -> list[Bucket]:
+    """The buckets that steps of some kinds work on, each once."""
+    ids = {s.bucket for s in schedule.steps if s.kind in kinds}
+    return [b for b in plan.buckets if b.id in ids]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

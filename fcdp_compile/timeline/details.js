@@ -1,0 +1,138 @@
+// What there is to say of a step: shortly under the pointer, in full below the lanes.
+
+const SHOWN = 6;
+
+function heading(bar) {
+  const kind = KINDS.get(bar.kind);
+  return element(
+    "div",
+    { class: "heading", "data-kind": bar.kind },
+    element("span", { class: "swatch" }),
+    element("span", {}, bar.kind.replaceAll("_", " ")),
+    element("span", { class: "about" }, kind.text),
+  );
+}
+
+function facts(pairs) {
+  const list = element("dl", { class: "facts" });
+  for (const [name, value] of pairs) {
+    if (value === null || value === "") continue;
+    list.append(element("dt", {}, name), element("dd", {}, ...[value].flat()));
+  }
+  return list;
+}
+
+function names(bucket, shown = Infinity) {
+  const lines = bucket.parameters.slice(0, shown).flatMap((name) => [element("code", {}, name), element("br")]);
+  const left = bucket.parameters.length - shown;
+  return left > 0 ? [...lines, `and ${left} more`] : lines.slice(0, -1);
+}
+
+function when(bar) {
+  const { starts_us: starts, ends_us: ends } = bar.part.schedule[bar.row];
+  const [start, end] = [starts[bar.step], ends[bar.step]];
+  return `${bar.row} ${timeText(start, 4)} after the ${bar.part.direction} began, for ${timeText(end - start)}`;
+}
+
+function otherTimes(bar) {
+  const other = bar.row === "predicted" ? "measured" : "predicted";
+  const times = bar.part.schedule[other];
+  if (!times) return null;
+  const [start, end] = [times.starts_us[bar.step], times.ends_us[bar.step]];
+  return `${other} ${timeText(start, 4)}, for ${timeText(end - start)}`;
+}
+
+function amount(bar) {
+  const bytes = bar.part.schedule.bytes[bar.step];
+  if (KINDS.get(bar.kind).lane === "compute") return null;
+  return bytes ? `${bytesText(bytes)} (${bytes.toLocaleString("en-US")} bytes) a rank` : "nothing: it is where it is used";
+}
+
+function work(bar) {
+  const flops = bar.part.schedule.flops[bar.step];
+  return flops ? `${Number((flops / 1e9).toPrecision(3))} GFLOP` : null;
+}
+
+function labelOf(part, step) {
+  const schedule = part.schedule;
+  const bucket = bucketOf(part, step);
+  const what = schedule.kinds[step] === "compute" ? schedule.labels[step] : schedule.kinds[step].replaceAll("_", " ");
+  return bucket ? `${what}, ${bucket.title}` : what;
+}
+
+function waitsFor(bar, linked) {
+  const waits = bar.part.schedule.waits[bar.step];
+  if (!waits.length) return "nothing";
+  const shown = waits.slice(0, SHOWN).map((index) => {
+    const text = `${labelOf(bar.part, index)} (step ${index})`;
+    const source = findBar(bar.part, index, bar.row);
+    if (!linked || !source) return `${text} `;
+    const made = element("button", { type: "button" }, text);
+    made.addEventListener("click", () => choose(source, true));
+    return made;
+  });
+  return waits.length > SHOWN ? [...shown, `and ${waits.length - SHOWN} more`] : shown;
+}
+
+function aboutBucket(bar) {
+  const bucket = bucketOf(bar.part, bar.step);
+  if (!bucket) return [];
+  return [
+    ["bucket", `${bucket.id} (${bucket.title})`],
+    ["in full", `${bytesText(bucket.full_bytes)} of ${bucket.dtype}, ${bytesText(bucket.node_bytes)} a rank of each node`],
+    ["trained", bucket.frozen ? "no, it is frozen" : "yes"],
+    ["kept", { none: "nowhere", host: "in host memory", gpu: "on the GPU", "gpu-full": "on the GPU, in full" }[bucket.tier]],
+    ["why", bucket.why],
+  ];
+}
+
+function drawDetails() {
+  const bar = state.chosen;
+  const place = document.getElementById("details");
+  if (!bar) {
+    const text = "Point at a bar to see what it moves; click it, or use the arrow keys, to keep it here.";
+    place.replaceChildren(element("p", { class: "empty" }, text));
+    return;
+  }
+  const bucket = bucketOf(bar.part, bar.step);
+  const label = bar.part.schedule.labels[bar.step];
+  const memory = bar.part.schedule.memory_bytes[bar.step];
+  const mine = [
+    ["step", `${bar.step} of ${bar.part.schedule.kinds.length} of the ${bar.part.direction}`],
+    ["time", when(bar)],
+    ["also", otherTimes(bar)],
+    ["moves", amount(bar)],
+    ["work", work(bar)],
+    ["note", label],
+    ["waits for", waitsFor(bar, true)],
+    ["memory", memory === undefined ? null : `${bytesText(memory)} in use`],
+  ];
+  const halves = element("div", { class: "halves" }, facts(mine));
+  if (bucket) halves.append(facts([...aboutBucket(bar), ["parameters", names(bucket)]]));
+  place.replaceChildren(heading(bar), halves);
+}
+
+function drawTooltip(x, y) {
+  const tooltip = document.getElementById("tooltip");
+  const bar = state.near;
+  tooltip.hidden = !bar;
+  if (!bar) return;
+  const bucket = bucketOf(bar.part, bar.step);
+  const kept = bucket ? aboutBucket(bar).filter(([name]) => ["bucket", "kept", "why"].includes(name)) : [];
+  tooltip.replaceChildren(
+    heading(bar),
+    facts([
+      ["parameters", bucket ? names(bucket, SHOWN) : null],
+      ["moves", amount(bar)],
+      ["time", when(bar)],
+      ["also", otherTimes(bar)],
+      ...kept,
+      ["waits for", waitsFor(bar, false)],
+    ]),
+  );
+  const { width, height } = tooltip.getBoundingClientRect();
+  const left = x + 18 + width > window.innerWidth ? Math.max(8, x - width - 18) : x + 18;
+  const top = Math.min(y + 18, window.innerHeight - height - 8);
+  tooltip.style.left = `${left}px`;
+  tooltip.style.top = `${Math.max(8, top)}px`;
+}
