@@ -37,12 +37,14 @@ class ModelOptions:
 
     dtype: of computation.  Trained parameters are kept in fp32, frozen ones in this.  lora: rank of adapters
     on a frozen model, None to train everything.  checkpointing: recompute activations layer by layer.
+    attention: "sdpa", torch's fused one, or "eager".
     """
 
     seq: int
     dtype: torch.dtype = torch.bfloat16
     lora: int | None = None
     checkpointing: bool = True
+    attention: str = "sdpa"
 
     def __post_init__(self) -> None:
         if self.seq < 1:
@@ -104,7 +106,7 @@ def _of_config(name: str, config: Mapping[str, Any], options: ModelOptions) -> S
         _library("peft", "--lora")
     described = {
         "config": config,
-        "options": [options.seq, str(options.dtype), options.lora, options.checkpointing],
+        "options": [repr(options)],
         "versions": [torch.__version__, *map(_version, ("fcdp", "transformers", "peft"))],
         "code": [inspect.getsource(m) for m in (partition, traced, sys.modules[__name__])],
     }
@@ -144,7 +146,7 @@ def _build(
     made = _config(transformers, name, config)
     made.use_cache = False
     _allow_positions(made, seq)
-    model = _model(transformers, name, made)
+    model = _model(transformers, name, made, options.attention)
     if options.lora is not None:
         peft = _library("peft", "--lora")
         model.to(options.dtype)
@@ -165,9 +167,11 @@ def _config(transformers: Any, name: str, config: dict[str, Any]) -> Any:
         raise FcdpError(f"{name}: transformers refuses the configuration ({error})") from None
 
 
-def _model(transformers: Any, name: str, config: Any) -> nn.Module:
+def _model(transformers: Any, name: str, config: Any, attention: str) -> nn.Module:
     try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention
+        )
     except ValueError as error:
         raise FcdpError(
             f"{name}: transformers has no causal language model of type {config.model_type!r} "

@@ -1,0 +1,137 @@
+"""What `fcdp plan` and `fcdp simulate` ask for: a model, a cluster, the size of a step."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from fcdp_compile.cluster import CLUSTERS, find_profile
+from fcdp_compile.planner import Job, ModelOptions, TracedModel, find_source, traced_model
+from fcdp_compile.planner.model_table import MODELS
+from fcdp_compile.strategy import Strategy
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A traced model, the job it is planned for, and the strategies that were named, if any."""
+
+    traced: TracedModel
+    job: Job
+    strategies: tuple[Strategy, ...]
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that describe a job."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="a Hugging Face config.json, a function your_module:build_fn(batch, seq) that returns a "
+        f"model and its inputs, or one of {', '.join(MODELS)}",
+    )
+    parser.add_argument(
+        "--cluster",
+        required=True,
+        metavar="PROFILE",
+        help=f"a file that fcdp probe wrote, or one of {', '.join(CLUSTERS)}",
+    )
+    parser.add_argument("--nodes", type=whole, required=True, metavar="N")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=whole,
+        metavar="g",
+        help="default: as many as a node of the cluster has",
+    )
+    parser.add_argument(
+        "--batch", type=whole, default=1, metavar="SAMPLES", help="of a micro-batch, on each GPU"
+    )
+    parser.add_argument("--seq", type=whole, default=1024, metavar="TOKENS")
+    parser.add_argument(
+        "--lora", type=whole, metavar="r", help="train adapters of this rank on a frozen model"
+    )
+    parser.add_argument(
+        "--accumulate",
+        type=whole,
+        default=1,
+        metavar="s",
+        help="micro-batches of an optimizer step",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=list(_DTYPES),
+        default="bf16",
+        help="of computation and of what is gathered; trained weights are kept in fp32 (default: bf16)",
+    )
+    parser.add_argument(
+        "--attention",
+        choices=("sdpa", "eager"),
+        default="sdpa",
+        help="fused, or one matrix product after the other (default: sdpa)",
+    )
+    parser.add_argument(
+        "--no-checkpointing",
+        action="store_true",
+        help="keep all activations; by default each layer's are recomputed in the backward",
+    )
+    parser.add_argument(
+        "--strategy",
+        type=strategies,
+        default=(),
+        metavar="a,b,c",
+        help="only these, with modifiers if you like: zero3,fcdp+w8 (default: all that make a difference)",
+    )
+
+
+def asked(options: argparse.Namespace) -> Asked:
+    """Read the arguments, and trace the model if no trace of it was kept.
+
+    Raises: FcdpError for a model, cluster or job that cannot be planned; OSError for a file that cannot be
+    read.
+    """
+    profile = find_profile(options.cluster)
+    ranks_per_node = options.gpus_per_node or profile.ranks_per_node
+    job = Job(
+        profile=profile,
+        nodes=options.nodes,
+        ranks_per_node=ranks_per_node,
+        batch=options.batch,
+        accumulate=options.accumulate,
+    )
+    model_options = ModelOptions(
+        seq=options.seq,
+        dtype=_DTYPES[options.dtype],
+        lora=options.lora,
+        checkpointing=not options.no_checkpointing,
+        attention=options.attention,
+    )
+    source = find_source(options.model, model_options)
+    note(f"tracing {source.name}, unless it was traced before")
+    traced = traced_model(source, model_options)
+    return Asked(traced=traced, job=job, strategies=options.strategy)
+
+
+def note(text: str) -> None:
+    """Say what takes its time, where a person is looking."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"fcdp: {text} ...", file=sys.stderr, flush=True)
+
+
+def whole(text: str) -> int:
+    """A whole number above zero, for argparse."""
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def strategies(text: str) -> tuple[Strategy, ...]:
+    """Names of strategies with commas between them, for argparse."""
+    try:
+        found = [Strategy.parse(name.strip()) for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,48 @@
+"""`fcdp plan`: what every strategy comes to on a cluster that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from fcdp_compile.cli.answer import Answer
+from fcdp_compile.cli.job_arguments import add_job_arguments, asked, note
+from fcdp_compile.cli.ranking_table import ranking_record, ranking_text
+from fcdp_compile.planner import estimates, rank, sensible
+
+SUMMARY = "rank the strategies for a model on a cluster, without either"
+DESCRIPTION = (
+    "Trace a model on fake tensors, make the plan of every strategy for a cluster's profile, and rank them: "
+    "memory, bytes between nodes, predicted time.  Needs no GPU, no weights and no cluster; exit code 1 if "
+    "nothing fits."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `fcdp plan`."""
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--format",
+        choices=("table", "json"),
+        default="table",
+        help="table: for reading (default); json: an object with rows, recommended and why",
+    )
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Plan and rank.
+
+    Raises: FcdpError for what cannot be planned; OSError for a file that cannot be read.
+    """
+    job = asked(options)
+    found = estimates(
+        job.traced,
+        job.strategies or sensible(job.job),
+        job.job,
+        note=lambda name: note(f"planning {name}"),
+    )
+    ranking = rank(found)
+    code = 0 if ranking.recommended else 1
+    if options.format == "json":
+        return Answer(json.dumps(ranking_record(ranking), indent=1), code)
+    return Answer(ranking_text(ranking, job.job), code)
