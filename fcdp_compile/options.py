@@ -11,7 +11,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from fcdp_compile.cluster import read_profile
 from fcdp_compile.cost import MACHINES, Machine, machine_from
+from fcdp_compile.errors import ProfileError
 
 _UNITS = {
     "B": 1,
@@ -33,7 +35,8 @@ class Options:
     in_flight_mb: MiB of gathered parameters and of gradients on their way that may be alive at once, or None
     for what the graph needs at least and a few more buckets.
     host_memory: bytes of host memory that the caches of one node may take, None for what is free.
-    machine: speeds of the cluster, where they differ from `cost.MACHINES`; the same on every rank.
+    machine: speeds of the cluster: all of them, or where they differ from `cost.MACHINES`; the same on every
+    rank.
     memory_threshold: tau; cached node shards stay on the device while its memory in use is predicted, and
     at run time seen, to be at most this part of it.
     device_memory: bytes of the device's memory, or None for what the device has (a CPU: none for a cache).
@@ -44,7 +47,7 @@ class Options:
     bucket_mb: float | None = None
     in_flight_mb: float | None = None
     host_memory: int | None = None
-    machine: Mapping[str, Any] = field(default_factory=dict)
+    machine: Machine | Mapping[str, Any] = field(default_factory=dict)
     memory_threshold: float = _DEFAULT_THRESHOLD
     device_memory: int | None = None
 
@@ -60,6 +63,8 @@ class Options:
 
     def machine_on(self, device_type: str) -> Machine:
         """The speeds of the cluster, as far as they are known."""
+        if isinstance(self.machine, Machine):
+            return self.machine
         return machine_from(self.machine, MACHINES.get(device_type, MACHINES["cpu"]))
 
     def compute_on(self, device_type: str) -> str:
@@ -70,7 +75,8 @@ class Options:
     def parse(options: Mapping[str, Any] | None) -> Options:
         """Check a user's options.
 
-        Raises: ValueError for an unknown name or value, TypeError for a wrong type, each with the known ones.
+        Raises: ValueError for an unknown name or value, TypeError for a wrong type, each with the known ones;
+        OSError for a cluster profile that cannot be read.
         """
         known = [f.name for f in fields(Options)]
         given = dict(options or {})
@@ -124,16 +130,30 @@ def _size(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def _machine(value: Any) -> Mapping[str, Any]:
+def _machine(value: Any) -> Machine | Mapping[str, Any]:
     if value is None:
         return {}
+    if isinstance(value, str | os.PathLike):
+        return _measured_machine(Path(value))
     if not isinstance(value, Mapping):
         raise TypeError(
-            "option 'machine' must be a mapping such as {'inter': {'bytes_per_s': 125e6}}, not "
-            f"{type(value).__name__}"
+            "option 'machine' must be a mapping such as {'inter': {'bytes_per_s': 125e6}} or the path of a "
+            f"cluster profile, not {type(value).__name__}"
         )
     machine_from(value, MACHINES["cpu"])  # raises what is wrong with it
     return value
+
+
+def _measured_machine(path: Path) -> Machine:
+    try:
+        return read_profile(path).machine
+    except ProfileError as error:
+        raise ProfileError(f"option 'machine': {error}") from None
+    except OSError as error:
+        raise OSError(
+            f"option 'machine': cannot read the cluster profile {str(path)!r} ({error.strerror}); give the "
+            "path of a file that fcdp probe wrote, on every rank"
+        ) from error
 
 
 def _part(value: Any) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from builders_plan import make_plan
 from fcdp_compile.chrome_trace import Event, chrome_trace
 from fcdp_compile.cli import main
+from fcdp_compile.cluster import CLUSTERS, write_profile
 from fcdp_compile.cost import MACHINES, simulate
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.plan_json import write_plan
@@ -86,3 +89,29 @@ def test_the_command_writes_one_trace_of_all_graphs(
     assert [e["pid"] for e in found if e["name"] == "process_name"] == list(range(6))
     gathers = [e for e in found if e["cat" if "cat" in e else "ph"] == Kind.LOAD.value]
     assert len(gathers) == 2 * 3
+
+
+def test_the_command_takes_the_machine_of_a_cluster(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = CLUSTERS["a40x8-1gbe"]
+    path = folder / "my.json"
+    write_profile(path, dataclasses.replace(profile, name="mine"))
+    traces = []
+    for name in (profile.name, str(path), "cuda"):
+        assert main(["dump", str(folder), "--format", "chrome", "--machine", name]) == 0
+        traces.append(capsys.readouterr().out)
+    assert traces[0] == traces[1] != traces[2]
+
+
+def test_a_machine_that_there_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["dump", str(folder), "--format", "chrome", "--machine"]
+    for name, says in (
+        ("a40x8-2gbe", "unknown cluster 'a40x8-2gbe'; give a file .* did you mean 'a40x8-1gbe'"),
+        ("cpuu", "unknown cluster 'cpuu'; .*; cuda, cpu are machines too"),
+        ("missing.json", "missing.json: No such file"),
+        (str(folder / "graph-000.plan.json"), 'schema: is "fcdp.plan/.*reads "fcdp.cluster/1"'),
+    ):
+        assert main([*arguments, name]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(says, line), line

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fcdp_compile.cluster import CLUSTERS, write_profile
+from fcdp_compile.cost import MACHINES
+from fcdp_compile.errors import ProfileError
 from fcdp_compile.options import Options
 
 
@@ -91,6 +94,35 @@ def test_device_memory_is_bytes_or_a_text(given: int | str | None, size: int | N
 @pytest.mark.parametrize("threshold", [1, 0.9, 1e-9])
 def test_a_threshold_is_a_part(threshold: float) -> None:
     assert Options.parse({"memory_threshold": threshold}).memory_threshold == threshold
+
+
+@pytest.mark.parametrize("as_given", [str, Path])
+def test_a_machine_may_be_what_a_profile_holds(
+    tmp_path: Path, as_given: type[str] | type[Path]
+) -> None:
+    profile = CLUSTERS["a40x8-1gbe"]
+    write_profile(tmp_path / "cluster.json", profile)
+    options = Options.parse({"machine": as_given(tmp_path / "cluster.json")})
+    assert options.machine_on("cpu") == options.machine_on("cuda") == profile.machine
+
+
+def test_a_machine_may_be_where_it_differs() -> None:
+    inter = Options.parse({"machine": {"inter": {"bytes_per_s": 7}}}).machine_on("cpu").inter
+    assert (inter.bytes_per_s, inter.latency_s) == (7, MACHINES["cpu"].inter.latency_s)
+
+
+def test_a_profile_that_is_missing_or_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    with pytest.raises(OSError, match=r"option 'machine': cannot .*cluster.json' \(No such file"):
+        Options.parse({"machine": path})
+    with pytest.raises(ProfileError, match="is not a regular file"):
+        Options.parse({"machine": tmp_path})
+    write_profile(path, CLUSTERS["a40x8-1gbe"])
+    path.write_text(path.read_text().replace('"flops_per_s": ', '"flops_per_s": -'))
+    with pytest.raises(ProfileError, match=r"option 'machine': .*cluster.json: machine: is impos"):
+        Options.parse({"machine": path})
+    with pytest.raises(ValueError, match="option 'machine'"):
+        Options.parse({"machine": path})
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:

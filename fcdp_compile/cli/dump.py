@@ -18,8 +18,9 @@ from tabulate import tabulate
 from fcdp_compile.chrome_trace import Event, chrome_trace
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.fold import fold_numbers, fold_params
+from fcdp_compile.cli.machine import machine_named
 from fcdp_compile.cli.why import explain_bucket
-from fcdp_compile.cost import MACHINES, Machine
+from fcdp_compile.cost import Machine
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Bucket, Direction, Lane, Plan, Schedule, Step, Variant
 from fcdp_compile.plan_json import diff, one_line, read_plan, to_json
@@ -70,9 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--machine",
-        choices=list(MACHINES),
+        metavar="NAME",
         default="cuda",
-        help="whose speeds a trace assumes: an A100-class card on 10 Gbit/s (default), or two CPU cores",
+        help="whose speeds predicted times assume: cuda, an A100-class card on 10 Gbit/s (default); cpu, two "
+        "cores; a built-in cluster's; or those in a file that fcdp probe wrote",
     )
     parser.add_argument(
         "--why", type=int, metavar="BUCKET", help="all that there is to say about one bucket"
@@ -87,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Format the plans of a folder.
 
-    Raises: PlanFormatError for a damaged plan, FcdpError for a bucket or schedule that there is not;
-    OSError for a folder or file that cannot be read.
+    Raises: PlanFormatError for a damaged plan, FcdpError for a bucket, schedule or machine that there is
+    not; OSError for a folder or file that cannot be read.
     """
     plans = _read(options.folder, options)
     if options.diff is not None:
@@ -96,7 +98,7 @@ def run(options: argparse.Namespace) -> Answer:
     if options.why is not None:
         return Answer(_why(plans, options.why))
     if options.format == "chrome":
-        return Answer(_trace(list(plans.values()), MACHINES[options.machine]))
+        return Answer(_trace(list(plans.values()), machine_named(options.machine)))
     if options.format == "table":
         return Answer("\n\n\n".join(_format_plan(p, plan) for p, plan in plans.items()))
     texts = [to_json(plan).rstrip("\n") for plan in plans.values()]
