@@ -1,7 +1,8 @@
 """`fcdp dump FOLDER`: print the plans that the backend wrote with the option `dump`.
 
 The folder holds `graph-000.plan.json`, `graph-001.plan.json`, ..., `model-1-graph-000.plan.json` for
-a second model, ... and printed graphs (`*.txt`), which are for reading as they are.
+a second model, ... what was recorded of them (`graph-000.recorded.json`, ...), and printed graphs (`*.txt`),
+which are for reading as they are.
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-
-from tabulate import tabulate
 
 from fcdp_compile.chrome_trace import Event, chrome_trace
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.fold import fold_numbers, fold_params
 from fcdp_compile.cli.machine import machine_named
+from fcdp_compile.cli.schedule_table import format_schedule
+from fcdp_compile.cli.table import mib, table
+from fcdp_compile.cli.times import PLAN_SUFFIX, Measured, read_measured
 from fcdp_compile.cli.why import explain_bucket
-from fcdp_compile.cost import Machine
+from fcdp_compile.cost import Machine, simulate
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.plan import Bucket, Direction, Lane, Plan, Schedule, Step, Variant
+from fcdp_compile.plan import Bucket, Direction, Plan, Variant
 from fcdp_compile.plan_json import diff, one_line, read_plan, to_json
 
 SUMMARY = "print the plans of compiled graphs: buckets and ordered steps"
@@ -45,8 +47,6 @@ _BUCKET_HEADERS = (
     "tier",
     "why",
 )
-_LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
-_MIB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("table", "json", "chrome"),
         default="table",
         help="table: for reading (default); json: the plan itself, a list if there are several; chrome: a "
-        "trace for Perfetto (ui.perfetto.dev) with predicted times, a track for each lane",
+        "trace for Perfetto (ui.perfetto.dev) with predicted times, and measured ones where there is a "
+        "recording, a track for each lane",
     )
     parser.add_argument(
         "--graph", choices=[d.value for d in Direction], help="only schedules of this direction"
@@ -89,25 +90,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Format the plans of a folder.
 
-    Raises: PlanFormatError for a damaged plan, FcdpError for a bucket, schedule or machine that there is
-    not; OSError for a folder or file that cannot be read.
+    Raises: PlanFormatError or RecordingError for a damaged plan or recording, FcdpError for a bucket,
+    schedule or machine that there is not; OSError for a folder or file that cannot be read.
     """
-    plans = _read(options.folder, options)
+    whole = _read(options.folder)
+    plans = _choose(whole, options.folder, options)
     if options.diff is not None:
-        return _compare(plans, _read(options.diff, options), (options.folder, options.diff))
+        others = _choose(_read(options.diff), options.diff, options)
+        return _compare(plans, others, (options.folder, options.diff))
     if options.why is not None:
         return Answer(_why(plans, options.why))
+    if options.format == "json":
+        texts = [to_json(plan).rstrip("\n") for plan in plans.values()]
+        return Answer(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
+    machine, measured = machine_named(options.machine), read_measured(options.folder, whole)
     if options.format == "chrome":
-        return Answer(_trace(list(plans.values()), machine_named(options.machine)))
-    if options.format == "table":
-        return Answer("\n\n\n".join(_format_plan(p, plan) for p, plan in plans.items()))
-    texts = [to_json(plan).rstrip("\n") for plan in plans.values()]
-    return Answer(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
+        return Answer(_trace(plans, machine, measured))
+    note = f"predicted with the speeds of {one_line(options.machine)}"
+    tables = [
+        _format_plan(p, plan, machine, note, measured.get(p, {})) for p, plan in plans.items()
+    ]
+    return Answer("\n\n\n".join(tables))
 
 
-def _read(folder: str, options: argparse.Namespace) -> dict[Path, Plan]:
-    """The plans of a folder with the schedules that were asked for."""
-    plans = {path: read_plan(path) for path in _find(Path(folder))}
+def _read(folder: str) -> dict[Path, Plan]:
+    return {path: read_plan(path) for path in _find(Path(folder))}
+
+
+def _choose(
+    plans: Mapping[Path, Plan], folder: str, options: argparse.Namespace
+) -> dict[Path, Plan]:
+    """The plans with the schedules that were asked for."""
     chosen = {
         path: replace(
             plan,
@@ -146,11 +159,11 @@ def _why(plans: dict[Path, Plan], bucket_id: int) -> str:
     return "\n\n".join(found)
 
 
-def _trace(plans: Sequence[Plan], machine: Machine) -> str:
+def _trace(plans: Mapping[Path, Plan], machine: Machine, measured: Mapping[Path, Measured]) -> str:
     events: list[Event] = []
-    for plan in plans:
+    for path, plan in plans.items():
         first = len({e["pid"] for e in events})
-        events += chrome_trace(plan, machine, first_process=first)
+        events += chrome_trace(plan, machine, first_process=first, measured=measured.get(path))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
@@ -201,19 +214,25 @@ def _with_numbers(name: str) -> list[str | int]:
     return [int(x) if i % 2 else x for i, x in enumerate(re.split(r"([0-9]+)", name))]
 
 
-def _format_plan(path: Path, plan: Plan) -> str:
+def _format_plan(path: Path, plan: Plan, machine: Machine, note: str, measured: Measured) -> str:
     header = (
-        f"{one_line(path.name.removesuffix('.plan.json'))}: "
+        f"{one_line(path.name.removesuffix(PLAN_SUFFIX))}: "
         f"graph {plan.graph}, strategy {one_line(plan.strategy)}, "
         f"{plan.nodes} x {plan.ranks_per_node} ranks (N x g), digest {plan.digest()[:12]}"
     )
     refresh = fold_numbers(sorted(plan.refresh)) or "none"
-    sections = [header, _format_buckets(plan), f"refresh before a forward: {refresh}"]
+    if measured:
+        note += "; measured: of each schedule the median of the recorded runs, on one rank"
+    sections = [header, _format_buckets(plan), f"refresh before a forward: {refresh}", note]
     directions = [schedule.direction for schedule in plan.schedules]
-    sections += [
-        _format_schedule(schedule, has_variants=directions.count(schedule.direction) > 1)
-        for schedule in plan.schedules
-    ]
+    for schedule in plan.schedules:
+        title = schedule.direction.value
+        if directions.count(schedule.direction) > 1:
+            title += f" {schedule.variant.value}"
+        times = {"predicted": simulate(schedule, machine, plan.ranks_per_node)}
+        if (found := measured.get((schedule.direction, schedule.variant))) is not None:
+            times["measured"] = found
+        sections.append(format_schedule(schedule, title, times))
     return "\n\n".join(sections)
 
 
@@ -222,7 +241,7 @@ def _format_buckets(plan: Plan) -> str:
     count = sum(len(bucket.params) for bucket in plan.buckets)
     rows.append(("total", "", str(count), *_sizes(*plan.buckets), "", "", "", "", "", ""))
     align = ("right", "left", "right", "right", "right", "right", *["left"] * 6)
-    return _table(_BUCKET_HEADERS, rows, align)
+    return table(_BUCKET_HEADERS, rows, align)
 
 
 def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
@@ -243,51 +262,4 @@ def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
 def _sizes(*buckets: Bucket) -> tuple[str, ...]:
     """Slot, node shard and full parameters in MiB, of all together."""
     sizes = [(b.slot_bytes, b.node_bytes, b.full_bytes) for b in buckets] or [(0, 0, 0)]
-    return tuple(_mib(sum(column)) for column in zip(*sizes, strict=True))
-
-
-def _format_schedule(schedule: Schedule, *, has_variants: bool) -> str:
-    title = schedule.direction.value + (f" {schedule.variant.value}" if has_variants else "")
-    headers = ("step", "kind", "lane", "bucket", "bytes", "waits for", "label")
-    rows = [_step_row(step) for step in schedule.steps]
-    moved = sum(step.bytes for step in schedule.steps)
-    rows.append(("total", f"{len(schedule.steps)} steps", "", "", str(moved), "", ""))
-    align = ("right", "left", "left", "right", "right", "left", "left")
-    return f"{title}\n\n{_table(headers, rows, align)}\n\n{_format_links(schedule)}"
-
-
-def _step_row(step: Step) -> tuple[str, ...]:
-    return (
-        str(step.index),
-        step.kind.value,
-        step.lane.value,
-        "" if step.bucket is None else str(step.bucket),
-        str(step.bytes),
-        fold_numbers(sorted(step.waits)),
-        one_line(step.label),
-    )
-
-
-def _format_links(schedule: Schedule) -> str:
-    rows = []
-    for lane in _LINKS:
-        steps = [step for step in schedule.steps if step.lane is lane]
-        moved = sum(step.bytes for step in steps)
-        rows.append((lane.value, str(len(steps)), str(moved), _mib(moved)))
-    return _table(("link", "steps", "bytes", "MiB"), rows, ("left", "right", "right", "right"))
-
-
-def _mib(size_bytes: int) -> str:
-    """Three decimals, and never a zero for something."""
-    return "<0.001" if 0 < size_bytes < _MIB / 2000 else f"{size_bytes / _MIB:.3f}"
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]) -> str:
-    text = tabulate(
-        rows,
-        headers=headers,
-        colalign=align,
-        tablefmt="simple",
-        disable_numparse=True,
-    )
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    return tuple(mib(sum(column)) for column in zip(*sizes, strict=True))
