@@ -22,6 +22,9 @@ _UNITS = {
 }
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", re.ASCII)
 
+_RECORDED_RUNS = 3  # the median of fewer could be a run that something else disturbed
+_MAX_RECORDED_RUNS = 1000  # a thousand steps fill 40 MB
+
 _DEFAULT_THRESHOLD = 0.9  # tau; the rest is for what no timeline sees: workspaces, fragmentation
 
 
@@ -40,6 +43,7 @@ class Options:
     memory_threshold: tau; cached node shards stay on the device while its memory in use is predicted, and
     at run time seen, to be at most this part of it.
     device_memory: bytes of the device's memory, or None for what the device has (a CPU: none for a cache).
+    record: how many runs of each compiled graph and variant to take the times of, after a first one.
     """
 
     compute: str | None = None
@@ -50,6 +54,7 @@ class Options:
     machine: Machine | Mapping[str, Any] = field(default_factory=dict)
     memory_threshold: float = _DEFAULT_THRESHOLD
     device_memory: int | None = None
+    record: int = 0
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -87,16 +92,17 @@ class Options:
                 raise ValueError(
                     f"unknown option {name!r} of backend 'fcdp'; known are {', '.join(known)}{hint}"
                 )
-        dump = given.get("dump", os.environ.get("FCDP_DUMP") or None)
+        dump = _folder(given.get("dump", os.environ.get("FCDP_DUMP") or None))
         return Options(
             compute=_compute(given.get("compute")),
-            dump=_folder(dump),
+            dump=dump,
             bucket_mb=_size("bucket_mb", given.get("bucket_mb")),
             in_flight_mb=_size("in_flight_mb", given.get("in_flight_mb")),
             host_memory=_bytes("host_memory", given.get("host_memory")),
             machine=_machine(given.get("machine")),
             memory_threshold=_part(given.get("memory_threshold", _DEFAULT_THRESHOLD)),
             device_memory=_bytes("device_memory", given.get("device_memory")),
+            record=_runs(given.get("record"), dump),
         )
 
 
@@ -118,6 +124,23 @@ def _folder(value: Any) -> Path | None:
     if not str(value):
         raise ValueError("option 'dump' is empty; give the path of a folder or leave it out")
     return Path(value)
+
+
+def _runs(value: Any, dump: Path | None) -> int:
+    if value is None:
+        return 0
+    if not isinstance(value, int):
+        raise TypeError(
+            f"option 'record' must be true, false or a number of runs, not {type(value).__name__}"
+        )
+    runs = _RECORDED_RUNS if value is True else int(value)
+    if not 0 <= runs <= _MAX_RECORDED_RUNS:
+        raise ValueError(f"option 'record' must be between 0 and {_MAX_RECORDED_RUNS}, not {value}")
+    if runs and dump is None:
+        raise ValueError(
+            "option 'record' needs the option 'dump' (or FCDP_DUMP), the folder that it writes to"
+        )
+    return runs
 
 
 def _size(name: str, value: Any) -> float | None:

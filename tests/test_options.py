@@ -45,6 +45,22 @@ def test_the_environment_names_the_folder_unless_an_option_does(
     assert Options.parse({}).dump is None
 
 
+@pytest.mark.parametrize(
+    ("given", "runs"), [(None, 0), (False, 0), (0, 0), (True, 3), (1, 1), (2, 2), (1000, 1000)]
+)
+def test_how_many_runs_are_recorded(given: bool | int | None, runs: int) -> None:
+    assert Options.parse({"record": given, "dump": "here"}).record == runs
+
+
+def test_recording_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (True, 1):
+        with pytest.raises(ValueError, match="option 'record' needs the option 'dump'"):
+            Options.parse({"record": given})
+    assert Options.parse({"record": 0}) == Options.parse({"record": False}) == Options()
+    monkeypatch.setenv("FCDP_DUMP", "there")
+    assert Options.parse({"record": 2}).record == 2
+
+
 @pytest.mark.parametrize(("mb", "size"), [(1, 2**20), (0.5, 2**19), (25.0, 25 * 2**20)])
 def test_sizes_are_in_mib(mb: float, size: int) -> None:
     assert Options.parse({"bucket_mb": mb}).bucket_bytes == size
@@ -169,6 +185,10 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         ({"host_memory": "99999999TiB"}, ValueError, "between 0 and"),
         ({"in_flight_mb": "all"}, TypeError, "'in_flight_mb' must be a number of MiB, not str"),
         ({"in_flight_mb": 0}, ValueError, "option 'in_flight_mb' must be between 0 and"),
+        ({"record": 2.0}, TypeError, "true, false or a number of runs, not float"),
+        ({"record": "yes"}, TypeError, "a number of runs, not str"),
+        ({"record": -1, "dump": "here"}, ValueError, "between 0 and 1000, not -1"),
+        ({"record": 1001, "dump": "here"}, ValueError, "between 0 and 1000, not 1001"),
         ({3: 1}, ValueError, "unknown option 3"),
         ({"memory_threshold": "0.9"}, TypeError, "must be a number, not str"),
         ({"memory_threshold": True}, TypeError, "must be a number, not bool"),

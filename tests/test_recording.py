@@ -137,7 +137,9 @@ def test_timelines_of_all_schedules() -> None:
 
 
 def test_those_of_another_plan_are_refused() -> None:
-    with pytest.raises(RecordingError, match=r"with the plan .* of graph 0, not with .* record aga"):
+    with pytest.raises(
+        RecordingError, match=r"with the plan .* of graph 0, not with .* record aga"
+    ):
         timelines(make_plan(layers=2), RECORDINGS)
     with pytest.raises(RecordingError, match=r"of graph 0, not with .* of graph 3; record again"):
         timelines(make_plan(graph=3), RECORDINGS)
