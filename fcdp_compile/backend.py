@@ -39,6 +39,7 @@ from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Bucket, Direction, Plan, Tier, Variant
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
+from fcdp_compile.runtime.recorder import Recorder, clock_of
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.shardable import is_ignored
 from fcdp_compile.strategy import Cache
@@ -107,6 +108,7 @@ class _Compilation:
         self._bound: CompiledPlan | None = None
         self._forward_buckets: dict[str, Bucket] = {}
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
+        self._dump: Dump | None = None
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiler = aot_autograd(
@@ -211,6 +213,12 @@ class _Compilation:
             memory_limit_bytes=placed.limit_bytes,
         )
         self._bound = CompiledPlan(plan, model)
+        if self._options.dump is not None:
+            self._dump = Dump(self._options.dump, model.number)
+            if self._options.record:
+                self._bound.recorder = Recorder(
+                    self._options.record, clock_of(model.device), self._dump.write_recordings
+                )
         model.plans[plan.graph] = plan
         backward = graphs.get(Direction.BACKWARD)
         if backward is not None and any(b.strategy.accumulates_on for b in plan.buckets):
@@ -221,12 +229,12 @@ class _Compilation:
                 self._add_accumulation, self._bound, clone(backward), ctx
             )
         log.info("%s", _summary(plan))
-        self._dump(plan, model, again=False)
+        self._show(plan, again=False)
 
-    def _dump(self, plan: Plan, model: ShardedModel, *, again: bool) -> None:
+    def _show(self, plan: Plan, *, again: bool) -> None:
         trace(plan, self._lowered)
-        if self._options.dump is not None:
-            Dump(self._options.dump, model.number).write(plan, self._lowered, again=again)
+        if self._dump is not None:
+            self._dump.write(plan, self._lowered, again=again)
 
     def _add_accumulation(
         self, bound: CompiledPlan, backward: GraphModule, base: PassContext
@@ -245,9 +253,8 @@ class _Compilation:
             schedules.append(place_steps(described, bound.plan.buckets))
             self._bind(bound, Direction.BACKWARD, variant)
         bound.plan = replace(bound.plan, schedules=(*bound.plan.schedules, *schedules))
-        model = bound.living_model()
-        model.plans[bound.plan.graph] = bound.plan
-        self._dump(bound.plan, model, again=True)
+        bound.living_model().plans[bound.plan.graph] = bound.plan
+        self._show(bound.plan, again=True)
 
     # --- compiling ----------------------------------------------------------------------------------------
 

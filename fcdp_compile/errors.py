@@ -27,3 +27,7 @@ class UnsynchronizedGradientError(FcdpError):
 
 class ProfileError(FcdpError, ValueError):
     """A file is not a cluster profile, or a damaged one; the message names the file and the field."""
+
+
+class RecordingError(FcdpError, ValueError):
+    """A file holds no recording, a damaged one, or that of another plan; the message says which."""

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from fcdp_compile import registry
 from fcdp_compile.plan import Kind
@@ -170,3 +171,10 @@ EXPLICIT: dict[Callable[..., Any], Kind | None] = {
     check: None,
 }
 """The explicit ops and the kind of step each is; `stamp` and `check` are bookkeeping, not steps."""
+
+
+def kind_of(node: Node) -> Kind | None:
+    """The kind of step that a node of a segmented graph is; None for what is no step."""
+    if node.op == "call_module":
+        return Kind.COMPUTE
+    return EXPLICIT.get(node.target) if callable(node.target) else None

@@ -11,7 +11,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from fcdp_compile.cluster import read_profile
 from fcdp_compile.cost import MACHINES, Machine, machine_from
+from fcdp_compile.errors import ProfileError
 
 _UNITS = {
     "B": 1,
@@ -19,6 +21,9 @@ _UNITS = {
     **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", re.ASCII)
+
+_RECORDED_RUNS = 3  # the median of fewer could be a run that something else disturbed
+_MAX_RECORDED_RUNS = 1000  # a thousand steps fill 40 MB
 
 _DEFAULT_THRESHOLD = 0.9  # tau; the rest is for what no timeline sees: workspaces, fragmentation
 
@@ -33,10 +38,12 @@ class Options:
     in_flight_mb: MiB of gathered parameters and of gradients on their way that may be alive at once, or None
     for what the graph needs at least and a few more buckets.
     host_memory: bytes of host memory that the caches of one node may take, None for what is free.
-    machine: speeds of the cluster, where they differ from `cost.MACHINES`; the same on every rank.
+    machine: speeds of the cluster: all of them, or where they differ from `cost.MACHINES`; the same on every
+    rank.
     memory_threshold: tau; cached node shards stay on the device while its memory in use is predicted, and
     at run time seen, to be at most this part of it.
     device_memory: bytes of the device's memory, or None for what the device has (a CPU: none for a cache).
+    record: how many runs of each compiled graph and variant to take the times of, after a first one.
     """
 
     compute: str | None = None
@@ -44,9 +51,10 @@ class Options:
     bucket_mb: float | None = None
     in_flight_mb: float | None = None
     host_memory: int | None = None
-    machine: Mapping[str, Any] = field(default_factory=dict)
+    machine: Machine | Mapping[str, Any] = field(default_factory=dict)
     memory_threshold: float = _DEFAULT_THRESHOLD
     device_memory: int | None = None
+    record: int = 0
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -60,6 +68,8 @@ class Options:
 
     def machine_on(self, device_type: str) -> Machine:
         """The speeds of the cluster, as far as they are known."""
+        if isinstance(self.machine, Machine):
+            return self.machine
         return machine_from(self.machine, MACHINES.get(device_type, MACHINES["cpu"]))
 
     def compute_on(self, device_type: str) -> str:
@@ -70,7 +80,8 @@ class Options:
     def parse(options: Mapping[str, Any] | None) -> Options:
         """Check a user's options.
 
-        Raises: ValueError for an unknown name or value, TypeError for a wrong type, each with the known ones.
+        Raises: ValueError for an unknown name or value, TypeError for a wrong type, each with the known ones;
+        OSError for a cluster profile that cannot be read.
         """
         known = [f.name for f in fields(Options)]
         given = dict(options or {})
@@ -81,16 +92,17 @@ class Options:
                 raise ValueError(
                     f"unknown option {name!r} of backend 'fcdp'; known are {', '.join(known)}{hint}"
                 )
-        dump = given.get("dump", os.environ.get("FCDP_DUMP") or None)
+        dump = _folder(given.get("dump", os.environ.get("FCDP_DUMP") or None))
         return Options(
             compute=_compute(given.get("compute")),
-            dump=_folder(dump),
+            dump=dump,
             bucket_mb=_size("bucket_mb", given.get("bucket_mb")),
             in_flight_mb=_size("in_flight_mb", given.get("in_flight_mb")),
             host_memory=_bytes("host_memory", given.get("host_memory")),
             machine=_machine(given.get("machine")),
             memory_threshold=_part(given.get("memory_threshold", _DEFAULT_THRESHOLD)),
             device_memory=_bytes("device_memory", given.get("device_memory")),
+            record=_runs(given.get("record"), dump),
         )
 
 
@@ -114,6 +126,23 @@ def _folder(value: Any) -> Path | None:
     return Path(value)
 
 
+def _runs(value: Any, dump: Path | None) -> int:
+    if value is None:
+        return 0
+    if not isinstance(value, int):
+        raise TypeError(
+            f"option 'record' must be true, false or a number of runs, not {type(value).__name__}"
+        )
+    runs = _RECORDED_RUNS if value is True else int(value)
+    if not 0 <= runs <= _MAX_RECORDED_RUNS:
+        raise ValueError(f"option 'record' must be between 0 and {_MAX_RECORDED_RUNS}, not {value}")
+    if runs and dump is None:
+        raise ValueError(
+            "option 'record' needs the option 'dump' (or FCDP_DUMP), the folder that it writes to"
+        )
+    return runs
+
+
 def _size(name: str, value: Any) -> float | None:
     if value is None:
         return None
@@ -124,16 +153,30 @@ def _size(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def _machine(value: Any) -> Mapping[str, Any]:
+def _machine(value: Any) -> Machine | Mapping[str, Any]:
     if value is None:
         return {}
+    if isinstance(value, str | os.PathLike):
+        return _measured_machine(Path(value))
     if not isinstance(value, Mapping):
         raise TypeError(
-            "option 'machine' must be a mapping such as {'inter': {'bytes_per_s': 125e6}}, not "
-            f"{type(value).__name__}"
+            "option 'machine' must be a mapping such as {'inter': {'bytes_per_s': 125e6}} or the path of a "
+            f"cluster profile, not {type(value).__name__}"
         )
     machine_from(value, MACHINES["cpu"])  # raises what is wrong with it
     return value
+
+
+def _measured_machine(path: Path) -> Machine:
+    try:
+        return read_profile(path).machine
+    except ProfileError as error:
+        raise ProfileError(f"option 'machine': {error}") from None
+    except OSError as error:
+        raise OSError(
+            f"option 'machine': cannot read the cluster profile {str(path)!r} ({error.strerror}); give the "
+            "path of a file that fcdp probe wrote, on every rank"
+        ) from error
 
 
 def _part(value: Any) -> float:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
@@ -66,6 +67,7 @@ __all__ = [
     "is_profiling",
     "is_recomputing",
     "joint_graph_passes",
+    "make_dynamic",
     "min_cut_rematerialization_partition",
     "name_thread",
     "saved_output_descriptor",
@@ -231,6 +233,11 @@ def graphs_from_bytes(data: bytes) -> tuple[GraphModule, ...]:
     """What `graphs_to_bytes` was given, in a fake mode of its own; runs code, so only for what one wrote."""
     loaded: tuple[GraphModule, ...] = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
     return loaded
+
+
+def make_dynamic(tensor: Tensor, dim: int) -> None:
+    """Let Dynamo trace a size of an input as a symbol, if what is traced works with any."""
+    maybe_mark_dynamic(tensor, dim)
 
 
 def tracing_mode() -> FakeTensorMode:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import Event
 
@@ -28,6 +29,9 @@ from fcdp_compile.runtime.stream_lane import StreamLane
 from fcdp_compile.runtime.tasks import Begun, Run, TaskLane
 from fcdp_compile.runtime.thread_lane import ThreadLane
 from fcdp_compile.torch_compat import is_profiling
+
+Timed = Callable[[Lane, Run], Run]
+"""Makes of what a lane is to run what notes when that begins and ends."""
 
 
 def tensor_of(value: Tensor | Pending) -> Tensor:
@@ -52,6 +56,7 @@ class Lanes:
         self._device = device
         self._is_blocking = is_blocking or device.type != "cuda"
         self._lanes: dict[Lane, TaskLane] = {}
+        self._task = _named  # what a lane is given to run in the place of a run
         give_up = partial(_give_up, self._lanes, self.exiting, os.getpid())
         atexit.register(give_up)
         weakref.finalize(self, _close, self._lanes, give_up).atexit = False
@@ -78,8 +83,17 @@ class Lanes:
         """
         after = [r.done for r in reads if isinstance(r, Pending) and r.done is not None]
         held: list[object] = [out, *reads]
-        done = self._lane(lane).start(_named(name, run), after, held)
+        done = self._lane(lane).start(self._task(lane, name, run), after, held)
         return Pending(out, done=done, held=held)
+
+    @contextmanager
+    def timing(self, timed: Timed) -> Iterator[None]:
+        """Run what is started in here as `timed` makes it."""
+        self._task = lambda lane, name, run: timed(lane, _named(lane, name, run))
+        try:
+            yield
+        finally:
+            self._task = _named
 
     def _lane(self, lane: Lane) -> TaskLane:
         if lane not in self._lanes:
@@ -112,13 +126,13 @@ def _give_up(lanes: dict[Lane, TaskLane], exiting: Event, pid: int) -> None:
         lane.join()
 
 
-def _named(name: str, run: Run) -> Run:
+def _named(lane: Lane, name: str, run: Run) -> Run:
     if not is_profiling():
         return run
 
     def named() -> object:
         with record_function(name):
             left = run()
-        return Begun(_named(name, left.finish)) if isinstance(left, Begun) else left
+        return Begun(_named(lane, name, left.finish)) if isinstance(left, Begun) else left
 
     return named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -26,7 +27,11 @@ _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
 }
 """Gathers of what may travel in another format."""
 
-_Call = Callable[[list[Any]], Any]
+Call = Callable[[list[Any]], Any]
+"""One node on the values of a run."""
+
+Around = Callable[[int, Call], Call]
+"""Makes of the call of a step, given with its index, what is called in its place."""
 
 
 class _Run:
@@ -72,6 +77,7 @@ class Program:
             for n in nodes
             if n.op not in ("placeholder", "output")
         ]
+        self._kinds = [ops.kind_of(n) for n in nodes if n.op not in ("placeholder", "output")]
         (output,) = nodes[-1].args
         self._outputs = [self._place[o] if isinstance(o, Node) else None for o in output]
         self._constants = [None if isinstance(o, Node) else o for o in output]
@@ -79,6 +85,11 @@ class Program:
         self._stamps = [
             self._inputs.index(self._place[n.args[0]]) for n in nodes if n.target is ops.check
         ]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds of its steps, in the order that a schedule has them in."""
+        return [kind for kind in self._kinds if kind is not None]
 
     @property
     def is_stamped(self) -> bool:
@@ -90,15 +101,22 @@ class Program:
         return any(bool(args[i][0, 0]) for i in self._stamps)
 
     def run(
-        self, model: ShardedModel, args: list[Any], *, accumulates: bool = False
+        self,
+        model: ShardedModel,
+        args: list[Any],
+        *,
+        accumulates: bool = False,
+        around: Around | None = None,
     ) -> tuple[Any, ...]:
         """Run on `args`, which is emptied.
 
         accumulates: of a forward, whether its backward shall accumulate gradients.
+        around: of a run that is recorded.
         """
+        instructions = self._instructions if around is None else self._with(around)
         values = self._start(_Run(model, accumulates=accumulates), args)
         try:
-            for call, place, dead in self._instructions:
+            for call, place, dead in instructions:
                 values[place] = call(values)
                 for d in dead:
                     values[d] = None
@@ -110,6 +128,14 @@ class Program:
             for place, constant in zip(self._outputs, self._constants, strict=True)
         )
 
+    def _with(self, around: Around) -> list[tuple[Call, int, list[int]]]:
+        """The instructions with another call for each step."""
+        numbers = count()
+        return [
+            (call if kind is None else around(next(numbers), call), place, dead)
+            for kind, (call, place, dead) in zip(self._kinds, self._instructions, strict=True)
+        ]
+
     def _start(self, run: _Run, args: list[Any]) -> list[Any]:
         """The values before the first node; a function of its own, for its last `value` to go."""
         values: list[Any] = [None] * len(self._place) + [run]
@@ -120,7 +146,7 @@ class Program:
             values[place] = None
         return values
 
-    def _bind(self, node: Node) -> _Call:
+    def _bind(self, node: Node) -> Call:
         if node.op == "call_module":
             return self._bind_segment(node)
         if (
@@ -136,7 +162,7 @@ class Program:
         at = self._place[source]
         return lambda values: function(values[at], index)
 
-    def _bind_segment(self, node: Node) -> _Call:
+    def _bind_segment(self, node: Node) -> Call:
         segment = self._segments[str(node.target)]
         places = [self._place[a] for a in node.args]
         now = self._place[node]
@@ -154,7 +180,7 @@ class Program:
 
         return call
 
-    def _bind_explicit(self, node: Node) -> _Call:
+    def _bind_explicit(self, node: Node) -> Call:
         target, kwargs = node.target, node.kwargs
         first = self._place[node.args[0]] if node.args and isinstance(node.args[0], Node) else -1
         if target is ops.stamp:

@@ -10,12 +10,12 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.home_shard import bring_back_inputs
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan_json import to_json
+from fcdp_compile.recording import ScheduleKey
 from fcdp_compile.runtime.agreement import ACCUMULATES, SYNCHRONISES, About
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
+from fcdp_compile.runtime.recorder import Recorder
 from fcdp_compile.torch_compat import backward_number
-
-ProgramKey = tuple[Direction, Variant]
 
 
 class CompiledPlan:
@@ -28,9 +28,10 @@ class CompiledPlan:
         self.plan = plan
         # Compiled code outlives the model in Dynamo's caches and must not keep its host memory alive.
         self._model = weakref.ref(model)
-        self.programs: dict[ProgramKey, Program] = {}
+        self.programs: dict[ScheduleKey, Program] = {}
         # Lowers what `no_sync` needs besides, the first time that it is needed.
         self.add_accumulation: Callable[[], None] = _nothing
+        self.recorder: Recorder | None = None
         # Which inputs a graph computes with in any variant: released home shards among them come back first.
         self.reads: dict[Direction, tuple[int, ...]] = {}
         self._digest = plan.digest()
@@ -49,7 +50,7 @@ class CompiledPlan:
         accumulates = direction is Direction.FORWARD and model.accumulation.is_on
         variant = self._prepare(model, accumulates=accumulates)
         bring_back_inputs(args[i] for i in self.reads.get(direction, ()))
-        return self.programs[direction, variant].run(model, args, accumulates=accumulates)
+        return self._run(model, (direction, variant), args, accumulates=accumulates)
 
     def backward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run the backward graph on `args`, which is emptied."""
@@ -58,7 +59,16 @@ class CompiledPlan:
         variant = self._backward_variant(model, args)
         if variant is not Variant.COLD and (Direction.BACKWARD, variant) not in self.programs:
             self.add_accumulation()
-        return self.programs[Direction.BACKWARD, variant].run(model, args)
+        return self._run(model, (Direction.BACKWARD, variant), args, accumulates=False)
+
+    def _run(
+        self, model: ShardedModel, key: ScheduleKey, args: list[Any], *, accumulates: bool
+    ) -> tuple[Any, ...]:
+        program = self.programs[key]
+        if self.recorder is None:
+            return program.run(model, args, accumulates=accumulates)
+        with self.recorder.run(self.plan, key, program, model.lanes) as around:
+            return program.run(model, args, accumulates=accumulates, around=around)
 
     def _backward_variant(self, model: ShardedModel, args: list[Any]) -> Variant:
         """What the forward was told to do with gradients, and whether any wait; the same on all ranks."""

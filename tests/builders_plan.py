@@ -20,6 +20,7 @@ from fcdp_compile.plan import (
     Tier,
     Variant,
 )
+from fcdp_compile.recording import RecordedRun, Recording
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
 from fcdp_compile.wire import Format
 
@@ -165,6 +166,28 @@ def make_plan(*, graph: int = 0, layers: int = 8, width: int = 512) -> Plan:
     )
 
 
+def make_run(schedule: Schedule, *, step_s: float = 0.001) -> RecordedRun:
+    """A run whose steps follow each other, each `step_s` long."""
+    steps = range(len(schedule.steps))
+    return RecordedRun(
+        starts_s=tuple(step_s * i for i in steps), ends_s=tuple(step_s * (i + 1) for i in steps)
+    )
+
+
+def make_recordings(plan: Plan, *, steps_s: Sequence[float] = (0.001,)) -> tuple[Recording, ...]:
+    """Recordings of all schedules of a plan, with a run for each length of a step."""
+    return tuple(
+        Recording(
+            plan=plan.digest(),
+            graph=plan.graph,
+            direction=schedule.direction,
+            variant=schedule.variant,
+            runs=tuple(make_run(schedule, step_s=step_s) for step_s in steps_s),
+        )
+        for schedule in plan.schedules
+    )
+
+
 # Hypothesis.
 
 ranks = st.tuples(st.integers(1, 5), st.integers(1, 5))
@@ -246,3 +269,33 @@ def _steps(draw: st.DrawFn, ids: list[int]) -> tuple[Step, ...]:
             )
         )
     return tuple(steps)
+
+
+times = st.floats(0, 1e6)
+"""Seconds since the start of a run."""
+
+
+@st.composite
+def recordings(draw: st.DrawFn) -> tuple[Recording, ...]:
+    """Any legal recordings of one plan, small."""
+    keys = st.tuples(st.sampled_from(Direction), st.sampled_from(Variant))
+    return tuple(
+        Recording(
+            plan=draw(texts),
+            graph=draw(st.integers(0, 2**63 - 1)),
+            direction=direction,
+            variant=variant,
+            runs=draw(_runs(draw(st.integers(0, 4)))),
+        )
+        for direction, variant in draw(st.lists(keys, max_size=3, unique=True))
+    )
+
+
+@st.composite
+def _runs(draw: st.DrawFn, steps: int) -> tuple[RecordedRun, ...]:
+    spans = st.tuples(times, times).map(sorted)
+    runs = draw(st.lists(st.lists(spans, min_size=steps, max_size=steps), min_size=1, max_size=3))
+    return tuple(
+        RecordedRun(starts_s=tuple(a for a, _ in run), ends_s=tuple(b for _, b in run))
+        for run in runs
+    )

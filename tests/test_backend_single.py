@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,9 @@ from torch._inductor import config as inductor_config
 
 import fcdp_compile
 from fcdp_compile import torch_compat
+from fcdp_compile.plan import Direction
+from fcdp_compile.plan_json import read_plan
+from fcdp_compile.recording import read_recordings, timelines
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +186,48 @@ def test_a_dump_that_cannot_be_written_stops_nobody(
     torch.compile(model, backend="fcdp", options=options)(torch.ones(2, 4)).sum().backward()
     (told,) = [r.getMessage() for r in caplog.records if "cannot write plans" in r.getMessage()]
     assert str(tmp_path) in told
+
+
+def test_times_that_cannot_be_written_stop_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fcdp_compile.shard(nn.Linear(4, 4))
+    options = {"dump": tmp_path / "folder", "record": 1}
+    compiled = torch.compile(model, backend="fcdp", options=options)
+    compiled(torch.ones(2, 4)).sum().backward()
+    shutil.rmtree(tmp_path / "folder")
+    for _ in range(4):
+        compiled(torch.ones(2, 4)).sum().backward()
+    (told,) = [r.getMessage() for r in caplog.records if "plans and recordings" in r.getMessage()]
+    assert str(tmp_path / "folder") in told
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_script_that_ends_early_leaves_the_times_of_its_runs(tmp_path: Path) -> None:
+    """Also where an earlier one left others: those of a plan go with it."""
+    (tmp_path / "graph-000.recorded.json").write_text("of an earlier run")
+    (tmp_path / "graph-007.recorded.json").write_text("of an earlier run")
+    script = """
+        import sys, torch, fcdp_compile
+        model = fcdp_compile.shard(torch.nn.Linear(3, 3))
+        options = {"dump": sys.argv[1], "record": 5}
+        compiled = torch.compile(model, backend="fcdp", options=options)
+        for _ in range(3):
+            compiled(torch.ones(2, 3)).sum().backward()
+    """
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), str(tmp_path)],
+        check=True,
+        timeout=150,
+    )
+    plan = read_plan(tmp_path / "graph-000.plan.json")
+    ((name, recordings),) = read_recordings(tmp_path).items()
+    assert name == "graph-000"
+    assert {r.direction: len(r.runs) for r in recordings} == {
+        Direction.FORWARD: 2,
+        Direction.BACKWARD: 2,
+    }
+    assert all(time.total_s > 0 for time in timelines(plan, recordings).values())
 
 
 def test_torchs_structured_trace_has_plan_and_graphs(tmp_path: Path) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from builders_plan import make_plan
+from builders_plan import make_plan, make_recordings, make_steps
 from fcdp_compile.chrome_trace import Event, chrome_trace
 from fcdp_compile.cli import main
+from fcdp_compile.cluster import CLUSTERS, write_profile
 from fcdp_compile.cost import MACHINES, simulate
-from fcdp_compile.plan import Kind, Lane
+from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
 from fcdp_compile.plan_json import write_plan
+from fcdp_compile.recording import RecordedRun, timelines, write_recordings
 
 PLAN = make_plan()
 MACHINE = MACHINES["cpu"]
@@ -38,6 +42,46 @@ def test_every_transfer_is_a_slice_on_its_lane() -> None:
             assert event["ts"] == pytest.approx(1e6 * slot.start_s)
             assert event["dur"] == pytest.approx(1e6 * (slot.end_s - slot.start_s))
             assert event["cat"] == step.kind.value
+
+
+def recorded(*spans: tuple[float, float]) -> RecordedRun:
+    return RecordedRun(starts_s=tuple(a for a, _ in spans), ends_s=tuple(b for _, b in spans))
+
+
+def test_what_was_measured_has_a_process_behind_the_predicted_one() -> None:
+    (_, warm, _) = make_recordings(PLAN)
+    schedule = PLAN.schedules[1]
+    found = chrome_trace(PLAN, MACHINE, measured=timelines(PLAN, [warm]), first_process=5)
+    titles = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    assert titles == {
+        5: "graph 0, forward cold",
+        6: "graph 0, forward warm",
+        7: "graph 0, forward warm, measured",
+        8: "graph 0, backward warm",
+    }
+    slices = [e for e in found if e["ph"] == "X" and e["pid"] == 7]
+    assert [e["args"]["step"] for e in slices] == [s.index for s in schedule.steps]
+    for event in slices:
+        assert event["ts"] == pytest.approx(1e3 * event["args"]["step"])
+        assert event["dur"] == pytest.approx(1e3)
+
+
+def test_steps_that_a_lane_has_at_once_are_on_tracks_of_their_own() -> None:
+    """Slices of one track must not overlap, or viewers drop them."""
+    gathers = make_steps([(Kind.INTER_ALL_GATHER, 1, 8)] * 4)
+    schedule = Schedule(direction=Direction.FORWARD, variant=Variant.COLD, steps=gathers)
+    plan = dataclasses.replace(PLAN, schedules=(schedule,))
+    (recording,) = make_recordings(plan)
+    run = recorded((0, 2), (1, 4), (2, 3), (3.5, 5))
+    times = timelines(plan, [dataclasses.replace(recording, runs=(run,))])
+    found = [e for e in chrome_trace(plan, MACHINE, measured=times) if e["pid"] == 1]
+    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    on = [names[e["tid"]] for e in found if e["ph"] == "X"]
+    assert on == ["inter", "inter 2", "inter", "inter"]
+    assert set(names.values()) == {*(lane.value for lane in Lane), "inter 2"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in found if e["name"] == "thread_sort_index"}
+    in_order = [names[track] for track in sorted(order, key=order.__getitem__)]
+    assert in_order == ["compute", "inter", "inter 2", "intra", "h2d", "d2h"]
 
 
 def test_hovering_shows_bytes_and_parameters() -> None:
@@ -86,3 +130,40 @@ def test_the_command_writes_one_trace_of_all_graphs(
     assert [e["pid"] for e in found if e["name"] == "process_name"] == list(range(6))
     gathers = [e for e in found if e["cat" if "cat" in e else "ph"] == Kind.LOAD.value]
     assert len(gathers) == 2 * 3
+
+
+def test_the_command_shows_what_was_recorded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_recordings(folder / "graph-001.recorded.json", make_recordings(make_plan(graph=1))[2:])
+    assert main(["dump", str(folder), "--format", "chrome"]) == 0
+    found = json.loads(capsys.readouterr().out)["traceEvents"]
+    titles = [e["args"]["name"] for e in found if e["name"] == "process_name"]
+    assert titles[-2:] == ["graph 1, backward warm", "graph 1, backward warm, measured"]
+    assert len(titles) == 7
+
+
+def test_the_command_takes_the_machine_of_a_cluster(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = CLUSTERS["a40x8-1gbe"]
+    path = folder / "my.json"
+    write_profile(path, dataclasses.replace(profile, name="mine"))
+    traces = []
+    for name in (profile.name, str(path), "cuda"):
+        assert main(["dump", str(folder), "--format", "chrome", "--machine", name]) == 0
+        traces.append(capsys.readouterr().out)
+    assert traces[0] == traces[1] != traces[2]
+
+
+def test_a_machine_that_there_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["dump", str(folder), "--format", "chrome", "--machine"]
+    for name, says in (
+        ("a40x8-2gbe", "unknown cluster 'a40x8-2gbe'; give a file .* did you mean 'a40x8-1gbe'"),
+        ("cpuu", "unknown cluster 'cpuu'; .*; cuda, cpu are machines too"),
+        ("missing.json", "missing.json: No such file"),
+        (str(folder / "graph-000.plan.json"), 'schema: is "fcdp.plan/.*reads "fcdp.cluster/1"'),
+    ):
+        assert main([*arguments, name]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(says, line), line

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fcdp_compile.cluster import CLUSTERS, write_profile
+from fcdp_compile.cost import MACHINES
+from fcdp_compile.errors import ProfileError
 from fcdp_compile.options import Options
 
 
@@ -40,6 +43,22 @@ def test_the_environment_names_the_folder_unless_an_option_does(
     assert Options.parse({"dump": "here"}).dump == Path("here")
     monkeypatch.setenv("FCDP_DUMP", "")
     assert Options.parse({}).dump is None
+
+
+@pytest.mark.parametrize(
+    ("given", "runs"), [(None, 0), (False, 0), (0, 0), (True, 3), (1, 1), (2, 2), (1000, 1000)]
+)
+def test_how_many_runs_are_recorded(given: bool | int | None, runs: int) -> None:
+    assert Options.parse({"record": given, "dump": "here"}).record == runs
+
+
+def test_recording_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (True, 1):
+        with pytest.raises(ValueError, match="option 'record' needs the option 'dump'"):
+            Options.parse({"record": given})
+    assert Options.parse({"record": 0}) == Options.parse({"record": False}) == Options()
+    monkeypatch.setenv("FCDP_DUMP", "there")
+    assert Options.parse({"record": 2}).record == 2
 
 
 @pytest.mark.parametrize(("mb", "size"), [(1, 2**20), (0.5, 2**19), (25.0, 25 * 2**20)])
@@ -93,6 +112,35 @@ def test_a_threshold_is_a_part(threshold: float) -> None:
     assert Options.parse({"memory_threshold": threshold}).memory_threshold == threshold
 
 
+@pytest.mark.parametrize("as_given", [str, Path])
+def test_a_machine_may_be_what_a_profile_holds(
+    tmp_path: Path, as_given: type[str] | type[Path]
+) -> None:
+    profile = CLUSTERS["a40x8-1gbe"]
+    write_profile(tmp_path / "cluster.json", profile)
+    options = Options.parse({"machine": as_given(tmp_path / "cluster.json")})
+    assert options.machine_on("cpu") == options.machine_on("cuda") == profile.machine
+
+
+def test_a_machine_may_be_where_it_differs() -> None:
+    inter = Options.parse({"machine": {"inter": {"bytes_per_s": 7}}}).machine_on("cpu").inter
+    assert (inter.bytes_per_s, inter.latency_s) == (7, MACHINES["cpu"].inter.latency_s)
+
+
+def test_a_profile_that_is_missing_or_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    with pytest.raises(OSError, match=r"option 'machine': cannot .*cluster.json' \(No such file"):
+        Options.parse({"machine": path})
+    with pytest.raises(ProfileError, match="is not a regular file"):
+        Options.parse({"machine": tmp_path})
+    write_profile(path, CLUSTERS["a40x8-1gbe"])
+    path.write_text(path.read_text().replace('"flops_per_s": ', '"flops_per_s": -'))
+    with pytest.raises(ProfileError, match=r"option 'machine': .*cluster.json: machine: is impos"):
+        Options.parse({"machine": path})
+    with pytest.raises(ValueError, match="option 'machine'"):
+        Options.parse({"machine": path})
+
+
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown option 'bucket_mib'") as caught:
         Options.parse({"bucket_mib": 3})
@@ -137,6 +185,10 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         ({"host_memory": "99999999TiB"}, ValueError, "between 0 and"),
         ({"in_flight_mb": "all"}, TypeError, "'in_flight_mb' must be a number of MiB, not str"),
         ({"in_flight_mb": 0}, ValueError, "option 'in_flight_mb' must be between 0 and"),
+        ({"record": 2.0}, TypeError, "true, false or a number of runs, not float"),
+        ({"record": "yes"}, TypeError, "a number of runs, not str"),
+        ({"record": -1, "dump": "here"}, ValueError, "between 0 and 1000, not -1"),
+        ({"record": 1001, "dump": "here"}, ValueError, "between 0 and 1000, not 1001"),
         ({3: 1}, ValueError, "unknown option 3"),
         ({"memory_threshold": "0.9"}, TypeError, "must be a number, not str"),
         ({"memory_threshold": True}, TypeError, "must be a number, not bool"),

@@ -1,7 +1,8 @@
 """`fcdp dump FOLDER`: print the plans that the backend wrote with the option `dump`.
 
 The folder holds `graph-000.plan.json`, `graph-001.plan.json`, ..., `model-1-graph-000.plan.json` for
-a second model, ... and printed graphs (`*.txt`), which are for reading as they are.
+a second model, ... what was recorded of them (`graph-000.recorded.json`, ...), and printed graphs (`*.txt`),
+which are for reading as they are.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from fcdp_compile.chrome_trace import Event, chrome_trace
 from fcdp_compile.cli.answer import Answer
+from fcdp_compile.cli.machine import machine_named
 from fcdp_compile.cli.plan_table import format_plan
+from fcdp_compile.cli.times import PLAN_SUFFIX, Measured, read_measured
 from fcdp_compile.cli.why import explain_bucket
-from fcdp_compile.cost import MACHINES, Machine
+from fcdp_compile.cost import Machine
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.fold import fold_numbers
 from fcdp_compile.plan import Direction, Plan, Variant
 from fcdp_compile.plan_json import diff, one_line, read_plan, to_json
-from fcdp_compile.timeline_html import timeline_html
+from fcdp_compile.timeline_html import ScheduleKey, timeline_html
 
 SUMMARY = "print the plans of compiled graphs: buckets and ordered steps"
 DESCRIPTION = (
@@ -43,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("table", "json", "chrome", "html"),
         default="table",
         help="table: for reading (default); json: the plan itself, a list if there are several; chrome: a "
-        "trace for Perfetto (ui.perfetto.dev) with predicted times, a track for each lane; html: one page "
-        "for a browser, for newcomers too, which fetches nothing",
+        "trace for Perfetto (ui.perfetto.dev) with predicted times, and measured ones where there is a "
+        "recording, a track for each lane; html: one page for a browser, for newcomers too, which fetches "
+        "nothing",
     )
     parser.add_argument(
         "--graph", choices=[d.value for d in Direction], help="only schedules of this direction"
@@ -54,9 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--machine",
-        choices=list(MACHINES),
+        metavar="NAME",
         default="cuda",
-        help="whose speeds times assume: an A100-class card on 10 Gbit/s (default), or two CPU cores",
+        help="whose speeds predicted times assume: cuda, an A100-class card on 10 Gbit/s (default); cpu, two "
+        "cores; a built-in cluster's; or those in a file that fcdp probe wrote",
     )
     parser.add_argument(
         "--why", type=int, metavar="BUCKET", help="all that there is to say about one bucket"
@@ -71,31 +76,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Format the plans of a folder.
 
-    Raises: PlanFormatError for a damaged plan, FcdpError for a bucket or schedule that there is not;
-    OSError for a folder or file that cannot be read.
+    Raises: PlanFormatError or RecordingError for a damaged plan or recording, FcdpError for a bucket,
+    schedule or machine that there is not; OSError for a folder or file that cannot be read.
     """
-    plans = _read(options.folder, options)
+    whole = _read(options.folder)
+    plans = _choose(whole, options.folder, options)
     if options.diff is not None:
-        return _compare(plans, _read(options.diff, options), (options.folder, options.diff))
+        others = _choose(_read(options.diff), options.diff, options)
+        return _compare(plans, others, (options.folder, options.diff))
     if options.why is not None:
         return Answer(_why(plans, options.why))
+    if options.format == "json":
+        texts = [to_json(plan).rstrip("\n") for plan in plans.values()]
+        return Answer(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
+    machine, measured = machine_named(options.machine), read_measured(options.folder, whole)
     if options.format == "chrome":
-        return Answer(_trace(list(plans.values()), MACHINES[options.machine]))
+        return Answer(_trace(plans, machine, measured))
     if options.format == "html":
-        return Answer(timeline_html(list(plans.values()), MACHINES[options.machine]).rstrip("\n"))
-    if options.format == "table":
-        return Answer(
-            "\n\n\n".join(
-                format_plan(p.name.removesuffix(".plan.json"), plan) for p, plan in plans.items()
-            )
+        return Answer(_page(plans, machine, measured))
+    note = f"predicted with the speeds of {one_line(options.machine)}"
+    tables = [
+        format_plan(
+            path.name.removesuffix(PLAN_SUFFIX),
+            plan,
+            machine=machine,
+            note=note,
+            measured=measured.get(path, {}),
         )
-    texts = [to_json(plan).rstrip("\n") for plan in plans.values()]
-    return Answer(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
+        for path, plan in plans.items()
+    ]
+    return Answer("\n\n\n".join(tables))
 
 
-def _read(folder: str, options: argparse.Namespace) -> dict[Path, Plan]:
-    """The plans of a folder with the schedules that were asked for."""
-    plans = {path: read_plan(path) for path in _find(Path(folder))}
+def _page(plans: Mapping[Path, Plan], machine: Machine, measured: Mapping[Path, Measured]) -> str:
+    shown = {
+        ScheduleKey(i, schedule.direction, schedule.variant): times
+        for i, (path, plan) in enumerate(plans.items())
+        for schedule in plan.schedules
+        if (times := measured.get(path, {}).get((schedule.direction, schedule.variant)))
+    }
+    return timeline_html(list(plans.values()), machine, measured=shown).rstrip("\n")
+
+
+def _read(folder: str) -> dict[Path, Plan]:
+    return {path: read_plan(path) for path in _find(Path(folder))}
+
+
+def _choose(
+    plans: Mapping[Path, Plan], folder: str, options: argparse.Namespace
+) -> dict[Path, Plan]:
+    """The plans with the schedules that were asked for."""
     chosen = {
         path: replace(
             plan,
@@ -134,11 +164,11 @@ def _why(plans: dict[Path, Plan], bucket_id: int) -> str:
     return "\n\n".join(found)
 
 
-def _trace(plans: Sequence[Plan], machine: Machine) -> str:
+def _trace(plans: Mapping[Path, Plan], machine: Machine, measured: Mapping[Path, Measured]) -> str:
     events: list[Event] = []
-    for plan in plans:
+    for path, plan in plans.items():
         first = len({e["pid"] for e in events})
-        events += chrome_trace(plan, machine, first_process=first)
+        events += chrome_trace(plan, machine, first_process=first, measured=measured.get(path))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from dataclasses import dataclass
 
-import torch
-
-from fcdp_compile.cluster import CLUSTERS, find_profile
-from fcdp_compile.planner import Job, ModelOptions, TracedModel, find_source, traced_model
-from fcdp_compile.planner.model_table import MODELS
+from fcdp_compile.cluster import CLUSTERS
+from fcdp_compile.model_table import MODELS
 from fcdp_compile.strategy import Strategy
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A traced model, the job it is planned for, and the strategies that were named, if any."""
-
-    traced: TracedModel
-    job: Job
-    strategies: tuple[Strategy, ...]
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Names of dtypes, and what torch calls them."""
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +50,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=list(_DTYPES),
+        choices=list(DTYPES),
         default="bf16",
         help="of computation and of what is gathered; trained weights are kept in fp32 (default: bf16)",
     )
@@ -85,40 +72,6 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="a,b,c",
         help="only these, with modifiers if you like: zero3,fcdp+w8 (default: all that make a difference)",
     )
-
-
-def asked(options: argparse.Namespace) -> Asked:
-    """Read the arguments, and trace the model if no trace of it was kept.
-
-    Raises: FcdpError for a model, cluster or job that cannot be planned; OSError for a file that cannot be
-    read.
-    """
-    profile = find_profile(options.cluster)
-    ranks_per_node = options.gpus_per_node or profile.ranks_per_node
-    job = Job(
-        profile=profile,
-        nodes=options.nodes,
-        ranks_per_node=ranks_per_node,
-        batch=options.batch,
-        accumulate=options.accumulate,
-    )
-    model_options = ModelOptions(
-        seq=options.seq,
-        dtype=_DTYPES[options.dtype],
-        lora=options.lora,
-        checkpointing=not options.no_checkpointing,
-        attention=options.attention,
-    )
-    source = find_source(options.model, model_options)
-    note(f"tracing {source.name}, unless it was traced before")
-    traced = traced_model(source, model_options)
-    return Asked(traced=traced, job=job, strategies=options.strategy)
-
-
-def note(text: str) -> None:
-    """Say what takes its time, where a person is looking."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(f"fcdp: {text} ...", file=sys.stderr, flush=True)
 
 
 def whole(text: str) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 
 from fcdp_compile.cli.answer import Answer
-from fcdp_compile.cli.job_arguments import add_job_arguments, asked, note
-from fcdp_compile.cli.ranking_table import ranking_record, ranking_text
-from fcdp_compile.planner import estimates, rank, sensible
+from fcdp_compile.cli.job_arguments import add_job_arguments
 
 SUMMARY = "rank the strategies for a model on a cluster, without either"
 DESCRIPTION = (
@@ -34,15 +32,5 @@ def run(options: argparse.Namespace) -> Answer:
 
     Raises: FcdpError for what cannot be planned; OSError for a file that cannot be read.
     """
-    job = asked(options)
-    found = estimates(
-        job.traced,
-        job.strategies or sensible(job.job),
-        job.job,
-        note=lambda name: note(f"planning {name}"),
-    )
-    ranking = rank(found)
-    code = 0 if ranking.recommended else 1
-    if options.format == "json":
-        return Answer(json.dumps(ranking_record(ranking), indent=1), code)
-    return Answer(ranking_text(ranking, job.job), code)
+    answer: Answer = importlib.import_module("fcdp_compile.planner.command").plan(options)
+    return answer

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from tabulate import tabulate
-
+from fcdp_compile.cli.schedule_table import format_schedule
+from fcdp_compile.cli.table import mib, table
+from fcdp_compile.cli.times import Measured
+from fcdp_compile.cost import Machine, simulate
 from fcdp_compile.fold import fold_numbers, fold_params
 from fcdp_compile.json_records import one_line
-from fcdp_compile.plan import Bucket, Lane, Plan, Schedule, Step
+from fcdp_compile.plan import Bucket, Plan
 
 _BUCKET_HEADERS = (
     "bucket",
@@ -24,24 +24,31 @@ _BUCKET_HEADERS = (
     "tier",
     "why",
 )
-_LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
-_MIB = 2**20
 
 
-def format_plan(name: str, plan: Plan) -> str:
-    """The buckets of a plan, then the steps of each schedule and what they move over each link."""
+def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured: Measured) -> str:
+    """The buckets of a plan, then the steps of each schedule, what they move over each link, and when.
+
+    note: whose speeds those of `machine` are.
+    """
     header = (
         f"{one_line(name)}: "
         f"graph {plan.graph}, strategy {one_line(plan.strategy)}, "
         f"{plan.nodes} x {plan.ranks_per_node} ranks (N x g), digest {plan.digest()[:12]}"
     )
     refresh = fold_numbers(sorted(plan.refresh)) or "none"
-    sections = [header, _format_buckets(plan), f"refresh before a forward: {refresh}"]
+    if measured:
+        note += "; measured: of each schedule the median of the recorded runs, on one rank"
+    sections = [header, _format_buckets(plan), f"refresh before a forward: {refresh}", note]
     directions = [schedule.direction for schedule in plan.schedules]
-    sections += [
-        _format_schedule(schedule, has_variants=directions.count(schedule.direction) > 1)
-        for schedule in plan.schedules
-    ]
+    for schedule in plan.schedules:
+        title = schedule.direction.value
+        if directions.count(schedule.direction) > 1:
+            title += f" {schedule.variant.value}"
+        times = {"predicted": simulate(schedule, machine, plan.ranks_per_node)}
+        if (found := measured.get((schedule.direction, schedule.variant))) is not None:
+            times["measured"] = found
+        sections.append(format_schedule(schedule, title, times))
     return "\n\n".join(sections)
 
 
@@ -50,7 +57,7 @@ def _format_buckets(plan: Plan) -> str:
     count = sum(len(bucket.params) for bucket in plan.buckets)
     rows.append(("total", "", str(count), *_sizes(*plan.buckets), "", "", "", "", "", ""))
     align = ("right", "left", "right", "right", "right", "right", *["left"] * 6)
-    return _table(_BUCKET_HEADERS, rows, align)
+    return table(_BUCKET_HEADERS, rows, align)
 
 
 def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
@@ -71,51 +78,4 @@ def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
 def _sizes(*buckets: Bucket) -> tuple[str, ...]:
     """Slot, node shard and full parameters in MiB, of all together."""
     sizes = [(b.slot_bytes, b.node_bytes, b.full_bytes) for b in buckets] or [(0, 0, 0)]
-    return tuple(_mib(sum(column)) for column in zip(*sizes, strict=True))
-
-
-def _format_schedule(schedule: Schedule, *, has_variants: bool) -> str:
-    title = schedule.direction.value + (f" {schedule.variant.value}" if has_variants else "")
-    headers = ("step", "kind", "lane", "bucket", "bytes", "waits for", "label")
-    rows = [_step_row(step) for step in schedule.steps]
-    moved = sum(step.bytes for step in schedule.steps)
-    rows.append(("total", f"{len(schedule.steps)} steps", "", "", str(moved), "", ""))
-    align = ("right", "left", "left", "right", "right", "left", "left")
-    return f"{title}\n\n{_table(headers, rows, align)}\n\n{_format_links(schedule)}"
-
-
-def _step_row(step: Step) -> tuple[str, ...]:
-    return (
-        str(step.index),
-        step.kind.value,
-        step.lane.value,
-        "" if step.bucket is None else str(step.bucket),
-        str(step.bytes),
-        fold_numbers(sorted(step.waits)),
-        one_line(step.label),
-    )
-
-
-def _format_links(schedule: Schedule) -> str:
-    rows = []
-    for lane in _LINKS:
-        steps = [step for step in schedule.steps if step.lane is lane]
-        moved = sum(step.bytes for step in steps)
-        rows.append((lane.value, str(len(steps)), str(moved), _mib(moved)))
-    return _table(("link", "steps", "bytes", "MiB"), rows, ("left", "right", "right", "right"))
-
-
-def _mib(size_bytes: int) -> str:
-    """Three decimals, and never a zero for something."""
-    return "<0.001" if 0 < size_bytes < _MIB / 2000 else f"{size_bytes / _MIB:.3f}"
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]) -> str:
-    text = tabulate(
-        rows,
-        headers=headers,
-        colalign=align,
-        tablefmt="simple",
-        disable_numparse=True,
-    )
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    return tuple(mib(sum(column)) for column in zip(*sizes, strict=True))

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.model_table import MODELS
 from fcdp_compile.passes import partition
 from fcdp_compile.planner import traced
-from fcdp_compile.planner.model_table import MODELS
 from fcdp_compile.planner.traced import Build, Inputs
 
 

@@ -29,6 +29,7 @@ from fcdp_compile.torch_compat import (
     aot_autograd,
     as_boxed,
     boxed,
+    make_dynamic,
     min_cut_rematerialization_partition,
     tracing_mode,
     without_code,
@@ -152,7 +153,7 @@ def _graphs_of(model: nn.Module, inputs: Inputs) -> tuple[TracedGraph, ...]:
     args, kwargs = _arguments(inputs)
     for value in [*args, *kwargs.values()]:
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == TRACED_BATCH:
-            torch._dynamo.maybe_mark_dynamic(value, 0)
+            make_dynamic(value, 0)
     found: list[TracedGraph] = []
     torch.compiler.reset()
     model.train()

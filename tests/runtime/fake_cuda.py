@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -22,17 +23,27 @@ import torch
 class Event:
     """Recorded on a stream, once."""
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, *, enable_timing: bool = False) -> None:
         self._cuda = cuda
+        self._has_time = enable_timing
+        self._time = 0
         self.is_past = False
 
-    def record(self) -> None:
-        self._cuda.launch(self._pass)
+    def record(self, stream: Stream | None = None) -> None:
+        with self._cuda.on(stream or self._cuda.current):
+            self._cuda.launch(self._pass)
 
     def query(self) -> bool:
         return self.is_past
 
+    def elapsed_time(self, end: Event) -> float:
+        for event in (self, end):
+            assert event.is_past, "torch would raise"
+            assert event._has_time, "torch would raise"
+        return float(end._time - self._time)
+
     def _pass(self) -> None:
+        self._time = self._cuda.time
         self.is_past = True
 
 
@@ -75,13 +86,14 @@ class FakeCuda:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._current = threading.local()
+        self.time = 0  # kernels that ran, so that every one takes a millisecond
         self.streams: list[Stream] = []
         self.compute = self._new_stream()
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put this in the place of what lanes use of torch.cuda."""
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: self._new_stream())
-        monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
+        monkeypatch.setattr(torch.cuda, "Event", partial(Event, self))
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
 
@@ -113,6 +125,7 @@ class FakeCuda:
             if not ready:
                 return
             self._random.choice(ready).queue.popleft()()  # type: ignore[operator]
+            self.time += 1
 
     def synchronize(self) -> None:
         """Run everything."""

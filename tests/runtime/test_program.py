@@ -4,113 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
-from builders_graph import Lowered, Where, lower_toy
+from builders_graph import Where, lower_toy
 from fcdp_compile.errors import StaleParameterError
-from fcdp_compile.layout import choose_dim
-from fcdp_compile.plan import LANES, Bucket, Direction, Kind, Tier, Variant
-from fcdp_compile.runtime.codecs import Codecs
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.host_cache import NodeShardCache
-from fcdp_compile.runtime.lanes import Lanes, tensor_of
-from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.plan import Bucket, Direction, Kind, Variant
 from fcdp_compile.runtime.program import Program
-from fcdp_compile.torch_compat import boxed
-from tests.passes.lockstep import cut
+from tests.runtime.fake_model import fake_model, program, same_on_all_ranks
 
 WHERE = Where()
-
-
-class Collectives:
-    """2 x 2 ranks of which every other one holds and sends what this one does; on real lanes."""
-
-    def __init__(self, counters: Counters, lanes: Lanes) -> None:
-        self._counters = counters
-        self._lanes = lanes
-        self.names: list[str] = []
-        self.fails: set[Kind] = set()
-        self.is_instant = False
-
-    def all_gather(
-        self, kind: Kind, send: Tensor | Pending, name: str, codec: None = None
-    ) -> Pending:
-        own = tensor_of(send)
-        self._counters.add(kind, own.nbytes)
-        out = own.new_full((2 * own.numel(),), float("nan"))
-        return self._start(kind, lambda: out.view(2, -1).copy_(own), out, send, name)
-
-    def reduction(
-        self, kind: Kind, send: Tensor | Pending, name: str, codec: None = None
-    ) -> Pending:
-        whole = tensor_of(send)
-        half = whole.numel() // 2
-        self._counters.add(kind, whole.nbytes // 2)
-        out = whole.new_full((half,), float("nan"))
-        return self._start(kind, lambda: out.copy_(whole[:half]), out, send, name)
-
-    def _start(
-        self, kind: Kind, run: Callable[[], Any], out: Tensor, send: Tensor | Pending, name: str
-    ) -> Pending:
-        def task() -> None:
-            if kind in self.fails:
-                raise RuntimeError(f"{name} failed")
-            run()
-
-        self.names.append(name)
-        pending = self._lanes.start(LANES[kind], task, out=out, reads=[send], name=name)
-        if self.is_instant:
-            assert pending.done is not None
-            pending.done.order()
-        return pending
-
-
-def fake_model(strategy: str = "fcdp") -> Any:
-    """The part of a ShardedModel that programs use."""
-    counters, cpu = Counters(), torch.device("cpu")
-    lanes = Lanes(cpu, is_blocking=True)
-    model = SimpleNamespace(
-        collectives=Collectives(counters, lanes),
-        cache=NodeShardCache(cpu, counters, PinnedPool(cpu), lanes),
-        counters=counters,
-        codecs=Codecs(),
-        current=0,
-    )
-    model.generation = lambda bucket: model.current
-    # What stands for the values of the shards is the same number as their generation.
-    model.fingerprints_of_uncached = lambda buckets: [
-        model.current if b.tier is Tier.NONE else 0 for b in buckets
-    ]
-    model.agree_on_any = bool
-    return model
-
-
-def program(
-    made: Lowered,
-    direction: Direction,
-    variant: Variant = Variant.COLD,
-    wrap: Callable[[Any], Any] = lambda f: f,
-) -> Program:
-    gm: GraphModule = made.graphs[direction, variant]
-    names = [str(n.target) for n in gm.graph.find_nodes(op="call_module")]
-    segments = {n: wrap(boxed(gm.get_submodule(n))) for n in names}
-    return Program(gm, segments, made.buckets)
-
-
-def same_on_all_ranks() -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Parameters of which every rank owns the same shard, and that shard."""
-    full = {"w": torch.full((8, 4), 3.0), "b": torch.full((4,), 2.0)}
-    homes = [cut(w, choose_dim(w.shape, 2, 2), 2, 2)[0] for w in full.values()]
-    return full, homes
-
-
 EVEN = {"w": (8, 4), "b": (4,)}
 X, T = torch.tensor(3.0), torch.tensor(2.0)
 

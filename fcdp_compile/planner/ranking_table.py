@@ -7,7 +7,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fcdp_compile.planner import Job, Ranking, Row
+from fcdp_compile.planner.job import Job
+from fcdp_compile.planner.ranking import Ranking, Row
 
 _HEADERS = (
     "strategy",
