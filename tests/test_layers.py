@@ -16,7 +16,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-DATA = ("plan", "plan_check", "plan_diff", "plan_json", "layout", "strategy", "errors", "cli")
+DATA = (
+    "plan",
+    "plan_check",
+    "plan_diff",
+    "plan_json",
+    "layout",
+    "strategy",
+    "errors",
+    "cli",
+    "simulator",
+)
 """What works on a laptop: neither GPU nor process group, neither passes nor runtime."""
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {
