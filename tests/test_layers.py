@@ -26,6 +26,7 @@ DATA = (
     "errors",
     "recording",
     "cli",
+    "simulator",
 )
 """What works on a laptop: neither GPU nor process group, neither passes nor runtime."""
 

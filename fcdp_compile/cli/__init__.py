@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from fcdp_compile.cli import dump, plan, strategies
+from fcdp_compile.cli import dump, plan, simulate, strategies
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.json_records import one_line
@@ -32,7 +32,12 @@ class _Command(Protocol):
         """Find the answer; FcdpError or OSError for bad input."""
 
 
-_COMMANDS: dict[str, _Command] = {"dump": dump, "plan": plan, "strategies": strategies}
+_COMMANDS: dict[str, _Command] = {
+    "dump": dump,
+    "strategies": strategies,
+    "plan": plan,
+    "simulate": simulate,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,19 @@
+"""Training steps on simulated clusters: schedules of a plan, without running or communicating anything.
+
+    Schedules ─▶ tasks ─▶ one rank a class of nodes: program ─▶ lanes ─▶ shared links ─▶ SimulatedStep
+                                (conditions: stragglers, slow links, jitter)
+
+A discrete-event simulation of five lanes a rank, with the links that ranks and lanes share.  Arithmetic only:
+no torch, no process group, no clock.
+
+    simulate_step    a training step's schedules on N nodes of g ranks
+    Conditions       what is not as the cluster's profile says
+    Collectives      what goes between nodes as planned, or as flat rings
+    SimulatedStep    its times; SimulatedNodes: those of nodes that are alike
+"""
+
+from fcdp_compile.simulator.conditions import Conditions
+from fcdp_compile.simulator.rings import Collectives
+from fcdp_compile.simulator.step import SimulatedNodes, SimulatedStep, simulate_step
+
+__all__ = ["Collectives", "Conditions", "SimulatedNodes", "SimulatedStep", "simulate_step"]

@@ -1,0 +1,114 @@
+"""What is not as the profile says: slow nodes, slow cards, jitter; and which nodes are alike.
+
+[Note: folding]
+The ranks of a node do the same at the same time, and so do nodes in the same state.  So one rank stands for
+all ranks of all nodes of a class, and its flows count as often on a link as ranks share it.  Without jitter
+there are as many classes as kinds of nodes: 512 nodes of 8 ranks cost as much to simulate as one of 1.  With
+jitter no two nodes are alike, every node is a class of its own, and time and memory grow with their number.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What differs from node to node; nothing, if not given.
+
+    stragglers: pairs of a number of nodes and a factor on the time of all that they compute, copies that put
+    parts in order and the optimizer included.  slow_links: pairs of a number of nodes and a factor on the
+    bandwidth of their cards.  All these are different nodes.  jitter: standard deviation, relative to the
+    mean, of the time of each compute step on each node, which is drawn from a log-normal distribution whose
+    mean is what the step takes without; the ranks of a node share it.  seed: of what is drawn.
+
+    Raises: ValueError for fewer than one node, a factor that is not finite and above zero, a jitter that is
+    not finite and at least zero, a seed below zero; TypeError for numbers of nodes or seeds that are no int.
+    """
+
+    stragglers: tuple[tuple[int, float], ...] = ()
+    slow_links: tuple[tuple[int, float], ...] = ()
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("stragglers", "slow_links"):
+            for count, factor in getattr(self, name):
+                _check_int(f"number of nodes in {name}", count, least=1)
+                if not 0 < factor < math.inf:
+                    raise ValueError(
+                        f"a factor in {name} is {factor}, but must be finite and above zero"
+                    )
+        if not 0 <= self.jitter < math.inf:
+            raise ValueError(f"jitter is {self.jitter}, but must be finite and at least zero")
+        _check_int("seed", self.seed, least=0)
+
+
+def _check_int(what: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"the {what} must be an int, not {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"the {what} is {value}, but must be at least {least}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeClass:
+    """Nodes in the same state: how many, and their factors of `Conditions`."""
+
+    nodes: int
+    slowdown: float = 1.0
+    inter_factor: float = 1.0
+
+
+def fold(conditions: Conditions, nodes: int) -> tuple[NodeClass, ...]:
+    """The classes of [Note: folding] of N = `nodes` nodes: stragglers, slow links, then all others.
+
+    Raises: ValueError if the conditions are of more nodes than there are.
+    """
+    counts: dict[tuple[float, float], int] = {}
+    for count, slowdown in conditions.stragglers:
+        _add(counts, (slowdown, 1.0), count)
+    for count, factor in conditions.slow_links:
+        _add(counts, (1.0, factor), count)
+    named = sum(counts.values())
+    if named > nodes:
+        raise ValueError(
+            f"the conditions are of {named} nodes, but there are {nodes}; name fewer, or simulate more"
+        )
+    if nodes > named:
+        _add(counts, (1.0, 1.0), nodes - named)
+    classes = [
+        NodeClass(nodes=count, slowdown=slowdown, inter_factor=factor)
+        for (slowdown, factor), count in counts.items()
+    ]
+    if not conditions.jitter:
+        return tuple(classes)
+    return tuple(
+        NodeClass(nodes=1, slowdown=c.slowdown, inter_factor=c.inter_factor)
+        for c in classes
+        for _ in range(c.nodes)
+    )
+
+
+def _add(counts: dict[tuple[float, float], int], state: tuple[float, float], count: int) -> None:
+    counts[state] = counts.get(state, 0) + count
+
+
+class Jitter:
+    """Factors on the times of compute steps, drawn one after the other.
+
+    Source: a log-normal distribution exp(m + s*z) has the mean exp(m + s*s/2) and the relative variance
+    exp(s*s) - 1.
+    """
+
+    def __init__(self, conditions: Conditions) -> None:
+        variance = math.log1p(conditions.jitter**2)
+        self._mean, self._deviation = -variance / 2, math.sqrt(variance)
+        self._random = random.Random(conditions.seed)
+
+    def draw(self) -> float:
+        if not self._deviation:
+            return 1.0
+        return math.exp(self._random.gauss(self._mean, self._deviation))

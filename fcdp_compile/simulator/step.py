@@ -1,0 +1,218 @@
+"""A training step in time: schedules one after the other, on N nodes of g ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from fcdp_compile.cluster import ClusterProfile
+from fcdp_compile.cost import Slot, Timeline
+from fcdp_compile.plan import Bucket, Lane, Schedule, Step
+from fcdp_compile.reduction import REDUCING
+from fcdp_compile.simulator.conditions import Conditions, Jitter, NodeClass, fold
+from fcdp_compile.simulator.engine import Engine
+from fcdp_compile.simulator.rank import SimulatedRank
+from fcdp_compile.simulator.rings import Collectives
+from fcdp_compile.simulator.tasks import Cluster, Task, tasks_of
+
+AS_MEASURED = Conditions()
+"""All nodes are as the profile says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedNodes:
+    """What nodes do that are alike; of one rank, where not of a node.
+
+    nodes: how many.  slowdown, inter_factor: of their compute and their cards (`Conditions`).  end_s: when
+    they have done all of the step.  busy_s: how long each lane is busy, the optimizer counted as compute,
+    without waiting for other nodes.  inter_utilisation: the part of what a node's card could have sent in
+    the step that it has sent, 0 to 1.
+    """
+
+    nodes: int
+    slowdown: float
+    inter_factor: float
+    end_s: float
+    busy_s: Mapping[Lane, float]
+    inter_utilisation: float
+
+    @property
+    def exposed_s(self) -> float:
+        """How long compute stands still before their end."""
+        return self.end_s - self.busy_s[Lane.COMPUTE]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """A training step in time.
+
+    step_s: until all nodes have done all of it.  slowest: of the nodes that end last, those that compute
+    longest.  parts: of these, a timeline for each schedule; slots count from the beginning of the step, and a
+    collective's from when these nodes have come to it; total_s is until the next part begins, so lanes may be
+    busy for longer; the last has no optimizer in it.  optimizer_s: what that takes on the slowest.
+    bytes_sent_by_node: over the card of each node.  inter_utilisation: over all nodes, as in SimulatedNodes.
+    classes: nodes by what state they are in; with jitter, each by itself.
+    """
+
+    step_s: float
+    slowest: SimulatedNodes
+    parts: tuple[Timeline, ...]
+    optimizer_s: float
+    bytes_sent_by_node: int
+    inter_utilisation: float
+    classes: tuple[SimulatedNodes, ...]
+
+    @property
+    def busy_s(self) -> Mapping[Lane, float]:
+        """How long each lane of the slowest is busy."""
+        return self.slowest.busy_s
+
+    @property
+    def exposed_s(self) -> float:
+        """How long compute of the slowest stands still."""
+        return self.slowest.exposed_s
+
+
+def simulate_step(
+    parts: Sequence[Schedule],
+    profile: ClusterProfile,
+    *,
+    nodes: int,
+    ranks_per_node: int,
+    buckets: Mapping[int, Bucket],
+    collectives: Collectives = Collectives.HIERARCHICAL,
+    conditions: Conditions = AS_MEASURED,
+    optimizer_bytes: int = 0,
+) -> SimulatedStep:
+    """Run the schedules of a training step one after the other: a forward, a backward, a warm forward, ...
+
+    Each rank runs them as the runtime does (`rank`), and what a part has left on its lanes runs on into the
+    next.  With links of its own for each rank, and nodes that are all alike, a part takes what
+    `cost.simulate` says.
+
+    profile: `machine.h2d` and `machine.d2h` are of a link to host memory, which `ranks_per_host_link` ranks
+    share; `machine.inter` is of a node's card.  nodes, ranks_per_node: N and g, for which the schedules were
+    planned.  buckets: by number, all that the schedules name.  optimizer_bytes: of device memory, which the
+    optimizer of each rank reads and writes when the last part has come to its end and all gradients are
+    reduced.
+
+    Time and memory go with steps times classes of nodes ([Note: folding]): with jitter, with nodes.
+
+    Raises: ValueError for nodes or ranks that the profile, the buckets, the schedules or the conditions do
+    not fit, steps of unknown buckets or that wait for later ones, and optimizer_bytes below zero.
+    """
+    if optimizer_bytes < 0:
+        raise ValueError(f"optimizer_bytes is {optimizer_bytes}, but must be at least 0")
+    cluster = Cluster(profile=profile, nodes=nodes, ranks_per_node=ranks_per_node)
+    classes = fold(conditions, nodes)
+    cluster = replace(cluster, profile=_with_slowest_card(profile, classes))
+    tasks = tasks_of(parts, cluster, buckets, collectives)
+    jitter = Jitter(conditions)
+    engine = Engine(
+        tasks,
+        cluster.sharing,
+        slowdowns=[c.slowdown for c in classes],
+        compute_s=[_compute_s(tasks, c, jitter) for c in classes],
+    )
+    ranks = engine.run()
+    optimizer_s = optimizer_bytes / profile.machine.memory_bytes_per_s
+    run = _Run(parts=parts, tasks=tasks, optimizer_s=optimizer_s, profile=profile)
+    return run.result(classes, ranks)
+
+
+def _with_slowest_card(profile: ClusterProfile, classes: Sequence[NodeClass]) -> ClusterProfile:
+    """The profile with the card of the slowest node, which collectives of all nodes go as fast as."""
+    inter, factor = profile.machine.inter, min(c.inter_factor for c in classes)
+    slowest = replace(inter, bytes_per_s=inter.bytes_per_s * factor)
+    return replace(profile, machine=replace(profile.machine, inter=slowest))
+
+
+def _compute_s(tasks: Sequence[Task], nodes: NodeClass, jitter: Jitter) -> list[float]:
+    return [t.alone_s * nodes.slowdown * jitter.draw() if t.is_compute else 0.0 for t in tasks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What was simulated; reads results off the ranks."""
+
+    parts: Sequence[Schedule]
+    tasks: Sequence[Task]
+    optimizer_s: float
+    profile: ClusterProfile
+
+    def result(self, classes: Sequence[NodeClass], ranks: Sequence[SimulatedRank]) -> SimulatedStep:
+        ends = [self._end_s(c, rank) for c, rank in zip(classes, ranks, strict=True)]
+        step_s, sent = max(ends), sum(t.sent_bytes for t in self.tasks)
+        figures = tuple(
+            self._figures(c, rank, end_s, step_s, sent)
+            for c, rank, end_s in zip(classes, ranks, ends, strict=True)
+        )
+        last = [i for i, end_s in enumerate(ends) if end_s == step_s]
+        slowest = max(last, key=lambda i: figures[i].busy_s[Lane.COMPUTE])
+        could = sum(c.nodes * c.inter_factor for c in classes) / sum(c.nodes for c in classes)
+        return SimulatedStep(
+            step_s=step_s,
+            slowest=figures[slowest],
+            parts=self._timelines(ranks[slowest]),
+            optimizer_s=self.optimizer_s * classes[slowest].slowdown,
+            bytes_sent_by_node=sent,
+            inter_utilisation=self._utilisation(sent, step_s, could),
+            classes=figures,
+        )
+
+    def _end_s(self, nodes: NodeClass, rank: SimulatedRank) -> float:
+        end_s = max(rank.end_s, default=0.0)
+        if not self.optimizer_s:
+            return end_s
+        steps = [step for part in self.parts for step in part.steps]
+        reduced_s = [e for e, step in zip(rank.end_s, steps, strict=True) if step.kind in REDUCING]
+        ready_s = max(rank.now_s, *reduced_s, 0.0)
+        return max(end_s, ready_s + self.optimizer_s * nodes.slowdown)
+
+    def _figures(
+        self, nodes: NodeClass, rank: SimulatedRank, end_s: float, step_s: float, sent_bytes: int
+    ) -> SimulatedNodes:
+        busy_s = _busy_s([task.lane for task in self.tasks], rank.busy_s)
+        busy_s[Lane.COMPUTE] += self.optimizer_s * nodes.slowdown
+        return SimulatedNodes(
+            nodes=nodes.nodes,
+            slowdown=nodes.slowdown,
+            inter_factor=nodes.inter_factor,
+            end_s=end_s,
+            busy_s=busy_s,
+            inter_utilisation=self._utilisation(sent_bytes, step_s, nodes.inter_factor),
+        )
+
+    def _utilisation(self, sent_bytes: int, step_s: float, inter_factor: float) -> float:
+        could_bytes = self.profile.machine.inter.bytes_per_s * inter_factor * step_s
+        return sent_bytes / could_bytes if could_bytes else 0.0
+
+    def _timelines(self, rank: SimulatedRank) -> tuple[Timeline, ...]:
+        firsts = list(accumulate((len(part.steps) for part in self.parts), initial=0))
+        begins_s = [rank.came_s[i] if i < len(self.tasks) else rank.now_s for i in firsts]
+        begins_s[-1] = max(rank.end_s, default=0.0)
+        return tuple(
+            _timeline(part.steps, rank, first, total_s=end_s - begin_s)
+            for part, first, begin_s, end_s in zip(
+                self.parts, firsts[:-1], begins_s[:-1], begins_s[1:], strict=True
+            )
+        )
+
+
+def _timeline(
+    steps: Sequence[Step], rank: SimulatedRank, first: int, *, total_s: float
+) -> Timeline:
+    positions = range(first, first + len(steps))
+    return Timeline(
+        slots=tuple(Slot(start_s=rank.start_s[i], end_s=rank.end_s[i]) for i in positions),
+        busy_s=_busy_s([step.lane for step in steps], [rank.busy_s[i] for i in positions]),
+        total_s=total_s,
+    )
+
+
+def _busy_s(lanes: Sequence[Lane], busy_s: Sequence[float]) -> dict[Lane, float]:
+    totals = dict.fromkeys(Lane, 0.0)
+    for lane, taken_s in zip(lanes, busy_s, strict=True):
+        totals[lane] += taken_s
+    return totals

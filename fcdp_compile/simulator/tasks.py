@@ -1,0 +1,224 @@
+"""The steps of a training step as tasks: how long they take alone, and which links they share with others.
+
+[Note: phases of a task]
+    latency | bytes move, more slowly while others use their links | parts are put in order
+
+A card sends one collective of its node at a time, the inter lane's, and the g ranks of the node have equal
+parts of it; so nothing else slows that down.  Links to host memory and within the node are shared as
+`sharing` says.  A link that only one lane uses is not shared by flows: there a task takes always the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fcdp_compile.cluster import ClusterProfile
+from fcdp_compile.cost import Link, Machine
+from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
+from fcdp_compile.simulator.rings import Collectives, ring_bytes, within_rings
+from fcdp_compile.simulator.sharing import Demand, SharedLink, Sharing, Use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """N = `nodes` nodes of g = `ranks_per_node` ranks, of a profile.
+
+    Raises: ValueError for fewer than one node or rank, or more ranks than a node of the profile has.
+    """
+
+    profile: ClusterProfile
+    nodes: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ValueError(f"nodes is {self.nodes}, but must be at least 1")
+        most = self.profile.ranks_per_node
+        if not 1 <= self.ranks_per_node <= most:
+            raise ValueError(
+                f"ranks_per_node is {self.ranks_per_node}, but a node of {self.profile.name!r} has 1 to "
+                f"{most}"
+            )
+
+    @property
+    def machine(self) -> Machine:
+        """The speeds."""
+        return self.profile.machine
+
+    @property
+    def sharers(self) -> int:
+        """Ranks at one link to host memory; where some links have fewer, the others make the step wait."""
+        return min(self.profile.ranks_per_host_link, self.ranks_per_node)
+
+    @property
+    def sharing(self) -> Sharing:
+        """The shares of links that ranks and lanes have in common."""
+        machine = self.machine
+        return Sharing(
+            {
+                SharedLink.INTRA: machine.intra.bytes_per_s,
+                SharedLink.H2D: machine.h2d.bytes_per_s,
+                SharedLink.D2H: machine.d2h.bytes_per_s,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a step is to a simulated rank.
+
+    lane, waits: of the step; waits are positions in the whole training step.  is_compute: whether stragglers
+    and jitter slow it down.  is_joint: whether all nodes take part, so that it begins with the last and ends
+    for all together.  alone_s: seconds while nothing else uses its links.  latency_s, copy_s: of these,
+    before and after its bytes move.  demand: of links that other lanes use too; None if there are none.
+    sent_bytes: over the card of each node.
+    """
+
+    lane: Lane
+    waits: tuple[int, ...]
+    alone_s: float
+    is_compute: bool = False
+    is_joint: bool = False
+    latency_s: float = 0.0
+    copy_s: float = 0.0
+    demand: Demand | None = None
+    sent_bytes: int = 0
+
+
+def tasks_of(
+    parts: Sequence[Schedule],
+    cluster: Cluster,
+    buckets: Mapping[int, Bucket],
+    collectives: Collectives,
+) -> list[Task]:
+    """The tasks of schedules that run one after the other.
+
+    Raises: ValueError for a step of an unknown bucket or of one that is cut over other ranks, for one that
+    waits for a later one, and what `ring_bytes` raises.
+    """
+    tasks: list[Task] = []
+    is_ring = collectives is Collectives.RING and cluster.nodes > 1
+    for part in parts:
+        first, steps = len(tasks), part.steps
+        for position, step in enumerate(steps):
+            _check(step, position, cluster, buckets)
+        within = within_rings(steps) if is_ring else frozenset()
+        for position, step in enumerate(steps):
+            if position in within:
+                task = Task(lane=step.lane, waits=(), alone_s=0.0)
+            elif is_ring and step.lane is Lane.INTER and step.kind is not Kind.FLAT_ALL_GATHER:
+                task = _ring_task(step, cluster)
+            else:
+                task = _task(step, cluster)
+            tasks.append(replace(task, waits=tuple(first + w for w in step.waits)))
+    return _without_meetings(tasks, cluster)
+
+
+def _check(step: Step, position: int, cluster: Cluster, buckets: Mapping[int, Bucket]) -> None:
+    late = [w for w in step.waits if not 0 <= w < position]
+    if late:
+        raise ValueError(
+            f"step {position} ({step.kind.value}) waits for step {late[0]}, which is no earlier one"
+        )
+    if step.bucket is None:
+        return
+    if step.bucket not in buckets:
+        raise ValueError(
+            f"step {position} ({step.kind.value}) is of bucket {step.bucket}, which is not among the buckets"
+        )
+    bucket = buckets[step.bucket]
+    nodes, ranks = cluster.nodes, cluster.ranks_per_node
+    if bucket.nodes not in (1, nodes) or bucket.ranks_per_node not in (1, ranks):
+        raise ValueError(
+            f"bucket {bucket.id} is cut over {bucket.nodes} x {bucket.ranks_per_node} ranks, but {nodes} x "
+            f"{ranks} are simulated; give the schedules that were planned for those"
+        )
+
+
+def _task(step: Step, cluster: Cluster) -> Task:
+    """What a step takes as planned: `Machine.time_s`, in its phases."""
+    machine = cluster.machine
+    alone_s = machine.time_s(step, cluster.ranks_per_node)
+    if step.lane is Lane.COMPUTE:
+        is_compute = step.kind is Kind.COMPUTE
+        return Task(lane=step.lane, waits=(), alone_s=alone_s, is_compute=is_compute)
+    if step.kind is Kind.FLAT_ALL_GATHER:
+        copy_s = step.accessed_bytes / machine.memory_bytes_per_s
+        return _along_nodes(step, step.bytes, alone_s, copy_s, cluster)
+    if step.lane is Lane.INTER:
+        sent = step.bytes * cluster.ranks_per_node
+        return Task(lane=step.lane, waits=(), alone_s=alone_s, is_joint=True, sent_bytes=sent)
+    link = {Lane.INTRA: machine.intra, Lane.H2D: machine.h2d, Lane.D2H: machine.d2h}[step.lane]
+    return Task(
+        lane=step.lane,
+        waits=(),
+        alone_s=alone_s,
+        latency_s=link.latency_s,
+        copy_s=step.accessed_bytes / machine.memory_bytes_per_s,
+        demand=_demand(step.lane, link, cluster) if step.bytes else None,
+    )
+
+
+def _ring_task(step: Step, cluster: Cluster) -> Task:
+    """What a collective between nodes takes as a flat ring: [Note: rings]."""
+    machine, ranks = cluster.machine, cluster.nodes * cluster.ranks_per_node
+    sent = ring_bytes(step, cluster.nodes, cluster.ranks_per_node)
+    if cluster.ranks_per_node == 1:
+        return _task(step, cluster)
+    more_hops_s = ((ranks - 1) / (cluster.nodes - 1) - 1) * machine.inter.latency_s
+    moving_s = max(machine.inter.time_s(sent), machine.intra.time_s(sent))
+    task = _along_nodes(step, sent, moving_s + (more_hops_s if sent else 0.0), 0.0, cluster)
+    return replace(task, latency_s=task.latency_s + more_hops_s)
+
+
+def _along_nodes(
+    step: Step, sent_bytes: int, alone_s: float, copy_s: float, cluster: Cluster
+) -> Task:
+    """A collective from rank to rank, through every node: as fast as the slower of two links."""
+    machine = cluster.machine
+    link = max((machine.inter, machine.intra), key=lambda link: link.time_s(sent_bytes))
+    return Task(
+        lane=step.lane,
+        waits=(),
+        alone_s=alone_s,
+        is_joint=True,
+        latency_s=link.latency_s,
+        copy_s=copy_s,
+        demand=_demand(Lane.INTRA, link, cluster) if sent_bytes else None,
+        sent_bytes=sent_bytes,
+    )
+
+
+def _demand(lane: Lane, slowest: Link, cluster: Cluster) -> Demand:
+    """What a rank's flow takes of shared links, when it is as fast as the slowest of all lets it be."""
+    to_host = {Lane.H2D: SharedLink.H2D, Lane.D2H: SharedLink.D2H}
+    if lane in to_host:
+        use = Use(link=to_host[lane], weight=cluster.sharers)
+        return Demand(peak_bytes_per_s=slowest.bytes_per_s, uses=(use,))
+    # Where a card's link has the higher latency, but more bytes/s, it does not ask for more than there is.
+    weight = min(1.0, cluster.machine.intra.bytes_per_s / slowest.bytes_per_s)
+    uses = [Use(link=SharedLink.INTRA, weight=weight)]
+    if cluster.profile.intra_over_host_link:  # one sends up what the next gets down
+        uses += [Use(link=to_host[x], weight=weight * cluster.sharers) for x in to_host]
+    return Demand(peak_bytes_per_s=slowest.bytes_per_s, uses=tuple(uses))
+
+
+def _without_meetings(tasks: list[Task], cluster: Cluster) -> list[Task]:
+    """Work out what tasks take that meet no other lane's on any link."""
+    lanes: dict[SharedLink, list[Lane]] = {}
+    for task in tasks:
+        for use in task.demand.uses if task.demand else ():
+            lanes.setdefault(use.link, []).append(task.lane)
+    met = [link for link, users in lanes.items() if len(set(users)) > 1]
+    sharing = cluster.sharing
+    return [_unless_met(task, met, sharing) for task in tasks]
+
+
+def _unless_met(task: Task, met: Sequence[SharedLink], sharing: Sharing) -> Task:
+    if task.demand is None or any(use.link in met for use in task.demand.uses):
+        return task
+    (speed,) = sharing.speeds((task.demand,))
+    moving_s = task.alone_s - task.latency_s - task.copy_s
+    slower_s = moving_s / speed - moving_s
+    return replace(task, alone_s=task.alone_s + slower_s, demand=None)

@@ -1,0 +1,208 @@
+"""All ranks one by one, on a clock that stops at whatever happens next: slow, plain, and nothing folded.
+
+Shares no code with the simulator.  Each rank has its own flow on each link: of its own within the node, of
+its switch to host memory, of its node's card.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fcdp_compile.cluster import ClusterProfile
+from fcdp_compile.plan import Kind, Lane, Step
+
+LATENCY, BYTES, COPY, OVER = range(4)
+_TINY_S = 1e-15
+_TINY_BYTES = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """slowdown: of compute.  inter: of its card, bytes/s."""
+
+    slowdown: float
+    inter: float
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One rank's part in a transfer."""
+
+    step: Step
+    rank: int
+    links: dict[str, float]
+    left_bytes: float
+    left_s: float
+    copy_s: float
+    joint: int = 0
+    phase: int = LATENCY
+    rate: float = 0.0
+
+
+@dataclass(slots=True)
+class Rank:
+    """at: the next step of the program.  until_s: when what the program computes is done."""
+
+    at: int = 0
+    until_s: float | None = None
+    queues: dict[Lane, list[Step]] = field(default_factory=lambda: {lane: [] for lane in Lane})
+    running: dict[Lane, int] = field(default_factory=dict)
+    ends: dict[int, float] = field(default_factory=dict)
+
+
+class EveryRank:
+    """The ends of all steps on all ranks of some nodes."""
+
+    def __init__(
+        self, steps: Sequence[Step], profile: ClusterProfile, nodes: Sequence[Node], g: int
+    ) -> None:
+        self.steps, self.profile, self.nodes, self.g = steps, profile, nodes, g
+        self.ranks = [Rank() for _ in range(len(nodes) * g)]
+        self.flows: list[Flow] = []
+        self.now = 0.0
+
+    def run(self) -> list[dict[int, float]]:
+        while True:
+            while any(self._program(i) for i in range(len(self.ranks))) or self._lanes():
+                pass
+            if not self.flows and all(r.until_s is None for r in self.ranks):
+                assert all(r.at == len(self.steps) for r in self.ranks)
+                return [r.ends for r in self.ranks]
+            self._share()
+            self._wait()
+
+    def _program(self, i: int) -> bool:
+        """One thing that the program of a rank does now, if it can."""
+        rank, node = self.ranks[i], self.nodes[i // self.g]
+        if rank.until_s is not None:
+            if rank.until_s > self.now:
+                return False
+            rank.ends[rank.at], rank.until_s = self.now, None
+            rank.at += 1
+            return True
+        if rank.at == len(self.steps):
+            return False
+        step = self.steps[rank.at]
+        if step.lane is not Lane.COMPUTE:
+            rank.queues[step.lane].append(step)
+            rank.at += 1
+            return True
+        if not all(w in rank.ends for w in step.waits):
+            return False
+        machine = self.profile.machine
+        flops_s = step.flops / machine.flops_per_s
+        memory_s = step.accessed_bytes / machine.memory_bytes_per_s
+        rank.until_s = self.now + max(flops_s, memory_s) * node.slowdown
+        return True
+
+    def _lanes(self) -> bool:
+        """Let transfers begin that all who take part in have come to."""
+        begun = False
+        for lane in (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H):
+            everyone = list(range(len(self.ranks)))
+            within = [everyone[i : i + self.g] for i in range(0, len(everyone), self.g)]
+            for group in [everyone] if lane is Lane.INTER else within:
+                steps = [self._head(i, lane) for i in group]
+                if all(s is not None and s is steps[0] for s in steps):
+                    self._begin(steps[0], group)
+                    begun = True
+        return begun
+
+    def _head(self, i: int, lane: Lane) -> Step | None:
+        rank = self.ranks[i]
+        if lane in rank.running or not rank.queues[lane]:
+            return None
+        step = rank.queues[lane][0]
+        return step if all(w in rank.ends for w in step.waits) else None
+
+    def _begin(self, step: Step, group: list[int]) -> None:
+        machine = self.profile.machine
+        for i in group:
+            rank, node = self.ranks[i], self.nodes[i // self.g]
+            rank.queues[step.lane].pop(0)
+            rank.running[step.lane] = step.index
+            links = self._links(step, i)
+            flow = Flow(
+                step=step,
+                rank=i,
+                links=links,
+                left_bytes=step.bytes,
+                left_s=machine.inter.latency_s if step.bytes else 0.0,
+                copy_s=step.accessed_bytes / machine.memory_bytes_per_s * node.slowdown,
+                joint=step.index if step.lane is Lane.INTER else -1,
+            )
+            self.flows.append(flow)
+
+    def _links(self, step: Step, i: int) -> dict[str, float]:
+        """The bytes over each link for each byte that the rank sends."""
+        node, place = divmod(i, self.g)
+        switch = f"{node}.{place // self.profile.ranks_per_host_link}"
+        up, down = {f"d2h {switch}": 1.0}, {f"h2d {switch}": 1.0}
+        within = {f"intra {i}": 1.0}
+        if self.profile.intra_over_host_link:
+            within |= up | down
+        if step.kind is Kind.FLAT_ALL_GATHER:  # one rank of the node sends to the next node
+            return within | {f"card {node}": 1 / self.g}
+        cards = {f"card {node}": 1.0}
+        return {Lane.INTER: cards, Lane.INTRA: within, Lane.H2D: down, Lane.D2H: up}[step.lane]
+
+    def _capacity(self, link: str) -> float:
+        kind = link.partition(" ")[0]
+        machine = self.profile.machine
+        if kind == "card":  # nobody asks its other links for more than the slowest card can take
+            return min(node.inter for node in self.nodes)
+        return {"intra": machine.intra, "h2d": machine.h2d, "d2h": machine.d2h}[kind].bytes_per_s
+
+    def _share(self) -> None:
+        moving = [f for f in self.flows if f.phase == BYTES]
+        rising, left = list(moving), {n: self._capacity(n) for f in moving for n in f.links}
+        for flow in moving:
+            flow.rate = 0.0
+        while rising:
+            totals = {n: sum(f.links.get(n, 0.0) for f in rising) for n in left}
+            full = {n: left[n] / total for n, total in totals.items() if total}
+            level = min(full.values())
+            stay = [f for f in rising if any(full[n] <= level * (1 + 1e-9) for n in f.links)]
+            for flow in stay:
+                flow.rate = level
+                for name, weight in flow.links.items():
+                    left[name] = max(0.0, left[name] - weight * level)
+            rising = [f for f in rising if f not in stay]
+        for flow in moving:  # a collective of all nodes moves in step
+            if flow.joint >= 0:
+                flow.rate = min(f.rate for f in moving if f.joint == flow.joint)
+
+    def _wait(self) -> None:
+        """Stop the clock where the next thing happens."""
+        times = [r.until_s - self.now for r in self.ranks if r.until_s is not None]
+        times += [f.left_bytes / f.rate if f.phase == BYTES else f.left_s for f in self.flows]
+        passed = max(0.0, min(times))
+        assert math.isfinite(passed)
+        self.now += passed
+        for rank in self.ranks:
+            if rank.until_s is not None and rank.until_s <= self.now + _TINY_S:
+                rank.until_s = self.now
+        for flow in self.flows:
+            if flow.phase == BYTES:
+                flow.left_bytes -= flow.rate * passed
+            else:
+                flow.left_s -= passed
+            while flow.phase != OVER and self._is_through(flow):
+                self._next_phase(flow)
+        self.flows = [f for f in self.flows if f.phase != OVER]
+
+    def _is_through(self, flow: Flow) -> bool:
+        if flow.phase == BYTES:
+            return flow.left_bytes <= _TINY_BYTES
+        return flow.left_s <= _TINY_S
+
+    def _next_phase(self, flow: Flow) -> None:
+        flow.phase += 1
+        if flow.phase == COPY:
+            flow.left_s = flow.copy_s
+        if flow.phase == OVER:
+            rank = self.ranks[flow.rank]
+            rank.ends[flow.step.index] = self.now
+            del rank.running[flow.step.lane]

@@ -1,0 +1,122 @@
+"""Ranks that share nothing take what `cost.simulate` says, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from builders_cluster import Program, buckets_for, make_profile, make_schedule, schedules
+from fcdp_compile.cost import simulate
+from fcdp_compile.plan import Kind, Lane, Schedule
+from fcdp_compile.simulator import Conditions, simulate_step
+
+SIZES = st.tuples(st.integers(1, 5), st.integers(1, 5))
+
+INTRA_KINDS = (
+    Kind.INTRA_ALL_GATHER,
+    Kind.INTRA_OWN_ALL_GATHER,
+    Kind.INTRA_REST_ALL_GATHER,
+    Kind.INTRA_REDUCE_SCATTER,
+    Kind.INTRA_GRAD_ALL_GATHER,
+)
+
+UNSHARED = (schedules(without=[Kind.FLAT_ALL_GATHER]), schedules(without=INTRA_KINDS))
+"""Not both a flat ring and what runs within a node beside it."""
+
+LINKS = {"inter": 1.7e9, "intra": 3.1e9, "h2d": 0.9e9, "d2h": 1.3e9}
+
+
+@given(schedule=st.one_of(*UNSHARED), size=SIZES, latency_s=st.sampled_from([0.0, 50e-6, 1e-3]))
+def test_one_part_is_what_the_lanes_take(
+    schedule: Schedule, size: tuple[int, int], latency_s: float
+) -> None:
+    nodes, ranks = size
+    profile = make_profile(latency_s=latency_s, **LINKS)
+    expected = simulate(schedule, profile.machine, ranks)
+    step = simulate_step(
+        [schedule],
+        profile,
+        nodes=nodes,
+        ranks_per_node=ranks,
+        buckets=buckets_for(nodes, ranks),
+    )
+    assert step.parts == (expected,)
+    assert step.step_s == expected.total_s
+    assert step.busy_s == expected.busy_s
+    assert step.exposed_s == expected.exposed_s
+    assert step.slowest.nodes == nodes
+
+
+@given(pair=st.one_of(*(st.tuples(some, some) for some in UNSHARED)), nodes=st.integers(1, 4))
+def test_lanes_run_on_from_part_to_part(pair: tuple[Schedule, Schedule], nodes: int) -> None:
+    """Two parts take what one takes with the steps of both."""
+    first, second = pair
+    offset = len(first.steps)
+    later = [
+        replace(s, index=s.index + offset, waits=tuple(w + offset for w in s.waits))
+        for s in second.steps
+    ]
+    profile = make_profile(latency_s=1e-5, **LINKS)
+    expected = simulate(make_schedule([*first.steps, *later]), profile.machine, 2)
+    step = simulate_step(
+        [first, second], profile, nodes=nodes, ranks_per_node=2, buckets=buckets_for(nodes, 2)
+    )
+    slots = [slot for part in step.parts for slot in part.slots]
+    assert tuple(slots) == expected.slots
+    assert step.step_s == expected.total_s
+
+
+def test_a_reduction_runs_into_the_next_part() -> None:
+    backward, forward = Program(), Program()
+    reduction = backward.add(Kind.INTER_REDUCE_SCATTER, bytes=10**7)
+    forward.compute(0.005)
+    forward.compute(0.002, forward.add(Kind.INTER_ALL_GATHER, bytes=10**6))
+    step = simulate_step(
+        [backward.schedule, forward.schedule],
+        make_profile(),
+        nodes=2,
+        ranks_per_node=1,
+        buckets=buckets_for(2, 1),
+    )
+    first, second = step.parts
+    assert first.slots[reduction].end_s == 0.01
+    assert first.total_s == 0.0  # the program comes to its end at once
+    assert second.slots[1].start_s == 0.01  # the lane was taken
+    assert step.step_s == second.total_s == 0.011 + 0.002
+    assert step.exposed_s == 0.013 - 0.007
+
+
+def test_parts_without_steps_take_no_time() -> None:
+    program = Program()
+    program.compute(0.005)
+    empty = make_schedule([])
+    step = simulate_step(
+        [empty, program.schedule, empty], make_profile(), nodes=2, ranks_per_node=1, buckets={}
+    )
+    assert [part.total_s for part in step.parts] == [0.0, 0.005, 0.0]
+    nothing = simulate_step([], make_profile(), nodes=2, ranks_per_node=1, buckets={})
+    assert (nothing.step_s, nothing.inter_utilisation, nothing.parts) == (0.0, 0.0, ())
+
+
+def test_a_jitter_of_nothing_changes_nothing() -> None:
+    """Control of the above: the same nodes as classes of their own."""
+    program = Program()
+    gathered = program.add(Kind.INTER_ALL_GATHER, bytes=10**6)
+    program.compute(0.003, program.add(Kind.INTRA_ALL_GATHER, gathered, bytes=10**6))
+    profile, buckets = make_profile(), buckets_for(3, 2)
+    steps = [
+        simulate_step(
+            [program.schedule],
+            profile,
+            nodes=3,
+            ranks_per_node=2,
+            buckets=buckets,
+            conditions=Conditions(jitter=jitter),
+        )
+        for jitter in (0.0, 1e-12)
+    ]
+    assert [len(step.classes) for step in steps] == [1, 3]
+    assert abs(steps[0].step_s - steps[1].step_s) < 1e-12
+    assert steps[0].busy_s[Lane.INTER] == steps[1].busy_s[Lane.INTER]
