@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from fcdp_compile.cluster import read_profile
 from fcdp_compile.cost import MACHINES, Machine, machine_from
 from fcdp_compile.errors import ProfileError
-
-_UNITS = {
-    "B": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
-    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
-}
-_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", re.ASCII)
+from fcdp_compile.quantities import parse_bytes
 
 _RECORDED_RUNS = 3  # the median of fewer could be a run that something else disturbed
 _MAX_RECORDED_RUNS = 1000  # a thousand steps fill 40 MB
@@ -198,12 +190,10 @@ def _bytes(name: str, value: Any) -> int | None:
     if isinstance(value, int):
         size = value
     else:
-        if (parts := _SIZE.fullmatch(value)) is None:
-            raise ValueError(
-                f"option {name!r} must be a number with one of the units {', '.join(_UNITS)}, such as "
-                f"'64GiB', not {value!r}"
-            )
-        size = int(Fraction(parts[1]) * _UNITS[parts[2]])
+        try:
+            size = parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"option {name!r} {error}") from None
     if not 0 <= size < 2**62:
         raise ValueError(f"option {name!r} must be between 0 and {2**62 - 1} bytes, not {value!r}")
     return size

@@ -5,19 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.job_arguments import DTYPES
+from fcdp_compile.cli.simulate import Sweep
 from fcdp_compile.cluster import find_profile
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.planner import traced_model
 from fcdp_compile.planner.job import Job
-from fcdp_compile.planner.ranking import estimates, rank, sensible
-from fcdp_compile.planner.ranking_table import ranking_record, ranking_text
+from fcdp_compile.planner.ranking import Ranking, estimates, rank, sensible
+from fcdp_compile.planner.ranking_table import (
+    Point,
+    ranking_record,
+    ranking_text,
+    rows_csv,
+    sweep_text,
+    title,
+)
 from fcdp_compile.planner.source import ModelOptions, find_source
+from fcdp_compile.planner.sweep_plot import check_plot, draw
 from fcdp_compile.planner.traced import TracedModel
+from fcdp_compile.simulator import Collectives, Conditions
 from fcdp_compile.strategy import Strategy
 
 
@@ -43,6 +55,61 @@ def plan(options: argparse.Namespace) -> Answer:
     if options.format == "json":
         return Answer(json.dumps(ranking_record(ranking), indent=1), code)
     return Answer(ranking_text(ranking, found.job), code)
+
+
+def simulate(options: argparse.Namespace, conditions: Conditions) -> Answer:
+    """Simulate the plans of strategies, once or for each value of a sweep.
+
+    Raises: FcdpError for what cannot be planned or drawn; OSError for a file that cannot be read or written.
+    """
+    collectives = Collectives(options.collectives)
+    if options.plot is not None:
+        check_plot(options.plot)
+    found = asked(options)
+    sweep: Sweep | None = options.sweep
+    jobs = [found.job] if sweep is None else [_swept(found.job, sweep.of, v) for v in sweep.values]
+    rankings = []
+    for job in jobs:
+        tell(f"simulating {title(job)}")
+        strategies = found.strategies or sensible(job)
+        try:
+            planned = estimates(found.traced, strategies, job)
+            rankings.append(rank(planned, collectives=collectives, conditions=conditions))
+        except ValueError as error:  # conditions of more nodes than there are
+            raise FcdpError(str(error)) from None
+    code = 0 if any(r.recommended for r in rankings) else 1
+    if sweep is None:
+        return Answer(_one(options.format, rankings[0], found.job), code)
+    points = [Point(text=t, ranking=r) for t, r in zip(sweep.texts, rankings, strict=True)]
+    if options.plot is not None:
+        draw(options.plot, sweep.of, sweep.values, points, title(found.job))
+    return Answer(_swept_text(options.format, sweep.of, points, found.job), code)
+
+
+def _swept(job: Job, of: str, value: float) -> Job:
+    """The job with another number of nodes, or bandwidth of a node's card in bytes per second."""
+    if of == "nodes":
+        return replace(job, nodes=int(value))
+    machine = job.profile.machine
+    link = replace(machine.inter, bytes_per_s=value)
+    return replace(job, profile=replace(job.profile, machine=replace(machine, inter=link)))
+
+
+def _one(form: str, ranking: Ranking, job: Job) -> str:
+    if form == "json":
+        return json.dumps(ranking_record(ranking), indent=1)
+    if form == "csv":
+        return rows_csv([(None, row) for row in ranking.rows], "")
+    return ranking_text(ranking, job)
+
+
+def _swept_text(form: str, of: str, points: Sequence[Point], job: Job) -> str:
+    if form == "json":
+        found = [{of: p.text, **ranking_record(p.ranking)} for p in points]
+        return json.dumps({"sweep": found}, indent=1)
+    if form == "csv":
+        return rows_csv([(p.text, row) for p in points for row in p.ranking.rows], of)
+    return sweep_text(points, of, job)
 
 
 def asked(options: argparse.Namespace) -> Asked:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tabulate import tabulate
@@ -36,11 +39,58 @@ def ranking_text(ranking: Ranking, job: Job) -> str:
     return f"{title(job)}\n\n{table}\n\n{ranking.why}"
 
 
-def title(job: Job) -> str:
-    """What is planned, in one line."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The ranking at one value of a sweep, as it was written."""
+
+    text: str
+    ranking: Ranking
+
+
+def sweep_text(points: Sequence[Point], of: str, job: Job) -> str:
+    """A table of samples per second, a column for each strategy; those that do not fit in parentheses."""
+    names = list(dict.fromkeys(row.strategy for p in points for row in p.ranking.rows))
+    rows = []
+    for point in points:
+        found = {row.strategy: row for row in point.ranking.rows}
+        cells = [_rate(found.get(name)) for name in names]
+        rows.append((point.text, *cells, point.ranking.recommended or "nothing fits"))
+    table = tabulate(
+        rows,
+        headers=(of, *names, "recommended"),
+        colalign=("right", *["right"] * len(names), "left"),
+        tablefmt="simple",
+        disable_numparse=True,
+    )
+    note = "samples per second; in parentheses what does not fit"
+    return f"{title(job, without=of)}\n{note}\n\n{table}"
+
+
+def _rate(row: Row | None) -> str:
+    if row is None:
+        return ""
+    text = f"{row.samples_per_s:.4g}"
+    return text if row.fits else f"({text})"
+
+
+def rows_csv(rows: Iterable[tuple[str | None, Row]], of: str) -> str:
+    """Rows as CSV, each with the value of the sweep, if there is one, in front."""
+    written = io.StringIO()
+    names = [f.name for f in fields(Row)]
+    writer = csv.writer(written, lineterminator="\n")
+    writer.writerow([of, *names] if of else names)
+    for value, row in rows:
+        cells = [getattr(row, name) for name in names]
+        writer.writerow([value, *cells] if of else cells)
+    return written.getvalue().rstrip("\n")
+
+
+def title(job: Job, *, without: str = "") -> str:
+    """What is planned, in one line; without: what a sweep goes over."""
     accumulate = f", {job.accumulate} micro-batches a step" if job.accumulate > 1 else ""
+    nodes = "N" if without == "nodes" else str(job.nodes)
     return (
-        f"{job.nodes} x {job.ranks_per_node} ranks (N x g) of {job.profile.name}, batch {job.batch} a GPU"
+        f"{nodes} x {job.ranks_per_node} ranks (N x g) of {job.profile.name}, batch {job.batch} a GPU"
         f"{accumulate}; {job.device_bytes / 1e9:.1f} GB of a GPU and "
         f"{job.host_bytes_per_rank * job.ranks_per_node / 1e9:.0f} GB of a node may be used"
     )

@@ -1,0 +1,128 @@
+"""`fcdp simulate`: the same rows as `fcdp plan`, under conditions, and over sweeps."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from dataclasses import dataclass
+
+from fcdp_compile.cli.answer import Answer
+from fcdp_compile.cli.job_arguments import add_job_arguments, whole
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.quantities import parse_bytes_per_s
+from fcdp_compile.simulator.conditions import Conditions
+from fcdp_compile.simulator.rings import Collectives
+
+SUMMARY = "replay plans on a cluster: stragglers, jitter, sweeps over nodes or bandwidth"
+DESCRIPTION = (
+    "Replay the plans of strategies on a cluster's profile, event by event: five lanes a rank, cards and host "
+    "links shared.  Takes the arguments of fcdp plan and prints the same rows."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Values of "nodes" or of "bandwidth" (bytes per second of a node's card), and how they were written."""
+
+    of: str
+    values: tuple[float, ...]
+    texts: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `fcdp simulate`."""
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--collectives",
+        choices=[c.value for c in Collectives],
+        default=Collectives.HIERARCHICAL.value,
+        help="hierarchical: as planned; ring: as systems do that leave it to one NCCL group over all ranks",
+    )
+    parser.add_argument(
+        "--straggler",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="NODES:FACTOR",
+        help="so many nodes whose compute takes FACTOR times as long; may be repeated",
+    )
+    parser.add_argument(
+        "--slow-link",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="NODES:FACTOR",
+        help="so many nodes whose cards have FACTOR of the bandwidth; may be repeated",
+    )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=0.0,
+        metavar="PART",
+        help="standard deviation of each compute step on each node, relative to its time",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
+    parser.add_argument(
+        "--sweep",
+        type=_sweep,
+        metavar="nodes=2,4,… or bandwidth=1G,10G,…",
+        help="over numbers of nodes, or bandwidths of a node's card; in the place of --nodes",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw a sweep as FILE.svg or FILE.png (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("table", "json", "csv"),
+        default="table",
+        help="table: for reading (default); json: as fcdp plan, of a sweep under sweep; csv: one line a row",
+    )
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Simulate.
+
+    Raises: FcdpError for what cannot be planned or drawn; OSError for a file that cannot be read or written.
+    """
+    if options.plot is not None and options.sweep is None:
+        raise FcdpError("--plot draws a sweep; give --sweep too, such as --sweep nodes=2,4,8")
+    try:
+        conditions = Conditions(
+            stragglers=tuple(options.straggler),
+            slow_links=tuple(options.slow_link),
+            jitter=options.jitter,
+            seed=options.seed,
+        )
+    except ValueError as error:
+        raise FcdpError(str(error)) from None
+    command = importlib.import_module("fcdp_compile.planner.command")
+    answer: Answer = command.simulate(options, conditions)
+    return answer
+
+
+def _pair(text: str) -> tuple[int, float]:
+    count, _, factor = text.partition(":")
+    try:
+        return int(count), float(factor)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of nodes and a factor, such as 1:1.5"
+        ) from None
+
+
+def _sweep(text: str) -> Sweep:
+    of, _, values = text.partition("=")
+    texts = tuple(v.strip() for v in values.split(",") if v.strip())
+    if of not in ("nodes", "bandwidth") or not texts:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no sweep; give nodes=2,4,8 or bandwidth=1G,10G,100G"
+        )
+    found: tuple[float, ...]
+    if of == "nodes":
+        found = tuple(whole(v) for v in texts)
+    else:
+        try:
+            found = tuple(parse_bytes_per_s(v) for v in texts)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"bandwidth {error}") from None
+    return Sweep(of=of, values=found, texts=texts)

@@ -1,0 +1,73 @@
+"""A sweep as a picture: samples per second of each strategy."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.planner.ranking import Row
+from fcdp_compile.planner.ranking_table import Point
+
+_FORMATS = (".svg", ".png")
+_LABELS = {"nodes": "nodes", "bandwidth": "bandwidth of a node's card [Gbit/s]"}
+_BITS = 8e-9  # of bytes per second, in Gbit/s
+
+
+def check_plot(path: str) -> None:
+    """Refuse what cannot be drawn, before anything takes time.
+
+    Raises: FcdpError for another kind of file, a folder that is not there, or without matplotlib.
+    """
+    file = Path(path)
+    if file.suffix not in _FORMATS:
+        raise FcdpError(f"--plot {path}: must end in {' or '.join(_FORMATS)}")
+    if not file.parent.is_dir():
+        raise FcdpError(f"--plot {path}: there is no folder {file.parent}")
+    _figures()
+
+
+def draw(
+    path: str, of: str, values: Sequence[float], points: Sequence[Point], caption: str
+) -> None:
+    """Draw a sweep to a file; strategies that do not fit are dotted there.
+
+    Raises: OSError where it cannot be written.
+    """
+    figure = _figures().Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    at = [v * _BITS if of == "bandwidth" else v for v in values]
+    names = list(dict.fromkeys(row.strategy for p in points for row in p.ranking.rows))
+    for name in names:
+        found = [_row_of(p, name) for p in points]
+        rates = [None if row is None else row.samples_per_s for row in found]
+        xs = [x for x, rate in zip(at, rates, strict=True) if rate is not None]
+        (line,) = axes.plot(xs, [r for r in rates if r is not None], marker="o", label=name)
+        if not all(row is None or row.fits for row in found):
+            line.set_linestyle(":")
+            line.set_label(f"{name} (does not fit everywhere)")
+    axes.set_xscale("log", base=2 if of == "nodes" else 10)
+    axes.set_yscale("log")
+    axes.set_xticks(at, [f"{x:g}" for x in at])
+    axes.set_xlabel(_LABELS[of])
+    axes.set_ylabel("samples per second")
+    axes.set_title(caption, fontsize="small", wrap=True)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def _row_of(point: Point, name: str) -> Row | None:
+    return next((row for row in point.ranking.rows if row.strategy == name), None)
+
+
+def _figures() -> Any:
+    # An extra, which whoever reads tables need not have.
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise FcdpError(
+            f"--plot needs matplotlib, which cannot be imported ({error}); pip install 'fcdp[bench]'"
+        ) from None
