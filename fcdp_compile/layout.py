@@ -17,9 +17,12 @@ gradient is reduced into every slot.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def chunk_rows(rows: int, chunks: int) -> list[int]:
@@ -49,6 +52,13 @@ def choose_dim(shape: Sequence[int], nodes: int, ranks_per_node: int) -> int | N
         return slot * nodes * ranks_per_node * others
 
     return min(range(len(shape)), key=lambda dim: (padded(dim), dim))
+
+
+class Run(NamedTuple):
+    """Consecutive slots that own equally many rows each."""
+
+    slots: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +108,12 @@ class ParamLayout:
         """Rows owned by each rank in chunk order; a scalar counts as one row in every slot."""
         if self.dim is None:
             return (1,) * self.ranks
-        pieces = chunk_rows(self.shape[self.dim], self.ranks_per_node)
-        return tuple(r for piece in pieces for r in chunk_rows(piece, self.nodes))
+        return _rows(self.shape[self.dim], self.nodes, self.ranks_per_node)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The rows of each rank, as runs of ranks that own as many: few, however many ranks there are."""
+        return _runs(self.rows)
 
     @property
     def slot_rows(self) -> int:
@@ -116,7 +130,7 @@ class ParamLayout:
     @property
     def is_even(self) -> bool:
         """Whether every rank owns a full slot of rows, so that nothing is padded."""
-        return self.dim is not None and all(r == self.slot_rows for r in self.rows)
+        return self.dim is not None and all(run.rows == self.slot_rows for run in self.runs)
 
     def chunk(self, node: int, place: int) -> int:
         """The chunk that the rank at place `place` of node `node` owns."""
@@ -132,3 +146,16 @@ class ParamLayout:
     def local_start(self, node: int, place: int) -> int:
         """First row of the home shard of that rank within the sharded dimension."""
         return 0 if self.dim is None else sum(self.rows[: self.chunk(node, place)])
+
+
+# A plan for thousands of ranks asks for the same few again and again.
+@functools.lru_cache(maxsize=1024)
+def _rows(rows: int, nodes: int, ranks_per_node: int) -> tuple[int, ...]:
+    pieces = chunk_rows(rows, ranks_per_node)
+    return tuple(r for piece in pieces for r in chunk_rows(piece, nodes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _runs(rows: tuple[int, ...]) -> tuple[Run, ...]:
+    found = [(of, len(list(same))) for of, same in itertools.groupby(rows)]
+    return tuple(Run(slots=count, rows=of) for of, count in found)

@@ -69,10 +69,20 @@ def unpack_full(full: Tensor, layouts: Sequence[ParamLayout]) -> list[Tensor]:
         if layout.is_even:
             flat = mine.reshape(-1).contiguous()  # slots of one element reshape to a strided view
         else:
-            used = [r * layout.row_elements for r in layout.rows]
-            flat = _joined([mine[i, :n] for i, n in enumerate(used) if n] or [mine[0, :0]], 0)
+            flat = _joined(_used(mine, layout) or [mine[0, :0]], 0)
         params.append(_rows_back(flat, layout, layout.shape[layout.dim]))
     return params
+
+
+def _used(slots: Tensor, layout: ParamLayout) -> list[Tensor]:
+    """What is no padding in the slots [G, slot elements] of a parameter, flat, in order."""
+    used, first = [], 0
+    for run in layout.runs:
+        if run.rows:
+            rows = slots.narrow(0, first, run.slots).narrow(1, 0, run.rows * layout.row_elements)
+            used.append(rows.reshape(-1))
+        first += run.slots
+    return used
 
 
 def pack_grads(
@@ -95,8 +105,16 @@ def _grad_slots(grad: Tensor, layout: ParamLayout) -> Tensor:
     rows = _rows_first(grad, layout)
     if layout.is_even:
         return rows.reshape(layout.ranks, layout.slot_elements)
-    pieces = rows.split(list(layout.rows))
-    return torch.stack([_padded(p.reshape(-1), layout.slot_elements) for p in pieces])
+    slots, start = [], 0
+    for run in layout.runs:
+        taken = rows.narrow(0, start, run.slots * run.rows).reshape(run.slots, -1)
+        missing = layout.slot_elements - run.rows * layout.row_elements
+        if missing:
+            taken = taken.reshape(run.slots, layout.slot_elements - missing)
+            taken = torch.cat([taken, taken.new_zeros(run.slots, missing)], 1)
+        slots.append(taken)
+        start += run.slots * run.rows
+    return _joined(slots, 0)
 
 
 def unpack_grads(

@@ -15,8 +15,8 @@ from fcdp_compile.simulator.rings import Collectives
 
 SUMMARY = "replay plans on a cluster: stragglers, jitter, sweeps over nodes or bandwidth"
 DESCRIPTION = (
-    "Replay the plans of strategies on a cluster's profile, event by event: five lanes a rank, cards and host "
-    "links shared.  Takes the arguments of fcdp plan and prints the same rows."
+    "Replay the plans of strategies on a cluster's profile, event by event: five lanes a rank, cards and "
+    "host links shared.  Takes the arguments of fcdp plan and prints the same rows."
 )
 
 
