@@ -46,7 +46,7 @@ def test_bandwidths(text: str, bytes_per_s: float) -> None:
     "text", ["", "10", "G", "10 ", "10GiB/s", "10Gbit/h", "-1G", "fast", "1e9G", "10G\n"]
 )
 def test_what_is_no_bandwidth(text: str) -> None:
-    with pytest.raises(ValueError, match="such as 10G .*, 10Gbit/s or 1.25GB/s, not "):
+    with pytest.raises(ValueError, match=r"such as 10G .*, 10Gbit/s or 1\.25GB/s, not "):
         parse_bytes_per_s(text)
 
 
