@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -54,7 +54,8 @@ class ClusterProfile:
     the most that a node has.  device_memory_bytes: of one rank.  host_memory_bytes: of one node.
     ranks_per_host_link: ranks that share one link to host memory (a PCIe switch).  intra_over_host_link:
     whether what ranks of a node send each other takes that link too (no NVLink between all of them).
-    source: where the figures come from, for people.
+    machine: its h2d and d2h are of one such link, which all of these ranks may use at once; `rank_machine`
+    has a rank's share.  source: where the figures come from, for people.
     """
 
     name: str
@@ -68,6 +69,15 @@ class ClusterProfile:
     machine: Machine
     source: str
     samples: tuple[Sample, ...] = ()
+
+    @property
+    def rank_machine(self) -> Machine:
+        """The speeds for one rank while all ranks copy at once, as they do in training."""
+        h2d, d2h = (
+            replace(link, bytes_per_s=link.bytes_per_s / self.ranks_per_host_link)
+            for link in (self.machine.h2d, self.machine.d2h)
+        )
+        return replace(self.machine, h2d=h2d, d2h=d2h)
 
 
 def _check(profile: ClusterProfile) -> None:

@@ -5,6 +5,7 @@ What cannot be read is no limit.  Every function takes the folder that stands fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -60,6 +61,13 @@ def available_bytes(root: Path = _ROOT) -> int | None:
     return None if kib is None else 1024 * kib
 
 
+def total_bytes(root: Path = _ROOT) -> int | None:
+    """What there is at most: the machine's memory, or less where this process's control groups say so."""
+    kib = _number(_fields(root / "proc/meminfo").get("MemTotal:", "").split(" ")[0])
+    limits = [limit for folder, names in _groups(root) if (limit := _limit_in(folder, names))]
+    return min(limits if kib is None else [1024 * kib, *limits], default=None)
+
+
 def lockable_bytes(root: Path = _ROOT) -> int | None:
     """RLIMIT_MEMLOCK of this process; None if it is unlimited or the process may exceed it."""
     capabilities = _fields(root / "proc/self/status").get("CapEff:", "0")
@@ -76,7 +84,12 @@ def cgroup_bytes(root: Path = _ROOT) -> int | None:
 
     Files that were read and can be dropped again are not counted as used (as the kubelet does it).
     """
-    left: list[int] = []
+    found = (_left_in(folder, names) for folder, names in _groups(root))
+    return min((n for n in found if n is not None), default=None)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
+    """The folders of this process's control group and of those above it."""
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:
@@ -87,9 +100,7 @@ def cgroup_bytes(root: Path = _ROOT) -> int | None:
             continue
         # Seen from inside a container the path may be one outside of it: what does not exist is passed over.
         inner = PurePosixPath(path.lstrip("/"))
-        found = (_left_in(mount / folder, names) for folder in (inner, *inner.parents))
-        left += [n for n in found if n is not None]
-    return min(left, default=None)
+        yield from ((mount / folder, names) for folder in (inner, *inner.parents))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +117,17 @@ _V2 = _Names(limit="memory.max", used="memory.current", droppable="inactive_file
 
 
 def _left_in(folder: Path, names: _Names) -> int | None:
-    limit = _number(_text(folder / names.limit))
-    if limit is None or limit >= 2**62:  # version 1 says "unlimited" as a number of pages
+    if (limit := _limit_in(folder, names)) is None:
         return None
     used = _number(_text(folder / names.used)) or 0
     droppable = _number(_fields(folder / "memory.stat").get(names.droppable, "")) or 0
     return max(0, limit - max(0, used - droppable))
+
+
+def _limit_in(folder: Path, names: _Names) -> int | None:
+    limit = _number(_text(folder / names.limit))
+    # Version 1 says "unlimited" as a number of pages.
+    return None if limit is None or limit >= 2**62 else limit
 
 
 def _fields(path: Path) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """A link from measured times: time = latency + bytes / bandwidth, by least squares.
 
-Arithmetic only.  Deviations count relative to the time measured, so that small transfers decide on the
-latency and large ones on the bandwidth, whatever lies between them.
+Arithmetic only.  Large transfers decide on the bandwidth and small ones, with that, on the latency.  Where
+the points lie on no line, as past the end of a CPU's cache, both ends are still met: a single fit would give
+up one of them for what lies between.
 """
 
 from __future__ import annotations
@@ -71,27 +72,31 @@ def _deviation(time: Timed, link: Link) -> float:
 
 
 def _line(times: Sequence[Timed]) -> Link:
-    """Least squares of 1 = latency / time + (bytes / bandwidth) / time, with neither below zero."""
-    largest = max(times)
-    u = [1.0 / t.seconds for t in times]
-    v = [
-        t.bytes / largest.bytes / t.seconds for t in times
-    ]  # s per largest transfer: no huge numbers
-    uu, uv, vv = (
-        math.fsum(a * b for a, b in zip(x, y, strict=True)) for x, y in ((u, u), (u, v), (v, v))
-    )
-    su, sv = math.fsum(u), math.fsum(v)
-    determinant = uu * vv - uv * uv
-    if len({t.bytes for t in times}) < 2 or determinant <= 0:
-        return _proportional(largest.bytes, sv / vv)
-    latency_s = (su * vv - sv * uv) / determinant
-    moving_s = (sv * uu - su * uv) / determinant
-    if latency_s < 0:
-        return _proportional(largest.bytes, sv / vv)
-    if moving_s <= 0:
-        return Link(latency_s=su / uu, bytes_per_s=largest.bytes / largest.seconds)
-    return Link(latency_s=latency_s, bytes_per_s=largest.bytes / moving_s)
+    """The bandwidth by what large transfers take, then the latency by what is left of small ones."""
+    slope = _slope(times)
+    if slope <= 0:
+        return Link(
+            latency_s=_mean_latency_s(times, 0.0), bytes_per_s=max(times).bytes / max(times).seconds
+        )
+    return Link(latency_s=max(0.0, _mean_latency_s(times, slope)), bytes_per_s=1 / slope)
 
 
-def _proportional(bytes_: int, seconds: float) -> Link:
-    return Link(latency_s=0.0, bytes_per_s=bytes_ / seconds)
+def _slope(times: Sequence[Timed]) -> float:
+    """Seconds per byte: least squares of (time - latency - bytes * slope)^2 / time, with latency >= 0."""
+    largest = max(times).bytes
+    part = [t.bytes / largest for t in times]  # no huge numbers
+    ones = math.fsum(1 / t.seconds for t in times)
+    parts = math.fsum(x / t.seconds for x, t in zip(part, times, strict=True))
+    squares = math.fsum(x * x / t.seconds for x, t in zip(part, times, strict=True))
+    count, total = len(times), math.fsum(part)
+    determinant = ones * squares - parts * parts
+    has_line = len({t.bytes for t in times}) > 1 and determinant > 0
+    if not has_line or count * squares < total * parts:  # the latency would be below zero
+        return total / squares / largest
+    return (total * ones - count * parts) / determinant / largest
+
+
+def _mean_latency_s(times: Sequence[Timed], slope: float) -> float:
+    """What times are above bytes * slope: least squares of relative deviations."""
+    weights = math.fsum(t.seconds**-2 for t in times)
+    return math.fsum((t.seconds - t.bytes * slope) / t.seconds**2 for t in times) / weights

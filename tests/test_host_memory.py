@@ -14,6 +14,7 @@ from fcdp_compile.host_memory import (
     cgroup_bytes,
     detect,
     lockable_bytes,
+    total_bytes,
 )
 
 GIB = 2**30
@@ -99,6 +100,25 @@ def test_nothing_known_is_no_limit(tmp_path: Path) -> None:
 def test_available_memory(tmp_path: Path) -> None:
     text = "MemTotal:       32879852 kB\nMemFree:         1000 kB\nMemAvailable:   2048 kB"
     assert available_bytes(write(tmp_path, {"proc/meminfo": text})) == 2 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("total", "limits", "expected"),
+    [(10, (40, 50), 10), (40, (20, 50), 20), (40, (50, 20), 20), (40, ("max", "max"), 40)],
+)
+def test_all_memory(
+    tmp_path: Path, total: int, limits: tuple[object, object], expected: int
+) -> None:
+    """The machine's, or what a group may have; what is in use does not matter."""
+    own, parent = (limit if limit == "max" else int(str(limit)) * GIB for limit in limits)
+    files = {"proc/meminfo": f"MemTotal: {total * 2**20} kB\nMemAvailable: 5 kB"}
+    files |= {"proc/self/cgroup": "0::/a/b"}
+    files |= group(f"{V2}/a/b", own, 9 * GIB) | group(f"{V2}/a", parent, 9 * GIB)
+    assert total_bytes(write(tmp_path, files)) == expected * GIB
+
+
+def test_all_memory_of_an_unknown_system(tmp_path: Path) -> None:
+    assert total_bytes(tmp_path) is None
 
 
 @pytest.mark.parametrize(

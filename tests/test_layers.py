@@ -45,6 +45,15 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 }
 """What may not be imported, by the module or package that may not do it."""
 
+LATE = {
+    ("fcdp_compile.cli.probe", "fcdp_compile.probe"): (
+        "measuring needs torch and process groups, which no other command may wait for"
+    ),
+    ("fcdp_compile.cli.plan", "fcdp_compile.planner.command"): "tracing needs torch",
+    ("fcdp_compile.cli.simulate", "fcdp_compile.planner.command"): "tracing needs torch",
+}
+"""The imports of ours that may stand in a function, with the reason: made when a command has been chosen."""
+
 PRIVATE_ALLOWED_IN = "fcdp_compile.torch_compat"
 PRIVATE_OF = ("torch", "functorch")
 
@@ -201,13 +210,19 @@ def hidden_imports(imports: list[Import]) -> list[str]:
         if found.is_inside_function
         and is_within(found.target, "fcdp_compile")
         and found.importer != "fcdp_compile"
+        and not is_late(found)
     ]
+
+
+def is_late(found: Import) -> bool:
+    """Whether an import is one of those that are made late."""
+    return found.is_inside_function and (found.importer, found.target) in LATE
 
 
 def reached(start: str, imports: list[Import], modules: set[str]) -> dict[str, str]:
     """Our modules that importing one brings along, each with the module that asks for it."""
     edges: dict[str, list[str]] = {}
-    for found in imports:
+    for found in (i for i in imports if not is_late(i)):
         for target in (found.target, found.target.rpartition(".")[0]):
             if target in modules and target != "fcdp_compile":
                 edges.setdefault(found.importer, []).append(target)
@@ -261,6 +276,15 @@ def test_data_and_the_command_need_no_torch(name: str) -> None:
         for found in imports
         if found.importer in all_reached and is_within(found.target, "torch")
     ] == []
+
+
+def test_what_is_imported_late_is_so_and_needs_it() -> None:
+    """Control: no exception is stale, or for a module that could be imported at once."""
+    imports, modules = all_imports(), set(sources())
+    assert {(i.importer, i.target) for i in imports if is_late(i)} == set(LATE)
+    for _, target in LATE:
+        needed = {target, *reached(target, imports, modules)}
+        assert any(i.importer in needed and is_within(i.target, "torch") for i in imports)
 
 
 def test_the_project_is_really_read() -> None:
@@ -372,6 +396,18 @@ def test_an_import_inside_a_function_is_found() -> None:
     found = imports_of("fcdp_compile.layout", source + "import fcdp_compile.errors\n")
     assert hidden_imports(found) == ["fcdp_compile.layout:2 imports fcdp_compile.plan"]
     assert hidden_imports(imports_of("fcdp_compile", source, is_package=True)) == []
+
+
+def test_late_is_what_stands_in_a_function_of_that_module_alone() -> None:
+    (importer, target), *_ = LATE
+    late = f"import importlib\ndef f():\n    importlib.import_module({target!r})\n"
+    assert hidden_imports(imports_of(importer, late)) == []
+    assert len(hidden_imports(imports_of("fcdp_compile.cli.dump", late))) == 1
+    modules = {importer, target}
+    assert reached(importer, imports_of(importer, late), modules) == {}
+    assert reached(importer, imports_of(importer, f"import {target}"), modules) == {
+        target: importer
+    }
 
 
 def test_an_arrow_through_another_module_is_found() -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from fcdp_compile.cli import dump, plan, simulate, strategies
+from fcdp_compile.cli import dump, plan, probe, simulate, strategies
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.json_records import one_line
@@ -35,9 +35,13 @@ class _Command(Protocol):
 _COMMANDS: dict[str, _Command] = {
     "dump": dump,
     "strategies": strategies,
+    "probe": probe,
     "plan": plan,
     "simulate": simulate,
 }
+
+_ON_EVERY_RANK = ("probe",)
+"""Commands that torchrun starts once for each rank, with the same arguments."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,17 +61,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports bad usage in one line; argparse would print the usage as well."""
+    """Reports bad usage in one line; argparse would print the usage as well.
+
+    is_silent: whether another rank reports the same.
+    """
+
+    is_silent = False
 
     def error(self, message: str) -> NoReturn:
         """End the process with exit code 2."""
-        self.exit(2, one_line(f"{self.prog}: {message} (see {self.prog} --help)") + "\n")
+        text = one_line(f"{self.prog}: {message} (see {self.prog} --help)") + "\n"
+        self.exit(2, None if self.is_silent else text)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="fcdp",
-        description="Look at what the fcdp backend compiled, and at what it can do.",
+        description="Look at what the fcdp backend compiled, what it can do, and at your cluster.",
         epilog='Exit codes: 0 fine, 1 the answer is "no", 2 bad input.',
         allow_abbrev=False,
     )
@@ -77,7 +87,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             name, help=command.SUMMARY, description=command.DESCRIPTION, allow_abbrev=False
         )
         command.add_arguments(sub)
+        sub.is_silent = name in _ON_EVERY_RANK and os.environ.get("RANK", "0") != "0"
     named = next((arg for arg in argv if not arg.startswith("-")), None)
+    if named in _ON_EVERY_RANK:
+        parser.is_silent = subparsers.choices[named].is_silent
     if named is not None and named not in _COMMANDS:
         near = difflib.get_close_matches(named.lower(), _COMMANDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -89,7 +102,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _print(answer: Answer) -> int:
-    if sys.stdout is None:  # closed by the caller, who wants the exit code only
+    # Closed by the caller, who wants the exit code only; or a rank that has nothing to say.
+    if sys.stdout is None or not answer.text:
         return answer.code
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a letter

@@ -1,0 +1,143 @@
+"""`fcdp probe`: measure this cluster, say whether its host is faster than its network, write a profile.
+
+Measuring needs torch and process groups, for which no other command should wait: so that module is imported
+when the command runs, by its name (`LATE` in tests/test_layers.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fcdp_compile.cli.answer import Answer
+from fcdp_compile.cli.probe_table import format_profile
+from fcdp_compile.cluster import profile_to_json
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.probe_request import LEAST_BYTES, ProbeOutcome, ProbeRequest
+from fcdp_compile.quantities import parse_bytes, parse_bytes_per_s
+
+SUMMARY = "measure this cluster: is the host faster than your network?"
+DESCRIPTION = (
+    "Measure collectives between and within nodes, copies to and from the host and compute; start it on "
+    "every node with torchrun, as a training job: torchrun ... -m fcdp_compile.cli probe --output "
+    "cluster.json. Rank 0 prints a table and writes a cluster profile, for the option machine of the "
+    "backend and for planning."
+)
+
+_MOST_SECONDS = 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `fcdp probe`."""
+    parser.add_argument(
+        "--output", type=_file, metavar="FILE", help="where to write the profile (JSON)"
+    )
+    parser.add_argument(
+        "--nodes",
+        type=_count,
+        metavar="N",
+        help="split the ranks into so many nodes (default: as torchrun started them)",
+    )
+    parser.add_argument(
+        "--inter",
+        type=_bandwidth,
+        metavar="BANDWIDTH",
+        help="what a node's card sends, 10G (bits) or 1.25GB/s, in place of measuring it: for a cluster "
+        "that is not there yet",
+    )
+    parser.add_argument(
+        "--max-size",
+        type=_size,
+        default="256MiB",
+        metavar="SIZE",
+        help="the largest size to measure, if memory and time allow (default: 256MiB)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="about how long to measure (default: 30)",
+    )
+    parser.add_argument("--name", type=_name, help="of the profile (default: ranks and device)")
+    parser.add_argument(
+        "--format",
+        choices=("table", "json"),
+        default="table",
+        help="table: for reading (default); json: the profile",
+    )
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Measure; the first rank has the answer, the others say nothing.
+
+    Raises: FcdpError on the first rank if nothing can be measured, OSError if the profile cannot be written.
+    """
+    request = ProbeRequest(
+        output=options.output,
+        nodes=options.nodes,
+        max_bytes=options.max_size,
+        seconds=options.seconds,
+        name=options.name,
+        inter_bytes_per_s=options.inter,
+    )
+    probe: Callable[[ProbeRequest], ProbeOutcome]
+    probe = importlib.import_module("fcdp_compile.probe").probe
+    outcome = probe(request)
+    if outcome.refusal and outcome.is_first:
+        raise FcdpError(outcome.refusal)
+    if outcome.profile is None or not outcome.is_first:
+        return Answer("", 2 if outcome.refusal else 0)
+    if options.format == "json":
+        return Answer(profile_to_json(outcome.profile).rstrip("\n"))
+    written = f"\n\nThe profile is in {options.output}." if options.output else ""
+    return Answer(format_profile(outcome.profile) + written)
+
+
+def _checked(check: Callable[[str], Any], text: str) -> Any:
+    try:
+        return check(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _file(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give the name of a file")
+    return Path(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**20:
+        raise argparse.ArgumentTypeError(f"must be a number of nodes from 1, not {text!r}")
+    return int(text)
+
+
+def _bandwidth(text: str) -> float:
+    found: float = _checked(parse_bytes_per_s, text)
+    return found
+
+
+def _size(text: str) -> int:
+    size: int = _checked(parse_bytes, text)
+    if not 4 * LEAST_BYTES <= size < 2**40:
+        raise argparse.ArgumentTypeError(f"must be from 16KiB to less than 1TiB, not {text!r}")
+    return size
+
+
+def _seconds(text: str) -> float:
+    seconds: float = _checked(float, text)
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"must be above 0 and at most {_MOST_SECONDS:.0f}, not {text!r}"
+        )
+    return seconds
+
+
+def _name(text: str) -> str:
+    if not text or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"must be a printable name, not {text!r}")
+    return text

@@ -1,0 +1,176 @@
+"""What `fcdp probe` times: the transfers, collectives and arithmetic of a training step, one by one.
+
+All of it goes the way that it goes in training, on the same lanes, groups and pinned memory; every rank calls
+everything in one order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.host_memory import detect
+from fcdp_compile.link_fit import Timed
+from fcdp_compile.mesh import Topology
+from fcdp_compile.plan import Kind, Lane
+from fcdp_compile.runtime import numa
+from fcdp_compile.runtime.collectives import Collectives, are_blocking
+from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.lanes import Lanes
+from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.runtime.stopwatch import Run, Stopwatch
+
+_NAME = "fcdp::probe"
+_MOST_COPIES = 64  # beside a gather
+_PART_OF_FREE = 16
+"""Three gathers that are under way have in memory up to twice what they send, each; others need some too."""
+
+_MATMULS = {"cuda": (8192, 4096, 16384), "cpu": (256, 512, 2048)}
+"""Tokens, width and four times that: the first half of a feed-forward layer, of milliseconds."""
+
+
+class Arithmetic(NamedTuple):
+    """How long floating point operations took."""
+
+    flops: int
+    seconds: float
+
+
+class Probing:
+    """What there is to time on this rank."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        self._topology = topology
+        self._device = device
+        self._lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
+        self._pool = PinnedPool(device, numa_node=numa.node_of(device))
+        self.collectives = Collectives(topology, Counters(), self._lanes)
+        self._watch = Stopwatch(self.collectives, device)
+
+    def room_bytes(self) -> int:
+        """The largest size for which all ranks have memory."""
+        local = local_ranks(self._topology)
+        free = detect(ranks_on_machine=local, ranks_in_group=local).bytes
+        if self._device.type == "cuda":
+            on_device = torch.cuda.mem_get_info(self._device)[0]
+            free = min(free, on_device // ranks_on_device(self._topology))
+        rows = self.collectives.agree([free // _PART_OF_FREE])
+        return min(row[0] for row in rows)
+
+    def gathers(self, kind: Kind, sizes: Sequence[int], *, budget_s: float) -> list[Timed]:
+        """All-gathers between or within all nodes at once; bytes are those that one rank sends."""
+        others = self.collectives.group_size(kind) - 1
+
+        def make(size: int) -> tuple[int, Run]:
+            part = self._filled(-(-size // others))
+            return others * part.nbytes, partial(self._gather, kind, part)
+
+        return self._watch.sweep(make, sizes, budget_s=budget_s)
+
+    def loads(self, sizes: Sequence[int], *, budget_s: float) -> list[Timed]:
+        """Copies from pinned memory to the device, on all ranks at once."""
+
+        def make(size: int) -> tuple[int, Run]:
+            return size, partial(self._load, self._slab(size))
+
+        return self._watch.sweep(make, sizes, budget_s=budget_s)
+
+    def stores(self, sizes: Sequence[int], *, budget_s: float) -> list[Timed]:
+        """Copies from the device to pinned memory, on all ranks at once."""
+
+        def make(size: int) -> tuple[int, Run]:
+            slab, source = self._slab(size), self._filled(size)
+            return size, partial(self._copy, Lane.D2H, slab, source)
+
+        return self._watch.sweep(make, sizes, budget_s=budget_s)
+
+    def load_alone_s(self, size: int, *, budget_s: float) -> float:
+        """Seconds for a load on one rank of each node while the others load nothing."""
+        slab = self._slab(size)
+        run: Run = partial(self._load, slab) if self._topology.place == 0 else _nothing
+        return self._watch.median_s(run, budget_s=budget_s)
+
+    def gather_slowdown(self, gather: Timed, load: Timed) -> float:
+        """How many times as long a gather within the node takes while all ranks load.
+
+        gather, load: the size of each, and its time with nothing beside it.
+        """
+        kind = Kind.INTRA_ALL_GATHER
+        part = self._filled(gather.bytes // (self.collectives.group_size(kind) - 1))
+        slab = self._slab(load.bytes)
+        arrived = torch.empty_like(slab, device=self._device)
+        count = min(_MOST_COPIES, math.ceil(2 * gather.seconds / load.seconds))
+
+        def start() -> list[Pending]:
+            return [self._copy(Lane.H2D, arrived, slab) for _ in range(count)]
+
+        def run() -> None:
+            self._gather(kind, part).wait()
+
+        return self._watch.median_beside_s(run, start) / self._watch.median_beside_s(run, list)
+
+    def copy(self, size: int, *, budget_s: float) -> Timed:
+        """A copy on the device, which reads and writes: twice its size in bytes."""
+        source = self._filled(size)
+        copy = torch.empty_like(source)
+
+        def run() -> None:
+            copy.copy_(source)
+
+        return Timed(2 * size, self._watch.median_s(run, budget_s=budget_s))
+
+    def matmul(self, *, budget_s: float) -> Arithmetic:
+        """A product of matrices as in a transformer, in bf16 on a GPU, else in fp32."""
+        is_gpu = self._device.type == "cuda"
+        dtype = torch.bfloat16 if is_gpu else torch.float32
+        tokens, width, inner = _MATMULS["cuda" if is_gpu else "cpu"]
+        a = torch.ones(tokens, width, dtype=dtype, device=self._device)
+        b = torch.ones(width, inner, dtype=dtype, device=self._device)
+        product = torch.empty(tokens, inner, dtype=dtype, device=self._device)
+
+        def run() -> None:
+            torch.mm(a, b, out=product)
+
+        return Arithmetic(
+            flops=2 * tokens * width * inner, seconds=self._watch.median_s(run, budget_s=budget_s)
+        )
+
+    def _gather(self, kind: Kind, part: Tensor) -> Pending:
+        return self.collectives.all_gather(kind, part, _NAME)
+
+    def _load(self, slab: Tensor) -> Pending:
+        # The buffer is new each time, as in training: on a CPU that is part of what a load takes.
+        arrived = torch.empty_like(slab, device=self._device)
+        return self._copy(Lane.H2D, arrived, slab)
+
+    def _copy(self, lane: Lane, out: Tensor, source: Tensor) -> Pending:
+        run = partial(out.copy_, source, non_blocking=True)
+        return self._lanes.start(lane, run, out=out, reads=[source], name=_NAME)
+
+    def _slab(self, size: int) -> Tensor:
+        # Written once: memory that never was reads from one page of zeros.
+        return self._pool.take(size, torch.uint8).fill_(1)
+
+    def _filled(self, size: int) -> Tensor:
+        return torch.ones(size, dtype=torch.uint8, device=self._device)
+
+
+def _nothing() -> None:
+    pass
+
+
+def local_ranks(topology: Topology) -> int:
+    """How many ranks run on this machine, which may be split into several nodes."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), topology.ranks_per_node)
+
+
+def ranks_on_device(topology: Topology) -> int:
+    """How many ranks of this machine share one GPU."""
+    return -(-local_ranks(topology) // torch.cuda.device_count())

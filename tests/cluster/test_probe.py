@@ -1,0 +1,56 @@
+"""The network that `fcdp probe` finds between simulated nodes is the one that was made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fcdp_compile.cluster import Measured, find_profile
+
+pytestmark = pytest.mark.cluster
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TOOL = Path(os.environ.get("FCDP_CLUSTER_TOOL", _ROOT.parent / "shared" / "tools" / "cluster.py"))
+_LIMIT_BYTES_PER_S = 200e6 / 8
+
+
+def _missing() -> str | None:
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not all(shutil.which(tool) for tool in ("ip", "tc")):
+        return "ip and tc (iproute2) are not installed"
+    if not _TOOL.is_file():
+        return f"no cluster tool at {_TOOL}; set FCDP_CLUSTER_TOOL"
+    return None
+
+
+if (_reason := _missing()) is not None:
+    # Simulated nodes exist on Linux, for root, with the tool alone; the reason says what is missing.
+    pytestmark = [pytest.mark.cluster, pytest.mark.skip(reason=_reason)]
+
+
+def test_a_limited_card_is_found(tmp_path: Path) -> None:
+    """A token bucket lets no more pass; headers, and messages that peers wait for, take a tenth of it."""
+    path = tmp_path / "cluster.json"
+    command = [sys.executable, str(_TOOL), "--nodes", "2", "--gpus-per-node", "2"]
+    command += ["--bandwidth", "200mbit", "--timeout", "200", "--python", sys.executable, "--"]
+    command += ["-m", "fcdp_compile.cli", "probe", "--output", str(path)]
+    command += ["--max-size", "1MiB", "--seconds", "25", "--name", "limited"]
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    # Killing the tool outright would leave its namespaces behind; its own timeout cleans up.
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)  # noqa: T201
+    profile = find_profile(str(path))
+    assert (profile.nodes, profile.ranks_per_node) == (2, 2)
+    inter = [s for s in profile.samples if s.of is Measured.INTER_ALL_GATHER]
+    assert inter[-1].bytes == 2 * 2**20, "the control: there was time for more than the burst"
+    assert 0.8 * _LIMIT_BYTES_PER_S < profile.machine.inter.bytes_per_s < 1.2 * _LIMIT_BYTES_PER_S
+    assert profile.machine.intra.bytes_per_s > 2 * _LIMIT_BYTES_PER_S, "nothing limits a node"
+    assert "limited: 2 x 2 ranks, cpu; measured on " in done.stdout
+    assert "Is the host faster than your network? Yes, " in done.stdout
