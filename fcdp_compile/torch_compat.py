@@ -231,8 +231,8 @@ def graphs_to_bytes(graphs: Sequence[GraphModule]) -> bytes:
 
 def graphs_from_bytes(data: bytes) -> tuple[GraphModule, ...]:
     """What `graphs_to_bytes` was given, in a fake mode of its own; runs code, so only for what one wrote."""
-    loaded: tuple[GraphModule, ...] = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
-    return loaded
+    loaded: Any = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    return tuple(loaded)
 
 
 def make_dynamic(tensor: Tensor, dim: int) -> None:

@@ -278,8 +278,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ((), "fcdp: no command given; choose one of dump"),
         (
             ("dmup", "x"),
-            "fcdp: unknown command 'dmup'; choose one of dump, strategies, probe, plan, simulate; did you "
-            "mean 'dump'?",
+            "choose one of dump, strategies, probe, plan, simulate; did you mean 'dump'?",
         ),
         (("Dump",), "did you mean 'dump'?"),
         (("frobnicate",), "fcdp: unknown command 'frobnicate'; choose one of dump"),

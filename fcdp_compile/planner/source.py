@@ -154,7 +154,10 @@ def _build(
             model, peft.LoraConfig(r=options.lora, target_modules="all-linear")
         )
     if options.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable: Any = (
+            model.gradient_checkpointing_enable
+        )  # nn.Module's attributes are typed as tensors
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids = torch.zeros(batch, seq, dtype=torch.long)
     return model, {"input_ids": ids, "labels": ids.clone()}
 
