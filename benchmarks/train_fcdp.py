@@ -13,13 +13,14 @@ from benchmarks.train_torch import TorchTrainer
 from benchmarks.trainer import HostMemory, Place
 from fcdp_compile.sharding import state_of
 
-_STRATEGIES = {
+STRATEGIES = {
     "fcdp": "fcdp",
     "fcdp-mics": "mics",
     "fcdp-w8g4": "fcdp+w8+g4",
     "fcdp-zero2": "zero2",
     "fcdp-zero3": "zero3",
 }
+"""What strategy the systems of these names train with."""
 
 
 class FcdpTrainer(TorchTrainer):
@@ -39,4 +40,4 @@ class FcdpTrainer(TorchTrainer):
 def make_trainer(name: str, model: Gpt, place: Place) -> FcdpTrainer:
     """Shard and compile the model with the strategy of the system of that name."""
     mesh = fcdp_compile.make_mesh(nodes=place.nodes)
-    return FcdpTrainer(fcdp_compile.shard(model, mesh, strategy=_STRATEGIES[name]))
+    return FcdpTrainer(fcdp_compile.shard(model, mesh, strategy=STRATEGIES[name]))
