@@ -23,18 +23,18 @@ from fcdp_compile.link_fit import Timed
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.pending import Pending
 
-_LEAST_NS = 20_000_000
-"""A row takes about so long where runs are short: ranks begin up to a millisecond apart (Gloo)."""
+_LEAST_S = 0.04
+"""A row takes about so long where runs are short: ranks begin up to a millisecond apart (Gloo), and where
+they share cores some milliseconds pass before each has had one."""
 _IN_A_ROW = range(4, 257)
 _AHEAD = 3
 """How many are started before the first of them is waited for; two are under way on a thread's lane."""
 _ROUNDS = range(3, 10)
 """How many times a median may be of."""
-_LEAST_RUNS = 2 + _IN_A_ROW.start * _ROUNDS.start
+_LEAST_RUNS = 1 + _IN_A_ROW.start * (1 + _ROUNDS.start)
 """Of one size: to warm up, to learn how long it takes, and for the median."""
 _LEAST_SIZES = 2
 """A line needs two, however long they take."""
-
 
 Run = Callable[[], Pending | None]
 """Starts a transfer or collective, or computes."""
@@ -70,9 +70,9 @@ class Stopwatch:
         return self._median_s(run, budget_s)
 
     def _median_s(self, run: Run, budget_s: float) -> float:
-        once_s = self.of_each_s(run)
-        in_a_row = _within(_IN_A_ROW, math.ceil(_LEAST_NS / 1e9 / once_s))
-        rounds = _within(_ROUNDS, int(budget_s / (in_a_row * once_s)))
+        each_s = self.of_each_s(run, _IN_A_ROW.start)
+        in_a_row = _within(_IN_A_ROW, math.ceil(_LEAST_S / each_s))
+        rounds = _within(_ROUNDS, int(budget_s / (in_a_row * each_s)))
         return statistics.median(self.of_each_s(run, in_a_row) for _ in range(rounds))
 
     def median_beside_s(
@@ -92,6 +92,7 @@ class Stopwatch:
 
         make: of about a size, what to run and the bytes that it moves.
         """
+        self.of_each_s(make(sizes[0])[1])  # a group's first collective connects it, for seconds
         until_s = self._now_s + budget_s
         found: list[Timed] = []
         for i, size in enumerate(sizes):

@@ -56,10 +56,10 @@ def test_this_rank_counts_if_it_is_the_slowest() -> None:
 @pytest.mark.parametrize(
     ("each_s", "budget_s", "runs"),
     [
-        (0.002, 1.0, 1 + 1 + 10 * 9),  # 20 ms in a row, nine rounds
-        (1.0, 20.0, 1 + 1 + 4 * 5),
-        (1.0, 0.0, 1 + 1 + 4 * 3),  # a median needs three, however long they take
-        (1e-7, 1.0, 1 + 1 + 256 * 9),
+        (0.002, 1.0, 1 + 4 + 20 * 9),  # 40 ms in a row, nine rounds
+        (1.0, 20.0, 1 + 4 + 4 * 5),
+        (1.0, 0.0, 1 + 4 + 4 * 3),  # a median needs three, however long they take
+        (1e-7, 1.0, 1 + 4 + 256 * 9),
     ],
 )
 def test_repetitions_follow_from_the_times(each_s: float, budget_s: float, runs: int) -> None:
@@ -123,12 +123,18 @@ def test_a_sweep_ends_where_its_time_does() -> None:
     found, begun = sweep_of(lambda size: size / 100, budget_s=40.0)
     assert [t.bytes for t in found] == [8, 32, 128]
     assert [t.seconds for t in found] == pytest.approx([0.04, 0.16, 0.64])
-    assert begun == [4, 16, 64], "what cannot fit is not begun"
+    assert begun == [4, 4, 16, 64], "what cannot fit is not begun"
 
 
 def test_a_sweep_with_time_has_all_sizes() -> None:
     found, begun = sweep_of(lambda size: size / 1e6, budget_s=20.0)
-    assert begun == [4**i for i in range(1, 7)]
+    assert begun == [4, *(4**i for i in range(1, 7))]
+    assert len(found) == 6
+
+
+def test_what_connects_a_group_is_not_counted() -> None:
+    first = iter([1000.0])
+    found, _ = sweep_of(lambda size: next(first, size / 1e6), budget_s=20.0)
     assert len(found) == 6
 
 
@@ -138,7 +144,7 @@ def test_two_sizes_are_measured_in_any_case() -> None:
 
 def test_a_size_that_takes_much_longer_than_expected_is_left() -> None:
     found, begun = sweep_of(lambda size: 0.01 if size < 64 else 100.0, budget_s=20.0)
-    assert begun == [4, 16, 64], "one run of it showed how long it takes"
+    assert begun == [4, 4, 16, 64], "one run of it showed how long it takes"
     assert [t.bytes for t in found] == [8, 32]
 
 
