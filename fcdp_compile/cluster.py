@@ -183,7 +183,7 @@ def _a40x8(network: str) -> ClusterProfile:
             intra=Link(latency_s=20e-6, bytes_per_s=bus.bytes_per_s),
             h2d=bus,
             d2h=bus,
-            flops_per_s=75e12,  # half of the data sheet's 149.7e12 for fp16 with fp32 sums
+            flops_per_s=0.75 * 149.7e12,  # of the data sheet's fp16 with fp32 sums
             memory_bytes_per_s=0.8 * 696e9,  # of the data sheet's GDDR6
         ),
         source="FCDP (Park et al.), section VI and table III; A40 data sheet",

@@ -161,7 +161,7 @@ def _machine(value: Any) -> Machine | Mapping[str, Any]:
 
 def _measured_machine(path: Path) -> Machine:
     try:
-        return read_profile(path).machine
+        return read_profile(path).rank_machine
     except ProfileError as error:
         raise ProfileError(f"option 'machine': {error}") from None
     except OSError as error:

@@ -16,7 +16,7 @@ def machine_named(name: str) -> Machine:
     if name in MACHINES:
         return MACHINES[name]
     try:
-        return find_profile(name).machine
+        return find_profile(name).rank_machine
     except ProfileError:
         raise
     except FcdpError as error:

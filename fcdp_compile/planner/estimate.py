@@ -125,7 +125,7 @@ class _Estimation:
             frozen=frozenset(p.key for p in traced.params if not p.requires_grad),
             known={},
             next_bucket=0,
-            machine=job.profile.machine,
+            machine=job.profile.rank_machine,
             host_budget=HostBudget(bytes=job.host_bytes_per_rank, limit=Limit.AVAILABLE),
             sizes=self._sizes[0],
             inliner=inliner,
