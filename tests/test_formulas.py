@@ -133,6 +133,10 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in (*PRESETS, "fsdp", "hpz", "paro-ngg"):
         assert name in out
+    assert "(F + T)" not in out
+    assert main(["strategies", "--formulas"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in PRESETS)
     assert "2*s*(F + T)/g" in out
 
 

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.formulas import Costs, costs
-from fcdp_compile.strategy import MODIFIERS, PRESETS, Strategy, aliases_of
+from fcdp_compile.strategy import MODIFIERS, PRESETS, Scope, Strategy, aliases_of
 
 SUMMARY = "list the strategies with formulas for their traffic and memory"
 DESCRIPTION = (
@@ -21,7 +21,12 @@ DESCRIPTION = (
 _HEADERS = (
     "strategy",
     "also",
+    "home shards over",
     "keeps",
+    "gradients wait over",
+)
+_FORMULAS = (
+    "strategy",
     "between nodes, per node",
     "first step more",
     "within a node, per rank",
@@ -42,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only these, with modifiers if you like: fcdp+w8+g4 (default: all presets)",
     )
     parser.add_argument(
+        "--formulas",
+        action="store_true",
+        help="what each sends and keeps in symbols, in the place of what it is",
+    )
+    parser.add_argument(
         "--format",
         choices=("table", "json"),
         default="table",
@@ -55,8 +65,13 @@ def run(options: argparse.Namespace) -> Answer:
     found = {strategy: costs(strategy) for strategy in chosen}
     if options.format == "json":
         return Answer(json.dumps([_record(s, c) for s, c in found.items()], indent=1))
-    rows = [_row(strategy, cost) for strategy, cost in found.items()]
-    table = tabulate(rows, headers=_HEADERS, tablefmt="simple", disable_numparse=True)
+    if not options.formulas:
+        rows = [_row(strategy) for strategy in found]
+        table = tabulate(rows, headers=_HEADERS, tablefmt="simple", disable_numparse=True)
+        after = f"After a +: {', '.join(MODIFIERS)}, such as fcdp+w8+g4."
+        return Answer(f"{table}\n\n{after}  --formulas says what each sends and keeps.")
+    rows = [_formulas(strategy, cost) for strategy, cost in found.items()]
+    table = tabulate(rows, headers=_FORMULAS, tablefmt="simple", disable_numparse=True)
     note = (
         "Bytes of one optimizer step of s micro-batches on N > 1 nodes of g ranks, with no_sync around all "
         "but the last; F, T: frozen and trainable parameters, a: bytes of an accumulated gradient per byte "
@@ -80,13 +95,24 @@ def _record(strategy: Strategy, cost: Costs) -> dict[str, object]:
     return {**point, "aliases": aliases_of(strategy), "bytes": formulas}
 
 
-def _row(strategy: Strategy, cost: Costs) -> tuple[str, ...]:
+_OVER = {Scope.NONE: "no ranks, whole", Scope.INTRA: "a node", Scope.GLOBAL: "all ranks"}
+
+
+def _row(strategy: Strategy) -> tuple[str, ...]:
     kept = "nothing" if strategy.cache.value == "none" else strategy.cache.value
     life = "" if kept == "nothing" else f", {strategy.life.value.replace('-', ' ')}"
     return (
         strategy.name,
         ", ".join(aliases_of(strategy)),
+        _OVER[strategy.home],
         kept + life,
+        _OVER[strategy.gradient],
+    )
+
+
+def _formulas(strategy: Strategy, cost: Costs) -> tuple[str, ...]:
+    return (
+        strategy.name,
         str(cost.inter),
         str(cost.first_inter),
         str(cost.intra),

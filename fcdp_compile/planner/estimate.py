@@ -88,12 +88,16 @@ class Estimate:
         )
 
 
-def estimate(traced: TracedModel, strategy: Strategy, job: Job) -> Estimate:
+def estimate(
+    traced: TracedModel, strategy: Strategy, job: Job, inliner: Inliner | None = None
+) -> Estimate:
     """Plan a strategy for a job, without a cluster.
+
+    inliner: for several estimates to share what they trace.
 
     Raises: ValueError for a strategy that makes no sense on so many nodes.
     """
-    return _Estimation(traced, strategy, job).run()
+    return _Estimation(traced, strategy, job, inliner or Inliner()).run()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +115,7 @@ class _Graph:
 
 
 class _Estimation:
-    def __init__(self, traced: TracedModel, strategy: Strategy, job: Job) -> None:
+    def __init__(self, traced: TracedModel, strategy: Strategy, job: Job, inliner: Inliner) -> None:
         self._traced, self._strategy, self._job = traced, strategy, job
         self._sizes = [traced.sizes(n) for n in (job.batch, _SECOND * job.batch)]
         self._base = PassContext(
@@ -124,7 +128,7 @@ class _Estimation:
             machine=job.profile.machine,
             host_budget=HostBudget(bytes=job.host_bytes_per_rank, limit=Limit.AVAILABLE),
             sizes=self._sizes[0],
-            inliner=Inliner(),
+            inliner=inliner,
         )
 
     def run(self) -> Estimate:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.passes.inline import Inliner
 from fcdp_compile.planner.estimate import Estimate, estimate
 from fcdp_compile.planner.job import Job
 from fcdp_compile.planner.traced import TracedModel
@@ -86,11 +87,11 @@ def estimates(
 
     Raises: FcdpError for a strategy that makes no sense for the job.
     """
-    found = []
+    found, inliner = [], Inliner()
     for strategy in strategies:
         note(strategy.name)
         try:
-            found.append(estimate(traced, strategy, job))
+            found.append(estimate(traced, strategy, job, inliner))
         except ValueError as error:
             raise FcdpError(str(error)) from None
     return found

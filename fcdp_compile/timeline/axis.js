@@ -72,7 +72,10 @@ function drawAxis(layer) {
     if (part.index) layer.append(drawn("line", { class: "edge", x1: left, x2: left, y1: 0, y2: view.height }));
     const name = `${NAMES[part.direction]} \u00b7 ${nameOf(part.schedule)[0]}`;
     const note = drawn("tspan", { dx: 10 }, crossing(part.schedule.flows));
-    layer.append(drawn("text", { class: "part", x: Math.max(left, 0) + 8, y: 17 }, name, note));
+    const text = drawn("text", { class: "part", x: Math.max(left, 0) + 8, y: 17 }, name, note);
+    layer.append(text);
+    // A part narrower than its text would write over the next one.
+    if (text.getComputedTextLength() > Math.min(right, view.width) - Math.max(left, 0) - 12) note.remove();
   }
   if (!isWhole()) {
     const whole = total();

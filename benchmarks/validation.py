@@ -1,0 +1,111 @@
+"""The planner against what FCDP's authors published, as the tables of docs/validation.md.
+
+    python -m benchmarks.validation
+
+Traces five GPTs of 10 to 31 billion parameters: a quarter of an hour the first time.
+Source of all published figures: "FCDP: Fully Cached Data Parallel for Communication-Avoiding Large-Scale
+Training" (Park et al.), section VI.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+import torch
+from tabulate import tabulate
+
+from fcdp_compile.cluster import CLUSTERS
+from fcdp_compile.planner import (
+    Estimate,
+    Job,
+    ModelOptions,
+    TracedModel,
+    estimate,
+    find_source,
+    traced_model,
+)
+from fcdp_compile.simulator import Collectives
+from fcdp_compile.strategy import Strategy
+
+OPTIONS = ModelOptions(seq=1792, dtype=torch.float16, attention="eager")
+"""The sequence length is not published: with this one ZeRO-3 takes the memory that is (GPT-15B)."""
+
+NODES, RANKS_PER_NODE, BATCH = 2, 8, 8
+MODELS = ("gpt-10b", "gpt-15b", "gpt-20b", "gpt-25b", "gpt-30b")
+
+_LARGEST = {
+    "zero3": (256, 128, 128, 64, 64),
+    "zero++": (128, 128, 64, 32, 0),
+    "fcdp": (256, 128, 128, 64, 64),
+}
+"""Largest global batch on two nodes, powers of two a GPU; 0: none."""
+
+_SAMPLES_PER_S = {"a40x8-100g-rdma": 14.1, "a40x8-100g-ipoib": 4.1, "a40x8-10gbe": 2.4}
+"""ZeRO-3 on GPT-10B."""
+
+_GB = {"zero3": 34.06, "zero++": 40.92}
+"""Of a GPU, on GPT-15B."""
+
+_GAIN = 0.413
+"""Of FCDP over ZeRO-3 in full fine-tuning, at most."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    argparse.ArgumentParser(description="predicted against published, as Markdown").parse_args(argv)
+    print("\n\n".join(_tables()))
+
+
+def _tables() -> Iterator[str]:
+    traced = {name: traced_model(find_source(name, OPTIONS), OPTIONS) for name in MODELS}
+    rows = []
+    for strategy, published in _GB.items():
+        found = _estimate(traced["gpt-15b"], strategy, "a40x8-10gbe")
+        rows.append((f"{strategy}, GPT-15B, GB of a GPU", found.peak_gpu_bytes / 1e9, published))
+    for cluster, published in _SAMPLES_PER_S.items():
+        found = _estimate(traced["gpt-10b"], "zero3", cluster)
+        rows.append((f"zero3, GPT-10B, {cluster}, samples/s", _samples_per_s(found), published))
+    gains = {c: _gain(traced["gpt-10b"], c) for c in (*_SAMPLES_PER_S, "a40x8-1gbe")}
+    rows.append(("fcdp over zero3, GPT-10B, at most, %", 100 * max(gains.values()), 100 * _GAIN))
+    yield tabulate(
+        [(name, f"{a:.2f}", f"{b:.2f}", f"{a / b - 1:+.0%}") for name, a, b in rows],
+        headers=("", "predicted", "published", "off by"),
+        tablefmt="pipe",
+        disable_numparse=True,
+    )
+    yield "Largest global batch (predicted / published):"
+    yield tabulate(
+        [
+            (name, *(_largest(traced[m], name, p) for m, p in zip(MODELS, published, strict=True)))
+            for name, published in _LARGEST.items()
+        ],
+        headers=("", *MODELS),
+        tablefmt="pipe",
+    )
+
+
+def _estimate(traced: TracedModel, strategy: str, cluster: str) -> Estimate:
+    job = Job(profile=CLUSTERS[cluster], nodes=NODES, ranks_per_node=RANKS_PER_NODE, batch=BATCH)
+    return estimate(traced, Strategy.parse(strategy), job)
+
+
+def _samples_per_s(found: Estimate) -> float:
+    return found.job.samples / found.simulate(Collectives.RING).step_s
+
+
+def _gain(traced: TracedModel, cluster: str) -> float:
+    fcdp, zero3 = (_samples_per_s(_estimate(traced, s, cluster)) for s in ("fcdp", "zero3"))
+    return fcdp / zero3 - 1
+
+
+def _largest(traced: TracedModel, strategy: str, published: int) -> str:
+    most = _estimate(traced, strategy, "a40x8-10gbe").max_batch_per_gpu or 0
+    power = 1 << (most.bit_length() - 1) if most else 0
+    predicted = power * NODES * RANKS_PER_NODE
+    mark = "" if predicted == published else " ✗"
+    return f"{predicted or 'OOM'} / {published or 'OOM'}{mark}"
+
+
+if __name__ == "__main__":
+    main()
