@@ -97,6 +97,11 @@ def build_of(case: str) -> Build:
     return partial(build_case, case)
 
 
+def build_with_batch(case: str, size: int) -> Build:
+    """The same with a batch that is no symbol: so many samples, whatever number is asked for."""
+    return lambda batch, seq: build_case(case, size, seq)
+
+
 @cache
 def traced(case: str) -> TracedModel:
     """The trace of a model of `tests.distributed.models`, made once in a process."""
