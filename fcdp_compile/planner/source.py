@@ -219,10 +219,10 @@ def _call(function: Any, name: str, batch: int, seq: int) -> tuple[nn.Module, In
     except FcdpError:
         raise
     except Exception as error:  # whatever a user's function makes of tensors without values
+        why = f"{type(error).__name__}: {_first_line(error)}"
         raise FcdpError(
-            f"{name}({batch}, {seq}) failed ({type(error).__name__}: {_first_line(error)}); it is called with "
-            "fake tensors, which have no values: build the model from its configuration, without weights "
-            "from files, and take nothing but shapes from the inputs"
+            f"{name}({batch}, {seq}) failed ({why}); it is called with fake tensors, which have no values: "
+            "build the model from its configuration, without weights from files"
         ) from error
     if isinstance(made, nn.Module):
         raise FcdpError(

@@ -1,4 +1,4 @@
-"""Traces: any batch, several graphs, kept on disk for the next plan and trusted only if they are one's own."""
+"""Traces: of any batch, of several graphs, kept for the next plan and trusted only if one made them."""
 
 from __future__ import annotations
 
@@ -209,9 +209,7 @@ def test_files_are_the_users_own(folder: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_cannot_be_written(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.touch()
     traced_model(Source(name="odd", build=build_of("odd"), identity="it"), OPTIONS)
     assert "set FCDP_CACHE to a folder" in caplog.text
@@ -233,12 +231,11 @@ class Peeks(nn.Module):
         return (values * self.weight).sum()
 
 
-
 def test_a_model_that_needs_data() -> None:
     def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
         return Peeks(), (torch.zeros(batch, 8), torch.zeros(batch))
 
-    with pytest.raises(FcdpError, match="cannot be traced without data.*values of inputs"):
+    with pytest.raises(FcdpError, match=r"cannot be traced without data.*values of inputs"):
         trace(build, seq=1, param_dtype=None)
 
 
@@ -246,7 +243,7 @@ def test_a_missing_input_is_named() -> None:
     def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
         return Peeks(), {"values": torch.zeros(batch, 8)}
 
-    with pytest.raises(FcdpError, match="missing a required argument: 'scale'.*mapping of all"):
+    with pytest.raises(FcdpError, match=r"missing a required argument: 'scale'.*mapping of all"):
         trace(build, seq=1, param_dtype=None)
 
 
