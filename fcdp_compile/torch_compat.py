@@ -260,14 +260,15 @@ class _Forgetful(FakeTensorConverter):
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
         pass
 
-    def from_real_tensor(self, fake_mode: FakeTensorMode, t: Tensor, **more: Any) -> FakeTensor:
-        made = super().from_real_tensor(fake_mode, t, **more)
+    def from_real_tensor(self, *args: Any, **more: Any) -> FakeTensor:
+        made = super().from_real_tensor(*args, **more)
         self.tensor_memo.clear()
         return made
 
     def add_constant_storage_mapping(self, fake_tensor: FakeTensor) -> None:
         super().add_constant_storage_mapping(fake_tensor)
-        for references in self.constant_storage_mapping.values():
+        kept: list[list[Any]] = list(self.constant_storage_mapping.values())
+        for references in kept:
             references[:] = [
                 r if isinstance(r, _Reference) else _Reference(r()) for r in references
             ]

@@ -257,7 +257,7 @@ def test_a_model_without_a_loss() -> None:
 
 
 def test_models_can_be_cast_and_moved() -> None:
-    """Fails when torch allows it by itself, and its fake mode can be used as it is."""
+    """As `fcdp plan --lora` does, and build functions."""
 
     def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
         model = nn.Sequential(nn.Linear(13, 17), nn.Linear(17, 1)).to("cpu", torch.bfloat16)
