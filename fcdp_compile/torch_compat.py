@@ -29,7 +29,7 @@ from torch._inductor.virtualized import V
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging._internal import trace_structured
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PicklerOptions
@@ -241,8 +241,47 @@ def make_dynamic(tensor: Tensor, dim: int) -> None:
 
 
 def tracing_mode() -> FakeTensorMode:
-    """A fake mode for models that are traced without memory, sizes becoming symbols as under Dynamo."""
-    return FakeTensorMode(shape_env=ShapeEnv())
+    """A fake mode for models that are traced without memory, sizes becoming symbols as under Dynamo.
+
+    Modules made in it can be moved and cast.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode.fake_tensor_converter = _Forgetful()
+    return mode
+
+
+class _Forgetful(FakeTensorConverter):
+    """Keeps no weak references to what it makes.
+
+    torch 2.13 refuses `Module.to` for fake parameters that somebody has one to, and its own converter does
+    to all whose shape it sees for the first time.
+    """
+
+    def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
+        pass
+
+    def from_real_tensor(self, *args: Any, **more: Any) -> FakeTensor:
+        made = super().from_real_tensor(*args, **more)
+        self.tensor_memo.clear()
+        return made
+
+    def add_constant_storage_mapping(self, fake_tensor: FakeTensor) -> None:
+        super().add_constant_storage_mapping(fake_tensor)
+        kept: list[list[Any]] = list(self.constant_storage_mapping.values())
+        for references in kept:
+            references[:] = [
+                r if isinstance(r, _Reference) else _Reference(r()) for r in references
+            ]
+
+
+class _Reference:
+    """Refers to a scalar for as long as the mode lives."""
+
+    def __init__(self, value: FakeTensor | None) -> None:
+        self._value = value
+
+    def __call__(self) -> FakeTensor | None:
+        return self._value
 
 
 def fx_graph_cache_hits() -> int:

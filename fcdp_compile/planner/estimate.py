@@ -30,7 +30,7 @@ from fcdp_compile.planner.retarget import KnownBuckets, Retargeted, specs_of
 from fcdp_compile.planner.traced import TracedModel
 from fcdp_compile.simulator import Collectives, Conditions, SimulatedStep, simulate_step
 from fcdp_compile.specs import fit_strategy
-from fcdp_compile.strategy import Strategy
+from fcdp_compile.strategy import Cache, Strategy
 
 _THRESHOLD = 0.9  # tau, the default of the backend's option memory_threshold
 _DEVICE = "cpu"  # graphs are traced with fake tensors of the CPU, whatever they will run on
@@ -113,6 +113,10 @@ class _Graph:
     placed: Placed | None = None
     accumulating: tuple[Schedule, ...] = ()
 
+    @property
+    def bucket_ids(self) -> tuple[int, ...]:
+        return tuple(b.id for b in self.lowered.buckets)
+
 
 class _Estimation:
     def __init__(self, traced: TracedModel, strategy: Strategy, job: Job, inliner: Inliner) -> None:
@@ -133,19 +137,20 @@ class _Estimation:
 
     def run(self) -> Estimate:
         graphs = self._lowered()
-        plans, totals = [], [0, 0]
-        taken_bytes = 0
+        plans = []
+        needed: tuple[list[int], list[int]] = ([], [])
+        kept: dict[int, int] = {}
         saved = [0, 0]
         for number, graph in enumerate(graphs):
-            tops = self._tops(graph, saved)
-            totals = [max(pair) for pair in zip(totals, tops, strict=True)]
-            placed, taken = self._place(graph, taken_bytes, saved[0])
-            graph.placed = placed
-            taken_bytes += sum(taken.values())
+            for found, more in zip(needed, self._needed(graph, saved), strict=True):
+                found.extend(more)
+            others = sum(size for i, size in kept.items() if i not in graph.bucket_ids)
+            graph.placed, kept_bytes = self._place(graph, others, saved[0])
+            kept |= kept_bytes
             saved = [sum(pair) for pair in zip(saved, graph.left_bytes, strict=True)]
-            plans.append(self._plan(number, graph, placed))
-        parts = tuple(self._parts(graphs))
-        waiting = self._waiting_bytes(plans)
+            plans.append(self._plan(number, graph))
+        parts = tuple(self._parts(plans))
+        waiting = _waiting_bytes(graphs, _distinct(plans))
         peak = max(p.peak_bytes or 0 for p in plans)
         return Estimate(
             strategy=self._strategy,
@@ -157,7 +162,7 @@ class _Estimation:
             * (self._cached_bytes(plans) + waiting[Tier.HOST]),
             inter_bytes_per_step=sum(sent_by_node(s, self._job.ranks_per_node) for s in parts),
             optimizer_bytes=self._optimizer_bytes(),
-            max_batch_per_gpu=self._max_batch(totals, waiting[Tier.GPU]),
+            max_batch_per_gpu=self._max_batch(needed, graphs),
         )
 
     def _lowered(self) -> list[_Graph]:
@@ -174,29 +179,34 @@ class _Estimation:
                         _left_bytes(traced.forward, self._sizes[0]),
                         _left_bytes(traced.forward, self._sizes[1]),
                     ),
-                    accumulating=self._accumulating(retargeted, lowered),
                 )
             )
+        if self._job.accumulate > 1:
+            last = graphs[-1].retargeted.contexts[Direction.BACKWARD]
+            room = _GradientRoom(self._base.host_budget, host_bytes_taken(last))
+            for graph in reversed(graphs):  # as backwards run
+                graph.accumulating = self._accumulating(graph, room)
         return graphs
 
-    def _accumulating(self, retargeted: Retargeted, lowered: Lowered) -> tuple[Schedule, ...]:
-        """The variants of a backward within `no_sync` and after it, if the job asks for them."""
-        waits = any(b.strategy.accumulates_on for b in lowered.buckets)
-        if self._job.accumulate == 1 or not waits:
+    def _accumulating(self, graph: _Graph, room: _GradientRoom) -> tuple[Schedule, ...]:
+        """The variants of a backward within `no_sync` and after it."""
+        if not any(b.strategy.accumulates_on for b in graph.lowered.buckets):
             return ()
+        retargeted = graph.retargeted
         backward = retargeted.graphs[Direction.BACKWARD]
-        ctx = replace(
-            retargeted.contexts[Direction.BACKWARD], backward_buckets=used_again(retargeted.graphs)
-        )
-        ctx = _with_gradients_on_host(backward, ctx)
+        again = used_again(retargeted.graphs)
+        ctx = replace(retargeted.contexts[Direction.BACKWARD], backward_buckets=again)
+        ctx = room.fit(backward, ctx)
         return tuple(
             lower_variant(backward, replace(ctx, variant=variant))[1]
             for variant in (Variant.ACCUMULATE, Variant.COLLECT)
         )
 
-    def _tops(self, graph: _Graph, saved: Sequence[int]) -> list[int]:
-        """The peaks of a graph's step at two batch sizes with everything that may wait there on the host."""
-        tops = []
+    def _needed(self, graph: _Graph, saved: Sequence[int]) -> Iterator[list[int]]:
+        """The memory at each point of a graph's step with everything that may wait there on the host.
+
+        For two batch sizes.
+        """
         for sizes, earlier in zip(self._sizes, saved, strict=True):
             step = predict(
                 graph.retargeted.graphs,
@@ -206,18 +216,18 @@ class _Estimation:
                 device_type=_DEVICE,
                 accumulates=self._job.accumulate > 1,
             )
-            tops.append(step.static_bytes + earlier + max(step.alive_bytes, default=0))
-        return tops
+            yield [step.static_bytes + earlier + alive for alive in step.alive_bytes]
 
     def _place(
         self, graph: _Graph, taken_bytes: int, saved_bytes: int
     ) -> tuple[Placed, dict[int, int]]:
+        adapts = any(s.strategy.cache is Cache.ADAPTIVE for s in self._base.specs.values())
         return place_all(
             graph.retargeted.graphs,
             graph.lowered,
             self._base,
             Room(
-                capacity_bytes=self._job.profile.device_memory_bytes,
+                capacity_bytes=self._job.profile.device_memory_bytes if adapts else None,
                 threshold=_THRESHOLD,
                 taken_bytes=taken_bytes + saved_bytes,
             ),
@@ -225,36 +235,29 @@ class _Estimation:
             accumulates=self._job.accumulate > 1,
         )
 
-    def _plan(self, number: int, graph: _Graph, placed: Placed) -> Plan:
+    def _plan(self, number: int, graph: _Graph) -> Plan:
+        assert graph.placed is not None, "graphs are placed before they are planned"
+        waiting = [place_steps(s, graph.placed.buckets) for s in graph.accumulating]
         return Plan(
             strategy=self._strategy.name,
             nodes=self._job.nodes,
             ranks_per_node=self._job.ranks_per_node,
             graph=number,
-            buckets=placed.buckets,
+            buckets=graph.placed.buckets,
             refresh=graph.lowered.refresh,
-            schedules=placed.schedules,
-            peak_bytes=placed.peak_bytes,
-            memory_limit_bytes=placed.limit_bytes,
+            schedules=(*graph.placed.schedules, *waiting),
+            peak_bytes=graph.placed.peak_bytes,
+            memory_limit_bytes=graph.placed.limit_bytes,
         )
 
-    def _parts(self, graphs: Sequence[_Graph]) -> Iterator[Schedule]:
+    def _parts(self, plans: Sequence[Plan]) -> Iterator[Schedule]:
         """The schedules of an optimizer step: forwards in order, backwards the other way round."""
         last = self._job.accumulate - 1
         for micro_batch in range(self._job.accumulate):
-            for graph in graphs:
-                yield _forward(graph, is_first=micro_batch == 0)
-            for graph in reversed(graphs):
-                yield _backward(graph, is_last=micro_batch == last)
-
-    def _waiting_bytes(self, plans: Sequence[Plan]) -> dict[Tier, int]:
-        """Bytes of one rank's gradients that wait for the last micro-batch."""
-        found = dict.fromkeys(Tier, 0)
-        if self._job.accumulate > 1:
-            for bucket in _distinct(plans):
-                if not bucket.frozen:
-                    found[bucket.gradient_tier] += gradient_bytes(bucket)
-        return found
+            for plan in plans:
+                yield _forward(plan, is_first=micro_batch == 0)
+            for plan in reversed(plans):
+                yield _backward(plan, is_last=micro_batch == last)
 
     def _cached_bytes(self, plans: Sequence[Plan]) -> int:
         return sum(b.host_bytes for b in _distinct(plans) if b.tier is Tier.HOST)
@@ -263,13 +266,27 @@ class _Estimation:
         trained = (s for k, s in self._base.specs.items() if k not in self._base.frozen)
         return _OPTIMIZER_BYTES * sum(spec.layout.slot_elements for spec in trained)
 
-    def _max_batch(self, tops: Sequence[int], waiting_bytes: int) -> int | None:
+    def _max_batch(
+        self, needed: tuple[Sequence[int], Sequence[int]], graphs: Sequence[_Graph]
+    ) -> int | None:
+        """The largest batch whose memory suffices at every point, where it is a straight line over batches.
+
+        needed: point by point, of this batch and of one `_SECOND` times as large.
+        """
         if not self._traced.has_any_batch:
             return None
-        slope = (tops[1] - tops[0]) / (self._job.batch * (_SECOND - 1))
-        constant = tops[0] - slope * self._job.batch
-        left = self._job.device_bytes - waiting_bytes - constant
-        return max(0, int(left // slope)) if slope > 0 else None
+        # Gradients that may wait on either side wait on the host where the device has no room.
+        buckets = list({b.id: b for graph in graphs for b in graph.lowered.buckets}.values())
+        left = self._job.device_bytes - _waiting_bytes(graphs, buckets)[Tier.GPU]
+        batch, more = self._job.batch, self._job.batch * (_SECOND - 1)
+        largest = None
+        for now, then in zip(*needed, strict=True):
+            if then > now:
+                found = (left * more - now * more + (then - now) * batch) // (then - now)
+                largest = found if largest is None else min(found, largest)
+            elif now > left:
+                return 0
+        return None if largest is None else max(0, largest)
 
 
 def sent_by_node(schedule: Schedule, ranks_per_node: int) -> int:
@@ -283,37 +300,63 @@ def sent_by_node(schedule: Schedule, ranks_per_node: int) -> int:
     return total
 
 
-def _forward(graph: _Graph, *, is_first: bool) -> Schedule:
-    found = _of(graph, Direction.FORWARD)
+def _forward(plan: Plan, *, is_first: bool) -> Schedule:
+    found = _of(plan, Direction.FORWARD)
     wanted = Variant.COLD if is_first else Variant.WARM
     return found.get(wanted) or next(iter(found.values()))
 
 
-def _backward(graph: _Graph, *, is_last: bool) -> Schedule:
-    found = _of(graph, Direction.BACKWARD)
+def _backward(plan: Plan, *, is_last: bool) -> Schedule:
+    found = _of(plan, Direction.BACKWARD)
     wanted = Variant.COLLECT if is_last else Variant.ACCUMULATE
     return found.get(wanted) or found[Variant.COLD]
 
 
-def _of(graph: _Graph, direction: Direction) -> dict[Variant, Schedule]:
-    assert graph.placed is not None, "graphs are placed before a step is put together"
-    waiting = [place_steps(s, graph.placed.buckets) for s in graph.accumulating]
-    schedules = (*graph.placed.schedules, *waiting)
-    return {s.variant: s for s in schedules if s.direction is direction}
+def _of(plan: Plan, direction: Direction) -> dict[Variant, Schedule]:
+    return {s.variant: s for s in plan.schedules if s.direction is direction}
 
 
 def _distinct(plans: Sequence[Plan]) -> list[Bucket]:
     return list({b.id: b for plan in plans for b in plan.buckets}.values())
 
 
-def _with_gradients_on_host(backward: GraphModule, ctx: PassContext) -> PassContext:
-    """A context whose gradients wait only if the host has room for them."""
-    assert ctx.host_budget is not None, "a job says what hosts have"
-    reduced = list(reduced_params(backward, ctx))
-    left = ctx.host_budget.bytes - host_bytes_taken(ctx)
-    now = dict(zip(reduced, fit_gradients(reduced, host_bytes=left), strict=True))
-    known = {key: tuple(now.get(b, b) for b in found) for key, found in ctx.known.items()}
-    return replace(ctx, known=known)
+def _waiting_bytes(graphs: Sequence[_Graph], buckets: Sequence[Bucket]) -> dict[Tier, int]:
+    """Bytes of one rank's gradients that wait for the last micro-batch, by place.
+
+    buckets: in the tiers that count.
+    """
+    steps = [s for graph in graphs for part in graph.accumulating for s in part.steps]
+    waiting = {s.bucket for s in steps if s.kind is Kind.ACCUMULATE}
+    found = dict.fromkeys(Tier, 0)
+    for bucket in buckets:
+        if bucket.id in waiting:
+            found[bucket.gradient_tier] += gradient_bytes(bucket)
+    return found
+
+
+class _GradientRoom:
+    """The host memory that gradients of several graphs may wait in."""
+
+    def __init__(self, budget: HostBudget | None, cached_bytes: int) -> None:
+        assert budget is not None, "a job says what hosts have"
+        self._left_bytes = max(0, budget.bytes - cached_bytes)
+        self._decided: dict[tuple[str, ...], bool] = {}
+
+    def fit(self, backward: GraphModule, ctx: PassContext) -> PassContext:
+        """A context whose gradients wait only if there is room for them, which is then taken."""
+        reduced = reduced_params(backward, ctx)
+        new = [b for b, params in reduced.items() if params not in self._decided]
+        for made, fitted in zip(new, fit_gradients(new, host_bytes=self._left_bytes), strict=True):
+            waits = fitted.gradient_tier is not Tier.NONE
+            self._decided[reduced[made]] = waits
+            if waits and made.strategy.uses_host:
+                self._left_bytes = max(0, self._left_bytes - gradient_bytes(made))
+        now = {
+            b: b if self._decided[params] else replace(b, gradient_tier=Tier.NONE)
+            for b, params in reduced.items()
+        }
+        known = {key: tuple(now.get(b, b) for b in found) for key, found in ctx.known.items()}
+        return replace(ctx, known=known)
 
 
 def _left_bytes(forward: GraphModule, sizes: Mapping[sympy.Symbol, int]) -> int:

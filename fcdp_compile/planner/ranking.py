@@ -152,10 +152,12 @@ def _why(best: Row, rows: Sequence[Row]) -> str:
 
 
 def _sent(best: Row, other: Row) -> str:
-    return (
-        f"a node sends {_gb(best.inter_bytes_per_step)} a step instead of "
-        f"{_gb(other.inter_bytes_per_step)}"
-    )
+    mine, theirs = _gb(best.inter_bytes_per_step), _gb(other.inter_bytes_per_step)
+    if best.inter_bytes_per_step < other.inter_bytes_per_step:
+        return f"a node sends {mine} a step instead of {theirs}"
+    sends = f"a node sends {mine} a step" + (f" (not {theirs})" if mine != theirs else " as well")
+    waits = f"compute waits {best.exposed_s:.3g} s instead of {other.exposed_s:.3g} s"
+    return f"{sends}, but {waits}"
 
 
 def _bound(best: Row) -> str:

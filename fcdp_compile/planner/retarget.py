@@ -53,12 +53,15 @@ class KnownBuckets:
 
     base: PassContext
     _by_key: dict[str, list[Bucket]] = field(default_factory=dict)
+    _left_out: dict[int, None] = field(default_factory=dict)  # by the host, for want of room
 
     def retarget(self, graph: TracedGraph) -> Retargeted:
         """The next graph of the model."""
         fw, bw = (self._resized(gm) for gm in (graph.forward, graph.backward))
         bucket(fw, self._context(Direction.FORWARD, {}))
         self._adopt(fw)
+        without = [b for b in buckets_of(fw) if b.strategy.keeps_on_host and b.tier is Tier.NONE]
+        self._left_out |= dict.fromkeys(b.id for b in without)
         mine = _bucket_by_key(fw)
         bucket(bw, self._context(Direction.BACKWARD, mine))
         self._adopt(bw)
@@ -96,7 +99,11 @@ class KnownBuckets:
         else:  # what a backward gathers for itself is cached by nobody
             known = {
                 key: tuple(
-                    b for b in buckets if b.strategy.cache is Cache.NONE or b.tier is not Tier.NONE
+                    b
+                    for b in buckets
+                    if b.strategy.cache is Cache.NONE
+                    or b.tier is not Tier.NONE
+                    or b.id in self._left_out
                 )
                 for key, buckets in found.items()
             }

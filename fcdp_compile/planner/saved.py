@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ def save(traced: TracedModel, identity: str) -> None:
         aside.chmod(0o600)
         aside.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # where not even the folder is one
+            aside.unlink()
         log.warning("cannot keep the trace in %s (%s); set FCDP_CACHE to a folder", path, error)
 
 

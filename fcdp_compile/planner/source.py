@@ -207,10 +207,22 @@ def _function(name: str) -> Any:
 
 def _call(function: Any, name: str, batch: int, seq: int) -> tuple[nn.Module, Inputs]:
     try:
-        made = function(batch, seq)
+        inspect.signature(function).bind(batch, seq)
     except TypeError as error:
         raise FcdpError(
-            f"{name}({batch}, {seq}) failed ({error}); it must take a batch size and a sequence length"
+            f"{name} cannot be called with a batch size and a sequence length ({error})"
+        ) from None
+    except ValueError:  # it has no signature, as some that are not written in Python
+        pass
+    try:
+        made = function(batch, seq)
+    except FcdpError:
+        raise
+    except Exception as error:  # whatever a user's function makes of tensors without values
+        why = f"{type(error).__name__}: {_first_line(error)}"
+        raise FcdpError(
+            f"{name}({batch}, {seq}) failed ({why}); it is called with fake tensors, which have no values: "
+            "build the model from its configuration, without weights from files"
         ) from error
     if isinstance(made, nn.Module):
         raise FcdpError(
@@ -224,6 +236,11 @@ def _call(function: Any, name: str, batch: int, seq: int) -> tuple[nn.Module, In
             "forward"
         )
     return made
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "no reason given"
 
 
 def _inputs_of(model: nn.Module) -> str:

@@ -1,0 +1,134 @@
+"""What plans come to, counted, is what the closed forms of strategies say; whole numbers, exactly."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, nn
+
+from builders_planner import make_job, make_profile
+from fcdp_compile.formulas import Costs, F, N, T, a, b, costs, g, s
+from fcdp_compile.passes.place_gradients import gradient_bytes
+from fcdp_compile.plan import Bucket, Tier
+from fcdp_compile.planner import Estimate, TracedModel, estimate, trace
+from fcdp_compile.planner.traced import Inputs
+from fcdp_compile.strategy import PRESETS, Scope, Strategy
+from fcdp_compile.wire import Format
+
+SIZES = [(2, 2), (4, 8), (3, 5)]
+EVEN = 480 * 256  # whole blocks of what is quantised on every rank of all sizes
+UNEVEN = 1009
+ITEMSIZE = 4
+_MORE = ["fcdp+w8+g4", "fcdp+c8+g8", "zero3+w8+g8", "zero3+ring", "fcdp+ho_ring", "zero+++w8"]
+
+
+class Squares(nn.Module):
+    """Vectors that both the forward and the backward read; all but the first and the last may be frozen."""
+
+    def __init__(self, size: int, *, is_frozen: bool) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.ones(size)) for _ in range(2))
+        self.others = nn.ParameterList(
+            nn.Parameter(torch.ones(size), requires_grad=not is_frozen) for _ in range(3)
+        )
+
+    def forward(self, values: Tensor) -> Tensor:
+        for vector in (self.first, *self.others, self.last):
+            values = (values * vector * vector).sin()
+        return values.sum()
+
+
+@cache
+def squares(size: int, is_frozen: bool) -> TracedModel:
+    def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+        return Squares(size, is_frozen=is_frozen), (torch.zeros(batch, size),)
+
+    return trace(build, seq=1, param_dtype=None)
+
+
+def _planned(
+    name: str, nodes: int, ranks_per_node: int, micro_batches: int, *, size: int, is_frozen: bool
+) -> Estimate:
+    """On devices so small that all that may wait on the host does."""
+    job = make_job(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        accumulate=micro_batches,
+        profile=make_profile(device_memory_bytes=1),
+    )
+    return estimate(squares(size, is_frozen), Strategy.parse(name), job)
+
+
+def _expected(found: Estimate) -> Costs:
+    """The closed forms with numbers for symbols; F and T with their padding."""
+    full = {
+        frozen: sum(x.full_bytes for x in _buckets(found) if x.frozen is frozen)
+        for frozen in (True, False)
+    }
+    job = found.job
+    values = {
+        N: job.nodes,
+        g: job.ranks_per_node,
+        s: job.accumulate,
+        a: 1 if job.accumulate > 1 else 0,  # in fp32, as the parameters
+        b: ITEMSIZE,
+        F: full[True],
+        T: full[False],
+    }
+    forms = costs(found.strategy)
+    return Costs(**{name: getattr(forms, name).subs(values) for name in Costs.__slots__})
+
+
+def _buckets(found: Estimate) -> tuple[Bucket, ...]:
+    (plan,) = found.plans
+    return plan.buckets
+
+
+def _kept_bytes(bucket: Bucket) -> int:
+    """On the device between uses: the home shard, unless the host has it, and what is cached."""
+    on_host = bucket.tier is Tier.HOST and bucket.frozen and bucket.wire is Format.FULL
+    leaves = on_host and bucket.strategy.is_resident
+    cached = {Tier.GPU: bucket.node_bytes, Tier.GPU_FULL: bucket.full_bytes}
+    return (0 if leaves else bucket.slot_bytes) + cached.get(bucket.tier, 0)
+
+
+def _check(found: Estimate) -> None:
+    expected, job = _expected(found), found.job
+    trained = [x for x in _buckets(found) if not x.frozen]
+    waiting = sum(gradient_bytes(x) for x in trained if x.gradient_tier is Tier.GPU)
+    shards = sum(x.slot_bytes for x in trained)
+    assert found.inter_bytes_per_step == expected.inter
+    assert found.simulate().bytes_sent_by_node == expected.inter
+    assert found.host_bytes_per_node == expected.host
+    assert sum(map(_kept_bytes, _buckets(found))) == expected.gpu
+    assert shards + (waiting if job.accumulate > 1 else 0) == expected.gradients
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *_MORE])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), SIZES)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_bytes_are_those_of_the_closed_forms(
+    name: str, nodes: int, ranks_per_node: int, micro_batches: int
+) -> None:
+    _check(_planned(name, nodes, ranks_per_node, micro_batches, size=EVEN, is_frozen=True))
+
+
+@pytest.mark.parametrize("name", [n for n, x in PRESETS.items() if x.home is Scope.GLOBAL])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_with_padding(name: str, is_frozen: bool) -> None:
+    """Slots that are not full count as if they were."""
+    found = _planned(name, 3, 5, 4, size=UNEVEN, is_frozen=is_frozen)
+    _check(found)
+    parameters = 5 * UNEVEN * ITEMSIZE
+    assert sum(x.full_bytes for x in _buckets(found)) > parameters, "control: there is padding"
+
+
+def test_the_model_is_what_the_closed_forms_are_of() -> None:
+    """Control: zero3 gathers everything twice, and frozen parameters are no small part."""
+    found = _planned("zero3", 2, 2, 1, size=EVEN, is_frozen=True)
+    frozen, trained = 3 * EVEN * ITEMSIZE, 2 * EVEN * ITEMSIZE
+    assert found.inter_bytes_per_step == (2 * frozen + 3 * trained) // 2
+    assert sympy.Integer(found.inter_bytes_per_step) == _expected(found).inter

@@ -1,0 +1,279 @@
+"""Traces: of any batch, of several graphs, kept for the next plan and trusted only if one made them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from builders_planner import (
+    LENGTH,
+    build_of,
+    build_with_batch,
+    make_job,
+    make_profile,
+    traced,
+)
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.planner import (
+    Estimate,
+    ModelOptions,
+    Source,
+    TracedModel,
+    estimate,
+    saved,
+    trace,
+    traced_model,
+)
+from fcdp_compile.planner.traced import TRACED_BATCH, Inputs
+from fcdp_compile.strategy import Strategy
+
+OPTIONS = ModelOptions(seq=LENGTH, dtype=torch.float32)
+SMALL = make_profile(device_memory_bytes=50_000)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where traces are kept in these tests."""
+    monkeypatch.setenv("FCDP_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def _estimate(model: TracedModel, strategy: str = "fcdp", **job: int) -> Estimate:
+    return estimate(model, Strategy.parse(strategy), make_job(profile=SMALL, **job))
+
+
+def _refuse(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+    raise AssertionError("a kept trace was to be used")
+
+
+# Batches.
+
+
+class Insists(nn.Module):
+    """Works with one batch size only, which it asks for."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(batch, 8))
+        self.more = nn.Linear(8, 8)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.more(values * self.weight).sum()
+
+
+def _insisting(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+    return Insists(batch), {"values": torch.zeros(batch, 8)}
+
+
+@pytest.mark.parametrize(("case", "batch"), [("odd", 1), ("odd", 64), ("broken", 5)])
+def test_a_trace_is_of_any_batch(case: str, batch: int) -> None:
+    """Peaks are those of a trace whose batch was that number."""
+    mine = _estimate(traced(case), "zero2", batch=batch)
+    fixed = trace(build_with_batch(case, batch), seq=LENGTH, param_dtype=None)
+    theirs = _estimate(fixed, "zero2", batch=batch)
+    assert mine.peak_gpu_bytes == theirs.peak_gpu_bytes
+    assert [p.digest() for p in mine.plans] == [p.digest() for p in theirs.plans]
+    work = [[s.flops for part in e.parts for s in part.steps] for e in (mine, theirs)]
+    assert sum(work[0]) == sum(work[1]) > 0
+
+
+def test_a_model_that_insists_on_its_batch() -> None:
+    model = trace(_insisting, seq=1, param_dtype=None)
+    assert not model.has_any_batch
+    assert _estimate(model, batch=TRACED_BATCH).max_batch_per_gpu is None
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "accumulate"),
+    [
+        ("odd", "fcdp", 1),
+        ("odd", "fcdp", 3),
+        ("odd", "zero1", 3),
+        ("odd", "ddp", 1),
+        ("odd-lora", "zero3", 1),
+        ("broken", "zero3", 1),
+    ],
+)
+def test_the_largest_batch_fits_and_the_next_does_not(
+    case: str, strategy: str, accumulate: int
+) -> None:
+    def planned(batch: int) -> Estimate:
+        profile = make_profile(device_memory_bytes=100_000)
+        job = make_job(batch=batch, accumulate=accumulate, profile=profile)
+        return estimate(traced(case), Strategy.parse(strategy), job)
+
+    largest = planned(1).max_batch_per_gpu
+    assert largest is not None
+    assert largest > 0
+    assert planned(largest).fits
+    assert not planned(largest + 1).fits
+    assert planned(largest + 5).max_batch_per_gpu == largest, "whatever batch is asked about"
+
+
+def test_no_batch_fits_beside_too_large_a_model() -> None:
+    job = make_job(profile=make_profile(device_memory_bytes=1000))
+    found = estimate(traced("odd"), Strategy.parse("ddp"), job)
+    assert not found.fits
+    assert found.max_batch_per_gpu == 0
+
+
+# Graphs.
+
+
+def test_several_graphs_are_one_step() -> None:
+    whole, broken = traced("odd"), traced("broken")
+    assert len(whole.graphs) == 1
+    assert len(broken.graphs) > 1
+    assert broken.has_any_batch
+    found = _estimate(broken)
+    assert len(found.plans) == len(broken.graphs)
+    assert len(found.parts) == 2 * len(found.plans)
+    directions = [part.direction.value for part in found.parts]
+    assert directions == sorted(directions, reverse=True), "forwards, then backwards"
+
+
+# Traces that are kept.
+
+
+def test_estimates_from_a_kept_trace_are_the_same() -> None:
+    for case in ("odd-lora", "broken"):
+        fresh = trace(build_of(case), seq=LENGTH, param_dtype=torch.float32)
+        expected = [_estimate(fresh, s, accumulate=2) for s in ("fcdp", "zero3", "ddp")]
+        saved.save(fresh, case)
+        kept = saved.load(case)
+        assert kept is not None
+        assert kept.params == fresh.params
+        found = [_estimate(kept, s, accumulate=2) for s in ("fcdp", "zero3", "ddp")]
+        assert found == expected
+
+
+def test_the_second_plan_does_not_trace() -> None:
+    first = traced_model(Source(name="odd", build=build_of("odd"), identity="it"), OPTIONS)
+    again = traced_model(Source(name="odd", build=_refuse, identity="it"), OPTIONS)
+    assert _estimate(again) == _estimate(first)
+    with pytest.raises(AssertionError, match="was to be used"):
+        trace(_refuse, seq=LENGTH, param_dtype=None)
+
+
+def test_functions_are_traced_every_time() -> None:
+    """Nothing tells whether their code has changed."""
+    calls = []
+
+    def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+        calls.append(batch)
+        return build_of("odd")(batch, seq)
+
+    for _ in range(2):
+        traced_model(Source(name="odd", build=build), OPTIONS)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_bytes(b""),
+        lambda file: file.write_bytes(b"{}\n"),
+        lambda file: file.write_bytes(file.read_bytes()[:-100]),
+        lambda file: file.write_bytes(b"not JSON" + file.read_bytes()),
+        lambda file: file.chmod(0o660),
+        lambda file: file.chmod(0o602),
+        lambda file: file.parent.chmod(0o770),
+        pytest.param(
+            lambda file: os.chown(file, 65534, 65534),
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root to give files away"),
+        ),
+    ],
+    ids=["empty", "another", "short", "garbled", "group", "others", "folder", "owner"],
+)
+def test_traces_of_no_use_or_of_others_are_made_again(
+    folder: Path, damage: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source(name="odd", build=build_of("odd"), identity="it")
+    traced_model(source, OPTIONS)
+    (file,) = folder.glob("*.trace")
+    assert saved.load("it") is not None, "control"
+    damage(file)  # type: ignore[operator]
+    assert saved.load("it") is None
+    assert str(file) in caplog.text
+    assert _estimate(traced_model(source, OPTIONS)) == _estimate(traced("odd"))
+
+
+def test_files_are_the_users_own(folder: Path) -> None:
+    saved.save(traced("odd"), "it")
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_cannot_be_written(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.touch()
+    traced_model(Source(name="odd", build=build_of("odd"), identity="it"), OPTIONS)
+    assert "set FCDP_CACHE to a folder" in caplog.text
+
+
+# What cannot be traced.
+
+
+class Peeks(nn.Module):
+    """Asks for a value, which there is none of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, values: Tensor, scale: Tensor) -> Tensor:
+        if scale.max().item() > 1:
+            values = values * 2
+        return (values * self.weight).sum()
+
+
+def test_a_model_that_needs_data() -> None:
+    def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+        return Peeks(), (torch.zeros(batch, 8), torch.zeros(batch))
+
+    with pytest.raises(FcdpError, match=r"cannot be traced without data.*values of inputs"):
+        trace(build, seq=1, param_dtype=None)
+
+
+def test_a_missing_input_is_named() -> None:
+    def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+        return Peeks(), {"values": torch.zeros(batch, 8)}
+
+    with pytest.raises(FcdpError, match=r"missing a required argument: 'scale'.*mapping of all"):
+        trace(build, seq=1, param_dtype=None)
+
+
+def test_a_model_without_a_loss() -> None:
+    def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+        model = nn.Linear(8, 8).requires_grad_(False)
+        return model, (torch.zeros(batch, 8),)
+
+    with pytest.raises(FcdpError, match="return a loss that needs gradients"):
+        trace(build, seq=1, param_dtype=None)
+
+
+def test_models_can_be_cast_and_moved() -> None:
+    """As `fcdp plan --lora` does, and build functions."""
+
+    def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+        model = nn.Sequential(nn.Linear(13, 17), nn.Linear(17, 1)).to("cpu", torch.bfloat16)
+        return Total(model.half()), (torch.zeros(batch, 13, dtype=torch.half),)
+
+    found = trace(build, seq=1, param_dtype=None)
+    assert {p.dtype for p in found.params} == {torch.float16}
+
+
+class Total(nn.Module):
+    """The sum of what a model returns, as its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, values: Tensor) -> Tensor:
+        total: Tensor = self.model(values).sum()
+        return total
