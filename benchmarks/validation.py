@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 from tabulate import tabulate
@@ -58,15 +59,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _tables() -> Iterator[str]:
-    traced = {name: traced_model(find_source(name, OPTIONS), OPTIONS) for name in MODELS}
     rows = []
     for strategy, published in _GB.items():
-        found = _estimate(traced["gpt-15b"], strategy, "a40x8-10gbe")
+        found = _estimate("gpt-15b", strategy, "a40x8-10gbe")
         rows.append((f"{strategy}, GPT-15B, GB of a GPU", found.peak_gpu_bytes / 1e9, published))
     for cluster, published in _SAMPLES_PER_S.items():
-        found = _estimate(traced["gpt-10b"], "zero3", cluster)
+        found = _estimate("gpt-10b", "zero3", cluster)
         rows.append((f"zero3, GPT-10B, {cluster}, samples/s", _samples_per_s(found), published))
-    gains = {c: _gain(traced["gpt-10b"], c) for c in (*_SAMPLES_PER_S, "a40x8-1gbe")}
+    gains = {c: _gain("gpt-10b", c) for c in (*_SAMPLES_PER_S, "a40x8-1gbe")}
     rows.append(("fcdp over zero3, GPT-10B, at most, %", 100 * max(gains.values()), 100 * _GAIN))
     yield tabulate(
         [(name, f"{a:.2f}", f"{b:.2f}", f"{a / b - 1:+.0%}") for name, a, b in rows],
@@ -77,7 +77,7 @@ def _tables() -> Iterator[str]:
     yield "Largest global batch (predicted / published):"
     yield tabulate(
         [
-            (name, *(_largest(traced[m], name, p) for m, p in zip(MODELS, published, strict=True)))
+            (name, *(_largest(m, name, p) for m, p in zip(MODELS, published, strict=True)))
             for name, published in _LARGEST.items()
         ],
         headers=("", *MODELS),
@@ -85,22 +85,28 @@ def _tables() -> Iterator[str]:
     )
 
 
-def _estimate(traced: TracedModel, strategy: str, cluster: str) -> Estimate:
+@cache
+def _traced(model: str) -> TracedModel:
+    return traced_model(find_source(model, OPTIONS), OPTIONS)
+
+
+@cache
+def _estimate(model: str, strategy: str, cluster: str) -> Estimate:
     job = Job(profile=CLUSTERS[cluster], nodes=NODES, ranks_per_node=RANKS_PER_NODE, batch=BATCH)
-    return estimate(traced, Strategy.parse(strategy), job)
+    return estimate(_traced(model), Strategy.parse(strategy), job)
 
 
 def _samples_per_s(found: Estimate) -> float:
     return found.job.samples / found.simulate(Collectives.RING).step_s
 
 
-def _gain(traced: TracedModel, cluster: str) -> float:
-    fcdp, zero3 = (_samples_per_s(_estimate(traced, s, cluster)) for s in ("fcdp", "zero3"))
+def _gain(model: str, cluster: str) -> float:
+    fcdp, zero3 = (_samples_per_s(_estimate(model, s, cluster)) for s in ("fcdp", "zero3"))
     return fcdp / zero3 - 1
 
 
-def _largest(traced: TracedModel, strategy: str, published: int) -> str:
-    most = _estimate(traced, strategy, "a40x8-10gbe").max_batch_per_gpu or 0
+def _largest(model: str, strategy: str, published: int) -> str:
+    most = _estimate(model, strategy, "a40x8-10gbe").max_batch_per_gpu or 0
     power = 1 << (most.bit_length() - 1) if most else 0
     predicted = power * NODES * RANKS_PER_NODE
     mark = "" if predicted == published else " ✗"
