@@ -7,13 +7,15 @@ The plans are those that the backend would make; nothing here knows a strategy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import sympy
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.host_memory import HostBudget, Limit
 from fcdp_compile.lowering import Lowered, lower_all, lower_variant, used_again
 from fcdp_compile.passes.bucket import host_bytes_taken, reduced_params
@@ -27,7 +29,7 @@ from fcdp_compile.placement import Placed, Room, place_all
 from fcdp_compile.plan import Bucket, Direction, Kind, Lane, Plan, Schedule, Tier, Variant
 from fcdp_compile.planner.job import Job
 from fcdp_compile.planner.retarget import KnownBuckets, Retargeted, specs_of
-from fcdp_compile.planner.traced import TracedModel
+from fcdp_compile.planner.traced import TRACED_BATCH, TracedModel
 from fcdp_compile.simulator import Collectives, Conditions, SimulatedStep, simulate_step
 from fcdp_compile.specs import fit_strategy
 from fcdp_compile.strategy import Strategy
@@ -35,7 +37,7 @@ from fcdp_compile.strategy import Strategy
 _THRESHOLD = 0.9  # tau, the default of the backend's option memory_threshold
 _DEVICE = "cpu"  # graphs are traced with fake tensors of the CPU, whatever they will run on
 _SECOND = 2
-"""Memory is a straight line over batch sizes: what is read off at two of them is known for all."""
+"""Each moment's memory is a straight line over batch sizes: read off at two of them it is known for all."""
 
 # fp32 weight and two moments read and written, the gradient read: Adam's, whatever the weight's dtype is.
 _OPTIMIZER_BYTES = 3 * 2 * 4 + 4
@@ -96,6 +98,13 @@ def estimate(traced: TracedModel, strategy: Strategy, job: Job) -> Estimate:
     return _Estimation(traced, strategy, job).run()
 
 
+class _Moment(NamedTuple):
+    """Bytes of the device at one position of a graph, for two batch sizes."""
+
+    first: int
+    second: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Graph:
     """One graph of the model on its way.
@@ -113,6 +122,13 @@ class _Graph:
 class _Estimation:
     def __init__(self, traced: TracedModel, strategy: Strategy, job: Job) -> None:
         self._traced, self._strategy, self._job = traced, strategy, job
+        if job.batch != TRACED_BATCH and not traced.has_any_batch:
+            raise FcdpError(
+                f"the model was traced with {TRACED_BATCH} samples and takes no other number; let the first "
+                f"dimension of its inputs be any batch, or plan a batch of {TRACED_BATCH}"
+            )
+        # Gradients of later graphs are there, too, when an earlier one's backward runs.
+        self._accumulates = job.accumulate > 1 or len(traced.graphs) > 1
         self._sizes = [traced.sizes(n) for n in (job.batch, _SECOND * job.batch)]
         self._base = PassContext(
             nodes=job.nodes,
@@ -129,12 +145,11 @@ class _Estimation:
 
     def run(self) -> Estimate:
         graphs = self._lowered()
-        plans, totals = [], [0, 0]
+        plans, moments = [], set()
         taken_bytes = 0
         saved = [0, 0]
         for number, graph in enumerate(graphs):
-            tops = self._tops(graph, saved)
-            totals = [max(pair) for pair in zip(totals, tops, strict=True)]
+            moments |= self._moments(graph, saved)
             placed, taken = self._place(graph, taken_bytes, saved[0])
             graph.placed = placed
             taken_bytes += sum(taken.values())
@@ -153,7 +168,7 @@ class _Estimation:
             * (self._cached_bytes(plans) + waiting[Tier.HOST]),
             inter_bytes_per_step=sum(sent_by_node(s, self._job.ranks_per_node) for s in parts),
             optimizer_bytes=self._optimizer_bytes(),
-            max_batch_per_gpu=self._max_batch(totals, waiting[Tier.GPU]),
+            max_batch_per_gpu=self._max_batch(moments, waiting[Tier.GPU]),
         )
 
     def _lowered(self) -> list[_Graph]:
@@ -190,9 +205,9 @@ class _Estimation:
             for variant in (Variant.ACCUMULATE, Variant.COLLECT)
         )
 
-    def _tops(self, graph: _Graph, saved: Sequence[int]) -> list[int]:
-        """The peaks of a graph's step at two batch sizes with everything that may wait there on the host."""
-        tops = []
+    def _moments(self, graph: _Graph, saved: Sequence[int]) -> set[_Moment]:
+        """What a graph's step takes, with everything on the host that may wait there."""
+        found = []
         for sizes, earlier in zip(self._sizes, saved, strict=True):
             step = predict(
                 graph.retargeted.graphs,
@@ -200,10 +215,10 @@ class _Estimation:
                 graph.lowered.buckets,
                 replace(self._base, sizes=sizes),
                 device_type=_DEVICE,
-                accumulates=self._job.accumulate > 1,
+                accumulates=self._accumulates,
             )
-            tops.append(step.static_bytes + earlier + max(step.alive_bytes, default=0))
-        return tops
+            found.append([step.static_bytes + earlier + alive for alive in (0, *step.alive_bytes)])
+        return set(map(_Moment, *found))
 
     def _place(
         self, graph: _Graph, taken_bytes: int, saved_bytes: int
@@ -218,7 +233,7 @@ class _Estimation:
                 taken_bytes=taken_bytes + saved_bytes,
             ),
             device_type=_DEVICE,
-            accumulates=self._job.accumulate > 1,
+            accumulates=self._accumulates,
         )
 
     def _plan(self, number: int, graph: _Graph, placed: Placed) -> Plan:
@@ -259,13 +274,18 @@ class _Estimation:
         trained = (s for k, s in self._base.specs.items() if k not in self._base.frozen)
         return _OPTIMIZER_BYTES * sum(spec.layout.slot_elements for spec in trained)
 
-    def _max_batch(self, tops: Sequence[int], waiting_bytes: int) -> int | None:
+    def _max_batch(self, moments: Iterable[_Moment], waiting_bytes: int) -> int | None:
         if not self._traced.has_any_batch:
             return None
-        slope = (tops[1] - tops[0]) / (self._job.batch * (_SECOND - 1))
-        constant = tops[0] - slope * self._job.batch
-        left = self._job.device_bytes - waiting_bytes - constant
-        return max(0, int(left // slope)) if slope > 0 else None
+        room_bytes, batch = self._job.device_bytes - waiting_bytes, self._job.batch
+        most = []
+        for first, second in moments:
+            if second > first:
+                more = (room_bytes - first) * batch * (_SECOND - 1) // (second - first)
+                most.append(max(0, batch + more))
+            elif first > room_bytes:
+                return 0
+        return min(most, default=None)
 
 
 def sent_by_node(schedule: Schedule, ranks_per_node: int) -> int:

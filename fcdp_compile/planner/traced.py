@@ -80,18 +80,30 @@ class TracedModel:
     def sizes(self, batch: int) -> dict[sympy.Symbol, int]:
         """What the symbols of the graphs are for a batch of that size.
 
-        A graph after a break has a symbol of its own for it; others, such as the size of a generator's state,
-        stay as they are.
+        A graph after a break has a symbol of its own for it, or for a multiple of it, as of all tokens;
+        others, such as the size of a generator's state, stay as they are.
+
+        Raises: FcdpError for graphs that mean different sizes by one symbol.
         """
         hints: dict[sympy.Symbol, int] = {}
-        for graph in self.graphs:
-            hints |= hints_of(graph.forward) | hints_of(graph.backward)
-        return {s: batch if value == TRACED_BATCH else value for s, value in hints.items()}
+        for gm in (gm for graph in self.graphs for gm in (graph.forward, graph.backward)):
+            for symbol, value in hints_of(gm).items():
+                if hints.setdefault(symbol, value) != value:
+                    raise FcdpError(
+                        f"after a graph break {symbol} is {value} in one graph of the model and "
+                        f"{hints[symbol]} in another, so other batches cannot be planned; remove the break"
+                    )
+        return {s: _with_batch(value, batch) for s, value in hints.items()}
 
     @property
     def has_any_batch(self) -> bool:
         """Whether the batch size stayed a symbol: the model does not insist on the one that it was given."""
         return self.sizes(0) != self.sizes(1)
+
+
+def _with_batch(value: int, batch: int) -> int:
+    per_sample, rest = divmod(value, TRACED_BATCH)
+    return value if rest else per_sample * batch
 
 
 def trace(build: Build, *, seq: int, param_dtype: torch.dtype | None) -> TracedModel:
@@ -100,7 +112,7 @@ def trace(build: Build, *, seq: int, param_dtype: torch.dtype | None) -> TracedM
     Raises: FcdpError for a model that cannot be traced without data, or that gives no loss to train with.
     """
     with tracing_mode():
-        model, inputs = build(TRACED_BATCH, seq)
+        model, inputs = _built(build, seq)
         _check_inputs(model, inputs)
         shard(model, param_dtype=param_dtype)
         graphs = _graphs_of(model, inputs)
@@ -124,12 +136,28 @@ def trace(build: Build, *, seq: int, param_dtype: torch.dtype | None) -> TracedM
     return TracedModel(params=params, graphs=graphs)
 
 
+def _built(build: Build, seq: int) -> tuple[nn.Module, Inputs]:
+    try:
+        return build(TRACED_BATCH, seq)
+    except FcdpError:
+        raise
+    except Exception as error:  # whatever a model's code raises
+        raise FcdpError(
+            f"the model cannot be built without weights and data ({_first_line(error)})"
+        ) from error
+
+
 def _check_inputs(model: nn.Module, inputs: Inputs) -> None:
     """Refuse inputs with which the forward cannot be called at all."""
     if not isinstance(model, nn.Module):
         raise FcdpError(
             f"the build function returned {type(model).__name__} in the place of a model; return a pair of "
             "an nn.Module and the inputs of its forward"
+        )
+    if not isinstance(inputs, Mapping | Sequence):
+        raise FcdpError(
+            f"the build function returned {type(inputs).__name__} in the place of inputs; return a mapping "
+            "such as {'input_ids': torch.zeros(batch, seq, dtype=torch.long)}, or a list"
         )
     args, kwargs = _arguments(inputs)
     signature = inspect.signature(model.forward)
@@ -169,13 +197,16 @@ def _graphs_of(model: nn.Module, inputs: Inputs) -> tuple[TracedGraph, ...]:
 
 
 def _why_untraceable(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
     return (
-        f"the model cannot be traced without data ({type(error).__name__}: {first}); if it needs an input "
+        f"the model cannot be traced without data ({_first_line(error)}); if it needs an input "
         "that it did not get, give --model a function your_module:build_fn that returns the model and a "
         "mapping of all its inputs; what depends on values of inputs must be turned off"
     )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def _capture(
