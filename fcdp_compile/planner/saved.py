@@ -6,6 +6,7 @@ one runs what is in it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -47,7 +48,8 @@ def save(traced: TracedModel, identity: str) -> None:
         aside.chmod(0o600)
         aside.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
         log.warning("cannot keep the trace in %s (%s); set FCDP_CACHE to a folder", path, error)
 
 
