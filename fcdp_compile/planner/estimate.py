@@ -145,7 +145,8 @@ class _Estimation:
 
     def run(self) -> Estimate:
         graphs = self._lowered()
-        plans, moments = [], set()
+        plans: list[Plan] = []
+        moments: set[_Moment] = set()
         taken_bytes = 0
         saved = [0, 0]
         for number, graph in enumerate(graphs):
@@ -218,7 +219,8 @@ class _Estimation:
                 accumulates=self._accumulates,
             )
             found.append([step.static_bytes + earlier + alive for alive in (0, *step.alive_bytes)])
-        return set(map(_Moment, *found))
+        first, second = found
+        return {_Moment(*pair) for pair in zip(first, second, strict=True)}
 
     def _place(
         self, graph: _Graph, taken_bytes: int, saved_bytes: int

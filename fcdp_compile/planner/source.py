@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.model_table import MODELS
 from fcdp_compile.passes import partition
 from fcdp_compile.planner import traced
 from fcdp_compile.planner.traced import Build, Inputs
+from fcdp_compile.torch_compat import without_modes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,23 +144,50 @@ def _build(
     batch: int,
     seq: int,
 ) -> tuple[nn.Module, Inputs]:
+    # Without fake tensors, which no module can be moved with (`_apply` cannot swap them), as peft does.
+    with without_modes(), torch.device("meta"):
+        model = _on_meta(transformers, name, config, options, seq)
+    _fake(model)
+    ids = torch.zeros(batch, seq, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def _on_meta(
+    transformers: Any, name: str, config: dict[str, Any], options: ModelOptions, seq: int
+) -> nn.Module:
     made = _config(transformers, name, config)
     made.use_cache = False
+    # A configuration may say in what dtype its weights are on disk, which is not how they are trained.
+    made.dtype = torch.float32 if options.lora is None else options.dtype
     _allow_positions(made, seq)
     model = _model(transformers, name, made, options.attention)
     if options.lora is not None:
         peft = _library("peft", "--lora")
-        model.to(options.dtype)
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=options.lora, target_modules="all-linear")
         )
     if options.checkpointing:
-        enable: Any = (
-            model.gradient_checkpointing_enable
-        )  # nn.Module's attributes are typed as tensors
+        # nn.Module's attributes are typed as tensors
+        enable: Any = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ids = torch.zeros(batch, seq, dtype=torch.long)
-    return model, {"input_ids": ids, "labels": ids.clone()}
+    return model
+
+
+def _fake(model: nn.Module) -> None:
+    """Put parameters and buffers of a model on the CPU, under whatever mode is on; tied ones stay tied."""
+    found: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for values in (module._parameters, module._buffers):
+            for name, value in values.items():
+                if value is None:
+                    continue
+                if value not in found:
+                    made = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                    is_param = isinstance(value, nn.Parameter)
+                    found[value] = (
+                        nn.Parameter(made, requires_grad=value.requires_grad) if is_param else made
+                    )
+                values[name] = found[value]
 
 
 def _config(transformers: Any, name: str, config: dict[str, Any]) -> Any:
