@@ -67,10 +67,11 @@ def unpack_full(full: Tensor, layouts: Sequence[ParamLayout]) -> list[Tensor]:
             params.append(mine[0].reshape(()))
             continue
         if layout.is_even:
-            flat = mine.reshape(-1).contiguous()  # slots of one element reshape to a strided view
+            flat = mine.reshape(-1)
         else:
             flat = _joined(_used(mine, layout) or [mine[0, :0]], 0)
-        params.append(_rows_back(flat, layout, layout.shape[layout.dim]))
+        # Slots of one element reshape to a strided view.
+        params.append(_rows_back(flat.contiguous(), layout, layout.shape[layout.dim]))
     return params
 
 
@@ -107,10 +108,9 @@ def _grad_slots(grad: Tensor, layout: ParamLayout) -> Tensor:
         return rows.reshape(layout.ranks, layout.slot_elements)
     slots, start = [], 0
     for run in layout.runs:
-        taken = rows.narrow(0, start, run.slots * run.rows).reshape(run.slots, -1)
-        missing = layout.slot_elements - run.rows * layout.row_elements
-        if missing:
-            taken = taken.reshape(run.slots, layout.slot_elements - missing)
+        used = run.rows * layout.row_elements
+        taken = rows.narrow(0, start, run.slots * run.rows).reshape(run.slots, used)
+        if missing := layout.slot_elements - used:
             taken = torch.cat([taken, taken.new_zeros(run.slots, missing)], 1)
         slots.append(taken)
         start += run.slots * run.rows

@@ -97,6 +97,15 @@ def test_a_sum_of_packed_gradients_is_the_packed_sum(case: Case) -> None:
     assert torch.equal(both[0] + both[1], doubled)
 
 
+def test_a_single_run_of_slots_of_one_element_gives_a_contiguous_parameter() -> None:
+    # 7 of 16 slots have an element, and each slot has another parameter's behind it.
+    layouts = [ParamLayout.of((7,), 16, 1), ParamLayout.of((), 16, 1)]
+
+    param, _ = unpack_full(torch.arange(32.0), layouts)
+
+    assert param.is_contiguous()
+
+
 def test_slots_of_one_element_give_contiguous_parameters() -> None:
     """A view of every other element would contradict what tracing was told of the parameter."""
     layouts = [ParamLayout.of(s, 1, 2) for s in [(), (2,)]]

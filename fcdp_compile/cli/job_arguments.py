@@ -12,7 +12,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Names of dtypes, and what torch calls them."""
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+def add_job_arguments(parser: argparse.ArgumentParser, *, are_nodes_required: bool = True) -> None:
     """Declare the arguments that describe a job."""
     parser.add_argument(
         "--model",
@@ -27,7 +27,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PROFILE",
         help=f"a file that fcdp probe wrote, or one of {', '.join(CLUSTERS)}",
     )
-    parser.add_argument("--nodes", type=whole, required=True, metavar="N")
+    parser.add_argument("--nodes", type=whole, required=are_nodes_required, metavar="N")
     parser.add_argument(
         "--gpus-per-node",
         type=whole,

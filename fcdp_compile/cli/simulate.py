@@ -31,7 +31,7 @@ class Sweep:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `fcdp simulate`."""
-    add_job_arguments(parser)
+    add_job_arguments(parser, are_nodes_required=False)
     parser.add_argument(
         "--collectives",
         choices=[c.value for c in Collectives],
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep",
         type=_sweep,
         metavar="nodes=2,4,… or bandwidth=1G,10G,…",
-        help="over numbers of nodes, or bandwidths of a node's card; in the place of --nodes",
+        help="over numbers of nodes, in the place of --nodes, or over bandwidths of a node's card",
     )
     parser.add_argument(
         "--plot", metavar="FILE", help="draw a sweep as FILE.svg or FILE.png (needs matplotlib)"
@@ -84,6 +84,10 @@ def run(options: argparse.Namespace) -> Answer:
 
     Raises: FcdpError for what cannot be planned or drawn; OSError for a file that cannot be read or written.
     """
+    if options.nodes is None:
+        if options.sweep is None or options.sweep.of != "nodes":
+            raise FcdpError("give --nodes, or sweep over them, such as --sweep nodes=2,4,8")
+        options.nodes = int(options.sweep.values[0])
     if options.plot is not None and options.sweep is None:
         raise FcdpError("--plot draws a sweep; give --sweep too, such as --sweep nodes=2,4,8")
     try:

@@ -7,6 +7,7 @@ The plans are those that the backend would make; nothing here knows a strategy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,10 @@ import sympy
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.host_memory import HostBudget, Limit
 from fcdp_compile.lowering import Lowered, lower_all, lower_variant, used_again
+from fcdp_compile.ops import REDUCE_GRAD
 from fcdp_compile.passes.bucket import host_bytes_taken, reduced_params
 from fcdp_compile.passes.choose_tiers import place_steps
 from fcdp_compile.passes.context import PassContext
@@ -35,7 +38,7 @@ from fcdp_compile.strategy import Cache, Strategy
 _THRESHOLD = 0.9  # tau, the default of the backend's option memory_threshold
 _DEVICE = "cpu"  # graphs are traced with fake tensors of the CPU, whatever they will run on
 _SECOND = 2
-"""Memory is a straight line over batch sizes: what is read off at two of them is known for all."""
+"""Each moment's memory is a straight line over batch sizes: read off at two of them it is known for all."""
 
 # fp32 weight and two moments read and written, the gradient read: Adam's, whatever the weight's dtype is.
 _OPTIMIZER_BYTES = 3 * 2 * 4 + 4
@@ -104,9 +107,11 @@ def estimate(
 class _Graph:
     """One graph of the model on its way.
 
+    sizes: what its symbols are for two batch sizes.
     left_bytes: what its forward leaves on the device for its backward and the caller, for two batch sizes.
     """
 
+    sizes: Sequence[Mapping[sympy.Symbol, int]]
     retargeted: Retargeted
     lowered: Lowered
     left_bytes: tuple[int, int]
@@ -121,7 +126,11 @@ class _Graph:
 class _Estimation:
     def __init__(self, traced: TracedModel, strategy: Strategy, job: Job, inliner: Inliner) -> None:
         self._traced, self._strategy, self._job = traced, strategy, job
-        self._sizes = [traced.sizes(n) for n in (job.batch, _SECOND * job.batch)]
+        if job.batch != traced.batch and not traced.has_any_batch:
+            raise FcdpError(
+                f"the model was traced with {traced.batch} samples and takes no other number; let the first "
+                f"dimension of its inputs be any batch, or plan a batch of {traced.batch}"
+            )
         self._base = PassContext(
             nodes=job.nodes,
             ranks_per_node=job.ranks_per_node,
@@ -131,7 +140,6 @@ class _Estimation:
             next_bucket=0,
             machine=job.profile.rank_machine,
             host_budget=HostBudget(bytes=job.host_bytes_per_rank, limit=Limit.AVAILABLE),
-            sizes=self._sizes[0],
             inliner=inliner,
         )
 
@@ -141,11 +149,16 @@ class _Estimation:
         needed: tuple[list[int], list[int]] = ([], [])
         kept: dict[int, int] = {}
         saved = [0, 0]
+        # An earlier graph's backward runs when the gradients of all later ones are there.
+        later = sum(map(self._gradient_shard_bytes, graphs))
         for number, graph in enumerate(graphs):
-            for found, more in zip(needed, self._needed(graph, saved), strict=True):
+            later -= self._gradient_shard_bytes(graph)
+            for found, more in zip(
+                needed, self._needed(graph, [n + later for n in saved]), strict=True
+            ):
                 found.extend(more)
             others = sum(size for i, size in kept.items() if i not in graph.bucket_ids)
-            graph.placed, kept_bytes = self._place(graph, others, saved[0])
+            graph.placed, kept_bytes = self._place(graph, others, saved[0] + later)
             kept |= kept_bytes
             saved = [sum(pair) for pair in zip(saved, graph.left_bytes, strict=True)]
             plans.append(self._plan(number, graph))
@@ -165,19 +178,30 @@ class _Estimation:
             max_batch_per_gpu=self._max_batch(needed, graphs),
         )
 
+    def _gradient_shard_bytes(self, graph: _Graph) -> int:
+        """What a backward leaves for the optimizer, unless that is counted for the whole step."""
+        if self._job.accumulate > 1:
+            return 0
+        backward = graph.retargeted.graphs[Direction.BACKWARD].graph
+        nodes = backward.find_nodes(op="call_function", target=REDUCE_GRAD)
+        specs = [self._base.specs[key] for key in {str(n.args[1]) for n in nodes}]
+        return sum(math.prod(s.local_shape) * s.home_dtype.itemsize for s in specs)
+
     def _lowered(self) -> list[_Graph]:
         known = KnownBuckets(self._base)
         graphs = []
         for traced in self._traced.graphs:
-            retargeted = known.retarget(traced)
+            sizes = [traced.sizes(n) for n in (self._job.batch, _SECOND * self._job.batch)]
+            retargeted = known.retarget(traced, sizes[0])
             lowered = lower_all(retargeted.graphs, retargeted.contexts)
             graphs.append(
                 _Graph(
+                    sizes=sizes,
                     retargeted=retargeted,
                     lowered=lowered,
                     left_bytes=(
-                        _left_bytes(traced.forward, self._sizes[0]),
-                        _left_bytes(traced.forward, self._sizes[1]),
+                        _left_bytes(traced.forward, sizes[0]),
+                        _left_bytes(traced.forward, sizes[1]),
                     ),
                 )
             )
@@ -207,7 +231,7 @@ class _Estimation:
 
         For two batch sizes.
         """
-        for sizes, earlier in zip(self._sizes, saved, strict=True):
+        for sizes, earlier in zip(graph.sizes, saved, strict=True):
             step = predict(
                 graph.retargeted.graphs,
                 graph.lowered.graphs,
@@ -225,7 +249,7 @@ class _Estimation:
         return place_all(
             graph.retargeted.graphs,
             graph.lowered,
-            self._base,
+            replace(self._base, sizes=graph.sizes[0]),
             Room(
                 capacity_bytes=self._job.profile.device_memory_bytes if adapts else None,
                 threshold=_THRESHOLD,

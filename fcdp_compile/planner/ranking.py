@@ -137,18 +137,22 @@ def _why(best: Row, rows: Sequence[Row]) -> str:
     fitting = [r for r in others if r.fits]
     text = f"{best.strategy} is the fastest that fits"
     if not fitting:
-        text = f"{best.strategy} is the only one that fits"
+        text = f"{best.strategy} is the only one that fits" if others else f"{best.strategy} fits"
     elif (ratio := fitting[0].step_s / best.step_s) < _NEAR:
-        text = (
-            f"{best.strategy} is as fast as {fitting[0].strategy} and takes "
-            f"{_gb(best.peak_gpu_bytes)} instead of {_gb(fitting[0].peak_gpu_bytes)} of a GPU"
-        )
+        text = f"{best.strategy} is as fast as {fitting[0].strategy}{_taken(best, fitting[0])}"
     else:
         text += f", {ratio:.2f} times as fast as {fitting[0].strategy}: {_sent(best, fitting[0])}"
     if faster:
         names = ", ".join(r.strategy for r in faster)
         text += f"; {names} would be faster but {'does' if len(faster) == 1 else 'do'} not fit"
     return f"{text}; {_bound(best)}."
+
+
+def _taken(best: Row, other: Row) -> str:
+    mine, others = _gb(best.peak_gpu_bytes), _gb(other.peak_gpu_bytes)
+    if mine == others:
+        return " and takes as much of a GPU"
+    return f" and takes {mine} instead of {others} of a GPU"
 
 
 def _sent(best: Row, other: Row) -> str:
@@ -172,7 +176,7 @@ def _why_nothing(found: Sequence[Estimate], rows: Sequence[Row]) -> str:
         return "no strategy was asked for."
     least = min(rows, key=lambda r: r.peak_gpu_bytes)
     job = found[0].job
-    smaller = [r for r in rows if (r.max_batch_per_gpu or 0) > 0]
+    smaller = [r for r in rows if 0 < (r.max_batch_per_gpu or 0) < job.batch]
     if smaller:
         most = max(smaller, key=lambda r: r.max_batch_per_gpu or 0)
         remedy = f"with {most.strategy} a batch of {most.max_batch_per_gpu} a GPU would"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import sympy
 from torch.fx import GraphModule
 
 from fcdp_compile.lowering import Graphs, known_to_backward
@@ -55,8 +56,8 @@ class KnownBuckets:
     _by_key: dict[str, list[Bucket]] = field(default_factory=dict)
     _left_out: dict[int, None] = field(default_factory=dict)  # by the host, for want of room
 
-    def retarget(self, graph: TracedGraph) -> Retargeted:
-        """The next graph of the model."""
+    def retarget(self, graph: TracedGraph, sizes: Mapping[sympy.Symbol, int]) -> Retargeted:
+        """The next graph of the model; sizes: what its symbols are."""
         fw, bw = (self._resized(gm) for gm in (graph.forward, graph.backward))
         bucket(fw, self._context(Direction.FORWARD, {}))
         self._adopt(fw)
@@ -68,7 +69,8 @@ class KnownBuckets:
         if self.base.ranks > 1:
             stamp(fw, bw, num_fwd_outputs=graph.outputs)
         graphs = {Direction.FORWARD: fw, Direction.BACKWARD: bw}
-        return Retargeted(graphs=graphs, contexts={d: self._context(d, mine) for d in graphs})
+        contexts = {d: replace(self._context(d, mine), sizes=sizes) for d in graphs}
+        return Retargeted(graphs=graphs, contexts=contexts)
 
     def _resized(self, gm: GraphModule) -> GraphModule:
         """A copy whose home shards, and gradients of them, are this mesh's."""

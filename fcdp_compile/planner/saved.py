@@ -38,13 +38,17 @@ def save(traced: TracedModel, identity: str) -> None:
         {k: str(v).removeprefix("torch.") if k in _DTYPES else v for k, v in asdict(p).items()}
         for p in traced.params
     ]
-    header = json.dumps({"params": about, "outputs": [g.outputs for g in traced.graphs]}).encode()
-    graphs = [gm for g in traced.graphs for gm in (g.forward, g.backward)]
+    # One by one: graphs after a break may mean different sizes by one symbol.
+    pairs = [graphs_to_bytes((g.forward, g.backward)) for g in traced.graphs]
+    described = [
+        {"outputs": g.outputs, "bytes": len(p)} for g, p in zip(traced.graphs, pairs, strict=True)
+    ]
+    header = json.dumps({"params": about, "graphs": described, "batch": traced.batch}).encode()
     path = _path(identity)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        aside.write_bytes(header + b"\n" + graphs_to_bytes(graphs))
+        aside.write_bytes(b"".join([header, b"\n", *pairs]))
         aside.chmod(0o600)
         aside.replace(path)
     except OSError as error:
@@ -89,9 +93,9 @@ def _restored(header: dict[str, Any], data: bytes) -> TracedModel:
     for about in header["params"]:
         values = {**about, "shape": tuple(about["shape"])}
         params.append(TracedParam(**values | {k: getattr(torch, values[k]) for k in _DTYPES}))
-    graphs = graphs_from_bytes(data)
-    pairs = zip(graphs[::2], graphs[1::2], header["outputs"], strict=True)
-    return TracedModel(
-        params=tuple(params),
-        graphs=tuple(TracedGraph(forward=f, backward=b, outputs=n) for f, b, n in pairs),
-    )
+    graphs, start = [], 0
+    for about in header["graphs"]:
+        forward, backward = graphs_from_bytes(data[start : start + about["bytes"]])
+        graphs.append(TracedGraph(forward=forward, backward=backward, outputs=about["outputs"]))
+        start += about["bytes"]
+    return TracedModel(params=tuple(params), graphs=tuple(graphs), batch=header["batch"])

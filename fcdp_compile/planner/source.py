@@ -143,23 +143,30 @@ def _build(
     batch: int,
     seq: int,
 ) -> tuple[nn.Module, Inputs]:
+    model = _made(transformers, name, config, options, seq)
+    ids = torch.zeros(batch, seq, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def _made(
+    transformers: Any, name: str, config: dict[str, Any], options: ModelOptions, seq: int
+) -> nn.Module:
     made = _config(transformers, name, config)
     made.use_cache = False
+    # A configuration may say in what dtype its weights are on disk, which is not how they are trained.
+    made.dtype = torch.float32 if options.lora is None else options.dtype
     _allow_positions(made, seq)
     model = _model(transformers, name, made, options.attention)
     if options.lora is not None:
         peft = _library("peft", "--lora")
-        model.to(options.dtype)
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=options.lora, target_modules="all-linear")
         )
     if options.checkpointing:
-        enable: Any = (
-            model.gradient_checkpointing_enable
-        )  # nn.Module's attributes are typed as tensors
+        # nn.Module's attributes are typed as tensors
+        enable: Any = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ids = torch.zeros(batch, seq, dtype=torch.long)
-    return model, {"input_ids": ids, "labels": ids.clone()}
+    return model
 
 
 def _config(transformers: Any, name: str, config: dict[str, Any]) -> Any:

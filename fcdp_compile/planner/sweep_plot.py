@@ -38,7 +38,9 @@ def draw(
     """
     figure = _figures().Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    at = [v * _BITS if of == "bandwidth" else v for v in values]
+    order = sorted(range(len(values)), key=lambda i: values[i])  # a line goes from left to right
+    points = [points[i] for i in order]
+    at = [values[i] * _BITS if of == "bandwidth" else values[i] for i in order]
     names = list(dict.fromkeys(row.strategy for p in points for row in p.ranking.rows))
     for name in names:
         found = [_row_of(p, name) for p in points]

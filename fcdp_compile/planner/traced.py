@@ -66,32 +66,37 @@ class TracedGraph:
     backward: GraphModule
     outputs: int
 
+    def sizes(self, batch: int) -> dict[sympy.Symbol, int]:
+        """What the symbols of the graphs are for a batch of that size; other graphs may mean others by them.
+
+        A graph after a break has a symbol of its own for it, or for a multiple of it, as of all tokens;
+        others, such as the size of a generator's state, stay as they are.
+        """
+        hints = hints_of(self.forward) | hints_of(self.backward)
+        return {s: _with_batch(value, batch) for s, value in hints.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
     """All that planning needs to know of a model.
 
     graphs: in the order of the forward, of which there are several if the model breaks its graph.
+    batch: samples that were traced.
     """
 
     params: tuple[TracedParam, ...]
     graphs: tuple[TracedGraph, ...]
-
-    def sizes(self, batch: int) -> dict[sympy.Symbol, int]:
-        """What the symbols of the graphs are for a batch of that size.
-
-        A graph after a break has a symbol of its own for it; others, such as the size of a generator's state,
-        stay as they are.
-        """
-        hints: dict[sympy.Symbol, int] = {}
-        for graph in self.graphs:
-            hints |= hints_of(graph.forward) | hints_of(graph.backward)
-        return {s: batch if value == TRACED_BATCH else value for s, value in hints.items()}
+    batch: int
 
     @property
     def has_any_batch(self) -> bool:
         """Whether the batch size stayed a symbol: the model does not insist on the one that it was given."""
-        return self.sizes(0) != self.sizes(1)
+        return any(g.sizes(0) != g.sizes(1) for g in self.graphs)
+
+
+def _with_batch(value: int, batch: int) -> int:
+    per_sample, rest = divmod(value, TRACED_BATCH)
+    return value if rest else per_sample * batch
 
 
 def trace(build: Build, *, seq: int, param_dtype: torch.dtype | None) -> TracedModel:
@@ -100,7 +105,7 @@ def trace(build: Build, *, seq: int, param_dtype: torch.dtype | None) -> TracedM
     Raises: FcdpError for a model that cannot be traced without data, or that gives no loss to train with.
     """
     with tracing_mode():
-        model, inputs = build(TRACED_BATCH, seq)
+        model, inputs = _built(build, seq)
         _check_inputs(model, inputs)
         shard(model, param_dtype=param_dtype)
         graphs = _graphs_of(model, inputs)
@@ -121,7 +126,26 @@ def trace(build: Build, *, seq: int, param_dtype: torch.dtype | None) -> TracedM
             "no graph of the model's training step reads a parameter; its forward must run under "
             "torch.compile and return a loss that needs gradients (for Hugging Face models, pass labels)"
         )
-    return TracedModel(params=params, graphs=graphs)
+    return TracedModel(params=params, graphs=graphs, batch=_batch_of(inputs))
+
+
+def _batch_of(inputs: Inputs) -> int:
+    """Samples that a model was traced with: as many as were asked for, unless it has a number of its own."""
+    args, kwargs = _arguments(inputs)
+    shapes = [v.shape for v in [*args, *kwargs.values()] if isinstance(v, Tensor) and v.ndim]
+    was_asked = not shapes or any(TRACED_BATCH in shape for shape in shapes)
+    return TRACED_BATCH if was_asked else int(shapes[0][0])
+
+
+def _built(build: Build, seq: int) -> tuple[nn.Module, Inputs]:
+    try:
+        return build(TRACED_BATCH, seq)
+    except FcdpError:
+        raise
+    except Exception as error:  # whatever a model's code raises
+        raise FcdpError(
+            f"the model cannot be built without weights and data ({_first_line(error)})"
+        ) from error
 
 
 def _check_inputs(model: nn.Module, inputs: Inputs) -> None:
@@ -130,6 +154,11 @@ def _check_inputs(model: nn.Module, inputs: Inputs) -> None:
         raise FcdpError(
             f"the build function returned {type(model).__name__} in the place of a model; return a pair of "
             "an nn.Module and the inputs of its forward"
+        )
+    if not isinstance(inputs, Mapping | Sequence):
+        raise FcdpError(
+            f"the build function returned {type(inputs).__name__} in the place of inputs; return a mapping "
+            "such as {'input_ids': torch.zeros(batch, seq, dtype=torch.long)}, or a list"
         )
     args, kwargs = _arguments(inputs)
     signature = inspect.signature(model.forward)
@@ -169,13 +198,16 @@ def _graphs_of(model: nn.Module, inputs: Inputs) -> tuple[TracedGraph, ...]:
 
 
 def _why_untraceable(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
     return (
-        f"the model cannot be traced without data ({type(error).__name__}: {first}); if it needs an input "
+        f"the model cannot be traced without data ({_first_line(error)}); if it needs an input "
         "that it did not get, give --model a function your_module:build_fn that returns the model and a "
         "mapping of all its inputs; what depends on values of inputs must be turned off"
     )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def _capture(

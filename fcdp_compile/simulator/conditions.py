@@ -13,6 +13,9 @@ import math
 import random
 from dataclasses import dataclass
 
+_MOST_JITTER = 1e100
+"""Its square is finite."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
@@ -41,7 +44,7 @@ class Conditions:
                     raise ValueError(
                         f"a factor in {name} is {factor}, but must be finite and above zero"
                     )
-        if not 0 <= self.jitter < math.inf:
+        if not 0 <= self.jitter < _MOST_JITTER:
             raise ValueError(f"jitter is {self.jitter}, but must be finite and at least zero")
         _check_int("seed", self.seed, least=0)
 
