@@ -192,7 +192,10 @@ def test_what_a_backward_does_with_gradients(
     assert added == ([] if expected == "cold" else [0]), "lowered when first needed, and once"
 
 
-def _note(ran: list[str], name: str, model: Model, args: list[Any]) -> tuple[Any, ...]:
+def _note(
+    ran: list[str], name: str, model: Model, args: list[Any], *, accumulates: bool
+) -> tuple[Any, ...]:
+    assert not accumulates, "that is a forward's"
     ran.append(name)
     return ()
 
