@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from builders_plan import make_bucket, make_params, make_plan, make_recordings
+from builders_plan import make_bucket, make_plan
+from commands import cells, refusal
 from fcdp_compile.cli import main
-from fcdp_compile.cluster import CLUSTERS
-from fcdp_compile.cost import MACHINES, Slot, Timeline, simulate
-from fcdp_compile.fold import fold_numbers, fold_params
 from fcdp_compile.plan import Lane, Plan, Tier
 from fcdp_compile.plan_json import from_json, to_json, write_plan
-from fcdp_compile.recording import measured, write_recordings
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,12 +38,6 @@ def run(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[s
         text=True,
         check=False,
     )
-
-
-def cells(text: str, start: str) -> list[str]:
-    """The columns of the first line that starts with a word."""
-    line = next(line for line in text.splitlines() if line.split()[:1] == [start])
-    return line.split()
 
 
 # Tables.
@@ -195,49 +186,6 @@ def test_names_cannot_break_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     assert r"strategy s\nt," in out
 
 
-# Folding.
-
-
-def fold(*names: str) -> list[str]:
-    return fold_params(make_params([(name, (4, 4)) for name in names], 1, 1))
-
-
-def test_layers_fold_and_the_rest_stays() -> None:
-    assert fold("embed.weight", "layers.0.w", "layers.1.w", "layers.2.w", "head.weight") == [
-        "embed.weight",
-        "layers.{0-2}.w  x3",
-        "head.weight",
-    ]
-
-
-def test_gaps_are_shown() -> None:
-    assert fold("h.0.w", "h.1.w", "h.5.w", "h.7.w") == ["h.{0-1,5,7}.w  x4"]
-
-
-def test_two_numbers_fold_if_every_combination_exists() -> None:
-    names = [f"layers.{i}.experts.{j}.w" for i in range(3) for j in range(4)]
-    assert fold(*names) == ["layers.{0-2}.experts.{0-3}.w  x12"]
-    assert fold(*names[:-1]) == [
-        "layers.0.experts.{0-3}.w  x4",
-        "layers.1.experts.{0-3}.w  x4",
-        "layers.2.experts.{0-2}.w  x3",
-    ]
-
-
-def test_other_shapes_and_other_spellings_do_not_fold() -> None:
-    params = make_params([("layers.0.w", (4,)), ("layers.1.w", (5,))], 1, 1)
-    assert fold_params(params) == ["layers.0.w", "layers.1.w"]
-    assert fold("layers.01.w", "layers.1.w") == ["layers.01.w", "layers.1.w"]
-    assert fold("w1", "w2") == ["w1", "w2"]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"), [([], ""), ([4], "4"), ([4, 5], "4-5"), ([0, 2, 3, 4, 9], "0,2-4,9")]
-)
-def test_runs_of_numbers(numbers: list[int], text: str) -> None:
-    assert fold_numbers(numbers) == text
-
-
 # JSON.
 
 
@@ -257,19 +205,6 @@ def test_json_of_several_plans_is_a_list(folder: Path, capsys: pytest.CaptureFix
 
 
 # Bad input.
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line on stderr of a command that ends with 2 and prints no result."""
-    try:
-        code: object = main(arguments)
-    except SystemExit as end:
-        code = end.code
-    out, err = capsys.readouterr()
-    assert code == 2
-    assert out == ""
-    assert err.count("\n") == 1
-    return err
 
 
 @pytest.mark.parametrize(
@@ -383,104 +318,6 @@ def test_a_full_disk_is_told(folder: Path) -> None:
         )
     assert done.returncode == 2
     assert done.stderr == "fcdp: standard output: No space left on device\n"
-
-
-# Times.
-
-
-def timed(text: str, title: str) -> list[list[str]]:
-    """The cells of the rows of a schedule's table of steps."""
-    lines = text[text.index(f"\n{title}\n") :].splitlines()
-    header = next(i for i, line in enumerate(lines) if line.split()[:1] == ["step"])
-    end = next(i for i, line in enumerate(lines) if line.split()[:1] == ["total"])
-    return [line.split() for line in lines[header + 2 : end]]
-
-
-def shown(slot: Slot) -> list[str]:
-    return [f"{1e3 * slot.start_s:.3f}", f"+{1e3 * (slot.end_s - slot.start_s):.3f}"]
-
-
-def totals(time: Timeline) -> list[str]:
-    times_s = [time.total_s, time.exposed_s, *(time.busy_s[lane] for lane in Lane)]
-    return [f"{1e3 * s:.3f}" for s in times_s]
-
-
-def test_predicted_times_stand_beside_the_steps(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = make_plan()
-    for name, machine in (
-        ("cpu", MACHINES["cpu"]),
-        *((c.name, c.machine) for c in CLUSTERS.values()),
-    ):
-        assert main(["dump", str(folder), "--machine", name]) == 0
-        out = capsys.readouterr().out
-        assert f"\npredicted with the speeds of {name}\n" in out
-        assert "measured" not in out
-        for schedule, title in zip(
-            plan.schedules, ("forward cold", "forward warm", "backward"), strict=True
-        ):
-            time = simulate(schedule, machine, plan.ranks_per_node)
-            rows = timed(out, title)
-            for row, step in zip(rows, schedule.steps, strict=True):
-                expected = [
-                    *map(str, step.waits),
-                    *shown(time.slots[step.index]),
-                    *step.label.split(),
-                ]
-                assert row[-len(expected) :] == expected
-            part = out[out.index(f"\n{title}\n") :]
-            assert cells(part, "predicted")[1:] == totals(time)
-
-
-def test_measured_times_stand_beside_predicted_ones(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = make_plan()
-    recordings = make_recordings(plan, steps_s=(0.003, 0.001, 0.002))[1:]
-    write_recordings(folder / "graph-000.recorded.json", recordings)
-    assert main(["dump", str(folder)]) == 0
-    out = capsys.readouterr().out
-    assert "measured: of each schedule the median of the recorded runs" in out
-    assert "+2.000" not in out[: out.index("\nforward warm\n")], "it was not recorded"
-    for recording, title in zip(recordings, ("forward warm", "backward"), strict=True):
-        schedule = next(s for s in plan.schedules if (s.direction, s.variant) == recording.key)
-        predicted = simulate(schedule, MACHINES["cuda"], plan.ranks_per_node)
-        for i, row in enumerate(timed(out, title)):
-            measured_ms = [f"{2.0 * i:.3f}", "+2.000"]
-            assert row[-4:] == [*shown(predicted.slots[i]), *measured_ms]
-        part = out[out.index(f"\n{title}\n") :]
-        assert cells(part, "predicted")[1:] == totals(predicted)
-        assert cells(part, "measured")[1:] == totals(measured(recording, schedule))
-
-
-def test_the_plan_as_json_has_no_times(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded = folder / "graph-000.recorded.json"
-    recorded.write_text("damaged")
-    assert main(["dump", str(folder), "--format", "json"]) == 0
-    assert from_json(capsys.readouterr().out, source="stdout") == make_plan()
-
-
-def test_a_choice_of_schedules_is_no_other_plan(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_recordings(folder / "graph-000.recorded.json", make_recordings(make_plan()))
-    assert main(["dump", str(folder), "--variant", "cold"]) == 0
-    assert "+1.000" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("table_format", ["table", "chrome"])
-def test_recordings_of_no_use_are_refused(
-    folder: Path, table_format: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = folder / "graph-000.recorded.json"
-    arguments = ("dump", str(folder), "--format", table_format)
-    write_recordings(path, make_recordings(make_plan(layers=3)))
-    line = refusal(capsys, *arguments)
-    assert line.startswith(f"fcdp: {path}: forward cold was recorded with the plan ")
-    assert line.endswith("record again with the options dump and record, or delete the file\n")
-    path.write_text("{}")
-    assert "schema: is missing, so this is not a recording" in refusal(capsys, *arguments)
 
 
 # Choices.

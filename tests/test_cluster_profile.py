@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -12,6 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from documents import REMOVED, damaged
+from documents import Path as Place
 from fcdp_compile.cluster import (
     CLUSTERS,
     SCHEMA,
@@ -26,9 +27,6 @@ from fcdp_compile.cluster import (
 )
 from fcdp_compile.cost import Link, Machine
 from fcdp_compile.errors import FcdpError, ProfileError
-
-REMOVED = object()
-Path_ = tuple[str | int, ...]
 
 above_zero = st.floats(1e-12, 1e15)
 links = st.builds(Link, latency_s=st.floats(0, 10), bytes_per_s=above_zero)
@@ -76,20 +74,6 @@ PROFILE = dataclasses.replace(
 DOCUMENT: dict[str, Any] = json.loads(profile_to_json(PROFILE))
 
 
-def damaged(path: Path_, value: object) -> Any:
-    if not path:
-        return value
-    document = copy.deepcopy(DOCUMENT)
-    holder: Any = document
-    for key in path[:-1]:
-        holder = holder[key]
-    if value is REMOVED:
-        del holder[path[-1]]
-    else:
-        holder[path[-1]] = value
-    return document
-
-
 def refusal(text: str) -> str:
     with pytest.raises(ProfileError) as info:
         profile_from_json(text, source="x.json")
@@ -126,7 +110,9 @@ FIELDS = [
 
 @pytest.mark.parametrize("path", FIELDS, ids=".".join)
 def test_a_missing_field_is_named(path: tuple[str, ...]) -> None:
-    assert f"x.json: {'.'.join(path)}: is missing" in refusal(json.dumps(damaged(path, REMOVED)))
+    assert f"x.json: {'.'.join(path)}: is missing" in refusal(
+        json.dumps(damaged(DOCUMENT, path, REMOVED))
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,8 +153,8 @@ def test_a_missing_field_is_named(path: tuple[str, ...]) -> None:
         (("samples", 0, "flops"), REMOVED, "samples[0].flops: is missing"),
     ],
 )
-def test_a_fault_is_told_with_its_field(path: Path_, value: object, expected: str) -> None:
-    assert expected in refusal(json.dumps(damaged(path, value)))
+def test_a_fault_is_told_with_its_field(path: Place, value: object, expected: str) -> None:
+    assert expected in refusal(json.dumps(damaged(DOCUMENT, path, value)))
 
 
 json_values = st.recursive(
@@ -180,8 +166,8 @@ json_values = st.recursive(
 
 @settings(max_examples=300)
 @given(st.sampled_from([*FIELDS, ("samples", 0), ("samples", 0, "seconds")]), json_values)
-def test_any_value_anywhere_is_either_legal_or_refused(path: Path_, value: object) -> None:
-    text = json.dumps(damaged(path, value))
+def test_any_value_anywhere_is_either_legal_or_refused(path: Place, value: object) -> None:
+    text = json.dumps(damaged(DOCUMENT, path, value))
     try:
         profile = profile_from_json(text, source="x.json")
     except ProfileError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import os
@@ -16,18 +15,17 @@ import pytest
 from hypothesis import given, settings
 
 from builders_plan import LANE_OF, make_plan, plans
+from documents import REMOVED, damaged
+from documents import Path as Place
 from fcdp_compile.errors import PlanFormatError
 from fcdp_compile.plan import LANES, SCHEMA, Bucket, BucketParam, Kind, Plan, Schedule, Step
 from fcdp_compile.plan_json import from_json, read_plan, to_json, write_plan
 
 PLAN = make_plan(layers=2)
 DOCUMENT: dict[str, Any] = json.loads(to_json(PLAN))
-Path_ = tuple[str | int, ...]
-
-REMOVED = object()
 
 
-def places(value: object, path: Path_ = ()) -> Iterator[Path_]:
+def places(value: object, path: Place = ()) -> Iterator[Place]:
     """Every place in a JSON value."""
     yield path
     if isinstance(value, dict):
@@ -36,21 +34,6 @@ def places(value: object, path: Path_ = ()) -> Iterator[Path_]:
     elif isinstance(value, list):
         for i, item in enumerate(value):
             yield from places(item, (*path, i))
-
-
-def damaged(path: Path_, value: object) -> Any:
-    """The document with another value at one place."""
-    if not path:
-        return value
-    document = copy.deepcopy(DOCUMENT)
-    holder: Any = document
-    for key in path[:-1]:
-        holder = holder[key]
-    if value is REMOVED:
-        del holder[path[-1]]
-    else:
-        holder[path[-1]] = value
-    return document
 
 
 def refusal(text: str) -> str:
@@ -109,10 +92,10 @@ def test_every_kind_has_its_lane() -> None:
     assert set(LANES) == set(Kind)
 
 
-FIRST_PARAM: Path_ = ("buckets", 0, "params", 0)
-FIRST_STEP: Path_ = ("schedules", 0, "steps", 0)
+FIRST_PARAM: Place = ("buckets", 0, "params", 0)
+FIRST_STEP: Place = ("schedules", 0, "steps", 0)
 
-FAULTS: list[tuple[Path_, object, str]] = [
+FAULTS: list[tuple[Place, object, str]] = [
     # types
     ((), [], "is a list, not the JSON object of a plan"),
     ((), None, "is null, not the JSON object of a plan"),
@@ -197,8 +180,8 @@ FAULTS: list[tuple[Path_, object, str]] = [
 
 
 @pytest.mark.parametrize(("path", "value", "expected"), FAULTS)
-def test_a_fault_is_told_with_its_field(path: Path_, value: object, expected: str) -> None:
-    assert expected in refusal(json.dumps(damaged(path, value)))
+def test_a_fault_is_told_with_its_field(path: Place, value: object, expected: str) -> None:
+    assert expected in refusal(json.dumps(damaged(DOCUMENT, path, value)))
 
 
 @pytest.mark.parametrize(
@@ -234,11 +217,13 @@ def test_a_huge_number_is_refused_with_its_field(digits: str) -> None:
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:
-    assert "strategy: contains half" in refusal(json.dumps(damaged(("strategy",), "a\ud800")))
+    assert "strategy: contains half" in refusal(
+        json.dumps(damaged(DOCUMENT, ("strategy",), "a\ud800"))
+    )
 
 
 def test_a_hostile_field_name_stays_on_one_line() -> None:
-    refusal(json.dumps(damaged(("a\nb\x1b[31m" + "c" * 5000,), 1)))
+    refusal(json.dumps(damaged(DOCUMENT, ("a\nb\x1b[31m" + "c" * 5000,), 1)))
 
 
 def test_a_name_with_line_breaks_survives_and_the_source_is_escaped() -> None:
@@ -267,8 +252,8 @@ json_values = st.recursive(
 
 @settings(max_examples=300)
 @given(st.sampled_from(PLACES), json_values)
-def test_any_value_anywhere_is_either_legal_or_refused(path: Path_, value: object) -> None:
-    text = json.dumps(damaged(path, value), default=lambda removed: None)
+def test_any_value_anywhere_is_either_legal_or_refused(path: Place, value: object) -> None:
+    text = json.dumps(damaged(DOCUMENT, path, value), default=lambda removed: None)
     plan = plan_or_refusal(lambda: from_json(text, source="x.json"), "x.json")
     if plan is not None:
         assert from_json(to_json(plan), source="x.json") == plan

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import refusal
 from fcdp_compile.cli import main
 from fcdp_compile.cluster import Measured, find_profile
 from fcdp_compile.cost import MACHINES, Link
@@ -151,27 +152,14 @@ def test_json_is_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["schema"] == "fcdp.cluster/1"
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line on stderr that a call is refused with."""
-    try:
-        code: object = main(["probe", *QUICK, *arguments])
-    except SystemExit as end:
-        code = end.code
-    out, err = capsys.readouterr()
-    assert code == 2
-    assert out == ""
-    assert err.count("\n") == 1
-    return err
-
-
 def test_a_network_that_nobody_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    text = refusal(capsys)
+    text = refusal(capsys, "probe", *QUICK)
     assert "cannot be measured on one node; start fcdp probe on several" in text
     assert "--inter 10G" in text
 
 
 def test_several_nodes_need_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nodes=2 needs several processes" in refusal(capsys, "--nodes", "2")
+    assert "nodes=2 needs several processes" in refusal(capsys, "probe", *QUICK, "--nodes", "2")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +185,7 @@ def test_several_nodes_need_several_processes(capsys: pytest.CaptureFixture[str]
 def test_bad_usage(
     arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert expected in refusal(capsys, *arguments)
+    assert expected in refusal(capsys, "probe", *QUICK, *arguments)
 
 
 def test_bad_usage_is_told_once(
@@ -216,6 +204,8 @@ def test_a_file_that_cannot_be_written_is_refused(
 ) -> None:
     missing, folder = tmp_path / "missing" / "x.json", tmp_path
     assert "No such file or directory" in refusal(
-        capsys, "--inter", "10G", "--output", str(missing)
+        capsys, "probe", *QUICK, "--inter", "10G", "--output", str(missing)
     )
-    assert "is a folder" in refusal(capsys, "--inter", "10G", "--output", str(folder))
+    assert "is a folder" in refusal(
+        capsys, "probe", *QUICK, "--inter", "10G", "--output", str(folder)
+    )

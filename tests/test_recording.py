@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 
 from builders_plan import make_plan, make_recordings, make_run, make_steps, recordings
+from documents import damaged
 from fcdp_compile.cost import Slot
 from fcdp_compile.errors import RecordingError
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
@@ -50,14 +50,9 @@ def test_a_folder_has_them_by_the_names_of_their_plans(tmp_path: Path) -> None:
     }
 
 
-def damaged(*path: str | int, value: object) -> str:
+def changed(*path: str | int, value: object) -> str:
     """The text of a file with another value at one place."""
-    document = json.loads(recordings_to_json(RECORDINGS))
-    holder: Any = document
-    for key in path[:-1]:
-        holder = holder[key]
-    holder[path[-1]] = value
-    return json.dumps(document)
+    return json.dumps(damaged(json.loads(recordings_to_json(RECORDINGS)), path, value))
 
 
 FIRST = ("recordings", 0, "runs", 0)
@@ -66,15 +61,15 @@ FIRST = ("recordings", 0, "runs", 0)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (damaged("schema", value="fcdp.plan/5"), 'reads "fcdp.recording/1"'),
-        (damaged(*FIRST, "ends_s", value=[1.0]), "runs[0]: is impossible: 8 starts for 1 ends"),
-        (damaged(*FIRST, "ends_s", 2, value=0.0015), "step 2 lasts from 0.002 s to 0.0015 s"),
-        (damaged(*FIRST, "starts_s", 0, value=-1e-9), "step 0 lasts from -1e-09 s to 0.001 s"),
-        (damaged(*FIRST, "starts_s", 3, value="3"), 'starts_s[3]: is "3", not a number'),
-        (damaged(*FIRST, "ends_s", 7, value=float("nan")), "ends_s[7]: is nan, which is not"),
-        (damaged("recordings", 1, "runs", value=[]), "recordings[1]: is impossible: it has no ru"),
-        (damaged("recordings", 0, "variant", value="hot"), 'variant: is "hot", not one of cold'),
-        (damaged("recordings", 1, "variant", value="cold"), "forward cold was recorded twice"),
+        (changed("schema", value="fcdp.plan/5"), 'reads "fcdp.recording/1"'),
+        (changed(*FIRST, "ends_s", value=[1.0]), "runs[0]: is impossible: 8 starts for 1 ends"),
+        (changed(*FIRST, "ends_s", 2, value=0.0015), "step 2 lasts from 0.002 s to 0.0015 s"),
+        (changed(*FIRST, "starts_s", 0, value=-1e-9), "step 0 lasts from -1e-09 s to 0.001 s"),
+        (changed(*FIRST, "starts_s", 3, value="3"), 'starts_s[3]: is "3", not a number'),
+        (changed(*FIRST, "ends_s", 7, value=float("nan")), "ends_s[7]: is nan, which is not"),
+        (changed("recordings", 1, "runs", value=[]), "recordings[1]: is impossible: it has no ru"),
+        (changed("recordings", 0, "variant", value="hot"), 'variant: is "hot", not one of cold'),
+        (changed("recordings", 1, "variant", value="cold"), "forward cold was recorded twice"),
     ],
 )
 def test_what_is_damaged_is_refused(text: str, says: str) -> None:

@@ -191,6 +191,7 @@ def _graphs_of(model: nn.Module, inputs: Inputs) -> tuple[TracedGraph, ...]:
     except FcdpError:
         raise
     except Exception as error:
+        # Dynamo, AOTAutograd and the model's own code raise here, and have no class in common.
         raise FcdpError(_why_untraceable(error)) from error
     finally:
         torch.compiler.reset()

@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from fcdp_compile.cluster import Measured, find_profile
+from tests.cluster.simulated import ROOT, TOOL, needs_nodes
 
-pytestmark = pytest.mark.cluster
+pytestmark = needs_nodes
 
-_ROOT = Path(__file__).resolve().parents[2]
-_TOOL = Path(os.environ.get("FCDP_CLUSTER_TOOL", _ROOT.parent / "shared" / "tools" / "cluster.py"))
 _LIMIT_BYTES_PER_S = 200e6 / 8
-
-
-def _missing() -> str | None:
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if not all(shutil.which(tool) for tool in ("ip", "tc")):
-        return "ip and tc (iproute2) are not installed"
-    if not _TOOL.is_file():
-        return f"no cluster tool at {_TOOL}; set FCDP_CLUSTER_TOOL"
-    return None
-
-
-if (_reason := _missing()) is not None:
-    # Simulated nodes exist on Linux, for root, with the tool alone; the reason says what is missing.
-    pytestmark = [pytest.mark.cluster, pytest.mark.skip(reason=_reason)]
 
 
 def test_a_limited_card_is_found(tmp_path: Path) -> None:
     """A token bucket lets no more pass; headers, and messages that peers wait for, take a tenth of it."""
     path = tmp_path / "cluster.json"
-    command = [sys.executable, str(_TOOL), "--nodes", "2", "--gpus-per-node", "2"]
+    command = [sys.executable, str(TOOL), "--nodes", "2", "--gpus-per-node", "2"]
     command += ["--bandwidth", "200mbit", "--timeout", "200", "--python", sys.executable, "--"]
     command += ["-m", "fcdp_compile.cli", "probe", "--output", str(path)]
     command += ["--max-size", "1MiB", "--seconds", "25", "--name", "limited"]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     # Killing the tool outright would leave its namespaces behind; its own timeout cleans up.
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,30 +14,14 @@ from typing import Any
 import pytest
 
 from tests import formulas
+from tests.cluster.simulated import ROOT, TOOL, needs_nodes
 from tests.cluster.wire_worker import STRATEGIES
 
-pytestmark = pytest.mark.cluster
+pytestmark = needs_nodes
 
-_ROOT = Path(__file__).resolve().parents[2]
-_TOOL = Path(os.environ.get("FCDP_CLUSTER_TOOL", _ROOT.parent / "shared" / "tools" / "cluster.py"))
 _NODES, _RANKS_PER_NODE = 2, 2
 _SLACK = 64 * 2**10
 """What barriers and agreements may cost on top, per step and node."""
-
-
-def _missing() -> str | None:
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if not all(shutil.which(tool) for tool in ("ip", "tc")):
-        return "ip and tc (iproute2) are not installed"
-    if not _TOOL.is_file():
-        return f"no cluster tool at {_TOOL}; set FCDP_CLUSTER_TOOL"
-    return None
-
-
-if (_reason := _missing()) is not None:
-    # Simulated nodes exist on Linux, for root, with the tool alone; the reason says what is missing.
-    pytestmark = [pytest.mark.cluster, pytest.mark.skip(reason=_reason)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +53,10 @@ def _run(mode: str, folder: Path) -> list[Wire]:
 
 def _reports(mode: str, folder: Path) -> list[dict[str, Any]]:
     worker = Path(__file__).with_name("wire_worker.py")
-    command = [sys.executable, str(_TOOL), "--nodes", str(_NODES)]
+    command = [sys.executable, str(TOOL), "--nodes", str(_NODES)]
     command += ["--gpus-per-node", str(_RANKS_PER_NODE), "--timeout", "240", "--python"]
     command += [sys.executable, "--", str(worker), str(folder), mode]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     # Killing the tool outright would leave its namespaces behind; its own timeout cleans up.
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
