@@ -1,0 +1,137 @@
+"""Write a safetensors file one tensor at a time, with memory for no more than that one.
+
+    8 bytes: length of the header | header, JSON: name → dtype, shape, byte range | the tensors' bytes
+
+safetensors itself writes a file only from tensors that are in memory all at once.  Files are read with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The format's names of dtypes."""
+
+_ALIGNMENT = 8
+_PIECE_BYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """What a file says of a tensor before its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class TensorFileWriter:
+    """A safetensors file that is being written; complete and on the disk when the `with` block ends well.
+
+    tensors: of all that will be written, in that order.  metadata: strings for the header.  wrote: told of
+    every piece of the file, header included, once it has been given to the system.
+
+    Raises: ValueError for a dtype that the format lacks; OSError where the file cannot be written.  A file
+    that an error ends is left incomplete, and its header says more bytes than it has.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, TensorMeta],
+        metadata: Mapping[str, str] | None = None,
+        wrote: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._waiting = dict(tensors)
+        self._wrote = wrote or (lambda piece: None)
+        header = _header(tensors, metadata or {})
+        self._file = self.path.open("xb", buffering=0)
+        self._put(memoryview(header))
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor, which may be on any device.
+
+        Raises: ValueError if it is not the next one, or of another dtype or shape than was said.
+        """
+        expected = next(iter(self._waiting), None)
+        if name != expected:
+            raise ValueError(f"{self.path}: the next tensor is {expected!r}, not {name!r}")
+        meta = self._waiting.pop(name)
+        if (tensor.dtype, tuple(tensor.shape)) != (meta.dtype, meta.shape):
+            raise ValueError(
+                f"{self.path}: {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the header says "
+                f"{meta.dtype} {meta.shape}"
+            )
+        if tensor.numel():
+            raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            for piece in raw.split(_PIECE_BYTES):
+                self._put(memoryview(piece.cpu().numpy()))
+
+    def _put(self, piece: memoryview) -> None:
+        rest = piece
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._wrote(piece)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                if self._waiting:
+                    raise ValueError(
+                        f"{self.path}: {next(iter(self._waiting))!r} was never written"
+                    )
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def _header(tensors: Mapping[str, TensorMeta], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, meta in tensors.items():
+        if meta.dtype not in DTYPES:
+            raise ValueError(f"{name!r} is {meta.dtype}, which safetensors files do not hold")
+        start, end = end, end + meta.size_bytes
+        entries[name] = {
+            "dtype": DTYPES[meta.dtype],
+            "shape": list(meta.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
