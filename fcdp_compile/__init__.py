@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcdp_compile.accumulation import no_sync
+    from fcdp_compile.deferred import materialize
     from fcdp_compile.errors import (
         FcdpError,
         PlanFormatError,
@@ -41,6 +42,7 @@ __all__ = [
     "UnsynchronizedGradientError",
     "explain",
     "make_mesh",
+    "materialize",
     "memory",
     "no_sync",
     "shard",
@@ -60,6 +62,7 @@ _HOMES = {
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
     "make_mesh": "mesh",
+    "materialize": "deferred",
     "memory": "memory_report",
     "no_sync": "accumulation",
     "shard": "sharding",
