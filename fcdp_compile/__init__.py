@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
+    from fcdp_compile.whole import gathered
 
 __all__ = [
     "Explanation",
@@ -41,6 +42,7 @@ __all__ = [
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
     "explain",
+    "gathered",
     "make_mesh",
     "materialize",
     "memory",
@@ -61,6 +63,7 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
+    "gathered": "whole",
     "make_mesh": "mesh",
     "materialize": "deferred",
     "memory": "memory_report",
