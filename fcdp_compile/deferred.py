@@ -57,10 +57,10 @@ def materialize(model: nn.Module) -> None:
     sharded.
     """
     root, state = model_of(model), state_of(model)
-    _agree_on_awaited(state)
-    if not state.without_values:
-        return
-    _Materialisation(root, state).run()
+    with torch.device("cpu"):  # also within `with torch.device("meta")`
+        _agree_on_awaited(state)
+        if state.without_values:
+            _Materialisation(root, state).run()
 
 
 def _agree_on_awaited(state: ShardedModel) -> None:
