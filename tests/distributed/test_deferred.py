@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.sharding import state_of
+from fcdp_compile.torch_compat import DispatchMode, FakeTensor, storage_id
 from tests.distributed.beside import Beside, whole
 from tests.distributed.jobs import WORKS, Job, message_of, run_jobs
 from tests.distributed.models import CASES, Floats, Odd, batch, gpt2, llama
@@ -265,6 +268,69 @@ class TestLoading:
         other.step()
 
 
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+class _Live(DispatchMode):
+    """Bytes of the storages that ops made and that somebody still holds; the most that there were.
+
+    older: tensors that are not to be counted.
+    """
+
+    def __init__(self, older: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._older = {storage_id(tensor) for tensor in older}
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and type(tensor) is not FakeTensor and not tensor.is_meta:
+                self._note(tensor)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = storage_id(tensor)
+        if storage in self._older:
+            return
+        if storage not in self._known:
+            self.now += tensor.untyped_storage().nbytes()
+            self.peak = max(self.peak, self.now)
+        self._known[storage] = self._known.get(storage, 0) + 1
+        weakref.finalize(tensor, self._forget, storage, tensor.untyped_storage().nbytes())
+
+    def _forget(self, storage: int, size_bytes: int) -> None:
+        self._known[storage] -= 1
+        if not self._known[storage]:
+            del self._known[storage]
+            self.now -= size_bytes
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(256, 256) for _ in range(24)], nn.Embedding(512, 256))
+
+
+def _memory(mesh: DeviceMesh | None, make: Make = _layers) -> None:
+    """Beyond the home shards there is never more than the parameters of the largest module."""
+    with torch.device("meta"):
+        model = make()
+    largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in model.modules())
+    whole_bytes = sum(p.nbytes for p in model.parameters())
+    model = fcdp_compile.shard(model, mesh)
+    live = _Live([record.local() for record in state_of(model).records.values()])
+    with live:
+        fcdp_compile.materialize(model)
+    buffers = sum(b.nbytes for b in model.buffers())
+    small = 2**16  # states of generators, fingerprints
+    assert largest <= live.peak <= largest + buffers + small, (live.peak, largest)
+    assert live.peak < whole_bytes / 8, "the control: the whole model is much larger"
+
+
+def test_no_more_memory_than_the_largest_module() -> None:
+    _memory(None)
+
+
 # --- with ranks --------------------------------------------------------------------------------------------
 
 
@@ -296,7 +362,7 @@ def _train(mesh: DeviceMesh) -> None:
     with torch.device("meta"):
         model = case.model()
     model = fcdp_compile.shard(model, mesh)
-    net = torch.compile(model, backend="fcdp")
+    net = torch.compile(model, backend="fcdp", options={"compute": "eager"})
     ids = batch(case, step=0, rank=dist.get_rank())
     for call in (net, model, lambda **kw: model.model(kw["input_ids"])):
         found = message_of(FcdpError, lambda call=call: call(input_ids=ids))
@@ -305,7 +371,7 @@ def _train(mesh: DeviceMesh) -> None:
     assert "an optimizer step needs" in message_of(FcdpError, optimizer.step)
     torch.manual_seed(0)
     fcdp_compile.materialize(model)
-    pair = Beside(mesh, case)  # the same seed
+    pair = Beside(mesh, case, options={"compute": "eager"})  # the same seed
     for step in range(2):
         mine, other = (case.loss(n, pair.data(step)) for n in (net, pair.net))
         assert mine.item() == other.item()
@@ -392,6 +458,7 @@ _JOBS: dict[str, Job] = {
     "llama, param_dtype": partial(_same, name="llama", param_dtype=torch.bfloat16),
     **{f"llama, {s}": partial(_same, name="llama", strategy=s) for s in ("ddp", "zero2", "mics")},
     "train": _train,
+    "memory": _memory,
     "loaded": _loaded,
     "loaded on one rank": _loaded_on_one,
     "differing": _differing,
