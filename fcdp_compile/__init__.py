@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcdp_compile.accumulation import no_sync
+    from fcdp_compile.deferred import materialize
     from fcdp_compile.errors import (
         FcdpError,
         PlanFormatError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
+    from fcdp_compile.whole import gathered
 
 __all__ = [
     "Explanation",
@@ -40,7 +42,9 @@ __all__ = [
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
     "explain",
+    "gathered",
     "make_mesh",
+    "materialize",
     "memory",
     "no_sync",
     "shard",
@@ -59,7 +63,9 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
+    "gathered": "whole",
     "make_mesh": "mesh",
+    "materialize": "deferred",
     "memory": "memory_report",
     "no_sync": "accumulation",
     "shard": "sharding",
