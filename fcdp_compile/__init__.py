@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fcdp_compile.accumulation import no_sync
     from fcdp_compile.checkpointing.loading import Loaded, load
     from fcdp_compile.checkpointing.saving import PendingSave, save
+    from fcdp_compile.deferred import materialize
     from fcdp_compile.errors import (
         CheckpointError,
         FcdpError,
@@ -48,6 +49,7 @@ __all__ = [
     "explain",
     "load",
     "make_mesh",
+    "materialize",
     "memory",
     "no_sync",
     "save",
@@ -72,6 +74,7 @@ _HOMES = {
     "explain": "explanation",
     "load": "checkpointing.loading",
     "make_mesh": "mesh",
+    "materialize": "deferred",
     "memory": "memory_report",
     "no_sync": "accumulation",
     "save": "checkpointing.saving",

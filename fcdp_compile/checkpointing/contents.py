@@ -109,13 +109,17 @@ def plain_tensors(root: nn.Module, state: ShardedModel) -> dict[str, Tensor]:
     """Persistent buffers, and parameters that are not sharded, by their names in a checkpoint."""
     sharded = {id(r.parameter()) for r in state.records.values()}
     found = {parameter_name(name): p for name, p in root.named_parameters() if id(p) not in sharded}
+    return found | {f"model.{name} (buffer)": b for name, b in persistent_buffers(root)}
+
+
+def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a state dict has, by name; one that several modules share once."""
     dropped = {
         f"{prefix}.{name}".removeprefix(".")
         for prefix, module in root.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    kept = {n: b for n, b in root.named_buffers() if n not in dropped}
-    return found | {f"model.{name} (buffer)": b for name, b in kept.items()}
+    yield from ((name, b) for name, b in root.named_buffers() if name not in dropped)
 
 
 def extra_states(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

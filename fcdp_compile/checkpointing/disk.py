@@ -94,14 +94,15 @@ class Disk:
         tensors: Mapping[str, TensorMeta],
         wrote: Callable[[int], None],
     ) -> tuple[TensorFileWriter, BlockSums]:
-        """Begin a rank's file; wrote: told the bytes of each piece."""
+        """Begin a rank's file; wrote: told the bytes of each piece of tensors."""
         sums = BlockSums()
         path = folder / folder_of(id) / file_name(rank)
 
         def note(piece: memoryview) -> None:
             self.reached("wrote data")
+            if sums.size_bytes:  # not the header
+                wrote(len(piece))
             sums.add(piece)
-            wrote(len(piece))
 
         return TensorFileWriter(path, tensors, wrote=note), sums
 

@@ -28,6 +28,7 @@ from fcdp_compile.checkpointing.contents import (
     extra_states,
     parameter_name,
     parameter_names,
+    persistent_buffers,
     plain_tensors,
 )
 from fcdp_compile.checkpointing.cuts import cut
@@ -346,8 +347,12 @@ class _Loading:
                 self._copy(read, to[read.name])
                 shown.update(read.size_bytes)
             for name, tensor in plain_tensors(self._root, self._state).items():
-                tensor.detach().copy_(self.values[name])
-        self._note_arrival()
+                if tensor.is_meta:
+                    self._put_buffer(tensor, self.values[name])
+                else:
+                    tensor.detach().copy_(self.values[name])
+        buffers = [name for name, _ in persistent_buffers(self._root)]
+        self._state.values_arrived(list(self._state.records), buffers)
         for name, module in extra_states(self._root):
             module.set_extra_state(self.values[name])
         self._write_job(to)
@@ -358,13 +363,13 @@ class _Loading:
             run, to = run.narrow(dim, a, b - a), to.narrow(dim, first, b - a)
         to.copy_(run)
 
-    def _note_arrival(self) -> None:
-        arrived = getattr(self._state, "values_arrived", None)
-        if arrived is None:
-            self._state.values_loaded()
-            return
-        arrived(list(self._state.records))
-        getattr(self._state, "awaited_buffers", set()).clear()
+    def _put_buffer(self, on_meta: Tensor, value: Tensor) -> None:
+        """Put a buffer in the place, or places, of one that has no memory."""
+        made = value.to(self._state.device)
+        for module in self._root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is on_meta:
+                    module._buffers[name] = made
 
     def _write_job(self, moments: dict[str, Tensor]) -> None:
         job = self._job

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +137,8 @@ def save(
     Returns: what waits for the end; in a synchronous save that has come.
 
     Raises: on every rank, CheckpointError if something cannot be saved or written, ranks would save
-    different things, parameters have no values yet, or gradients that `no_sync` accumulated wait; FcdpError
-    for a progress bar without tqdm; ValueError if the model is not sharded.  In an asynchronous save what
+    different things, or gradients that `no_sync` accumulated wait; FcdpError if parameters have no values yet,
+    or for a progress bar without tqdm; ValueError if the model is not sharded.  In an asynchronous save what
     fails in writing is raised by `wait`, and logged.
     """
     job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
@@ -161,12 +161,12 @@ def save_on(
     root, state = model_of(model), state_of(model)
     saver = _savers.setdefault(state, _Saver())
     saver.pending.end()
+    state.refuse_awaited("a checkpoint")
     _refuse_waiting_gradients(state)
     found: list[Contents] = []
 
     def look() -> str:
         need_bar(shown=progress)
-        _refuse_without_values(state)
         if step is not None and type(step) is not int:
             raise CheckpointError(f"step must be a whole number, not {step!r}")
         found.append(contents_of(state, root, job, step, copy=asynchronous))
@@ -219,19 +219,4 @@ def _refuse_waiting_gradients(state: ShardedModel) -> None:
         raise CheckpointError(
             f"gradients of parameter {left[0]!r} (one of {len(left)}) were accumulated under "
             "fcdp_compile.no_sync and wait; they would be lost, so save after optimizer.step()"
-        )
-
-
-def _refuse_without_values(state: ShardedModel) -> None:
-    awaited: Mapping[str, Any] | set[str] = getattr(state, "awaited", set())
-    if awaited:
-        name = state.records[min(awaited)].spec.name
-        raise CheckpointError(
-            f"parameter {name!r} (one of {len(awaited)}) has no values yet; call fcdp_compile.materialize, "
-            "load_pretrained or load before save"
-        )
-    buffers: set[str] = getattr(state, "awaited_buffers", set())
-    if buffers:
-        raise CheckpointError(
-            f"buffer {min(buffers)!r} has no values yet; call fcdp_compile.materialize before save"
         )

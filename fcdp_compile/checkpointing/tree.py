@@ -84,9 +84,16 @@ def decode(tree: Any, read: TensorReader, name: str) -> Any:
     """
     try:
         return _decode(tree, read)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        struct.error,
+    ) as error:
         raise CheckpointError(f"value {name!r} is not one that fcdp_compile.save writes") from error
 
 
