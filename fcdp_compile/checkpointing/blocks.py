@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from fcdp_compile.checkpointing.disk import new_sum
-from fcdp_compile.checkpointing.record import Checkpoint, DataFile, file_name
+from fcdp_compile.checkpointing.record import Checkpoint, file_name
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.tensor_file import DTYPES
 
@@ -36,6 +36,13 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Block(NamedTuple):
+    """One block of a rank's file."""
+
+    file: int
+    number: int
+
+
 class DataFiles:
     """The data of one checkpoint; a block is in memory at a time.
 
@@ -47,7 +54,7 @@ class DataFiles:
         self._folder = folder / record.folder
         self._record = record
         self._headers: dict[int, dict[str, Stored]] = {}
-        self._held: tuple[int, int] | None = None  # file and block
+        self._held: Block | None = None
         self._block = memoryview(bytearray())
 
     def path(self, file: int) -> Path:
@@ -87,38 +94,43 @@ class DataFiles:
         raw = self._bytes(file, start, start + math.prod(shape) * size)
         return _as_tensor(raw, stored.dtype, shape)
 
-    def verify(self, runs: Iterable[tuple[int, int, int]], told: Callable[[int], object]) -> None:
-        """Read what lies in runs of bytes (file, start, stop), each block once.
-
-        told: the bytes of each block.
-        """
+    def blocks(self, runs: Iterable[tuple[int, int, int]]) -> list[Block]:
+        """Those that runs of bytes (file, start, stop) lie in, each once, in their order in the files."""
         size = self._record.block_bytes
         needed = {
-            (file, block)
+            (file, number)
             for file, start, stop in runs
-            for block in range(start // size, -(-stop // size))
+            for number in range(start // size, -(-stop // size))
         }
-        for file in sorted({file for file, _ in needed}):
+        return [Block(file, number) for file, number in sorted(needed)]
+
+    def size_of(self, block: Block) -> int:
+        """Bytes of a block; the last of a file may be shorter."""
+        size = self._record.block_bytes
+        return min(size, self._record.files[block.file].size_bytes - block.number * size)
+
+    def verify(self, blocks: Sequence[Block], told: Callable[[int], object]) -> None:
+        """Read blocks; told: the bytes of each."""
+        for file in dict.fromkeys(block.file for block in blocks):
             self._check_size(file)
-        for file, block in sorted(needed):
-            told(len(self._read_block(file, block)))
+        for block in blocks:
+            told(len(self._read_block(block)))
 
     def _bytes(self, file: int, start: int, stop: int) -> bytearray:
         out = bytearray(stop - start)
         size = self._record.block_bytes
-        for block in range(start // size, -(-stop // size) if stop > start else 0):
-            whole = self._read_block(file, block)
-            begin = block * size
+        for block in self.blocks([(file, start, stop)]):
+            whole = self._read_block(block)
+            begin = block.number * size
             a, b = max(start, begin), min(stop, begin + len(whole))
             out[a - start : b - start] = whole[a - begin : b - begin]
         return out
 
-    def _read_block(self, file: int, block: int) -> memoryview:
-        if self._held == (file, block):
+    def _read_block(self, block: Block) -> memoryview:
+        if self._held == block:
             return self._block
-        known: DataFile = self._record.files[file]
-        size = self._record.block_bytes
-        length = min(size, known.size_bytes - block * size)
+        file, length = block.file, self.size_of(block)
+        start = block.number * self._record.block_bytes
         if len(self._block) != length:
             self._block = memoryview(bytearray(length))
         self._held = None
@@ -127,15 +139,15 @@ class DataFiles:
             with path.open("rb", buffering=0) as handle:
                 got, found = 0, 1
                 while got < length and found:
-                    found = os.preadv(handle.fileno(), [self._block[got:]], block * size + got)
+                    found = os.preadv(handle.fileno(), [self._block[got:]], start + got)
                     got += found
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         checksum = new_sum()
         checksum.update(self._block)
-        if got < length or checksum.hexdigest() != known.blocks[block]:
-            self._fail(file, f"is damaged between bytes {block * size} and {block * size + length}")
-        self._held = (file, block)
+        if got < length or checksum.hexdigest() != self._record.files[file].blocks[block.number]:
+            self._fail(file, f"is damaged between bytes {start} and {start + length}")
+        self._held = block
         return self._block
 
     def _check_size(self, file: int) -> int:

@@ -112,7 +112,7 @@ def load(
             f"ranks are about to load different things from {folder}; give the same arguments on every rank, "
             "and a folder that all nodes share"
         )
-    with bar("loading", 2 * loading.size_bytes, shown=shows) as shown:
+    with bar("loading", loading.size_bytes, shown=shows) as shown:
         in_step(control, lambda: loading.verify(shown), doing)
         in_step(control, lambda: loading.write(shown), doing)
     return Loaded(step=loading.values.get("step"), extra=loading.values.get("extra"))
@@ -153,7 +153,7 @@ class _Loading:
     def __init__(self, folder: Path, root: nn.Module, state: ShardedModel, job: Job) -> None:
         self._folder, self._root, self._state, self._job = folder, root, state, job
         self.values: dict[str, Any] = {}
-        self.size_bytes = 0
+        self.size_bytes = 0  # of both reads
         self._reads: list[_Read] = []
 
     # --- before anything is written -----------------------------------------------------------------------
@@ -184,13 +184,15 @@ class _Loading:
             v is not None for v in (self._job.optimizer, self._job.scheduler, self._job.scaler)
         ]
         self._reads = sorted(self._plan(), key=lambda read: (read.file, read.start))
+        runs = [(read.file, read.start, read.start + read.size_bytes) for read in self._reads]
+        self._blocks = self._files.blocks(runs)
         self.size_bytes = sum(read.size_bytes for read in self._reads)
+        self.size_bytes += sum(self._files.size_of(block) for block in self._blocks)
         return hashlib.blake2b(f"load {self._record.checksum} {given}".encode()).hexdigest()
 
     def verify(self, shown: Bar) -> None:
         """Read everything once."""
-        runs = [(r.file, r.start, r.start + r.size_bytes) for r in self._reads]
-        self._files.verify(runs, shown.update)
+        self._files.verify(self._blocks, shown.update)
 
     def _of_this_rank(self, rank: int) -> dict[str, SavedValue]:
         found: dict[str, SavedValue] = {}

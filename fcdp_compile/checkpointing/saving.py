@@ -137,9 +137,9 @@ def save(
     Returns: what waits for the end; in a synchronous save that has come.
 
     Raises: on every rank, CheckpointError if something cannot be saved or written, ranks would save
-    different things, or gradients that `no_sync` accumulated wait; FcdpError if parameters have no values yet,
-    or for a progress bar without tqdm; ValueError if the model is not sharded.  In an asynchronous save what
-    fails in writing is raised by `wait`, and logged.
+    different things, or gradients that `no_sync` accumulated wait; FcdpError if parameters lack values
+    so far, or for a progress bar without tqdm; ValueError if the model is not sharded.  What fails in the
+    writing of an asynchronous save is raised by `wait`, and logged.
     """
     job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
     return save_on(
