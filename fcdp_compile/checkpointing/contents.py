@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -46,12 +47,33 @@ class Contents:
         return [*cuts, *(f"{name}, a value" for name in self.values)]
 
 
+class Copies:
+    """Host memory for copies of a model's tensors, kept from one save to the next.
+
+    Memory that is new costs as much again as the copy: the system clears each page when it is touched.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Tensor] = {}
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of the tensor, which lasts until the next of that name."""
+        kept = self._by_name.get(name)
+        if kept is None or (kept.dtype, kept.shape) != (tensor.dtype, tensor.shape):
+            kept = self._by_name[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return kept.copy_(tensor)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Give back the memory of copies of other names."""
+        self._by_name = {n: t for n, t in self._by_name.items() if n in names}
+
+
 def contents_of(
-    state: ShardedModel, root: nn.Module, job: Job, step: int | None, *, copy: bool
+    state: ShardedModel, root: nn.Module, job: Job, step: int | None, copies: Copies | None
 ) -> Contents:
     """Look at everything that a checkpoint holds.
 
-    copy: take copies in host memory, which nobody changes afterwards, instead of the tensors themselves.
+    copies: where tensors are copied to, so that nobody changes them afterwards; None: the tensors themselves.
 
     Raises: CheckpointError for what cannot be saved, naming it.
     """
@@ -72,14 +94,14 @@ def contents_of(
         if owner is not None:
             values[name] = owner.state_dict()
     values |= {"step": step, "extra": job.extra, "rng": rng_state(state.device)}
-    return _cut_and_encoded(state, locals_, values, copy)
+    return _cut_and_encoded(state, locals_, values, copies)
 
 
 def _cut_and_encoded(
     state: ShardedModel,
     locals_: list[tuple[str, ParamSpec, Tensor]],
     values: dict[str, Any],
-    copy: bool,
+    copies: Copies | None,
 ) -> Contents:
     mesh = state.topology.position
     rank = mesh.node * mesh.ranks_per_node + mesh.place
@@ -90,8 +112,10 @@ def _cut_and_encoded(
         made = cut(name, str(local.dtype).removeprefix("torch."), spec, mesh, index)
         tensors.append(made)
         if rank in made.files:
-            parts[name] = local.to("cpu", copy=True) if copy else local
-    encoded = {name: encode(value, name, copy=copy) for name, value in values.items()}
+            parts[name] = local if copies is None else copies.take(name, local)
+    if copies is not None:
+        copies.keep(parts)
+    encoded = {n: encode(value, n, copy=copies is not None) for n, value in values.items()}
     return Contents(tensors=tensors, parts=parts, values=encoded)
 
 

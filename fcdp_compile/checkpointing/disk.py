@@ -92,7 +92,7 @@ class Disk:
         id: str,
         rank: int,
         tensors: Mapping[str, TensorMeta],
-        wrote: Callable[[int], None],
+        wrote: Callable[[int], object],
     ) -> tuple[TensorFileWriter, BlockSums]:
         """Begin a rank's file; wrote: told the bytes of each piece of tensors."""
         sums = BlockSums()

@@ -165,15 +165,14 @@ def put_back(
     others: Mapping[str, Any],
     names: Mapping[int, str],
 ) -> None:
-    """Load what `parts_of` gave, moments in the place of their References."""
-    index = {name: i for i, name in enumerate(n for g in groups for n in g["params"])}
+    """Load what `parts_of` gave, moments in the place of their References; `check_groups` comes first."""
     # The numbers in a state dict are those of this optimizer's parameters in the order that it has them.
-    numbers, packed = {}, []
+    numbers: dict[str, int] = {}
+    packed = []
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         here = [names[id(p)] for p in group["params"]]
         numbers |= {name: len(numbers) + i for i, name in enumerate(here)}
         packed.append({**saved, "params": [numbers[name] for name in here]})
-    assert numbers.keys() == index.keys(), "check_groups comes first"
     others = dict(others)
     of_none = others.pop("state", {})
     by_number = {numbers[name]: dict(of_one) for name, of_one in state.items()}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fcdp_compile.checkpointing.contents import Contents, Job, contents_of
+from fcdp_compile.checkpointing.contents import Contents, Copies, Job, contents_of
 from fcdp_compile.checkpointing.disk import Disk
 from fcdp_compile.checkpointing.progress import need_bar
 from fcdp_compile.checkpointing.writing import Write, in_step
@@ -71,10 +71,11 @@ class PendingSave:
 
 
 class _Saver:
-    """Of one model: the last save, and the group that asynchronous ones agree in."""
+    """Of one model: the last save; of asynchronous ones the group that they agree in, and their memory."""
 
     def __init__(self) -> None:
         self.pending = PendingSave()
+        self.copies = Copies()
         self._group: dist.ProcessGroup | None = None
 
     def group(self, topology: Topology) -> dist.ProcessGroup | None:
@@ -131,7 +132,8 @@ def save(
     `state_dict` and `load_state_dict`, such as a data loader that knows its position.  Ranks may differ.
     asynchronous: return once everything is copied to host memory; a thread writes the copies, and what the
     step after changes is not in the checkpoint.  The next `save` or `load` of the model waits for it, and so
-    does the end of the interpreter; call `wait` before `destroy_process_group`.
+    does the end of the interpreter; call `wait` before `destroy_process_group`.  The memory of the copies is
+    kept for the next asynchronous save: as much as this rank writes.
     progress: show a bar on rank 0, of its own file.
 
     Returns: what waits for the end; in a synchronous save that has come.
@@ -169,7 +171,7 @@ def save_on(
         need_bar(shown=progress)
         if step is not None and type(step) is not int:
             raise CheckpointError(f"step must be a whole number, not {step!r}")
-        found.append(contents_of(state, root, job, step, copy=asynchronous))
+        found.append(contents_of(state, root, job, step, saver.copies if asynchronous else None))
         return digest_of(_lines(found[0], asynchronous=asynchronous))
 
     control = state.topology.control

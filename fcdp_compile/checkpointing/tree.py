@@ -58,7 +58,7 @@ class Encoded:
         """The same for values that are the same bit by bit."""
         digest = hashlib.blake2b(json.dumps(self.tree).encode(), digest_size=16)
         for tensor in self.tensors.values():
-            digest.update(memoryview(as_bytes(tensor).cpu().numpy()))
+            digest.update(as_bytes(tensor).cpu().numpy().data)
         return digest.hexdigest()
 
 

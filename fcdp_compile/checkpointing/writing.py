@@ -87,13 +87,17 @@ class Write:
             if self.rank == 0:
                 self.disk.take_back(self.folder, new)
             raise
-        if self.rank == 0:
-            self.disk.sweep(self.folder)
+        # All wait for it, so that whoever comes back finds one checkpoint.
+        self._step(self._sweep)
 
     def _step(self, act: Callable[[], T]) -> list[T]:
         """Act on every rank; what each has given, in the order of the mesh, which may not be the group's."""
         everyone = in_step(self.group, lambda: (self.rank, act()), f"saving to {self.folder}")
         return [value for _, value in sorted(everyone, key=lambda given: given[0])]
+
+    def _sweep(self) -> None:
+        if self.rank == 0:
+            self.disk.sweep(self.folder)
 
     def _begin(self) -> str:
         if self.rank != 0:
@@ -130,7 +134,7 @@ class Write:
                 shown = self.progress and self.rank == 0
                 shown_bar = stack.enter_context(bar("saving", total_bytes, shown=shown))
                 writer, sums = self.disk.open_data(
-                    self.folder, id, self.rank, metas, lambda size: shown_bar.update(size)
+                    self.folder, id, self.rank, metas, shown_bar.update
                 )
                 with writer:
                     for name, tensor in tensors.items():

@@ -63,7 +63,7 @@ def _copies_are_written_once(mesh: DeviceMesh) -> None:
             fcdp_compile.save(folder, model=model)
             files = Path(folder).glob("data-*/*")
             sizes[strategy] = sum(f.stat().st_size for f in files)
-            dist.barrier()
+            dist.barrier()  # before the next one takes them away
         whole = 4 * 640 * 65
         assert all(whole < size < whole + 60_000 for size in sizes.values()), sizes
 
