@@ -80,7 +80,7 @@ def contents_of(
     whole = plain_tensors(root, state)
     specs = {r.spec.name: r.spec for r in state.records.values()}
     locals_: list[tuple[str, ParamSpec, Tensor]] = [
-        (parameter_name(r.spec.name), r.spec, r.local()) for r in state.records.values()
+        (parameter_name(r.spec.name), r.spec, r.peek()) for r in state.records.values()
     ]
     values: dict[str, Any] = {name: tensor.detach() for name, tensor in whole.items()}
     values |= {name: module.get_extra_state() for name, module in extra_states(root)}

@@ -22,7 +22,9 @@ from fcdp_compile.checkpointing.saving import save_on
 from fcdp_compile.errors import CheckpointError
 from tests.distributed.jobs import WORKS, Verdicts, message_of, run_jobs
 from tests.distributed.jobs_checkpoint import Job, Noisy, assert_same
+from tests.distributed.models import CASES
 from tests.distributed.ranks import RankError, run
+from tests.distributed.released import frozen_of, make_pair, there
 
 pytestmark = pytest.mark.distributed
 
@@ -222,6 +224,25 @@ def _waiting_gradients(mesh: DeviceMesh) -> None:
         job.save(folder)
 
 
+def _released_shards_stay_away(mesh: DeviceMesh) -> None:
+    """Saving reads frozen shards on the host, and takes no memory of the device for them."""
+    with shared_folder() as folder:
+        pair = make_pair(mesh)
+        before = there(pair.model)
+        assert len(before) < len(frozen_of(pair.model)), "some are released"
+        fcdp_compile.save(folder, model=pair.model, optimizer=pair.optimizer)
+        assert there(pair.model) == before
+        other = fcdp_compile.shard(CASES["odd-lora"].model(), mesh, strategy="zero3")
+        fcdp_compile.load(folder, model=other)
+        wanted = {n: p.to_local().clone() for n, p in pair.model.named_parameters()}
+        assert_same({n: p.to_local() for n, p in other.named_parameters()}, wanted)
+        # Values that were released are overwritten as others are.
+        pair.train(1)
+        assert len(there(pair.model)) == len(before)
+        fcdp_compile.load(folder, model=pair.model, optimizer=pair.optimizer)
+        assert_same({n: p.to_local() for n, p in pair.model.named_parameters()}, wanted)
+
+
 _JOBS: dict[str, Any] = {
     "resumes bitwise": _resumes_bitwise,
     "copies are written once": _copies_are_written_once,
@@ -232,6 +253,7 @@ _JOBS: dict[str, Any] = {
     "one damaged file": _one_damaged_file,
     "from meta": _from_meta,
     "waiting gradients": _waiting_gradients,
+    "released shards stay away": _released_shards_stay_away,
 }
 
 
