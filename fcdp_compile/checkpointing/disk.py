@@ -29,6 +29,7 @@ from fcdp_compile.checkpointing.record import (
     read_record,
 )
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.json_records import MAX_FILE_BYTES
 from fcdp_compile.tensor_file import TensorFileWriter, TensorMeta
 
 log = logging.getLogger(__name__)
@@ -80,8 +81,11 @@ class Disk:
 
     def make_folders(self, folder: Path, id: str) -> None:
         """Make a checkpoint's folder and that of its data; those above it too."""
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         self.reached("made folder")
+        if is_new:
+            self.sync_folder(folder.parent)
         (folder / folder_of(id)).mkdir()
         self.reached("made data folder")
         self.sync_folder(folder)
@@ -116,12 +120,21 @@ class Disk:
         self.reached("synced folder")
 
     def put_record(self, folder: Path, record: Checkpoint) -> None:
-        """Make a checkpoint, whose files are on the disk, the one of the folder."""
+        """Make a checkpoint, whose files are on the disk, the one of the folder.
+
+        Raises: CheckpointError for one that nobody could read again; OSError where it cannot be written.
+        """
+        text = FORMAT.to_json(record).encode()
+        if len(text) > MAX_FILE_BYTES:
+            raise CheckpointError(
+                f"{RECORD} would have {len(text)} bytes and may have {MAX_FILE_BYTES}; give long lists of "
+                "numbers in extra=… as tensors"
+            )
         aside = folder / f".{RECORD}.{secrets.token_hex(4)}.tmp"
         try:
             with aside.open("xb") as file:
                 self.reached("opened record")
-                file.write(FORMAT.to_json(record).encode())
+                file.write(text)
                 file.flush()
                 self.reached("wrote record")
                 os.fsync(file.fileno())

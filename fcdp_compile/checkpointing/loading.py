@@ -76,9 +76,9 @@ def load(
         loaded = fcdp_compile.load("checkpoints/last", model=model, optimizer=optimizer, scheduler=scheduler)
         for step in range(loaded.step + 1, steps): …
 
-    All ranks must call it.  Each reads the rows of its home shards and whatever else it needs, all of it
-    against checksums, and twice: nothing is written before all that is needed has been proven intact.  So
-    a damaged checkpoint changes nothing.
+    All ranks must call it; gradients stay as they are.  Each reads the rows of its home shards and whatever
+    else it needs, all of it against checksums, and twice: nothing is written before all that is needed has
+    been proven intact.  So a damaged checkpoint changes nothing.
 
     On as many nodes and ranks as saved it, the job continues bit by bit.  Elsewhere ranks can't get what each
     of them had: of values that differed every rank gets rank 0's, with a warning, and random number

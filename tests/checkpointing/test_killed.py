@@ -146,6 +146,16 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     assert Small(3).load(tmp_path).step == 1
 
 
+def test_a_record_that_could_not_be_read_again_is_not_written(
+    jobs: list[Small], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs[0].save(tmp_path)
+    monkeypatch.setattr("fcdp_compile.checkpointing.disk.MAX_FILE_BYTES", 5000)
+    with pytest.raises(CheckpointError, match="may have 5000; give long lists"):
+        jobs[1].save(tmp_path, step=2)
+    assert Small(3).load(tmp_path).step == 1
+
+
 def test_a_record_that_is_there_keeps_its_data(jobs: list[Small], tmp_path: Path) -> None:
     """The rename was done, and then something failed: neither checkpoint's data may go."""
     jobs[0].save(tmp_path)
