@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from fcdp_compile.checkpointing.blocks import DataFiles, Stored
 from fcdp_compile.checkpointing.boxes import Cut, Slab, slabs
+from fcdp_compile.checkpointing.comparing import Comparison, restores
 from fcdp_compile.checkpointing.contents import (
     Job,
     extra_states,
@@ -31,18 +32,16 @@ from fcdp_compile.checkpointing.contents import (
     persistent_buffers,
     plain_tensors,
 )
-from fcdp_compile.checkpointing.cuts import cut
-from fcdp_compile.checkpointing.optimizers import check_groups, put_back
+from fcdp_compile.checkpointing.optimizers import put_back
 from fcdp_compile.checkpointing.progress import Bar, bar, need_bar
 from fcdp_compile.checkpointing.record import (
     TORCH_DTYPES,
-    CutTensor,
     SavedValue,
     read_record,
 )
 from fcdp_compile.checkpointing.rng import set_rng_state
 from fcdp_compile.checkpointing.saving import end_of_saves
-from fcdp_compile.checkpointing.tree import Reference, decode, has_state
+from fcdp_compile.checkpointing.tree import Reference, decode
 from fcdp_compile.checkpointing.writing import in_step
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.home_shard import placements_of
@@ -119,15 +118,6 @@ def load(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    """A cut tensor and what this rank wants of it."""
-
-    tensor: CutTensor
-    spec: ParamSpec
-    want: Cut
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
     """A slab of a part in a file, and the name of the tensor that it is of."""
 
@@ -163,23 +153,14 @@ class _Loading:
         self._record = read_record(self._folder)
         self._files = DataFiles(self._folder, self._record)
         here = self._state.topology
-        self._is_same_layout = (self._record.nodes, self._record.ranks_per_node) == (
-            here.nodes,
-            here.ranks_per_node,
-        )
-        self._cuts = {t.name: t for t in self._record.tensors}
+        job = Comparison(self._folder, self._record, self._root, self._state, self._job)
+        self._is_same_layout = job.is_same_layout
         self._differing: list[str] = []
         saved = self._of_this_rank(here.node * here.ranks_per_node + here.place)
-        self._check_model(set(saved))
-        self._check_job(set(saved))
+        job.check_names(saved)
         self.values = {v.name: self._decoded(v) for v in self._wanted(saved.values())}
-        self._check_plain()
-        self._targets = [self._target(s, n) for n, s in self._model_tensors().items()]
-        if self._job.optimizer is not None:
-            names = parameter_names(self._root)
-            check_groups(self._job.optimizer, self.values["optimizer.groups"], names)
-            self._targets += self._moments()
-        self._restores = list(_restores(self._job.extra, self.values["extra"], "extra"))
+        self._targets = job.targets(self.values, self._differing)
+        self._restores = list(restores(self._job.extra, self.values["extra"], "extra"))
         given = [
             v is not None for v in (self._job.optimizer, self._job.scheduler, self._job.scaler)
         ]
@@ -217,106 +198,6 @@ class _Loading:
             return self._files.read(file, self._files.find(file, name, dtype, shape))
 
         return decode(value.tree, read, value.name)
-
-    def _model_tensors(self) -> dict[str, ParamSpec]:
-        return {parameter_name(r.spec.name): r.spec for r in self._state.records.values()}
-
-    def _check_model(self, values: set[str]) -> None:
-        """Compare the names, shapes and dtypes of parameters, and the names of buffers."""
-        model = self._model_tensors()
-        plain = [*plain_tensors(self._root, self._state), *(n for n, _ in extra_states(self._root))]
-        here = {*model, *plain}
-        there = {n for n in (*self._cuts, *values) if n.startswith("model.")}
-        problems = [f"{n} is missing in it" for n in sorted(here - there)]
-        problems += [f"{n} is not in the model" for n in sorted(there - here)]
-        for name in sorted(here & there):
-            if (name in model) != (name in self._cuts):
-                problems.append(f"{name} is sharded in one of them, and ignored in the other")
-            elif name in model:
-                spec, saved = model[name], self._cuts[name]
-                now = (spec.layout.shape, spec.home_dtype)
-                if now != (saved.shape, TORCH_DTYPES[saved.dtype]):
-                    problems.append(
-                        f"{name} is {saved.dtype} {saved.shape} in it, here {now[1]} {now[0]}"
-                    )
-        self._raise_problems(problems)
-
-    def _check_plain(self) -> None:
-        problems = []
-        for name, tensor in plain_tensors(self._root, self._state).items():
-            saved = self.values[name]
-            if not isinstance(saved, Tensor):
-                problems.append(f"{name} is no tensor in it")
-            elif (saved.dtype, saved.shape) != (tensor.dtype, tensor.shape):
-                problems.append(
-                    f"{name} is {saved.dtype} {tuple(saved.shape)} in it, here {tensor.dtype} "
-                    f"{tuple(tensor.shape)}"
-                )
-        self._raise_problems(problems)
-
-    def _raise_problems(self, problems: list[str]) -> None:
-        if problems:
-            shown = "\n  ".join(problems)
-            raise CheckpointError(
-                f"the checkpoint in {self._folder} is of another model ({len(problems)} differences); build "
-                f"the model that was saved:\n  {shown}"
-            )
-
-    def _check_job(self, values: set[str]) -> None:
-        needed = {"optimizer": "optimizer.groups", "scheduler": "scheduler", "scaler": "scaler"}
-        for owner, name in needed.items():
-            if getattr(self._job, owner) is not None and name not in values:
-                raise CheckpointError(
-                    f"the checkpoint in {self._folder} was saved without a {owner}; leave {owner}=… out"
-                )
-
-    def _moments(self) -> Iterator[_Target]:
-        """The tensors of the optimizer that lie as their parameters do."""
-        specs = {r.spec.name: r.spec for r in self._state.records.values()}
-        names = {n for g in self.values["optimizer.groups"] for n in g["params"]}
-        for parameter, of_one in self.values["optimizer.state"].items():
-            if parameter not in names:
-                raise CheckpointError(
-                    f"{self._folder}: {parameter!r} has a state but is in no group"
-                )
-            for key, value in of_one.items():
-                if not isinstance(value, Reference):
-                    self._check_unmoved(parameter, key, value)
-                    continue
-                saved = self._cuts.get(value.name)
-                spec = specs.get(parameter)
-                if saved is None or spec is None or saved.shape != spec.layout.shape:
-                    raise CheckpointError(
-                        f"{self._folder}: {key!r} of parameter {parameter!r} does not lie as that does"
-                    )
-                yield self._target(spec, value.name)
-        if "optimizer.state" in self._differing:
-            raise CheckpointError(
-                f"the optimizer of {self._folder} kept something for each rank alone, which "
-                f"{self._record.nodes} x {self._record.ranks_per_node} ranks can load and no others; load it "
-                "there, or without optimizer=…"
-            )
-
-    def _check_unmoved(self, parameter: str, key: str, value: Any) -> None:
-        """Refuse what an optimizer has made of a rank's rows where the rank has other rows now."""
-        saved = self._cuts.get(parameter_name(parameter))
-        if saved is None or not isinstance(value, Tensor) or value.numel() < 2:
-            return
-        spec = self._model_tensors()[parameter_name(parameter)]
-        now = cut(saved.name, saved.dtype, spec, self._state.topology.position, 0)
-        if not self._is_same_layout or (now.dim, now.rows) != (saved.dim, saved.rows):
-            raise CheckpointError(
-                f"{self._folder}: the optimizer kept {key!r} of parameter {parameter!r} in a form that only "
-                f"the layout that saved it ({self._record.nodes} x {self._record.ranks_per_node}, its "
-                "strategy) can load; load it there, or without optimizer=…"
-            )
-
-    def _target(self, spec: ParamSpec, name: str) -> _Target:
-        layout, home = spec.layout, self._state.topology.home(spec.strategy.home)
-        start = layout.local_start(home.node, home.place)
-        rows = 0 if layout.dim is None else spec.local_shape[layout.dim]
-        want = Cut(dim=layout.dim, start=start, stop=start + rows)
-        return _Target(tensor=self._cuts[name], spec=spec, want=want)
 
     def _plan(self) -> Iterator[_Read]:
         for target in self._targets:
@@ -430,24 +311,3 @@ class _Loading:
                 if others
                 else "",
             )
-
-
-def _restores(given: Any, saved: Any, path: str) -> Iterator[tuple[Any, Any]]:
-    """Each object of a tree that takes a state, with its state.
-
-    Raises: CheckpointError where the tree that was saved has none.
-    """
-    if has_state(given):
-        yield given, saved
-    elif isinstance(given, dict):
-        for key, item in given.items():
-            found = saved.get(key, _restores) if isinstance(saved, dict) else _restores
-            if found is not _restores:
-                yield from _restores(item, found, f"{path}[{key!r}]")
-            elif any(True for _ in _restores(item, item, path)):
-                raise CheckpointError(f"the checkpoint has no {path}[{key!r}] to load")
-    elif isinstance(given, list | tuple):
-        if not isinstance(saved, list | tuple) or len(saved) != len(given):
-            raise CheckpointError(f"the checkpoint has no {path} of {len(given)} items to load")
-        for i, (item, found) in enumerate(zip(given, saved, strict=True)):
-            yield from _restores(item, found, f"{path}[{i}]")
