@@ -194,6 +194,18 @@ def test_a_header_that_claims_more_than_the_file_has_allocates_nothing(
         Small(2).load(tmp_path / "forged")
 
 
+def test_a_record_that_says_something_twice_is_refused(
+    saved: tuple[Path, Small], tmp_path: Path
+) -> None:
+    shutil.copytree(saved[0], tmp_path / "forged")
+    path = tmp_path / "forged/checkpoint.json"
+    text = path.read_text()
+    assert '"best": 1.5' in text
+    path.write_text(text.replace('"best": 1.5', '"best": 1.5, "best": 2.5'))
+    with pytest.raises(CheckpointError, match=r"best: appears twice"):
+        Small(2).load(tmp_path / "forged")
+
+
 def _sums(path: Path):  # type: ignore[no-untyped-def]
     from fcdp_compile.checkpointing.disk import BlockSums
 
