@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcdp_compile.accumulation import no_sync
+    from fcdp_compile.checkpointing.loading import Loaded, load
+    from fcdp_compile.checkpointing.saving import PendingSave, save
     from fcdp_compile.deferred import materialize
     from fcdp_compile.errors import (
+        CheckpointError,
         FcdpError,
         PlanFormatError,
         PlanMismatchError,
@@ -25,15 +28,20 @@ if TYPE_CHECKING:
     from fcdp_compile.explanation import Explanation, explain
     from fcdp_compile.memory_report import Memory, memory
     from fcdp_compile.mesh import make_mesh
+    from fcdp_compile.pretrained.export import save_pretrained
+    from fcdp_compile.pretrained.load import load_pretrained
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
     from fcdp_compile.whole import gathered
 
 __all__ = [
+    "CheckpointError",
     "Explanation",
     "FcdpError",
+    "Loaded",
     "Memory",
+    "PendingSave",
     "PlanFormatError",
     "PlanMismatchError",
     "StaleParameterError",
@@ -43,18 +51,25 @@ __all__ = [
     "UnsynchronizedGradientError",
     "explain",
     "gathered",
+    "load",
+    "load_pretrained",
     "make_mesh",
     "materialize",
     "memory",
     "no_sync",
+    "save",
+    "save_pretrained",
     "shard",
     "traffic",
 ]
 
 _HOMES = {
+    "CheckpointError": "errors",
     "Explanation": "explanation",
     "FcdpError": "errors",
+    "Loaded": "checkpointing.loading",
     "Memory": "memory_report",
+    "PendingSave": "checkpointing.saving",
     "PlanFormatError": "errors",
     "PlanMismatchError": "errors",
     "StaleParameterError": "errors",
@@ -64,10 +79,14 @@ _HOMES = {
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
     "gathered": "whole",
+    "load": "checkpointing.loading",
+    "load_pretrained": "pretrained.load",
     "make_mesh": "mesh",
     "materialize": "deferred",
     "memory": "memory_report",
     "no_sync": "accumulation",
+    "save": "checkpointing.saving",
+    "save_pretrained": "pretrained.export",
     "shard": "sharding",
     "traffic": "traffic_report",
 }

@@ -165,6 +165,13 @@ class HomeShard(DTensor):
         self._away = None
         _released.pop(storage_id(held), None)
 
+    def peek(self) -> Tensor:
+        """The local shard's values to read now: on the host if it is released, and it stays so."""
+        if (away := self._away) is None:
+            return self.held
+        with without_modes():
+            return away.values()
+
     def _given_local(self) -> Tensor:
         if self._calls is None or self._calls.inside:
             return self.held

@@ -78,6 +78,13 @@ class ParamRecord:
                 "state dict without assign=True, which both keep the cut"
             )
 
+    def peek(self) -> Tensor:
+        """This rank's home shard to read now: on the host if it was released, which it then stays."""
+        parameter = self.parameter()
+        local = parameter.peek() if isinstance(parameter, HomeShard) else self.local_of(parameter)
+        check_shard(self.spec, local)
+        return local.detach()
+
     def local(self) -> Tensor:
         """This rank's home shard, without autograd."""
         return self.local_of(self.parameter())

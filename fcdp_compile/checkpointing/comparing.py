@@ -1,0 +1,193 @@
+"""Compare a checkpoint with the job that it is loaded into, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fcdp_compile.checkpointing.boxes import Cut
+from fcdp_compile.checkpointing.contents import (
+    Job,
+    extra_states,
+    parameter_name,
+    parameter_names,
+    plain_tensors,
+)
+from fcdp_compile.checkpointing.cuts import cut
+from fcdp_compile.checkpointing.optimizers import check_groups
+from fcdp_compile.checkpointing.record import TORCH_DTYPES, Checkpoint, CutTensor
+from fcdp_compile.checkpointing.tree import Reference, has_state
+from fcdp_compile.errors import CheckpointError
+from fcdp_compile.registry import ParamSpec
+from fcdp_compile.runtime.model import ShardedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A cut tensor and what this rank wants of it."""
+
+    tensor: CutTensor
+    spec: ParamSpec
+    want: Cut
+
+
+class Comparison:
+    """One checkpoint and one job, on this rank.
+
+    Raises, in every method: CheckpointError, naming the folder and what differs.
+    """
+
+    def __init__(
+        self, folder: Path, record: Checkpoint, root: nn.Module, state: ShardedModel, job: Job
+    ) -> None:
+        self._folder, self._record = folder, record
+        self._root, self._state, self._job = root, state, job
+        self._cuts = {t.name: t for t in record.tensors}
+        here = state.topology
+        self.is_same_layout = (record.nodes, record.ranks_per_node) == (
+            here.nodes,
+            here.ranks_per_node,
+        )
+
+    def check_names(self, values: Collection[str]) -> None:
+        """Compare names, and the shapes and dtypes of parameters; values: names of those saved."""
+        self._check_model(set(values))
+        self._check_job(set(values))
+
+    def targets(self, values: Mapping[str, Any], differing: Collection[str]) -> list[Target]:
+        """Every cut tensor that is to be read, once the values fit as well.
+
+        differing: those of them that this rank has from rank 0, which had another than others.
+        """
+        self._check_plain(values)
+        found = [self._target(s, n) for n, s in self._model_tensors().items()]
+        if self._job.optimizer is not None:
+            names = parameter_names(self._root)
+            check_groups(self._job.optimizer, values["optimizer.groups"], names)
+            found += self._moments(values, differing)
+        return found
+
+    def _model_tensors(self) -> dict[str, ParamSpec]:
+        return {parameter_name(r.spec.name): r.spec for r in self._state.records.values()}
+
+    def _check_model(self, values: set[str]) -> None:
+        """Compare the names, shapes and dtypes of parameters, and the names of buffers."""
+        model = self._model_tensors()
+        plain = [*plain_tensors(self._root, self._state), *(n for n, _ in extra_states(self._root))]
+        here = {*model, *plain}
+        there = {n for n in (*self._cuts, *values) if n.startswith("model.")}
+        problems = [f"{n} is missing in it" for n in sorted(here - there)]
+        problems += [f"{n} is not in the model" for n in sorted(there - here)]
+        for name in sorted(here & there):
+            if (name in model) != (name in self._cuts):
+                problems.append(f"{name} is sharded in one of them, and ignored in the other")
+            elif name in model:
+                spec, saved = model[name], self._cuts[name]
+                now = (spec.layout.shape, spec.home_dtype)
+                if now != (saved.shape, TORCH_DTYPES[saved.dtype]):
+                    problems.append(
+                        f"{name} is {saved.dtype} {saved.shape} in it, here {now[1]} {now[0]}"
+                    )
+        self._raise_problems(problems)
+
+    def _check_plain(self, values: Mapping[str, Any]) -> None:
+        problems = []
+        for name, tensor in plain_tensors(self._root, self._state).items():
+            saved = values[name]
+            if not isinstance(saved, Tensor):
+                problems.append(f"{name} is no tensor in it")
+            elif (saved.dtype, saved.shape) != (tensor.dtype, tensor.shape):
+                problems.append(
+                    f"{name} is {saved.dtype} {tuple(saved.shape)} in it, here {tensor.dtype} "
+                    f"{tuple(tensor.shape)}"
+                )
+        self._raise_problems(problems)
+
+    def _raise_problems(self, problems: list[str]) -> None:
+        if problems:
+            shown = "\n  ".join(problems)
+            raise CheckpointError(
+                f"the checkpoint in {self._folder} is of another model ({len(problems)} differences); build "
+                f"the model that was saved:\n  {shown}"
+            )
+
+    def _check_job(self, values: set[str]) -> None:
+        needed = {"optimizer": "optimizer.groups", "scheduler": "scheduler", "scaler": "scaler"}
+        for owner, name in needed.items():
+            if getattr(self._job, owner) is not None and name not in values:
+                raise CheckpointError(
+                    f"the checkpoint in {self._folder} was saved without a {owner}; leave {owner}=… out"
+                )
+
+    def _moments(self, values: Mapping[str, Any], differing: Collection[str]) -> Iterator[Target]:
+        """The tensors of the optimizer that lie as their parameters do."""
+        specs = {r.spec.name: r.spec for r in self._state.records.values()}
+        names = {n for g in values["optimizer.groups"] for n in g["params"]}
+        for parameter, of_one in values["optimizer.state"].items():
+            if parameter not in names:
+                raise CheckpointError(
+                    f"{self._folder}: {parameter!r} has a state but is in no group"
+                )
+            for key, value in of_one.items():
+                if not isinstance(value, Reference):
+                    self._check_unmoved(parameter, key, value)
+                    continue
+                saved = self._cuts.get(value.name)
+                spec = specs.get(parameter)
+                if saved is None or spec is None or saved.shape != spec.layout.shape:
+                    raise CheckpointError(
+                        f"{self._folder}: {key!r} of parameter {parameter!r} does not lie as that does"
+                    )
+                yield self._target(spec, value.name)
+        if "optimizer.state" in differing:
+            raise CheckpointError(
+                f"the optimizer of {self._folder} kept something for each rank alone, which "
+                f"{self._record.nodes} x {self._record.ranks_per_node} ranks can load and no others; load it "
+                "there, or without optimizer=…"
+            )
+
+    def _check_unmoved(self, parameter: str, key: str, value: Any) -> None:
+        """Refuse what an optimizer has made of a rank's rows where the rank has other rows now."""
+        saved = self._cuts.get(parameter_name(parameter))
+        if saved is None or not isinstance(value, Tensor) or value.numel() < 2:
+            return
+        spec = self._model_tensors()[parameter_name(parameter)]
+        now = cut(saved.name, saved.dtype, spec, self._state.topology.position, 0)
+        if not self.is_same_layout or (now.dim, now.rows) != (saved.dim, saved.rows):
+            raise CheckpointError(
+                f"{self._folder}: the optimizer kept {key!r} of parameter {parameter!r} in a form that only "
+                f"the layout that saved it ({self._record.nodes} x {self._record.ranks_per_node}, its "
+                "strategy) can load; load it there, or without optimizer=…"
+            )
+
+    def _target(self, spec: ParamSpec, name: str) -> Target:
+        layout, home = spec.layout, self._state.topology.home(spec.strategy.home)
+        start = layout.local_start(home.node, home.place)
+        rows = 0 if layout.dim is None else spec.local_shape[layout.dim]
+        want = Cut(dim=layout.dim, start=start, stop=start + rows)
+        return Target(tensor=self._cuts[name], spec=spec, want=want)
+
+
+def restores(given: Any, saved: Any, path: str) -> Iterator[tuple[Any, Any]]:
+    """Each object of a tree that takes a state, with its state.
+
+    Raises: CheckpointError where the tree that was saved has none.
+    """
+    if has_state(given):
+        yield given, saved
+    elif isinstance(given, dict):
+        for key, item in given.items():
+            found = saved.get(key, restores) if isinstance(saved, dict) else restores
+            if found is not restores:
+                yield from restores(item, found, f"{path}[{key!r}]")
+            elif any(True for _ in restores(item, item, path)):
+                raise CheckpointError(f"the checkpoint has no {path}[{key!r}] to load")
+    elif isinstance(given, list | tuple):
+        if not isinstance(saved, list | tuple) or len(saved) != len(given):
+            raise CheckpointError(f"the checkpoint has no {path} of {len(given)} items to load")
+        for i, (item, found) in enumerate(zip(given, saved, strict=True)):
+            yield from restores(item, found, f"{path}[{i}]")

@@ -1,0 +1,153 @@
+"""What there is to save of a job: cut tensors, of which this rank writes its rows, and values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fcdp_compile.checkpointing.cuts import cut
+from fcdp_compile.checkpointing.optimizers import parts_of
+from fcdp_compile.checkpointing.record import CutTensor
+from fcdp_compile.checkpointing.rng import rng_state
+from fcdp_compile.checkpointing.tree import Encoded, encode
+from fcdp_compile.errors import CheckpointError
+from fcdp_compile.registry import ParamSpec
+from fcdp_compile.runtime.model import ShardedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a user gives to `save` and `load` besides the model; None: not given."""
+
+    optimizer: Optimizer | None
+    scheduler: Any
+    scaler: Any
+    extra: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """tensors: all, the same on every rank.  parts: of which this rank writes what, by name.
+
+    values: this rank's, by names that all ranks share.
+    """
+
+    tensors: list[CutTensor]
+    parts: dict[str, Tensor]
+    values: dict[str, Encoded]
+
+    def description(self) -> list[str]:
+        """One line for each thing that must be the same on every rank."""
+        cuts = [f"{t.name}: {t.dtype} {t.shape} by {t.rows} of {t.dim}" for t in self.tensors]
+        return [*cuts, *(f"{name}, a value" for name in self.values)]
+
+
+class Copies:
+    """Host memory for copies of a model's tensors, kept from one save to the next.
+
+    Memory that is new costs as much again as the copy: the system clears each page when it is touched.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Tensor] = {}
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy of the tensor, which lasts until the next of that name."""
+        kept = self._by_name.get(name)
+        if kept is None or (kept.dtype, kept.shape) != (tensor.dtype, tensor.shape):
+            kept = self._by_name[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return kept.copy_(tensor)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Give back the memory of copies of other names."""
+        self._by_name = {n: t for n, t in self._by_name.items() if n in names}
+
+
+def contents_of(
+    state: ShardedModel, root: nn.Module, job: Job, step: int | None, copies: Copies | None
+) -> Contents:
+    """Look at everything that a checkpoint holds.
+
+    copies: where tensors are copied to, so that nobody changes them afterwards; None: the tensors themselves.
+
+    Raises: CheckpointError for what cannot be saved, naming it.
+    """
+    whole = plain_tensors(root, state)
+    specs = {r.spec.name: r.spec for r in state.records.values()}
+    locals_: list[tuple[str, ParamSpec, Tensor]] = [
+        (parameter_name(r.spec.name), r.spec, r.peek()) for r in state.records.values()
+    ]
+    values: dict[str, Any] = {name: tensor.detach() for name, tensor in whole.items()}
+    values |= {name: module.get_extra_state() for name, module in extra_states(root)}
+    if job.optimizer is not None:
+        optimizer = parts_of(job.optimizer, parameter_names(root), specs)
+        locals_ += [(m.name, m.spec, m.local) for m in optimizer.moments]
+        values["optimizer.groups"] = optimizer.groups
+        values["optimizer.state"] = optimizer.state
+        values["optimizer.others"] = optimizer.others
+    for name, owner in (("scheduler", job.scheduler), ("scaler", job.scaler)):
+        if owner is not None:
+            values[name] = owner.state_dict()
+    values |= {"step": step, "extra": job.extra, "rng": rng_state(state.device)}
+    return _cut_and_encoded(state, locals_, values, copies)
+
+
+def _cut_and_encoded(
+    state: ShardedModel,
+    locals_: list[tuple[str, ParamSpec, Tensor]],
+    values: dict[str, Any],
+    copies: Copies | None,
+) -> Contents:
+    mesh = state.topology.position
+    rank = mesh.node * mesh.ranks_per_node + mesh.place
+    tensors, parts = [], {}
+    for index, (name, spec, local) in enumerate(locals_):
+        if tuple(local.shape) != spec.local_shape:
+            raise CheckpointError(f"{name} is {tuple(local.shape)} here, not {spec.local_shape}")
+        made = cut(name, str(local.dtype).removeprefix("torch."), spec, mesh, index)
+        tensors.append(made)
+        if rank in made.files:
+            parts[name] = local if copies is None else copies.take(name, local)
+    if copies is not None:
+        copies.keep(parts)
+    encoded = {n: encode(value, n, copy=copies is not None) for n, value in values.items()}
+    return Contents(tensors=tensors, parts=parts, values=encoded)
+
+
+def parameter_name(name: str) -> str:
+    """A parameter's name in a checkpoint."""
+    return f"model.{name}"
+
+
+def parameter_names(root: nn.Module) -> dict[int, str]:
+    """The names of the model's parameters by id, of tied ones the first."""
+    return {id(p): name for name, p in root.named_parameters()}
+
+
+def plain_tensors(root: nn.Module, state: ShardedModel) -> dict[str, Tensor]:
+    """Persistent buffers, and parameters that are not sharded, by their names in a checkpoint."""
+    sharded = {id(r.parameter()) for r in state.records.values()}
+    found = {parameter_name(name): p for name, p in root.named_parameters() if id(p) not in sharded}
+    return found | {f"model.{name} (buffer)": b for name, b in persistent_buffers(root)}
+
+
+def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a state dict has, by name; one that several modules share once."""
+    dropped = {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in root.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    yield from ((name, b) for name, b in root.named_buffers() if name not in dropped)
+
+
+def extra_states(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that have a state of their own besides tensors."""
+    for name, module in root.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"model.{name} (extra state)", module

@@ -1,0 +1,313 @@
+"""`load(folder, model=…, …)`: continue from what `save` wrote, on this number of nodes and ranks.
+
+    read checkpoint.json -> compare with the model and the optimizer -> verify every byte that is needed
+    -> write into the model, the optimizer, …
+
+All ranks hear of each step whether all succeeded; nothing is written before the last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fcdp_compile.checkpointing.blocks import DataFiles, Stored
+from fcdp_compile.checkpointing.boxes import Cut, Slab, slabs
+from fcdp_compile.checkpointing.comparing import Comparison, restores
+from fcdp_compile.checkpointing.contents import (
+    Job,
+    extra_states,
+    parameter_name,
+    parameter_names,
+    persistent_buffers,
+    plain_tensors,
+)
+from fcdp_compile.checkpointing.optimizers import put_back
+from fcdp_compile.checkpointing.progress import Bar, bar, need_bar
+from fcdp_compile.checkpointing.record import (
+    TORCH_DTYPES,
+    SavedValue,
+    read_record,
+)
+from fcdp_compile.checkpointing.rng import set_rng_state
+from fcdp_compile.checkpointing.saving import end_of_saves
+from fcdp_compile.checkpointing.tree import Reference, decode
+from fcdp_compile.checkpointing.writing import in_step
+from fcdp_compile.errors import CheckpointError
+from fcdp_compile.home_shard import placements_of
+from fcdp_compile.registry import ParamSpec
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.sharding import model_of, state_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What `save` was given: the step, and `extra`, of objects with a state the state."""
+
+    step: int | None
+    extra: Any
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    extra: Any = None,
+    progress: bool = False,
+) -> Loaded:
+    """Load a checkpoint that `save` wrote, from any number of nodes and ranks and any strategy.
+
+        loaded = fcdp_compile.load("checkpoints/last", model=model, optimizer=optimizer, scheduler=scheduler)
+        for step in range(loaded.step + 1, steps): …
+
+    All ranks must call it; gradients stay as they are.  Each reads the rows of its home shards and whatever
+    else it needs, all of it against checksums, and twice: nothing is written before all that is needed has
+    been proven intact.  So a damaged checkpoint changes nothing.
+
+    On as many nodes and ranks as saved it, the job continues bit by bit.  Elsewhere ranks can't get what each
+    of them had: of values that differed every rank gets rank 0's, with a warning, and random number
+    generators stay as they are unless all ranks had them alike.
+
+    model: sharded, compiled or not; with values or from meta.  Its parameters and buffers must have the
+    names, shapes and dtypes of those that were saved; which are frozen may differ.
+    optimizer: built from the model's parameters, in the same groups as when it was saved; None: not loaded.
+    scheduler, scaler: as `optimizer`.
+    extra: like that which was saved; where it has objects with `load_state_dict` they get their state.  May
+    be left out.
+    progress: show a bar on rank 0, of what that reads.
+
+    Raises: CheckpointError on every rank, naming the file, the tensors or the groups, if there is no
+    checkpoint, or a damaged one, or one of another model or optimizer; FcdpError for a progress bar without
+    tqdm; ValueError if the model is not sharded.
+    """
+    job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
+    state = state_of(model)
+    end_of_saves(state)
+    loading = _Loading(Path(folder), model_of(model), state, job)
+    control, doing = state.topology.control, f"loading from {folder}"
+    shows = progress and state.topology.node == state.topology.place == 0
+
+    def look() -> str:
+        need_bar(shown=progress)
+        return loading.look()
+
+    if len(set(in_step(control, look, doing))) > 1:
+        raise CheckpointError(
+            f"ranks are about to load different things from {folder}; give the same arguments on every rank, "
+            "and a folder that all nodes share"
+        )
+    with bar("loading", loading.size_bytes, shown=shows) as shown:
+        in_step(control, lambda: loading.verify(shown), doing)
+        in_step(control, lambda: loading.write(shown), doing)
+    return Loaded(step=loading.values.get("step"), extra=loading.values.get("extra"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """A slab of a part in a file, and the name of the tensor that it is of."""
+
+    name: str
+    file: int
+    stored: Stored
+    slab: Slab
+
+    @property
+    def start(self) -> int:
+        """Its first byte in the file."""
+        return self.stored.begin + self.slab.first * self.stored.dtype.itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the slab."""
+        return torch.Size(self.slab.shape).numel() * self.stored.dtype.itemsize
+
+
+class _Loading:
+    """One load on this rank, step after step."""
+
+    def __init__(self, folder: Path, root: nn.Module, state: ShardedModel, job: Job) -> None:
+        self._folder, self._root, self._state, self._job = folder, root, state, job
+        self.values: dict[str, Any] = {}
+        self.size_bytes = 0  # of both reads
+        self._reads: list[_Read] = []
+
+    # --- before anything is written -----------------------------------------------------------------------
+
+    def look(self) -> str:
+        """Compare the checkpoint with the job; what must be the same on every rank."""
+        self._record = read_record(self._folder)
+        self._files = DataFiles(self._folder, self._record)
+        here = self._state.topology
+        job = Comparison(self._folder, self._record, self._root, self._state, self._job)
+        self._is_same_layout = job.is_same_layout
+        self._differing: list[str] = []
+        saved = self._of_this_rank(here.node * here.ranks_per_node + here.place)
+        job.check_names(saved)
+        self.values = {v.name: self._decoded(v) for v in self._wanted(saved.values())}
+        self._targets = job.targets(self.values, self._differing)
+        self._restores = list(restores(self._job.extra, self.values["extra"], "extra"))
+        given = [
+            v is not None for v in (self._job.optimizer, self._job.scheduler, self._job.scaler)
+        ]
+        self._reads = sorted(self._plan(), key=lambda read: (read.file, read.start))
+        runs = [(read.file, read.start, read.start + read.size_bytes) for read in self._reads]
+        self._blocks = self._files.blocks(runs)
+        self.size_bytes = sum(read.size_bytes for read in self._reads)
+        self.size_bytes += sum(self._files.size_of(block) for block in self._blocks)
+        return hashlib.blake2b(f"load {self._record.checksum} {given}".encode()).hexdigest()
+
+    def verify(self, shown: Bar) -> None:
+        """Read everything once."""
+        self._files.verify(self._blocks, shown.update)
+
+    def _of_this_rank(self, rank: int) -> dict[str, SavedValue]:
+        found: dict[str, SavedValue] = {}
+        for value in self._record.values:
+            if value.rank is None or value.rank == (rank if self._is_same_layout else 0):
+                found[value.name] = value
+            if value.rank == 0 and not self._is_same_layout:
+                self._differing.append(value.name)
+        return found
+
+    def _wanted(self, saved: Iterable[SavedValue]) -> Iterator[SavedValue]:
+        for value in saved:
+            owner, _, _ = value.name.partition(".")
+            unused = {"optimizer", "scheduler", "scaler"} & {owner}
+            if not unused or getattr(self._job, owner) is not None:
+                yield value
+
+    def _decoded(self, value: SavedValue) -> Any:
+        file = value.rank or 0
+
+        def read(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+            return self._files.read(file, self._files.find(file, name, dtype, shape))
+
+        return decode(value.tree, read, value.name)
+
+    def _plan(self) -> Iterator[_Read]:
+        for target in self._targets:
+            tensor, dtype = target.tensor, TORCH_DTYPES[target.tensor.dtype]
+            start = 0
+            for rows, file in zip(tensor.rows, tensor.files, strict=True):
+                part = Cut(dim=tensor.dim, start=start, stop=start + rows)
+                start += rows
+                shape = tuple(b - a for a, b in part.bounds(tensor.shape))
+                needed = list(slabs(tensor.shape, part, target.want, dtype.itemsize))
+                if needed:
+                    stored = self._files.find(file, tensor.name, dtype, shape)
+                    yield from (
+                        _Read(name=tensor.name, file=file, stored=stored, slab=s) for s in needed
+                    )
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def write(self, shown: Bar) -> None:
+        """Write what was read into everything, the generators of random numbers last."""
+        to = {parameter_name(r.spec.name): r.local() for r in self._state.records.values()}
+        device = self._state.device
+        for target in self._targets:
+            if target.tensor.name not in to:
+                dtype = TORCH_DTYPES[target.tensor.dtype]
+                empty = torch.empty(target.spec.local_shape, dtype=dtype, device=device)
+                to[target.tensor.name] = empty
+        with torch.no_grad():
+            for read in self._reads:
+                self._copy(read, to[read.name])
+                shown.update(read.size_bytes)
+            for name, tensor in plain_tensors(self._root, self._state).items():
+                if tensor.is_meta:
+                    self._put_buffer(tensor, self.values[name])
+                else:
+                    tensor.detach().copy_(self.values[name])
+        buffers = [name for name, _ in persistent_buffers(self._root)]
+        self._state.values_arrived(list(self._state.records), buffers)
+        for name, module in extra_states(self._root):
+            module.set_extra_state(self.values[name])
+        self._write_job(to)
+
+    def _copy(self, read: _Read, to: Tensor) -> None:
+        run = self._files.read_run(read.file, read.stored, read.slab.first, read.slab.shape)
+        for dim, ((a, b), first) in enumerate(zip(read.slab.keep, read.slab.to, strict=True)):
+            run, to = run.narrow(dim, a, b - a), to.narrow(dim, first, b - a)
+        to.copy_(run)
+
+    def _put_buffer(self, on_meta: Tensor, value: Tensor) -> None:
+        """Put a buffer in the place, or places, of one that has no memory."""
+        made = value.to(self._state.device)
+        for module in self._root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is on_meta:
+                    module._buffers[name] = made
+
+    def _write_job(self, moments: dict[str, Tensor]) -> None:
+        job = self._job
+        if job.optimizer is not None:
+            specs = {r.spec.name: r.spec for r in self._state.records.values()}
+            state = {
+                name: {
+                    key: self._wrapped(moments[value.name], specs[name])
+                    if isinstance(value, Reference)
+                    else value
+                    for key, value in of_one.items()
+                }
+                for name, of_one in self.values["optimizer.state"].items()
+            }
+            groups, others = self.values["optimizer.groups"], self.values["optimizer.others"]
+            put_back(job.optimizer, groups, state, others, parameter_names(self._root))
+        for owner, name in ((job.scheduler, "scheduler"), (job.scaler, "scaler")):
+            if owner is not None:
+                owner.load_state_dict(self.values[name])
+        for taker, saved in self._restores:
+            taker.load_state_dict(saved)
+        if self._continues_rng():
+            set_rng_state(self.values["rng"], self._state.device)
+        self._warn_of_differing()
+
+    def _continues_rng(self) -> bool:
+        # The states of one rank on several would give all of them the same dropout.
+        is_alike = "rng" not in self._differing and len(self._record.files) > 1
+        return self._is_same_layout or is_alike
+
+    def _wrapped(self, local: Tensor, spec: ParamSpec) -> Tensor:
+        """A moment as its parameter: a DTensor where that is one."""
+        mesh = self._state.topology.home_mesh
+        if mesh is None:
+            return local
+        shape = torch.Size(spec.layout.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        placements = placements_of(spec.layout, spec.strategy.home)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def _warn_of_differing(self) -> None:
+        here = self._state.topology
+        if self._differing and here.node == here.place == 0:
+            others = [n for n in self._differing if n != "rng" and n in self.values]
+            log.warning(
+                "%s was saved by %d x %d ranks and is loaded by %d x %d: random number generators go on as "
+                "they are%s",
+                self._folder,
+                self._record.nodes,
+                self._record.ranks_per_node,
+                here.nodes,
+                here.ranks_per_node,
+                f", and of {', '.join(others)}, which differed, every rank got rank 0's"
+                if others
+                else "",
+            )
