@@ -56,7 +56,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     for header in headers:
         for name, stored in header.tensors.items():
             if (first := tensors.setdefault(name, stored)) is not stored:
-                problems.append(f"tensor {name!r} is in two files, {first.file.name} and {header.path.name}")
+                problems.append(
+                    f"tensor {name!r} is in two files, {first.file.name} and {header.path.name}"
+                )
         problems += _disagreements(header, files[header.path])
     refuse(where, problems)
     said = [f"{h.path.name} {h.digest}" for h in headers]
@@ -83,8 +85,15 @@ def _disagreements(header: Header, indexed: set[str] | None) -> list[str]:
         return []
     name = header.path.name
     return [
-        *(f"the index says {n!r} is in {name}, which lacks it" for n in sorted(indexed - set(header.tensors))),
-        *(f"{name} has {n!r}, of which the index says nothing" for n in header.tensors if n not in indexed),
+        *(
+            f"the index says {n!r} is in {name}, which lacks it"
+            for n in sorted(indexed - set(header.tensors))
+        ),
+        *(
+            f"{name} has {n!r}, of which the index says nothing"
+            for n in header.tensors
+            if n not in indexed
+        ),
     ]
 
 
@@ -101,7 +110,9 @@ def _single_of(where: Path) -> Path:
         raise CheckpointError(_refusal(where))
     if not where.is_dir():
         if not where.exists():
-            raise CheckpointError(f"{where} does not exist; expected a folder with {SINGLE} or {INDEX}")
+            raise CheckpointError(
+                f"{where} does not exist; expected a folder with {SINGLE} or {INDEX}"
+            )
         return where
     if (where / SINGLE).exists():
         return where / SINGLE
