@@ -120,6 +120,18 @@ class Renaming:
             return name.removeprefix(start)
         return start + name if start + name in known else name
 
+    def is_of_head(self, name: str) -> bool:
+        """Whether the model has this name, one that checkpoints use, beside the model that it puts a head on."""
+        has_base = bool(self.prefix) and isinstance(self.base._modules.get(self.prefix), nn.Module)
+        return has_base and not name.startswith(f"{self.prefix}.")
+
+    def is_foreign_head(self, name: str, names: Iterable[str]) -> bool:
+        """Whether a tensor that the model lacks, of a checkpoint with these names, belongs to another head."""
+        if not self.prefix:
+            return False
+        start = f"{self.prefix}."
+        return not name.startswith(start) and any(n.startswith(start) for n in names)
+
     def note_used(self) -> None:
         """Leave with the model which rules its checkpoint needed, as `from_pretrained` does.
 

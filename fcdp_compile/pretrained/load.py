@@ -30,7 +30,11 @@ _COMPARED_BYTES = 2**24
 
 
 def load_pretrained(
-    model: nn.Module, folder: str | os.PathLike[str], *, progress: bool = False
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    head: bool = True,
+    progress: bool = False,
 ) -> None:
     """Load a Hugging Face checkpoint into a sharded model; each rank reads the rows of its home shards.
 
@@ -41,7 +45,9 @@ def load_pretrained(
     weight under several names, they must hold the same.
 
     folder: with model.safetensors, or with model.safetensors.index.json and its files; or one safetensors
-    file, or an index.  progress: show a bar on rank 0.
+    file, or an index.  head: whether the checkpoint has this model's head; with False what lies beside the
+    base model (`base_model_prefix`) may be missing, and stays as it is, and another head is passed over.
+    progress: show a bar on rank 0.
 
     Raises: ValueError if the model is not sharded; CheckpointError on every rank, with the model as it was,
     for a checkpoint that is damaged, lacks tensors, has others besides or other shapes, is a pickle, or
@@ -56,7 +62,7 @@ def load_pretrained(
     def check() -> str:
         checkpoint = open_checkpoint(path)
         matched = match(root, checkpoint.tensors, destinations.is_awaited)
-        refuse(path, matched.problems)
+        refuse(path, _serious(matched, head=head))
         found.append(matched)
         return checkpoint.digest
 
@@ -85,6 +91,15 @@ def _compare(path: Path, digests: Sequence[str]) -> None:
             f"{path} is not the same for all ranks: rank {other} finds other files than rank 0; copy the "
             "checkpoint to every node again"
         )
+
+
+def _serious(matched: Matched, *, head: bool) -> list[str]:
+    """What is wrong with a checkpoint, apart from heads where those may be."""
+    others = [problem for problem in matched.problems if problem not in set(matched.of_heads)]
+    if not head:
+        return others
+    hint = "head=False leaves the model's head as it is" if matched.of_heads and not others else ""
+    return [*([hint] if hint else []), *matched.problems]
 
 
 def _check_tied(

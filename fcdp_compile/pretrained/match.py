@@ -53,10 +53,14 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """Every assignment, and everything that is wrong; renaming: whose rules were used."""
+    """Every assignment, and everything that is wrong; renaming: whose rules were used.
+
+    of_heads: which of the problems are tensors of heads that the checkpoint lacks or has besides.
+    """
 
     assignments: list[Assignment]
     problems: list[str]
+    of_heads: list[str]
     renaming: Renaming
 
 
@@ -89,6 +93,7 @@ class _Matching:
             elif entry.role is Role.COPY:
                 self.copies.setdefault(entry.plain, []).append(held)
         self.problems: list[str] = []
+        self.of_heads: list[str] = []
         self.refused: set[int] = set()
         self.found: dict[int, list[Source]] = {}
 
@@ -100,14 +105,18 @@ class _Matching:
                 self._give(held, name, source)
             elif not ignore_unexpected.search(name):
                 read = next(source.leaves).name
-                self.problems.append(
-                    f"unexpected tensor {read!r}" + (f" (as {name!r})" if read != name else "")
+                problem = f"unexpected tensor {read!r}" + (
+                    f" (as {name!r})" if read != name else ""
                 )
+                self._note(problem, of_head=self.renaming.is_foreign_head(read, tensors))
         for held in self.held.values():
             names = [entry.plain for entry in held.entries if entry.role is Role.BASE]
             is_given = id(held.tensor) in self.found or id(held.tensor) in self.refused
             if names and not is_given and not any(map(ignore_missing.search, names)):
-                self.problems.append(f"missing tensor {names[0]!r}")
+                self._note(
+                    f"missing tensor {names[0]!r}",
+                    of_head=all(map(self.renaming.is_of_head, names)),
+                )
         for name, held in self.known.items():
             if id(held.tensor) in self.found:
                 self._give_copies(name, self.found[id(held.tensor)])
@@ -115,7 +124,12 @@ class _Matching:
             Assignment(held=self.held[key], source=sources[0], others=tuple(sources[1:]))
             for key, sources in self.found.items()
         ]
-        return Matched(assignments=assignments, problems=self.problems, renaming=self.renaming)
+        return Matched(
+            assignments=assignments,
+            problems=self.problems,
+            of_heads=self.of_heads,
+            renaming=self.renaming,
+        )
 
     def _sources(self, tensors: dict[str, Stored]) -> Iterable[tuple[str, Source]]:
         """Every source by the name that the model should have for it."""
@@ -145,7 +159,8 @@ class _Matching:
         if source.shape != tuple(held.tensor.shape):
             self._refuse(
                 held,
-                f"tensor {name!r} is {source.shape} in the checkpoint, {tuple(held.tensor.shape)} in the model",
+                f"tensor {name!r} is {source.shape} in the checkpoint and "
+                f"{tuple(held.tensor.shape)} in the model",
             )
             return
         for stored in source.leaves:
@@ -161,6 +176,11 @@ class _Matching:
     def _refuse(self, held: Held, problem: str) -> None:
         self.refused.add(id(held.tensor))
         self.problems.append(problem)
+
+    def _note(self, problem: str, *, of_head: bool) -> None:
+        self.problems.append(problem)
+        if of_head:
+            self.of_heads.append(problem)
 
     def _give_copies(self, name: str, sources: list[Source]) -> None:
         for copy in self.copies.get(name, ()):
