@@ -121,12 +121,12 @@ class Renaming:
         return start + name if start + name in known else name
 
     def is_of_head(self, name: str) -> bool:
-        """Whether the model has this name, one that checkpoints use, beside the model that it puts a head on."""
+        """Whether a name of the model is beside the model that it puts a head on."""
         has_base = bool(self.prefix) and isinstance(self.base._modules.get(self.prefix), nn.Module)
         return has_base and not name.startswith(f"{self.prefix}.")
 
     def is_foreign_head(self, name: str, names: Iterable[str]) -> bool:
-        """Whether a tensor that the model lacks, of a checkpoint with these names, belongs to another head."""
+        """Whether a tensor that the model lacks belongs to another head in a checkpoint of these names."""
         if not self.prefix:
             return False
         start = f"{self.prefix}."

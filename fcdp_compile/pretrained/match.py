@@ -102,13 +102,12 @@ class _Matching:
         for name, source in self._sources(tensors):
             held = self.known.get(name) or self.by_name.get(name)
             if held is not None:
-                self._give(held, name, source)
+                self._give(held, source)
             elif not ignore_unexpected.search(name):
-                read = next(source.leaves).name
-                problem = f"unexpected tensor {read!r}" + (
-                    f" (as {name!r})" if read != name else ""
+                self._note(
+                    f"unexpected tensor {_told(source)}",
+                    of_head=self.renaming.is_foreign_head(next(source.leaves).name, tensors),
                 )
-                self._note(problem, of_head=self.renaming.is_foreign_head(read, tensors))
         for held in self.held.values():
             names = [entry.plain for entry in held.entries if entry.role is Role.BASE]
             is_given = id(held.tensor) in self.found or id(held.tensor) in self.refused
@@ -155,20 +154,19 @@ class _Matching:
         held = self.known.get(name)
         return None if held is None else tuple(held.tensor.shape)
 
-    def _give(self, held: Held, name: str, source: Source) -> None:
+    def _give(self, held: Held, source: Source) -> None:
         if source.shape != tuple(held.tensor.shape):
             self._refuse(
                 held,
-                f"tensor {name!r} is {source.shape} in the checkpoint and "
-                f"{tuple(held.tensor.shape)} in the model",
+                f"tensor {_told(source)} is {source.shape} and {tuple(held.tensor.shape)} in the model",
             )
             return
         for stored in source.leaves:
             if _kind(stored.dtype) != _kind(held.tensor.dtype):
                 self._refuse(
                     held,
-                    f"tensor {stored.name!r} is {stored.dtype} in the checkpoint and {held.tensor.dtype} in "
-                    "the model, which no cast makes of it",
+                    f"tensor {_told(source)} is {stored.dtype}, of which no cast makes the model's "
+                    f"{held.tensor.dtype}",
                 )
                 return
         self.found.setdefault(id(held.tensor), []).append(source)
@@ -185,7 +183,14 @@ class _Matching:
     def _give_copies(self, name: str, sources: list[Source]) -> None:
         for copy in self.copies.get(name, ()):
             if id(copy.tensor) not in self.found and self.is_awaited(copy):
-                self._give(copy, name, sources[0])
+                self._give(copy, sources[0])
+
+
+def _told(source: Source) -> str:
+    """A source by the names of its tensors, and the first one's file."""
+    stored, *others = source.leaves
+    more = f" and {len(others)} others" if others else ""
+    return f"{stored.name!r}{more} of {stored.file.name}"
 
 
 def _kind(dtype: torch.dtype) -> str:
