@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcdp_compile.accumulation import no_sync
+    from fcdp_compile.deferred import materialize
     from fcdp_compile.errors import (
         CheckpointError,
         FcdpError,
@@ -45,6 +46,7 @@ __all__ = [
     "explain",
     "load_pretrained",
     "make_mesh",
+    "materialize",
     "memory",
     "no_sync",
     "shard",
@@ -66,6 +68,7 @@ _HOMES = {
     "explain": "explanation",
     "load_pretrained": "pretrained.load",
     "make_mesh": "mesh",
+    "materialize": "deferred",
     "memory": "memory_report",
     "no_sync": "accumulation",
     "shard": "sharding",

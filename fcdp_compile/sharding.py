@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fcdp_compile import registry
 from fcdp_compile.assignment import assign
-from fcdp_compile.home_shard import Calls, HomeShard
+from fcdp_compile.home_shard import Calls, HomeShard, rows_of
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.loads import notice_loads
 from fcdp_compile.mesh import Topology, topology_of
@@ -193,8 +193,8 @@ def _install(
 
 def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> torch.device:
     """Where home shards are: where the parameters are, or where the mesh is if all of them are on meta."""
-    if real := next((p for p in parameters if not p.is_meta), None):
-        return real.device
+    if (device := next((p.device for p in parameters if not p.is_meta), None)) is not None:
+        return device
     single = topology.home_mesh is None
     on_gpu = torch.cuda.is_available() if single else topology.device_type == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -241,11 +241,8 @@ def _keep_marks(parameter: nn.Parameter, home: Tensor) -> None:
 
 
 def _part(whole: Tensor, layout: ParamLayout, home: Home) -> Tensor:
-    if layout.dim is None:
-        return whole.clone()
-    start = layout.local_start(home.node, home.place)
-    rows = layout.local_shape(home.node, home.place)[layout.dim]
-    return whole.narrow(layout.dim, start, rows).clone(memory_format=torch.contiguous_format)
+    part = rows_of(whole, layout, home.node, home.place)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:

@@ -36,6 +36,7 @@ from torch.fx._graph_pickler import Options as PicklerOptions
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils._triton import has_triton
@@ -43,6 +44,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
+    "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",

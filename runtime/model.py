@@ -122,12 +122,12 @@ class ShardedModel:
         self.refuse_awaited("a forward")
         if spec.layout.nodes > 1:
             self._warn_of_eager_gathers(spec.name)
+        self.records[key].living()  # raises if what was put there holds other rows
         return self.gather(key, shard, spec.gather_dtype)
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather one parameter in a dtype from this rank's `shard`; memory of its own."""
         spec = self.spec(key)
-        self.records[key].living()  # raises if what was put there holds other rows
         layouts = [spec.layout]
         pending = Pending(pack_home([shard], layouts, dtype))
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
