@@ -19,7 +19,7 @@ from tqdm import tqdm
 from fcdp_compile.errors import CheckpointError, FcdpError
 from fcdp_compile.pretrained.destination import Destinations, Part
 from fcdp_compile.pretrained.folder import open_checkpoint, refuse
-from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match
+from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match, told
 from fcdp_compile.pretrained.source import Files, Source
 from fcdp_compile.sharding import model_of, state_of
 from fcdp_compile.together import together
@@ -95,11 +95,11 @@ def _compare(path: Path, digests: Sequence[str]) -> None:
 
 def _serious(matched: Matched, *, head: bool) -> list[str]:
     """What is wrong with a checkpoint, apart from heads where those may be."""
-    others = [problem for problem in matched.problems if problem not in set(matched.of_heads)]
+    others = [problem for problem in matched.problems if not problem.of_head]
     if not head:
-        return others
-    hint = "head=False leaves the model's head as it is" if matched.of_heads and not others else ""
-    return [*([hint] if hint else []), *matched.problems]
+        return told(others)
+    hint = ["head=False leaves heads alone"] if matched.problems and not others else []
+    return [*told(matched.problems), *hint]
 
 
 def _check_tied(

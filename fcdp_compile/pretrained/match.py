@@ -22,6 +22,8 @@ from fcdp_compile.pretrained.huggingface import (
 from fcdp_compile.pretrained.names import Entry, Role, entries_of
 from fcdp_compile.pretrained.source import Leaf, Source
 
+_SHOWN = 12  # of tensors, by name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
@@ -52,15 +54,36 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matched:
-    """Every assignment, and everything that is wrong; renaming: whose rules were used.
+class Problem:
+    """What is wrong with one tensor.
 
-    of_heads: which of the problems are tensors of heads that the checkpoint lacks or has besides.
+    kind: "missing", "unexpected", or nothing where `what` says it all.  of_head: whether it is a tensor of a
+    head that the checkpoint lacks or has besides.
     """
 
+    kind: str
+    what: str
+    of_head: bool = False
+
+
+def told(problems: Iterable[Problem]) -> list[str]:
+    """The problems in words: those of a kind together, some of them by name."""
+    problems = list(problems)
+    found = [p.what for p in problems if not p.kind]
+    for kind in ("missing", "unexpected"):
+        if what := [p.what for p in problems if p.kind == kind]:
+            more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
+            plural = "s" if len(what) > 1 else ""
+            found.append(f"{kind} tensor{plural} {', '.join(what[:_SHOWN])}{more}")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """Every assignment, and everything that is wrong; renaming: whose rules were used."""
+
     assignments: list[Assignment]
-    problems: list[str]
-    of_heads: list[str]
+    problems: list[Problem]
     renaming: Renaming
 
 
@@ -92,8 +115,7 @@ class _Matching:
                 self.known[entry.plain] = held
             elif entry.role is Role.COPY:
                 self.copies.setdefault(entry.plain, []).append(held)
-        self.problems: list[str] = []
-        self.of_heads: list[str] = []
+        self.problems: list[Problem] = []
         self.refused: set[int] = set()
         self.found: dict[int, list[Source]] = {}
 
@@ -104,18 +126,14 @@ class _Matching:
             if held is not None:
                 self._give(held, source)
             elif not ignore_unexpected.search(name):
-                self._note(
-                    f"unexpected tensor {_told(source)}",
-                    of_head=self.renaming.is_foreign_head(next(source.leaves).name, tensors),
-                )
+                of_head = self.renaming.is_foreign_head(next(source.leaves).name, tensors)
+                self._note("unexpected", _told(source), of_head=of_head)
         for held in self.held.values():
             names = [entry.plain for entry in held.entries if entry.role is Role.BASE]
             is_given = id(held.tensor) in self.found or id(held.tensor) in self.refused
             if names and not is_given and not any(map(ignore_missing.search, names)):
-                self._note(
-                    f"missing tensor {names[0]!r}",
-                    of_head=all(map(self.renaming.is_of_head, names)),
-                )
+                of_head = all(map(self.renaming.is_of_head, names))
+                self._note("missing", repr(names[0]), of_head=of_head)
         for name, held in self.known.items():
             if id(held.tensor) in self.found:
                 self._give_copies(name, self.found[id(held.tensor)])
@@ -126,7 +144,6 @@ class _Matching:
         return Matched(
             assignments=assignments,
             problems=self.problems,
-            of_heads=self.of_heads,
             renaming=self.renaming,
         )
 
@@ -148,7 +165,7 @@ class _Matching:
             try:
                 yield from converted(renamed.converter, collected, target).items()
             except CheckpointError as error:
-                self.problems.append(str(error))
+                self._note("", str(error))
 
     def _shape_of(self, name: str) -> tuple[int, ...] | None:
         held = self.known.get(name)
@@ -171,14 +188,12 @@ class _Matching:
                 return
         self.found.setdefault(id(held.tensor), []).append(source)
 
-    def _refuse(self, held: Held, problem: str) -> None:
+    def _refuse(self, held: Held, what: str) -> None:
         self.refused.add(id(held.tensor))
-        self.problems.append(problem)
+        self._note("", what)
 
-    def _note(self, problem: str, *, of_head: bool) -> None:
-        self.problems.append(problem)
-        if of_head:
-            self.of_heads.append(problem)
+    def _note(self, kind: str, what: str, *, of_head: bool = False) -> None:
+        self.problems.append(Problem(kind=kind, what=what, of_head=of_head))
 
     def _give_copies(self, name: str, sources: list[Source]) -> None:
         for copy in self.copies.get(name, ()):

@@ -130,8 +130,9 @@ def _as_from_pretrained(
         model = kind(kind.config_class.from_pretrained(folder)).to(dtype)
     fcdp_compile.shard(model, mesh, strategy=strategy)
     fcdp_compile.load_pretrained(model, folder / target, head=head)
+    # What no checkpoint has: buffers that the modules compute.
     waiting = state_of(model).without_values.names()
-    assert all("inv_freq" in name for name in waiting), waiting
+    assert set(waiting).isdisjoint(expected), waiting
     _check_equal(model, expected)
 
 
@@ -169,11 +170,11 @@ def _refusals(mesh: DeviceMesh, *, folder: Path) -> None:
     fcdp_compile.shard(model, mesh)
     _, place = mesh.get_local_rank("inter"), mesh.get_local_rank("intra")
     for path, says in {
-        folder / "torn": "'model.embed_tokens.weight' and 'lm_head.weight' are one parameter",
+        folder / "torn": "'lm_head.weight' and 'model.embed_tokens.weight' are one parameter",
         folder / "untied": "'lm_head.weight'",
         folder
-        / "mixtral": "unexpected tensor 'model.layers.0.block_sparse_moe.experts.0.w1.weight'",
-        folder / "gpt2": "missing tensor 'model.embed_tokens.weight'",
+        / "mixtral": "unexpected tensors 'model.layers.0.mlp.experts"
+        folder / "gpt2": "missing tensors 'model.embed_tokens.weight'",
         folder / ("nowhere" if place else "tied"): "does not exist",
         folder / ("half" if mesh.get_rank() else "tied"): "is not the same for all ranks",
     }.items():
@@ -223,12 +224,12 @@ def _bert_with_a_new_head(mesh: DeviceMesh, *, folder: Path) -> None:
     expected = {n: t.clone() for n, t in model.state_dict().items()}
     fcdp_compile.shard(model, mesh)
     told = message_of(CheckpointError, lambda: fcdp_compile.load_pretrained(model, folder))
-    assert "missing tensor 'classifier.weight'" in told
+    assert "missing tensors 'classifier.weight'" in told
     # The masked model has no pooler, which is no head.
     told = message_of(
         CheckpointError, lambda: fcdp_compile.load_pretrained(model, folder, head=False)
     )
-    assert "missing tensor 'bert.pooler.dense.weight'" in told
+    assert "missing tensors 'bert.pooler.dense." in told
     assert "classifier" not in told
     assert "cls." not in told
     _check_equal(model, expected)
@@ -263,7 +264,7 @@ def _jobs(folder: Path) -> Iterator[tuple[str, Job]]:
     yield case("adapted on meta", _into_adapted, folder=folder / "untied", on_meta=True)
     yield case("refusals", _refusals, folder=folder)
     yield case("stale caches", _stale_caches, folder=folder / "tied")
-    yield case("fails midway", _fails_midway, folder=folder / "tied")
+    yield case("fails midway", _fails_midway, folder=folder / "untied")
     yield case("new head", _bert_with_a_new_head, folder=folder / "bert")
 
 
