@@ -26,10 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from tabulate import tabulate
 from torch import nn
 
+import fcdp_compile
 from benchmarks.machine import Machine
+from fcdp_compile.pretrained.source import Files
+from fcdp_compile.sharding import state_of
 from fcdp_compile.tensor_file import TensorFileWriter, TensorMeta
 
 LIMIT = 1.2  # of home shards plus the largest tensor
@@ -149,13 +154,13 @@ def _report(rows: Sequence[Row], file_bytes: int) -> str:
     worst = max(r.anonymous_bytes / (r.home_bytes + r.largest_bytes) for r in rows)
     lines = [
         tabulate(table, headers="keys", floatfmt=".3f"),
-        f"file: {file_bytes / mb:.1f} MB; highest peak {worst:.3f} of home shards + largest tensor "
-        f"(limit {LIMIT})",
+        f"file: {file_bytes / mb:.1f} MB",
+        f"highest peak: {worst:.3f} of home shards and largest tensor (limit {LIMIT})",
         *(
             f"node {n} asked for {size / file_bytes:.3f} of the file (limit {READ_LIMIT})"
             for n, size in by_node.items()
         ),
-        f"the device delivered {delivered / file_bytes:.3f} of the file to all ranks, who share one page cache",
+        f"all ranks, who share one page cache, had {delivered / file_bytes:.3f} of the file from the device",
         str(Machine.here()),
     ]
     return "\n".join(lines)
@@ -163,20 +168,15 @@ def _report(rows: Sequence[Row], file_bytes: int) -> str:
 
 def _work(folder: Path, sizes: Sequence[tuple[int, int]], nodes: int, mode: str) -> None:
     """One rank: load, with a thread that samples its memory."""
-    import fcdp_compile
-    from fcdp_compile.pretrained.source import Files
-    from fcdp_compile.sharding import state_of
-
     mesh = fcdp_compile.make_mesh(nodes=nodes)
     assert mesh is not None
     with torch.device("meta"):
         model = Model(sizes)
     fcdp_compile.shard(model, mesh)
     home = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[operator]
-    torch.ones(1) + 1
     if mesh.get_rank() == 0:
         _drop_page_cache(folder)
-    torch.distributed.barrier()
+    dist.barrier()
     requested: list[Any] = []
     close = Files.close
 
@@ -207,13 +207,11 @@ def _work(folder: Path, sizes: Sequence[tuple[int, int]], nodes: int, mode: str)
         seconds=seconds,
     )
     (folder / f"row-{mesh.get_rank()}.json").write_text(json.dumps(asdict(row)))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _load_whole(folder: Path) -> list[torch.Tensor]:
-    from safetensors.torch import load_file
-
     return [t.clone() for f in sorted(folder.glob("*.safetensors")) for t in load_file(f).values()]
 
 

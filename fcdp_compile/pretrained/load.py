@@ -20,6 +20,7 @@ from fcdp_compile.errors import CheckpointError, FcdpError
 from fcdp_compile.pretrained.destination import Destinations, Part
 from fcdp_compile.pretrained.folder import open_checkpoint, refuse
 from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match, told
+from fcdp_compile.pretrained.rows import is_local
 from fcdp_compile.pretrained.source import Files, Source
 from fcdp_compile.sharding import model_of, state_of
 from fcdp_compile.together import together
@@ -59,14 +60,16 @@ def load_pretrained(
     destinations = Destinations(root, state)
     found: list[Matched] = []
 
-    def check() -> str:
+    def check() -> tuple[str, bool]:
         checkpoint = open_checkpoint(path)
         matched = match(root, checkpoint.tensors, destinations.is_awaited)
         refuse(path, _serious(matched, head=head))
         found.append(matched)
-        return checkpoint.digest
+        files = {stored.file for stored in checkpoint.tensors.values()}
+        return checkpoint.digest, all(map(is_local, files))
 
-    _compare(path, together(control, check, CheckpointError))
+    verdicts = together(control, check, CheckpointError)
+    _compare(path, [digest for digest, _ in verdicts])
     matched = found[0]
     order = in_reading_order(matched.assignments)
     shows = progress and state.topology.node == state.topology.place == 0
@@ -80,6 +83,10 @@ def load_pretrained(
                 f"{path} was read in part, the model is half loaded: {error}"
             ) from error
     destinations.arrived(a.held for a in order)
+    if all(is_on_disk for _, is_on_disk in verdicts):
+        # The first gather of what is frozen then reads what other nodes have from this node's own disk.
+        rows = destinations.rows(order)
+        state.row_sources.offer(rows.keys, rows)
     matched.renaming.note_used()
     log.info("%s: %d tensors, this rank read %d bytes", path, len(order), files.read_bytes)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -168,12 +172,11 @@ def _refusals(mesh: DeviceMesh, *, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
     before = {n: t.clone() for n, t in model.state_dict().items()}
     fcdp_compile.shard(model, mesh)
-    _, place = mesh.get_local_rank("inter"), mesh.get_local_rank("intra")
+    place = mesh.get_local_rank("intra")
     for path, says in {
         folder / "torn": "'lm_head.weight' and 'model.embed_tokens.weight' are one parameter",
         folder / "untied": "'lm_head.weight'",
-        folder
-        / "mixtral": "unexpected tensors 'model.layers.0.mlp.experts"
+        folder / "mixtral": "unexpected tensors 'model.layers.0",
         folder / "gpt2": "missing tensors 'model.embed_tokens.weight'",
         folder / ("nowhere" if place else "tied"): "does not exist",
         folder / ("half" if mesh.get_rank() else "tied"): "is not the same for all ranks",
@@ -195,6 +198,44 @@ def _stale_caches(mesh: DeviceMesh, *, folder: Path) -> None:
         fcdp_compile.load_pretrained(compiled, folder)
         reference = LlamaForCausalLM.from_pretrained(folder)
         torch.testing.assert_close(compiled(tokens).logits, reference(tokens).logits)
+
+
+def _from_disk(mesh: DeviceMesh, *, folder: Path, change: str) -> None:
+    """The first forward of what is frozen reads it on each node, unless values or files have changed."""
+    names: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names, group=mesh.get_group("intra"), group_src=0)
+    copy = Path(names[0])  # each node's own
+    if mesh.get_local_rank("intra") == 0:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+    dist.barrier()
+    model = _on_meta(LlamaForCausalLM, folder)
+    model.requires_grad_(False)
+    fcdp_compile.shard(model, mesh)
+    fcdp_compile.load_pretrained(model, copy)
+    fcdp_compile.materialize(model)
+    reference = LlamaForCausalLM.from_pretrained(folder)
+    file = copy / "model.safetensors"
+    if change == "file" and mesh.get_rank() == 0:
+        raw = file.read_bytes()
+        file.write_bytes(raw[:-4000] + bytes(4000))
+    elif change == "gone" and mesh.get_rank() == 0:
+        file.unlink()
+    elif change == "values":
+        for p in (*model.parameters(), *reference.parameters()):
+            p.data.mul_(2)
+    dist.barrier()
+    compiled = torch.compile(model, backend="fcdp")
+    tokens = torch.arange(8).view(2, 4)
+    counters = state_of(model).counters
+    before = counters.calls.get("inter_all_gather", 0)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(tokens).logits, reference(tokens).logits)
+    gathers = counters.calls.get("inter_all_gather", 0) - before
+    assert (gathers > 0) == (bool(change) and mesh.size(0) > 1), gathers
+    opened = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
+    assert str(file) not in opened
+    assert str(file) not in Path("/proc/self/maps").read_text()
 
 
 def _fails_midway(mesh: DeviceMesh, *, folder: Path) -> None:
@@ -264,6 +305,9 @@ def _jobs(folder: Path) -> Iterator[tuple[str, Job]]:
     yield case("adapted on meta", _into_adapted, folder=folder / "untied", on_meta=True)
     yield case("refusals", _refusals, folder=folder)
     yield case("stale caches", _stale_caches, folder=folder / "tied")
+    for change in ("", "file", "gone", "values"):
+        name = f"from disk, changed: {change}"
+        yield case(name, _from_disk, folder=folder / "untied", change=change)
     yield case("fails midway", _fails_midway, folder=folder / "untied")
     yield case("new head", _bert_with_a_new_head, folder=folder / "bert")
 
