@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.errors import CheckpointError, FcdpError
 from fcdp_compile.pretrained.destination import Destinations, Part

@@ -48,9 +48,12 @@ def test_links_are_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("places", "says"),
     [
-        ({"x": A, "y": "c.safetensors"}, r"c\.safetensors cannot be read: No such file"),
+        (
+            {"x": A, "y": "c.safetensors"},
+            r"c\.safetensors, which .* names, cannot be read: No such",
+        ),
         ({"x": A}, None),
-        ({"x": A, "z": A, "y": B}, r"the index says 'z' is in a\.safetensors, which lacks it"),
+        ({"x": A, "z": A, "y": B}, r"index.json says 'z' is in a\.safetensors, which lacks it"),
         ({"x": B, "y": B}, r"b\.safetensors, which lacks it"),
         ({"x": A, "y": "../b.safetensors"}, "which is no safetensors file within its folder"),
         ({"x": A, "y": "..\\b.safetensors"}, "which is no safetensors file within its folder"),
@@ -75,7 +78,7 @@ def test_an_index_is_not_believed(tmp_path: Path, places: object, says: str | No
 def test_a_file_with_more_than_its_index_says(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(2), "more": torch.zeros(1)}, tmp_path / A)
     _index(tmp_path, {"x": A})
-    with pytest.raises(CheckpointError, match="has 'more', of which the index says nothing"):
+    with pytest.raises(CheckpointError, match=r"has 'more', of which .* says nothing"):
         open_checkpoint(tmp_path)
 
 
