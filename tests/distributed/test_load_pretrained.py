@@ -101,10 +101,10 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _check_equal(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    state = model.state_dict()
+    # All are gathered before anything is compared: a rank must not leave the others waiting.
+    state = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
     assert state.keys() == expected.keys()
-    for name, tensor in state.items():
-        whole = _whole(tensor)
+    for name, whole in state.items():
         assert whole.dtype == expected[name].dtype, name
         assert torch.equal(whole, expected[name]), name
 
@@ -148,23 +148,23 @@ def _plain_module(mesh: DeviceMesh, *, folder: Path) -> None:
 
 def _into_adapted(mesh: DeviceMesh, *, folder: Path, on_meta: bool) -> None:
     base = LlamaForCausalLM.from_pretrained(folder)
+    torch.manual_seed(2)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     fresh = _on_meta(LlamaForCausalLM, folder) if on_meta else LlamaForCausalLM(base.config)
-    torch.manual_seed(2)
     model = peft.get_peft_model(fresh, config)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     fcdp_compile.shard(model, mesh)
     fcdp_compile.load_pretrained(model, folder)
     expected = base.state_dict()
     waiting = set(state_of(model).without_values.names())
-    for name, parameter in model.named_parameters():
+    for name, whole in {n: _whole(p) for n, p in model.named_parameters()}.items():
         plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
         plain = plain.replace("original_module.", "").replace("modules_to_save.default.", "")
         is_adapter = "lora_" in name or ("modules_to_save" in name and not on_meta)
         assert (name in waiting) == (is_adapter and on_meta), name
         if not (is_adapter and on_meta):
             value = before[name] if is_adapter else expected[plain]
-            assert torch.equal(_whole(parameter), value), name
+            assert torch.equal(whole, value), name
 
 
 def _refusals(mesh: DeviceMesh, *, folder: Path) -> None:
