@@ -43,7 +43,8 @@ def load_pretrained(
     parameters' dtypes, tied weights and what may be missing are as with `from_pretrained`, except that
     nothing is initialised in silence.  In a model that PEFT has wrapped the base gets the values; adapters
     stay as they are, or without values where the model was built on meta.  Where the checkpoint has a tied
-    weight under several names, they must hold the same.
+    weight under several names, they must hold the same.  What PEFT computes from the base's weights (DoRA's
+    magnitudes, PiSSA's factors) does not follow them: add such adapters to a model that has its weights.
 
     folder: with model.safetensors, or with model.safetensors.index.json and its files; or one safetensors
     file, or an index.  head: whether the checkpoint has this model's head; with False what lies beside the

@@ -45,18 +45,20 @@ class CheckpointRows:
         self._files.close()
 
 
-def is_local(path: Path) -> bool:
+def is_local(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
     """Whether a file is on a disk of this machine, as far as the system tells; False if it does not.
 
     Rows that are read over a network in place of gathering them would cross it all the same.
+
+    mounts: the system's list of file systems.
     """
     try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
+        mounted = mounts.read_text().splitlines()
         place = path.resolve(strict=True)
     except OSError:
         return False
     best, kind = -1, "nfs"
-    for line in mounts:
+    for line in mounted:
         _, where, of, *_ = line.split(" ")
         point = Path(where.encode().decode("unicode_escape"))
         if len(point.parts) >= best and (point == place or point in place.parents):
