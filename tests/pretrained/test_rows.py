@@ -9,10 +9,12 @@ import pytest
 from fcdp_compile.pretrained.rows import is_local
 
 
+LOCAL = ("ext4", "xfs", "tmpfs", "overlay")
+REMOTE = ("nfs4", "lustre", "fuse", "fuse.s3fs")
+
+
 @pytest.mark.parametrize(
-    ("kind", "local"),
-    [("ext4", True), ("xfs", True), ("tmpfs", True), ("nfs4", False), ("lustre", False)]
-    + [("fuse.s3fs", False), ("fuse", False), ("overlay", True)],
+    ("kind", "local"), [*((k, True) for k in LOCAL), *((k, False) for k in REMOTE)]
 )
 def test_the_innermost_file_system_decides(tmp_path: Path, kind: str, local: bool) -> None:
     data = tmp_path / "my data"
