@@ -8,7 +8,6 @@ import pytest
 
 from fcdp_compile.pretrained.rows import is_local
 
-
 LOCAL = ("ext4", "xfs", "tmpfs", "overlay")
 REMOTE = ("nfs4", "lustre", "fuse", "fuse.s3fs")
 
