@@ -59,9 +59,13 @@ class ParamRecord:
 
     def places(self) -> list[nn.Parameter]:
         """What is in each of its places now, unchecked."""
-        modules = [(ref(), name) for ref, name in self._places]
-        found = [m._parameters.get(name) for m, name in modules if m is not None]
+        found = [m._parameters.get(name) for m, name in self.owners()]
         return [p for p in found if p is not None]
+
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """The living modules that have it and its name in each, the one that was first in the model first."""
+        modules = [(ref(), name) for ref, name in self._places]
+        return [(m, name) for m, name in modules if m is not None]
 
     def _check_home(self, parameter: DTensor) -> None:
         # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on ("inter", "intra").
