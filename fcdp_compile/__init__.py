@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fcdp_compile.explanation import Explanation, explain
     from fcdp_compile.memory_report import Memory, memory
     from fcdp_compile.mesh import make_mesh
+    from fcdp_compile.pretrained.export import save_pretrained
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
@@ -43,6 +44,7 @@ __all__ = [
     "make_mesh",
     "memory",
     "no_sync",
+    "save_pretrained",
     "shard",
     "traffic",
 ]
@@ -62,6 +64,7 @@ _HOMES = {
     "make_mesh": "mesh",
     "memory": "memory_report",
     "no_sync": "accumulation",
+    "save_pretrained": "pretrained.export",
     "shard": "sharding",
     "traffic": "traffic_report",
 }
