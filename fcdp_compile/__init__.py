@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fcdp_compile.accumulation import no_sync
     from fcdp_compile.errors import (
+        CheckpointError,
         FcdpError,
         PlanFormatError,
         PlanMismatchError,
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from fcdp_compile.memory_report import Memory, memory
     from fcdp_compile.mesh import make_mesh
     from fcdp_compile.pretrained.export import save_pretrained
+    from fcdp_compile.pretrained.load import load_pretrained
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
 
 __all__ = [
+    "CheckpointError",
     "Explanation",
     "FcdpError",
     "Memory",
@@ -41,6 +44,7 @@ __all__ = [
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
     "explain",
+    "load_pretrained",
     "make_mesh",
     "memory",
     "no_sync",
@@ -50,6 +54,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointError": "errors",
     "Explanation": "explanation",
     "FcdpError": "errors",
     "Memory": "memory_report",
@@ -61,6 +66,7 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
+    "load_pretrained": "pretrained.load",
     "make_mesh": "mesh",
     "memory": "memory_report",
     "no_sync": "accumulation",

@@ -40,7 +40,7 @@ def notice_loads(root: nn.Module, state: ShardedModel) -> None:
 
 
 class _Watch:
-    """What one module lacked: the keys of its parameters and the names of its buffers, by their names in it."""
+    """What one module lacked: keys of parameters and names of buffers, by their names in it."""
 
     def __init__(
         self, state: weakref.ref[ShardedModel], keys: dict[str, str], buffers: dict[str, str]

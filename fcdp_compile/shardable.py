@@ -32,8 +32,7 @@ def check_model(
 
     Raises: TypeError if it is no module or a dtype no floating point dtype; ValueError for a model that is
     wrapped or sharded already, has no parameters, or has one on another device than the mesh's (`meta` is
-    fine), uninitialised, sparse, complex, quantised, or sharing memory with another; and for an ignored one on
-    `meta`.
+    fine, but for ignored ones), uninitialised, sparse, complex, quantised, or sharing memory with another.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -64,8 +63,8 @@ def check_model(
     for name, parameter in model.named_parameters():
         if name in ignored and parameter.is_meta:
             raise ValueError(
-                f"parameter {name!r} is among ignored_params and on meta, where nothing would give it values; "
-                "give it values before shard"
+                f"parameter {name!r} is among ignored_params and on meta, where nothing would give it values;"
+                " give it values before shard"
             )
     _check_memory({n: p for n, p in parameters.items() if not p.is_meta})
 

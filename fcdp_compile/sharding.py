@@ -193,8 +193,8 @@ def _install(
 
 def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> torch.device:
     """Where home shards are: where the parameters are, or where the mesh is if all of them are on meta."""
-    if real := next((p for p in parameters if not p.is_meta), None):
-        return real.device
+    if (device := next((p.device for p in parameters if not p.is_meta), None)) is not None:
+        return device
     single = topology.home_mesh is None
     on_gpu = torch.cuda.is_available() if single else topology.device_type == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
