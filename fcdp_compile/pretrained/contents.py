@@ -1,6 +1,6 @@
 """What an export will hold, before a single value is gathered.
 
-    state dict ── leaves ──▶ meta tensors ── what Transformers does to names and tensors ──▶ files
+state dict ── leaves ──▶ meta tensors ── what Transformers does to names and tensors ──▶ files
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Held:
 
     def whole(self, values: WholeValues) -> Tensor | None:
         """As `Source` says."""
-        return self.tensor.detach().cpu().contiguous() if values.is_writer else None
+        if not values.is_writer:
+            return None
+        return self.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,21 +115,20 @@ class Leaves:
         return {name: self.of(name, value) for name, value in state.items()}
 
 
-def plain_contents(model: nn.Module, leaves: Leaves, max_shard_bytes: int) -> Contents:
-    """Of a model of no library: the names of its state dict, tied ones once, under the first name."""
-    tensors: dict[str, Tensor] = {}
-    for name, leaf in leaves.of_state_dict(model).items():
-        if not any(leaf is other for other in tensors.values()):
-            tensors[name] = leaf
+def plain_contents(
+    model: nn.Module, tape: Tape[Source], state: dict[str, Tensor], max_shard_bytes: int
+) -> Contents:
+    """Of a model of no library: the names of its state dict, tied ones once, under the first name.
+
+    state: leaves by these names, tied ones the same leaf.
+    """
+    first = {id(leaf): name for name, leaf in reversed(state.items())}
+    tensors = {name: leaf for name, leaf in state.items() if first[id(leaf)] == name}
     files = split("model", tensors, max_shard_bytes)
-    return Contents(
-        tape=leaves.tape, files=files, describe=index_writer(files, "model", elements(model))
-    )
+    return Contents(tape=tape, files=files, describe=index_writer(files, "model", elements(model)))
 
 
-def index_writer(
-    files: list[TensorFile], stem: str, parameters: int
-) -> Callable[[Path], None]:
+def index_writer(files: list[TensorFile], stem: str, parameters: int) -> Callable[[Path], None]:
     """What writes the index of several files, and nothing for one."""
 
     def write(folder: Path) -> None:

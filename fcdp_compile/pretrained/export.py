@@ -1,24 +1,27 @@
 """`save_pretrained`: write a sharded model as Transformers and PEFT write theirs, tensor by tensor.
 
-    what the files will hold (`contents`) ── whole values, one at a time ──▶ files aside ──▶ the folder
+what the files will hold (`contents`) ── whole values, one at a time ──▶ files aside ──▶ the folder
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.mesh import Topology, topology_of
+from fcdp_compile.pretrained.adapter_contents import adapter_contents, attached_adapter_contents
 from fcdp_compile.pretrained.contents import Contents, Leaves, Source, plain_contents
-from fcdp_compile.pretrained.huggingface import is_transformers_model
+from fcdp_compile.pretrained.huggingface import base_of, is_transformers_model
+from fcdp_compile.pretrained.merged_contents import merged_contents
 from fcdp_compile.pretrained.replace_files import Aside
 from fcdp_compile.pretrained.shard_files import TensorFile
 from fcdp_compile.pretrained.tape import Evaluation, metas_of
@@ -59,25 +62,33 @@ def save_pretrained(
     for different exports, for values that have never been loaded, and for adapters that cannot be merged.
     ValueError for a max_shard_bytes that is not positive.
     """
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes must be a positive whole number, not {max_shard_bytes!r}")
+    if (
+        isinstance(max_shard_bytes, bool)
+        or not isinstance(max_shard_bytes, int)
+        or max_shard_bytes < 1
+    ):
+        raise ValueError(
+            f"max_shard_bytes must be a positive whole number, not {max_shard_bytes!r}"
+        )
+    folder = Path(folder).absolute()
     root = model_of(model)
     state = state_of(root) if STATE in vars(root) else None
     # Raises in a job of several processes: which of them would write?
     topology = topology_of(None) if state is None else state.topology
     if state is not None:
         state.refuse_awaited("save_pretrained")
-    contents = _agreed(topology, partial(_contents_of, root, state, merge, max_shard_bytes))
+    contents = _agreed(topology, partial(_contents_of, root, state, folder, merge, max_shard_bytes))
     values = WholeValues(topology)
-    aside = Aside(Path(folder).absolute())
+    aside = Aside(folder)
     meet = partial(_meet, topology, values)
     try:
         meet(aside.make)
         evaluation = Evaluation(contents.tape, lambda source: source.whole(values))
         size = sum(t.nbytes for file in contents.files for t in file.tensors.values())
-        with _bar(size, shown=progress and values.is_writer) as bar:
+        shown = progress and values.is_writer
+        with tqdm(total=size, unit="B", unit_scale=True, desc="saving", disable=not shown) as bar:
             for file in contents.files:
-                _write(file, aside.path, values, evaluation, bar)
+                _write(file, aside.path, values, evaluation, bar.update)
                 meet(None)
         meet(partial(_finish, contents, tokenizer, aside))
     except BaseException:
@@ -87,14 +98,24 @@ def save_pretrained(
 
 
 def _contents_of(
-    root: nn.Module, state: ShardedModel | None, merge: bool, max_shard_bytes: int
+    root: nn.Module, state: ShardedModel | None, folder: Path, merge: bool, max_shard_bytes: int
 ) -> Contents:
     leaves = Leaves([] if state is None else list(state.records.values()))
-    if is_transformers_model(root):
-        return transformers_contents(
-            root, leaves.tape, leaves.of_state_dict(root), max_shard_bytes
-        )
-    return plain_contents(root, leaves, max_shard_bytes)
+    wrapped = base_of(root) is not root
+    if merge:
+        if not wrapped:
+            raise FcdpError(
+                f"merge=True merges adapters into their base, and {type(root).__name__} is no PEFT model; "
+                "leave it out"
+            )
+        return merged_contents(root, leaves, max_shard_bytes)
+    if wrapped:
+        return adapter_contents(root, leaves, folder)
+    if not is_transformers_model(root):
+        return plain_contents(root, leaves.tape, leaves.of_state_dict(root), max_shard_bytes)
+    if getattr(root, "_hf_peft_config_loaded", False):
+        return attached_adapter_contents(root, leaves)
+    return transformers_contents(root, leaves.tape, leaves.of_state_dict(root), max_shard_bytes)
 
 
 def _agreed(topology: Topology, prepare: Callable[[], Contents]) -> Contents:
@@ -139,7 +160,7 @@ def _write(
     folder: Path,
     values: WholeValues,
     evaluation: Evaluation[Source],
-    bar: Callable[[int], object],
+    wrote: Callable[[int], object],
 ) -> None:
     """Write one file; what fails is remembered ([Note: no early way out])."""
     with ExitStack() as until_written:
@@ -153,7 +174,7 @@ def _write(
 
         def write(name: str, tensor: Tensor) -> None:
             opened[0].write(name, evaluation.value(tensor))
-            bar(tensor.nbytes)
+            wrote(tensor.nbytes)
 
         if values.is_writer:
             values.attempt(begin)
@@ -166,18 +187,6 @@ def _write(
         else:
             # An incomplete file is closed as one.
             until_written.pop_all().__exit__(type(values.error), values.error, None)
-
-
-@contextmanager
-def _bar(total_bytes: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    """What is told of bytes that have been written, and shows them."""
-    if not shown:
-        yield lambda size_bytes: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="save_pretrained") as bar:
-        yield bar.update
 
 
 def _finish(contents: Contents, tokenizer: Any, aside: Aside) -> None:

@@ -42,7 +42,9 @@ class Aside:
         Raises: OSError where that cannot be done.
         """
         if self.folder.exists() and not self.folder.is_dir():
-            raise NotADirectoryError(f"{self.folder} is a file, and a folder is to be written there")
+            raise NotADirectoryError(
+                f"{self.folder} is a file, and a folder is to be written there"
+            )
         self.discard()
         self.path.mkdir(parents=True)
 
@@ -106,7 +108,8 @@ def _exchange(files: Iterable[Path], folder: Path) -> None:
     stale = [
         p
         for p in folder.iterdir()
-        if _SHARD.fullmatch(p.name.removeprefix(_OLD)) and _of_one(p.name.removeprefix(_OLD), entries)
+        if _SHARD.fullmatch(p.name.removeprefix(_OLD))
+        and _of_one(p.name.removeprefix(_OLD), entries)
     ]
     for path in stale:
         if path.name not in shards:

@@ -47,7 +47,9 @@ class Tape(TorchDispatchMode, Generic[S]):
         super().__init__()
         self._leaves: dict[int, S] = {}
         self._steps: dict[int, _Step] = {}
-        self._metas: dict[int, Tensor] = {}  # of the leaves; while they live nobody gets their numbers
+        self._metas: dict[
+            int, Tensor
+        ] = {}  # of the leaves; while they live nobody gets their numbers
 
     def leaf(self, source: S, meta: TensorMeta) -> Tensor:
         """A meta tensor that stands for `source`."""
@@ -60,13 +62,15 @@ class Tape(TorchDispatchMode, Generic[S]):
         """Whether a tensor is a leaf, a view of one, or made of some."""
         return storage_id(tensor) in self._leaves or storage_id(tensor) in self._steps
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if not any(self.knows(t) for t in inputs):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if any(t.is_meta for t in inputs) or not inputs:
+                return result
+            # What is moved to where the leaves are goes where they will be when they have values.
+            return self._noted(func, args, kwargs, result)
         if func._schema.is_mutable:
             raise FcdpError(
                 f"{func} writes to a tensor of the model while its export is being prepared, which fcdp "
@@ -75,8 +79,11 @@ class Tape(TorchDispatchMode, Generic[S]):
         if "device" in kwargs:  # moving to the CPU, where the values will be
             kwargs["device"] = torch.device("meta")
         result = func(*args, **kwargs)
+        return self._noted(func, args, kwargs, result)
+
+    def _noted(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         for index, tensor in enumerate(tree_leaves(result)):
-            if isinstance(tensor, Tensor) and not self.knows(tensor):
+            if isinstance(tensor, Tensor) and tensor.is_meta and not self.knows(tensor):
                 self._steps[storage_id(tensor)] = _Step(
                     function=func, args=args, kwargs=kwargs, output=index, made=tensor
                 )
@@ -131,7 +138,9 @@ class Evaluation(Generic[S]):
             source = self._tape.source(storage)
             if source is not None and storage not in self._values:
                 value = self._fetch(source)
-                self._values[storage] = None if value is None else _as_laid_out(value, self._tape.meta(storage))
+                self._values[storage] = (
+                    None if value is None else _as_laid_out(value, self._tape.meta(storage))
+                )
 
     def value(self, tensor: Tensor) -> Tensor:
         """The value of a tensor whose leaves have been fetched."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,9 @@ def _as_in_checkpoints(
     model: nn.Module, tape: Tape[Any], state: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     # Transformers builds some models otherwise than their checkpoints: experts as one tensor, for example.
-    from transformers.core_model_loading import revert_weight_conversion
-
+    loading = import_module("transformers.core_model_loading")
     with tape:
-        reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
+        reverted: dict[str, Tensor] = loading.revert_weight_conversion(model, state)
     if unknown := next((name for name, t in reverted.items() if not tape.knows(t)), None):
         raise FcdpError(
             f"transformers makes {unknown!r} of its checkpoints for {type(model).__name__} of something "
@@ -84,9 +84,8 @@ def _describe(model: Any, folder: Path) -> None:
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     if model.is_remote_code():
-        from transformers.dynamic_module_utils import custom_object_save
-
-        custom_object_save(model, folder, config=config)
+        code = import_module("transformers.dynamic_module_utils")
+        code.custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

@@ -35,7 +35,7 @@ class WholeValues:
         self.error: Exception | None = None
 
     def attempt(self, act: Callable[[], None]) -> None:
-        """Do something that needs nobody else, unless this rank has failed before ([Note: no early way out])."""
+        """Do something alone, unless this rank has failed before ([Note: no early way out])."""
         if self.error is None:
             try:
                 act()
@@ -83,7 +83,9 @@ class WholeValues:
 
     def _send(self, part: Tensor) -> None:
         if part.numel():
-            dist.send(_bytes(part.contiguous()), group=self._topology.control, group_dst=self._ranks[0, 0])
+            dist.send(
+                _bytes(part.contiguous()), group=self._topology.control, group_dst=self._ranks[0, 0]
+            )
 
     def _receive(self, into: Tensor, rank: int) -> None:
         if not into.numel():
