@@ -86,7 +86,7 @@ def _known(tape: Tape[Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _describe(model: Any, adapter: str, folder: Path) -> None:
     """Write an adapter's configuration as PeftModel.save_pretrained does."""
-    config = copy.deepcopy(model.peft_config[adapter])
+    config = copy.copy(model.peft_config[adapter])
     is_prompt = config.is_prompt_learning
     base = model.base_model if is_prompt else model.base_model.model
     if config.base_model_name_or_path is None:

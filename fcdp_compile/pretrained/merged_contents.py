@@ -135,19 +135,18 @@ def _mergeable(model: Any) -> dict[str, nn.Module]:
     layers: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.base_model.model.named_modules():
-        if name.startswith(inside) and inside:
+        is_layer = is_adapter_layer(module) or hasattr(module, "unload_and_optionally_merge_module")
+        if not is_layer or name.startswith(inside or "."):
             continue
-        if is_adapter_layer(module):
-            inside = (*inside, f"{name}.")
-        if hasattr(module, "unload_and_optionally_merge_module") or is_adapter_layer(module):
-            within = [m for m in module.modules() if is_adapter_layer(m)]
-            if stuck := next((m for m in within if type(m).merge is unable), None):
-                raise FcdpError(
-                    f"PEFT cannot merge {type(stuck).__module__}.{type(stuck).__name__} ({name}); save the "
-                    "adapter itself, without merge=True"
-                )
-            if within:
-                layers[name] = module
+        inside = (*inside, f"{name}.")
+        within = [m for m in module.modules() if is_adapter_layer(m)]
+        if stuck := next((m for m in within if type(m).merge is unable), None):
+            raise FcdpError(
+                f"PEFT cannot merge {type(stuck).__name__}, which wraps {name}; save the adapter itself, "
+                "without merge=True"
+            )
+        if within:  # others hold a trained copy, which takes the place of what it was copied from
+            layers[name] = module
     return layers
 
 
