@@ -194,7 +194,8 @@ def compare(folder: Path, expected: Path) -> None:
 def compare_tensors(folder: Path, expected: Path) -> None:
     """Both folders must hold the same tensors, whichever files they are in."""
     found, wanted = (
-        {name.partition(": ")[2]: t for name, t in tensors_of(f).items()} for f in (folder, expected)
+        {name.partition(": ")[2]: t for name, t in tensors_of(f).items()}
+        for f in (folder, expected)
     )
     assert sorted(found) == sorted(wanted)
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())

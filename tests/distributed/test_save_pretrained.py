@@ -172,7 +172,9 @@ class _LiveBytes(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.peak = 0
-        self._own = {storage_id(p.held if isinstance(p, HomeShard) else p) for p in model.parameters()}
+        self._own = {
+            storage_id(p.held if isinstance(p, HomeShard) else p) for p in model.parameters()
+        }
         self._living: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
