@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcdp_compile.accumulation import no_sync
+    from fcdp_compile.deferred import materialize
     from fcdp_compile.errors import (
         CheckpointError,
         FcdpError,
@@ -46,6 +47,7 @@ __all__ = [
     "explain",
     "load_pretrained",
     "make_mesh",
+    "materialize",
     "memory",
     "no_sync",
     "save_pretrained",
@@ -68,6 +70,7 @@ _HOMES = {
     "explain": "explanation",
     "load_pretrained": "pretrained.load",
     "make_mesh": "mesh",
+    "materialize": "deferred",
     "memory": "memory_report",
     "no_sync": "accumulation",
     "save_pretrained": "pretrained.export",

@@ -34,4 +34,4 @@ class RecordingError(FcdpError, ValueError):
 
 
 class CheckpointError(FcdpError, ValueError):
-    """A checkpoint is missing something, damaged, or of another model; the message names files and tensors."""
+    """A checkpoint is damaged, incomplete or of another model; the message names the files and tensors."""

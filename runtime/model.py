@@ -36,6 +36,7 @@ from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.released import is_released, release
+from fcdp_compile.runtime.row_sources import RowSources
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
 from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
@@ -82,6 +83,7 @@ class ShardedModel:
         )
         self.generations = Generations(self.records)
         self.fingerprints = Fingerprints()
+        self.row_sources = RowSources()
         self._buckets: dict[str, list[Bucket]] = {}
         self.next_bucket = 0
         # Of adaptive placement: bytes on the device by bucket as last planned, the highest predicted peak.
@@ -122,12 +124,12 @@ class ShardedModel:
         self.refuse_awaited("a forward")
         if spec.layout.nodes > 1:
             self._warn_of_eager_gathers(spec.name)
+        self.records[key].living()  # raises if what was put there holds other rows
         return self.gather(key, shard, spec.gather_dtype)
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather one parameter in a dtype from this rank's `shard`; memory of its own."""
         spec = self.spec(key)
-        self.records[key].living()  # raises if what was put there holds other rows
         layouts = [spec.layout]
         pending = Pending(pack_home([shard], layouts, dtype))
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
@@ -226,6 +228,9 @@ class ShardedModel:
         """The keys of a bucket's parameters."""
         return [self._keys[p.name] for p in bucket.params]
 
+    def _specs_of(self, bucket: Bucket) -> list[ParamSpec]:
+        return [self.records[key].spec for key in self.keys_of(bucket)]
+
     def generation(self, bucket: Bucket) -> int:
         """The generation of a bucket's parameters."""
         return self.generations.of(self.keys_of(bucket))
@@ -240,8 +245,13 @@ class ShardedModel:
 
     def release_shards(self, bucket: Bucket) -> None:
         """Give back the device memory of the home shards of a bucket that is valid in the cache."""
-        specs = [self.records[key].spec for key in self.keys_of(bucket)]
-        release(bucket, specs, self.parameters(bucket), self.cache, self.home_of(bucket).node)
+        release(
+            bucket,
+            self._specs_of(bucket),
+            self.parameters(bucket),
+            self.cache,
+            self.home_of(bucket).node,
+        )
 
     # --- validity -----------------------------------------------------------------------------------------
 
@@ -312,10 +322,7 @@ class ShardedModel:
             home = home.clone()
         node_shard = Pending(home)
         if bucket.nodes > 1:
-            kind = Kind.INTER_ALL_GATHER
-            codec = self.codecs.of_weights(bucket)
-            name = range_name(kind, bucket)
-            node_shard = self.collectives.all_gather(kind, home, name, codec=codec)
+            node_shard = self._of_all_nodes(bucket, home)
         generation = self.generation(bucket)
         stored = self.cache.store(bucket, node_shard, generation)
         if self.cache.keeps_in_full(bucket):
@@ -347,6 +354,16 @@ class ShardedModel:
         written = list(keys)
         self.without_values.arrived(written, buffers)
         self.generations.change(written)
+
+    def _of_all_nodes(self, bucket: Bucket, home: Tensor) -> Pending:
+        """The node shard of a bucket: read on this node where it can be, else gathered between nodes."""
+        specs, at = self._specs_of(bucket), self.home_of(bucket)
+        read = self.row_sources.node_shard(bucket, specs, home, at, self.collectives)
+        if read is not None:
+            return Pending(read)
+        kind = Kind.INTER_ALL_GATHER
+        codec = self.codecs.of_weights(bucket)
+        return self.collectives.all_gather(kind, home, range_name(kind, bucket), codec=codec)
 
     def values_loaded(self) -> None:
         """A state dict was loaded: every parameter may have changed."""

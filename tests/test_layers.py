@@ -426,7 +426,9 @@ def test_no_public_name_is_a_module_of_the_package_too() -> None:
     """Whoever imports that module first would find it in the place of the function."""
     import fcdp_compile
 
-    modules = {path.stem for path in (ROOT / "fcdp_compile").glob("*.py")}
-    assert modules.isdisjoint(fcdp_compile.__all__)
+    package = ROOT / "fcdp_compile"
+    paths = [p.relative_to(package).with_suffix("") for p in package.rglob("*.py")]
+    modules = {".".join(path.parts) for path in paths}
+    assert {path.parts[0] for path in paths}.isdisjoint(fcdp_compile.__all__)
     assert set(fcdp_compile._HOMES) == set(fcdp_compile.__all__)
     assert set(fcdp_compile._HOMES.values()) <= modules

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.pretrained.match import Held
+from fcdp_compile.pretrained.match import Assignment, Held
+from fcdp_compile.pretrained.rows import CheckpointRows
 from fcdp_compile.runtime.model import ShardedModel
 
 
@@ -51,6 +52,16 @@ class Destinations:
         start = layout.local_start(home.node, home.place)
         at = tuple(start if dim == layout.dim else 0 for dim in range(len(layout.shape)))
         return Part(values=record.local(), at=at)
+
+    def rows(self, assignments: Iterable[Assignment]) -> CheckpointRows:
+        """The checkpoint to read other ranks' home shards from as well."""
+        return CheckpointRows(
+            {
+                record.spec.key: (record.spec, assignment.source)
+                for assignment in assignments
+                if (record := self._records.get(id(assignment.held.tensor))) is not None
+            }
+        )
 
     def arrived(self, filled: Iterable[Held]) -> None:
         """These have values now: nothing awaits them, and what was gathered of them is stale."""

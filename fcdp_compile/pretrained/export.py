@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.mesh import Topology, topology_of

@@ -51,7 +51,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         files = _indexed(index) if index else {_single_of(where): None}
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror or error}") from error
-    headers, problems = _headers(files)
+    headers, problems = _headers(files, f", which {index.name} names," if index else "")
     tensors: dict[str, Stored] = {}
     for header in headers:
         for name, stored in header.tensors.items():
@@ -68,7 +68,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(path=where, tensors=tensors, digest=digest)
 
 
-def _headers(files: Iterable[Path]) -> tuple[list[Header], list[str]]:
+def _headers(files: Iterable[Path], why: str) -> tuple[list[Header], list[str]]:
     headers, problems = [], []
     for file in files:
         try:
@@ -76,7 +76,7 @@ def _headers(files: Iterable[Path]) -> tuple[list[Header], list[str]]:
         except CheckpointError as error:
             problems.append(str(error))
         except OSError as error:
-            problems.append(f"{file} cannot be read: {error.strerror or error}")
+            problems.append(f"{file}{why} cannot be read: {error.strerror or error}")
     return headers, problems
 
 
@@ -86,11 +86,11 @@ def _disagreements(header: Header, indexed: set[str] | None) -> list[str]:
     name = header.path.name
     return [
         *(
-            f"the index says {n!r} is in {name}, which lacks it"
+            f"{INDEX} says {n!r} is in {name}, which lacks it"
             for n in sorted(indexed - set(header.tensors))
         ),
         *(
-            f"{name} has {n!r}, of which the index says nothing"
+            f"{name} has {n!r}, of which {INDEX} says nothing"
             for n in header.tensors
             if n not in indexed
         ),

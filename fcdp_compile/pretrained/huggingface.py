@@ -120,6 +120,18 @@ class Renaming:
             return name.removeprefix(start)
         return start + name if start + name in known else name
 
+    def is_of_head(self, name: str) -> bool:
+        """Whether a name of the model is beside the model that it puts a head on."""
+        has_base = bool(self.prefix) and isinstance(self.base._modules.get(self.prefix), nn.Module)
+        return has_base and not name.startswith(f"{self.prefix}.")
+
+    def is_foreign_head(self, name: str, names: Iterable[str]) -> bool:
+        """Whether a tensor that the model lacks belongs to another head in a checkpoint of these names."""
+        if not self.prefix:
+            return False
+        start = f"{self.prefix}."
+        return not name.startswith(start) and any(n.startswith(start) for n in names)
+
     def note_used(self) -> None:
         """Leave with the model which rules its checkpoint needed, as `from_pretrained` does.
 

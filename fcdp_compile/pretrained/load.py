@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.errors import CheckpointError, FcdpError
 from fcdp_compile.pretrained.destination import Destinations, Part
 from fcdp_compile.pretrained.folder import open_checkpoint, refuse
-from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match
+from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match, told
+from fcdp_compile.pretrained.rows import is_local
 from fcdp_compile.pretrained.source import Files, Source
 from fcdp_compile.sharding import model_of, state_of
 from fcdp_compile.together import together
@@ -30,7 +31,11 @@ _COMPARED_BYTES = 2**24
 
 
 def load_pretrained(
-    model: nn.Module, folder: str | os.PathLike[str], *, progress: bool = False
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    head: bool = True,
+    progress: bool = False,
 ) -> None:
     """Load a Hugging Face checkpoint into a sharded model; each rank reads the rows of its home shards.
 
@@ -41,7 +46,9 @@ def load_pretrained(
     weight under several names, they must hold the same.
 
     folder: with model.safetensors, or with model.safetensors.index.json and its files; or one safetensors
-    file, or an index.  progress: show a bar on rank 0.
+    file, or an index.  head: whether the checkpoint has this model's head; with False what lies beside the
+    base model (`base_model_prefix`) may be missing, and stays as it is, and another head is passed over.
+    progress: show a bar on rank 0.
 
     Raises: ValueError if the model is not sharded; CheckpointError on every rank, with the model as it was,
     for a checkpoint that is damaged, lacks tensors, has others besides or other shapes, is a pickle, or
@@ -53,14 +60,16 @@ def load_pretrained(
     destinations = Destinations(root, state)
     found: list[Matched] = []
 
-    def check() -> str:
+    def check() -> tuple[str, bool]:
         checkpoint = open_checkpoint(path)
         matched = match(root, checkpoint.tensors, destinations.is_awaited)
-        refuse(path, matched.problems)
+        refuse(path, _serious(matched, head=head))
         found.append(matched)
-        return checkpoint.digest
+        files = {stored.file for stored in checkpoint.tensors.values()}
+        return checkpoint.digest, all(map(is_local, files))
 
-    _compare(path, together(control, check, CheckpointError))
+    verdicts = together(control, check, CheckpointError)
+    _compare(path, [digest for digest, _ in verdicts])
     matched = found[0]
     order = in_reading_order(matched.assignments)
     shows = progress and state.topology.node == state.topology.place == 0
@@ -74,6 +83,10 @@ def load_pretrained(
                 f"{path} was read in part, the model is half loaded: {error}"
             ) from error
     destinations.arrived(a.held for a in order)
+    if all(is_on_disk for _, is_on_disk in verdicts):
+        # The first gather of what is frozen then reads what other nodes have from this node's own disk.
+        rows = destinations.rows(order)
+        state.row_sources.offer(rows.keys, rows)
     matched.renaming.note_used()
     log.info("%s: %d tensors, this rank read %d bytes", path, len(order), files.read_bytes)
 
@@ -85,6 +98,15 @@ def _compare(path: Path, digests: Sequence[str]) -> None:
             f"{path} is not the same for all ranks: rank {other} finds other files than rank 0; copy the "
             "checkpoint to every node again"
         )
+
+
+def _serious(matched: Matched, *, head: bool) -> list[str]:
+    """What is wrong with a checkpoint, apart from heads where those may be."""
+    others = [problem for problem in matched.problems if not problem.of_head]
+    if not head:
+        return told(others)
+    hint = ["head=False leaves heads alone"] if matched.problems and not others else []
+    return [*told(matched.problems), *hint]
 
 
 def _check_tied(

@@ -22,6 +22,8 @@ from fcdp_compile.pretrained.huggingface import (
 from fcdp_compile.pretrained.names import Entry, Role, entries_of
 from fcdp_compile.pretrained.source import Leaf, Source
 
+_SHOWN = 12  # of tensors, by name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
@@ -52,11 +54,36 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is wrong with one tensor.
+
+    kind: "missing", "unexpected", or nothing where `what` says it all.  of_head: whether it is a tensor of a
+    head that the checkpoint lacks or has besides.
+    """
+
+    kind: str
+    what: str
+    of_head: bool = False
+
+
+def told(problems: Iterable[Problem]) -> list[str]:
+    """The problems in words: those of a kind together, some of them by name."""
+    problems = list(problems)
+    found = [p.what for p in problems if not p.kind]
+    for kind in ("missing", "unexpected"):
+        if what := [p.what for p in problems if p.kind == kind]:
+            more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
+            plural = "s" if len(what) > 1 else ""
+            found.append(f"{kind} tensor{plural} {', '.join(what[:_SHOWN])}{more}")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
     """Every assignment, and everything that is wrong; renaming: whose rules were used."""
 
     assignments: list[Assignment]
-    problems: list[str]
+    problems: list[Problem]
     renaming: Renaming
 
 
@@ -88,7 +115,7 @@ class _Matching:
                 self.known[entry.plain] = held
             elif entry.role is Role.COPY:
                 self.copies.setdefault(entry.plain, []).append(held)
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
         self.refused: set[int] = set()
         self.found: dict[int, list[Source]] = {}
 
@@ -97,17 +124,16 @@ class _Matching:
         for name, source in self._sources(tensors):
             held = self.known.get(name) or self.by_name.get(name)
             if held is not None:
-                self._give(held, name, source)
+                self._give(held, source)
             elif not ignore_unexpected.search(name):
-                read = next(source.leaves).name
-                self.problems.append(
-                    f"unexpected tensor {read!r}" + (f" (as {name!r})" if read != name else "")
-                )
+                of_head = self.renaming.is_foreign_head(next(source.leaves).name, tensors)
+                self._note("unexpected", _told(source), of_head=of_head)
         for held in self.held.values():
             names = [entry.plain for entry in held.entries if entry.role is Role.BASE]
             is_given = id(held.tensor) in self.found or id(held.tensor) in self.refused
             if names and not is_given and not any(map(ignore_missing.search, names)):
-                self.problems.append(f"missing tensor {names[0]!r}")
+                of_head = all(map(self.renaming.is_of_head, names))
+                self._note("missing", repr(names[0]), of_head=of_head)
         for name, held in self.known.items():
             if id(held.tensor) in self.found:
                 self._give_copies(name, self.found[id(held.tensor)])
@@ -115,7 +141,11 @@ class _Matching:
             Assignment(held=self.held[key], source=sources[0], others=tuple(sources[1:]))
             for key, sources in self.found.items()
         ]
-        return Matched(assignments=assignments, problems=self.problems, renaming=self.renaming)
+        return Matched(
+            assignments=assignments,
+            problems=self.problems,
+            renaming=self.renaming,
+        )
 
     def _sources(self, tensors: dict[str, Stored]) -> Iterable[tuple[str, Source]]:
         """Every source by the name that the model should have for it."""
@@ -135,37 +165,47 @@ class _Matching:
             try:
                 yield from converted(renamed.converter, collected, target).items()
             except CheckpointError as error:
-                self.problems.append(str(error))
+                self._note("", str(error))
 
     def _shape_of(self, name: str) -> tuple[int, ...] | None:
         held = self.known.get(name)
         return None if held is None else tuple(held.tensor.shape)
 
-    def _give(self, held: Held, name: str, source: Source) -> None:
+    def _give(self, held: Held, source: Source) -> None:
         if source.shape != tuple(held.tensor.shape):
             self._refuse(
                 held,
-                f"tensor {name!r} is {source.shape} in the checkpoint, {tuple(held.tensor.shape)} in the model",
+                f"tensor {_told(source)} is {source.shape} and {tuple(held.tensor.shape)} in the model",
             )
             return
         for stored in source.leaves:
             if _kind(stored.dtype) != _kind(held.tensor.dtype):
                 self._refuse(
                     held,
-                    f"tensor {stored.name!r} is {stored.dtype} in the checkpoint and {held.tensor.dtype} in "
-                    "the model, which no cast makes of it",
+                    f"tensor {_told(source)} is {stored.dtype}, of which no cast makes the model's "
+                    f"{held.tensor.dtype}",
                 )
                 return
         self.found.setdefault(id(held.tensor), []).append(source)
 
-    def _refuse(self, held: Held, problem: str) -> None:
+    def _refuse(self, held: Held, what: str) -> None:
         self.refused.add(id(held.tensor))
-        self.problems.append(problem)
+        self._note("", what)
+
+    def _note(self, kind: str, what: str, *, of_head: bool = False) -> None:
+        self.problems.append(Problem(kind=kind, what=what, of_head=of_head))
 
     def _give_copies(self, name: str, sources: list[Source]) -> None:
         for copy in self.copies.get(name, ()):
             if id(copy.tensor) not in self.found and self.is_awaited(copy):
-                self._give(copy, name, sources[0])
+                self._give(copy, sources[0])
+
+
+def _told(source: Source) -> str:
+    """A source by the names of its tensors, and the first one's file."""
+    stored, *others = source.leaves
+    more = f" and {len(others)} others" if others else ""
+    return f"{stored.name!r}{more} of {stored.file.name}"
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -183,5 +183,6 @@ def _note_untied(base: Any) -> None:
         return
     ends = [base.get_input_embeddings(), base.get_output_embeddings()]
     weights = [getattr(end, "weight", None) for end in ends]
-    if None not in weights and storage_id(weights[0]) != storage_id(weights[1]):
+    storages = {storage_id(weight) for weight in weights if weight is not None}
+    if None not in weights and len(storages) > 1:
         base.config.tie_word_embeddings = False

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -56,60 +57,73 @@ def entries_of(root: nn.Module) -> list[Entry]:
 
     Raises: FcdpError for a state dict with something else in it.
     """
-    places = {path: place for path, *place in _walk(root, base_of(root))}
+    places = {place.path: place for place in _walk(root, base_of(root))}
     # With keep_vars it gives the very parameters: no home shard is touched.
     state = root.state_dict(keep_vars=True)
     found = []
     for name in state:
         path, _, leaf = name.rpartition(".")
-        module, plain, role = places.get(path, (None, "", Role.BASE))
-        tensor = _held(module, leaf)
-        if tensor is None:
+        place = places.get(path)
+        tensor = None if place is None else _held(place.module, leaf)
+        if place is None or tensor is None:
             raise FcdpError(
                 f"{name!r} of the model's state dict is no parameter or buffer of its modules (extra state, "
                 "or a hook that renames), which a safetensors checkpoint cannot carry"
             )
-        plain_name = name if role is Role.ADAPTER else (f"{plain}.{leaf}" if plain else leaf)
+        plain = f"{place.plain}.{leaf}" if place.plain else leaf
         found.append(
-            Entry(name=name, plain=plain_name, role=role, module=module, leaf=leaf, tensor=tensor)
+            Entry(
+                name=name,
+                plain=name if place.role is Role.ADAPTER else plain,
+                role=place.role,
+                module=place.module,
+                leaf=leaf,
+                tensor=tensor,
+            )
         )
     return found
 
 
-def _held(module: nn.Module | None, leaf: str) -> Tensor | None:
-    if module is None:
-        return None
+def _held(module: nn.Module, leaf: str) -> Tensor | None:
     parameter: Tensor | None = module._parameters.get(leaf)
     return parameter if parameter is not None else module._buffers.get(leaf)
 
 
-def _walk(root: nn.Module, base: nn.Module) -> Iterator[tuple[str, nn.Module, str, Role]]:
-    """Every path of a module with the module, its plain path, and the role of what it holds itself."""
+class _Place(NamedTuple):
+    """A module at a path, what checkpoints call that path, and what the module's own tensors are."""
+
+    path: str
+    module: nn.Module
+    plain: str
+    role: Role
+
+
+def _walk(root: nn.Module, base: nn.Module) -> Iterator[_Place]:
+    """Every path of a module."""
     # Outside of a wrapped base there are only adapters (prompt encoders).
-    start = Role.BASE if base is root else Role.ADAPTER
-    waiting = [("", root, "", start)]
+    waiting = [_Place("", root, "", Role.BASE if base is root else Role.ADAPTER)]
     while waiting:
-        path, module, plain, role = waiting.pop()
-        if module is base:
-            plain, role = "", Role.BASE
-        is_layer = is_adapter_layer(module)
-        yield path, module, plain, Role.ADAPTER if is_layer and role is Role.BASE else role
-        for name, child in module._modules.items():
+        place = waiting.pop()
+        if place.module is base:
+            place = place._replace(plain="", role=Role.BASE)
+        has_adapters = place.role is Role.BASE and is_adapter_layer(place.module)
+        yield place._replace(role=Role.ADAPTER) if has_adapters else place
+        for name, child in place.module._modules.items():
             if child is not None:
-                below = f"{path}.{name}" if path else name
-                waiting += _below(module, name, below, child, plain, role)
+                waiting += _below(place, name, child)
 
 
-def _below(
-    module: nn.Module, name: str, path: str, child: nn.Module, plain: str, role: Role
-) -> list[tuple[str, nn.Module, str, Role]]:
-    """A child with its path, plain path and role; for a dictionary of copies each of the copies."""
-    joined = f"{plain}.{name}" if plain else name
-    if role is Role.BASE and is_adapter_layer(module):
-        is_base = name == "base_layer"
-        return [(path, child, plain if is_base else joined, role if is_base else Role.ADAPTER)]
-    if role is Role.BASE and is_trained_copy(module):
+def _below(place: _Place, name: str, child: nn.Module) -> list[_Place]:
+    """The place of a child; for a dictionary of copies those of the copies."""
+    path = f"{place.path}.{name}" if place.path else name
+    plain = f"{place.plain}.{name}" if place.plain else name
+    if place.role is Role.BASE and is_adapter_layer(place.module):
+        if name == "base_layer":
+            return [_Place(path, child, place.plain, Role.BASE)]
+        return [_Place(path, child, plain, Role.ADAPTER)]
+    if place.role is Role.BASE and is_trained_copy(place.module):
         if name == "original_module" or is_adapter_layer(child):
-            return [(path, child, plain, role)]
-        return [(f"{path}.{n}", c, plain, Role.COPY) for n, c in child._modules.items() if c]
-    return [(path, child, joined, role)]
+            return [_Place(path, child, place.plain, Role.BASE)]
+        copies = [(f"{path}.{n}", c) for n, c in child._modules.items() if c is not None]
+        return [_Place(at, copy, place.plain, Role.COPY) for at, copy in copies]
+    return [_Place(path, child, plain, place.role)]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.tensor_file import TensorMeta
-from fcdp_compile.torch_compat import TorchDispatchMode, storage_id, tree_leaves, tree_map_only
+from fcdp_compile.torch_compat import DispatchMode, storage_id, tree_leaves, tree_map_only
 
 S = TypeVar("S", bound=Hashable)
 
@@ -37,14 +37,14 @@ class _Step:
     made: Tensor
 
 
-class Tape(TorchDispatchMode, Generic[S]):
+class Tape(DispatchMode, Generic[S]):
     """Notes the operations on its leaves, which are meta tensors, while it is entered.
 
     S: what a leaf stands for.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # the mode's has no types
         self._leaves: dict[int, S] = {}
         self._steps: dict[int, _Step] = {}
         self._metas: dict[

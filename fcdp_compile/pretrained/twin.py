@@ -32,8 +32,8 @@ class Twins:
         if (known := self._modules.get(id(module))) is not None:
             return known
         # A sharded module's class is a subclass that `shard` made of its own.
-        kind = type(module).__bases__[0] if STATE in vars(module) else type(module)
-        twin = kind.__new__(kind)
+        kind: Any = type(module).__bases__[0] if STATE in vars(module) else type(module)
+        twin: nn.Module = kind.__new__(kind)
         self._modules[id(module)] = twin
         for name, value in vars(module).items():
             if name != STATE:

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fcdp_compile
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.home_shard import HomeShard
-from fcdp_compile.torch_compat import TorchDispatchMode, storage_id, tree_leaves
+from fcdp_compile.torch_compat import DispatchMode, storage_id, tree_leaves
 from tests.distributed.beside import named
 from tests.distributed.exports import (
     ADAPTED,
@@ -166,7 +166,7 @@ def _compiled_and_released(mesh: DeviceMesh) -> None:
         compare(folder / "ours", folder / "theirs")
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(DispatchMode):
     """The most bytes of memory that operations had made and somebody held, besides the model's own."""
 
     def __init__(self, model: nn.Module) -> None:
