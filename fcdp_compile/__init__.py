@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
+    from fcdp_compile.whole import gathered
 
 __all__ = [
     "CheckpointError",
@@ -46,6 +47,7 @@ __all__ = [
     "UnsynchronizedGradientError",
     "explain",
     "load_pretrained",
+    "gathered",
     "make_mesh",
     "materialize",
     "memory",
@@ -69,6 +71,7 @@ _HOMES = {
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
     "load_pretrained": "pretrained.load",
+    "gathered": "whole",
     "make_mesh": "mesh",
     "materialize": "deferred",
     "memory": "memory_report",
