@@ -25,7 +25,7 @@ import fcdp_compile
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.home_shard import HomeShard
 from fcdp_compile.torch_compat import DispatchMode, storage_id, tree_leaves
-from tests.distributed.beside import named
+from tests.distributed.beside import named, whole
 from tests.distributed.exports import (
     ADAPTED,
     MODELS,
@@ -258,6 +258,21 @@ def _others_ask_for_another(mesh: DeviceMesh) -> None:
     assert "ranks 0 and 1 are about to export different tensors" in message_of(FcdpError, save)
 
 
+def _loaded_again(mesh: DeviceMesh | None) -> None:
+    """What was written comes back into a sharded model that was built without values."""
+    folder, plain = _shared_folder(mesh), make(mixtral)
+    fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
+    with torch.device("meta"):
+        empty = mixtral()
+    model = fcdp_compile.shard(empty, mesh)
+    fcdp_compile.load_pretrained(model, folder / "ours")
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(whole(found), expected), name
+    fcdp_compile.save_pretrained(model, folder / "again")
+    if _rank() == 0:
+        compare_tensors(folder / "again", folder / "ours")
+
+
 def _values_that_are_not_there(mesh: DeviceMesh | None) -> None:
     folder = _shared_folder(mesh)
     with torch.device("meta"):
@@ -271,6 +286,7 @@ ANYWHERE: dict[str, Job] = {
     "a plain module": _plain_module,
     "prompts are not merged": _prompts_are_not_merged,
     "embeddings that were tied": _embeddings_that_were_tied,
+    "loaded again": _loaded_again,
     "memory": _memory,
     "no folder": _no_folder,
     "values that are not there": _values_that_are_not_there,
