@@ -47,9 +47,8 @@ class Tape(DispatchMode, Generic[S]):
         super().__init__()  # type: ignore[no-untyped-call]  # the mode's has no types
         self._leaves: dict[int, S] = {}
         self._steps: dict[int, _Step] = {}
-        self._metas: dict[
-            int, Tensor
-        ] = {}  # of the leaves; while they live nobody gets their numbers
+        # Of the leaves: while they live nobody else gets their numbers.
+        self._metas: dict[int, Tensor] = {}
 
     def leaf(self, source: S, meta: TensorMeta) -> Tensor:
         """A meta tensor that stands for `source`."""
@@ -67,9 +66,9 @@ class Tape(DispatchMode, Generic[S]):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if not any(self.knows(t) for t in inputs):
             result = func(*args, **kwargs)
-            if any(t.is_meta for t in inputs) or not inputs:
+            if any(t.is_meta for t in inputs):
                 return result
-            # What is moved to where the leaves are goes where they will be when they have values.
+            # What is made or moved where the leaves are goes where they will be when they have values.
             return self._noted(func, args, kwargs, result)
         if func._schema.is_mutable:
             raise FcdpError(
