@@ -38,7 +38,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -78,6 +78,7 @@ __all__ = [
     "storage_uses",
     "trace_artifact",
     "tracing_mode",
+    "tree_leaves",
     "tree_map_only",
     "why_no_inductor",
     "without_code",
