@@ -209,6 +209,47 @@ def test_the_keyboard_reaches_every_lane(show: Any) -> None:
     assert "Point at a bar" in page.locator("#details").inner_text()
 
 
+def test_the_keyboard_keeps_its_place(show: Any) -> None:
+    """What was pressed is made anew, and the next press must find it; a followed link leads to the lanes."""
+    opened = show(gpt_plan(4))
+    page = opened.page
+    for selector in ('[data-variant="forward warm"]', '[data-variant="backward cold"]'):
+        page.locator(selector).focus()
+        page.keyboard.press("Enter")
+        opened.settle()
+        assert page.evaluate(f"document.activeElement.matches('{selector}')")
+    page.locator("#figure").focus()
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown"):
+        page.keyboard.press(key)
+    page.locator("#details button").first.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "figure"
+
+
+def test_the_other_buttons_of_a_mouse_move_nothing(show: Any) -> None:
+    opened = show(gpt_plan(4))
+    page = opened.page
+    opened.bar(Kind.INTER_ALL_GATHER).first.hover()
+    page.mouse.down(button="right")
+    page.mouse.up(button="right")
+    opened.settle()
+    assert page.locator("#plot .bar.chosen").count() == 0
+
+
+def test_of_many_steps_a_pixel_shows_each_kind_once(show: Any) -> None:
+    """Waits and computes take turns, so that of a thousand layers none is drawn beside its like."""
+    opened = show(gpt_plan(1000))
+    drawn = opened.page.evaluate(
+        """() => [...document.querySelectorAll("#plot rect.bar")].map((bar) => {
+          const at = (name) => Number(bar.getAttribute(name));
+          return `${bar.dataset.kind} ${at("y")} ${Math.floor(at("x") + at("width"))}`;
+        })"""
+    )
+    assert len(drawn) > 1000
+    # The gap that a bar leaves on its right may put it into the pixel before.
+    assert max(map(drawn.count, set(drawn))) <= 2
+
+
 def test_memory_and_its_limit_are_drawn(show: Any, forty: Plan) -> None:
     opened = show(forty)
     page = opened.page

@@ -129,7 +129,7 @@ class _Estimation:
         if job.batch != traced.batch and not traced.has_any_batch:
             raise FcdpError(
                 f"the model was traced with {traced.batch} samples and takes no other number; let the first "
-                "dimension of its inputs be any batch, leave no part of it to Python (a graph break), or plan a "
+                "dimension of its inputs be any batch, have no graph breaks, or plan a "
                 f"batch of {traced.batch}"
             )
         self._base = PassContext(
