@@ -15,7 +15,7 @@ import pytest
 from builders_gpt import gpt_plan
 from builders_plan import make_bucket, make_plan
 from fcdp_compile.cost import MACHINES, Link, simulate
-from fcdp_compile.plan import Direction, Kind, Lane, Plan, Tier, Variant
+from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Variant
 from fcdp_compile.plan_story import readable_bytes
 from fcdp_compile.timeline_html import ScheduleKey, timeline_html
 
@@ -237,9 +237,19 @@ def test_the_other_buttons_of_a_mouse_move_nothing(show: Any) -> None:
     assert page.locator("#plot .bar.chosen").count() == 0
 
 
+def _repeated(schedule: Schedule, times: int) -> Schedule:
+    steps = tuple(
+        replace(step, index=step.index + first, waits=tuple(i + first for i in step.waits))
+        for first in range(0, times * len(schedule.steps), len(schedule.steps))
+        for step in schedule.steps
+    )
+    return replace(schedule, steps=steps, memory_bytes=times * schedule.memory_bytes)
+
+
 def test_of_many_steps_a_pixel_shows_each_kind_once(show: Any) -> None:
     """Waits and computes take turns, so that bars of one kind are never neighbours."""
-    opened = show(gpt_plan(400))
+    plan = gpt_plan(4)
+    opened = show(replace(plan, schedules=(_repeated(plan.schedules[0], 500),)))
     drawn = opened.page.evaluate(
         """() => [...document.querySelectorAll("#plot rect.bar")].map((bar) => {
           const at = (name) => Number(bar.getAttribute(name));
