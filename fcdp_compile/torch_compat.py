@@ -246,9 +246,12 @@ def make_dynamic(tensor: Tensor, dim: int) -> None:
 def tracing_mode() -> FakeTensorMode:
     """A fake mode for models that are traced without memory, sizes becoming symbols as under Dynamo.
 
-    Modules made in it can be moved and cast.
+    Modules made in it can be moved and cast.  Asking for a value that there is none of raises, also where
+    torch would go on with a symbol that nobody can know: an `item()`, a size that depends on values.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = FakeTensorMode(
+        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    )
     mode.fake_tensor_converter = _Forgetful()
     return mode
 
