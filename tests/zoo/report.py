@@ -24,20 +24,21 @@ ROWS = PAGE.parent / "zoo" / "rows.json"
 
 _HEAD = """# Models that were tried
 
-Tiny models of real architectures (2 layers, fp32, no dropout, random weights: no model hub is needed), trained
-for a few steps with AdamW on 2 x 2 ranks: sharded with strategy `fcdp` and compiled, beside a replicated copy in
-the same process.  After every step losses and gradients are compared, at the end all parameters.  Both sides
-compute in fp32 and add in another order; a relative difference of up to {relative:.0e} counts as the same.
+Tiny models of real architectures (2 layers, fp32, no dropout, random weights: no model hub is needed),
+trained for a few steps with AdamW on 2 x 2 ranks: sharded with strategy `fcdp` and compiled, beside a
+replicated copy in the same process.  After every step losses and gradients are compared, at the end all
+parameters.  Both sides compute in fp32 and add in another order; a relative difference of up to
+{relative:.0e} counts as the same.
 
-Written on {date} by `FCDP_ZOO=write make test PYTEST_ARGS="tests/zoo"` from [raw rows](zoo/rows.json) with
-Python {python}, torch {torch}, transformers {transformers}, peft {peft}, on CPUs with Gloo and
+Written on {date} by `FCDP_ZOO=write make test PYTEST_ARGS="tests/zoo"` from [raw rows](zoo/rows.json)
+with Python {python}, torch {torch}, transformers {transformers}, peft {peft}, on CPUs with Gloo and
 `compute="eager"`; `FCDP_ZOO=1` runs the same and writes nothing.
 
 * *difference*: the largest of all losses, gradients and parameters, relative to the largest element of each.
 * *graphs*: compiled graphs that use parameters; training in another way on the way makes more of them.
 * *breaks*: kinds of graph breaks, as `fcdp_compile.explain(model)` tells them; the notes below say where.
-* *outside*: parameters that no compiled graph uses: they are gathered eagerly at each use (right, but slow), or
-  not at all if nothing uses them.
+* *outside*: parameters that no compiled graph uses: they are gathered eagerly at each use (right, but
+  slow), or not at all if nothing uses them.
 """
 
 
