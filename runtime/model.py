@@ -24,7 +24,7 @@ from fcdp_compile.plan import Bucket, Kind, Plan, Tier
 from fcdp_compile.reduction import REDUCTIONS
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
-from fcdp_compile.runtime.agreement import About, any_rank
+from fcdp_compile.runtime.agreement import About, any_rank, same_act
 from fcdp_compile.runtime.awaited import Awaited
 from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.collectives import Collectives, are_blocking
@@ -141,8 +141,10 @@ class ShardedModel:
         """Gather one parameter in a dtype from this rank's `shard`; memory of its own."""
         spec = self.spec(key)
         layouts = [spec.layout]
-        pending = Pending(pack_home([shard], layouts, dtype))
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
+        if max(sizes) > 1:
+            self._agree_on(f"gathers parameter {spec.name!r}")
+        pending = Pending(pack_home([shard], layouts, dtype))
         for kind, size in zip((Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER), sizes, strict=True):
             if size > 1:
                 pending = self.collectives.all_gather(kind, pending, f"fcdp::{kind.value} {key}")
@@ -166,6 +168,7 @@ class ShardedModel:
     def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
         """Average one full gradient over all ranks now and return this rank's shard of it."""
         spec = self.spec(key)
+        self._agree_on(f"reduces the gradient of parameter {spec.name!r}")
         packed = pack_grads([grad], [spec.layout], spec.reduce_dtype)
         if spec.strategy.home is Scope.NONE:
             packed = padded(packed, self.topology.ranks_per_node)
@@ -176,6 +179,12 @@ class ShardedModel:
         whole = pending.wait()
         shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
+
+    def _agree_on(self, act: str) -> None:
+        # No plan was compared that this is a part of, and gathers of two parameters of one size would give
+        # both ranks a mixture of them.
+        if self.topology.ranks > 1:
+            same_act(self.collectives, act)
 
     def make_groups(self) -> None:
         """Make the groups that only some strategies need, with all ranks of the mesh."""
