@@ -19,12 +19,13 @@ from torch.optim.optimizer import (
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import Topology
-from fcdp_compile.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
+from fcdp_compile.packing import pack_home
 from fcdp_compile.plan import Bucket, Kind, Plan, Tier
 from fcdp_compile.reduction import REDUCTIONS
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
-from fcdp_compile.runtime.agreement import About, any_rank, same_act
+from fcdp_compile.runtime.agreement import About, any_rank
+from fcdp_compile.runtime.alone import Alone
 from fcdp_compile.runtime.awaited import Awaited
 from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.collectives import Collectives, are_blocking
@@ -77,6 +78,7 @@ class ShardedModel:
         self.counters = Counters()
         self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
         self.collectives = Collectives(topology, self.counters, self.lanes)
+        self._alone = Alone(topology, self.collectives)
         self.pool = PinnedPool(device, numa_node=numa.node_of(device))
         self.host_memory = HostMemory(topology)
         self.codecs = Codecs()
@@ -139,18 +141,7 @@ class ShardedModel:
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather one parameter in a dtype from this rank's `shard`; memory of its own."""
-        spec = self.spec(key)
-        layouts = [spec.layout]
-        sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
-        if max(sizes) > 1:
-            self._agree_on(f"gathers parameter {spec.name!r}")
-        pending = Pending(pack_home([shard], layouts, dtype))
-        for kind, size in zip((Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER), sizes, strict=True):
-            if size > 1:
-                pending = self.collectives.all_gather(kind, pending, f"fcdp::{kind.value} {key}")
-        full = unpack_full(pending.wait(), layouts)[0]
-        # An op must not return its input, which is what nothing to gather and nothing to cast comes to.
-        return full.clone() if full.data_ptr() == shard.data_ptr() else full
+        return self._alone.gather(self.spec(key), shard, dtype)
 
     def _warn_of_eager_gathers(self, name: str) -> None:
         if self._has_warned or not self._graphs:
@@ -167,24 +158,7 @@ class ShardedModel:
 
     def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
         """Average one full gradient over all ranks now and return this rank's shard of it."""
-        spec = self.spec(key)
-        self._agree_on(f"reduces the gradient of parameter {spec.name!r}")
-        packed = pack_grads([grad], [spec.layout], spec.reduce_dtype)
-        if spec.strategy.home is Scope.NONE:
-            packed = padded(packed, self.topology.ranks_per_node)
-        pending = Pending(packed)
-        for kind in REDUCTIONS[spec.strategy.home]:
-            if self.collectives.group_size(kind) > 1:
-                pending = self.collectives.reduction(kind, pending, f"fcdp::{kind.value} {key}")
-        whole = pending.wait()
-        shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
-        return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
-
-    def _agree_on(self, act: str) -> None:
-        # No plan was compared that this is a part of, and gathers of two parameters of one size would give
-        # both ranks a mixture of them.
-        if self.topology.ranks > 1:
-            same_act(self.collectives, act)
+        return self._alone.reduce(self.spec(key), grad)
 
     def make_groups(self) -> None:
         """Make the groups that only some strategies need, with all ranks of the mesh."""
