@@ -251,16 +251,16 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            record = records.get((module, name))
-            is_awaited = record is not None and record.spec.key in state.awaited
+            found = records.get((module, name))
+            is_awaited = found is not None and found.spec.key in state.awaited
             slots.append(
                 Slot(
                     module=module,
                     name=name,
                     original=parameter,
-                    record=record,
+                    record=found,
                     is_buffer=False,
-                    full_name=record.spec.name if record else f"{path}.{name}",
+                    full_name=found.spec.name if found else f"{path}.{name}",
                     is_awaited=is_awaited,
                     gives=is_awaited and (module, name) in giving,
                 )

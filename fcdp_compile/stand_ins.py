@@ -107,9 +107,10 @@ def standing_in(slots: Sequence[Slot], device: torch.device) -> Iterator[FakeTen
         yield mode
     finally:
         for module, parameters, buffers in kept:
-            for held, were in ((module._parameters, parameters), (module._buffers, buffers)):
-                held.clear()
-                held.update(were)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
         for slot in slots:
             slot.resting = None
 
@@ -160,7 +161,7 @@ class _Watch(DispatchMode):
     """Notes which slots the ops read and write, known by the memory that they would have."""
 
     def __init__(self, slots: dict[int, Slot]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # the mode has no types
         self._slots = slots
         self.touches: dict[Slot, Touch] = {}
 
