@@ -68,14 +68,32 @@ class Slot:
         return made
 
     def unset(self, device: torch.device) -> Tensor:
-        """Whole memory in which what nobody writes to is seen: not a number."""
+        """Whole memory in which `has_unset` sees what nobody writes to."""
         made = torch.empty(self.original.shape, dtype=self.original.dtype, device=device)
-        if made.is_floating_point():
-            made.fill_(float("nan"))
+        if (mark := _unset_mark(made.dtype)) is not None:
+            made.fill_(mark)
         return made
 
 
 _NOT_KEPT = ("_is_hf_initialized", "_spec", "_local_tensor", "_calls", "_away", "_is_param")
+
+
+def _unset_mark(dtype: torch.dtype) -> float | int | None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    is_signed = dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    return torch.iinfo(dtype).min if is_signed else None
+
+
+def has_unset(tensor: Tensor) -> bool:
+    """Whether something of `Slot.unset` was not written to: not a number, or the least of integers."""
+    mark = _unset_mark(tensor.dtype)
+    if mark is None:
+        return False  # every value of a byte may be meant
+    if isinstance(mark, int):
+        return bool((tensor == mark).any())
+    few_bits = tensor.is_floating_point() and tensor.itemsize == 1  # kernels lack comparisons
+    return bool(torch.isnan(tensor.float() if few_bits else tensor).any())
 
 
 @dataclass(slots=True)
