@@ -24,6 +24,7 @@ from fcdp_compile.stand_ins import (
     Slot,
     Touched,
     generator_states,
+    has_unset,
     rehearse,
     set_generators,
     standing_in,
@@ -84,7 +85,11 @@ class _Materialisation:
         self._device = state.device
         self._slots = slots_of(root, state)
         # Buffers by name as they will be; they stay out of the model until everything has worked.
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {
+            s.full_name: s.unset(self._device)
+            for s in self._slots
+            if s.is_buffer and s.gives and not s.original.numel()
+        }
         self._written: set[str] = set()
         self._marks: dict[str, Tensor] = {}
         self._failure: FcdpError | None = None
@@ -209,13 +214,13 @@ class _Materialisation:
         """Raise if an initialisation left something unset that it should set."""
         unset = []
         for slot in self._slots:
-            if slot.gives and slot.original.is_floating_point():
+            if slot.gives:
                 held = (
                     self._buffers[slot.full_name]
                     if slot.record is None
                     else slot.record.local_of(slot.original)
                 )
-                if bool(torch.isnan(held).any()):
+                if has_unset(held):
                     unset.append(slot.full_name)
         if unset:
             raise FcdpError(
@@ -251,16 +256,16 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            record = records.get((module, name))
-            is_awaited = record is not None and record.spec.key in state.awaited
+            found = records.get((module, name))
+            is_awaited = found is not None and found.spec.key in state.awaited
             slots.append(
                 Slot(
                     module=module,
                     name=name,
                     original=parameter,
-                    record=record,
+                    record=found,
                     is_buffer=False,
-                    full_name=record.spec.name if record else f"{path}.{name}",
+                    full_name=found.spec.name if found else f"{path}.{name}",
                     is_awaited=is_awaited,
                     gives=is_awaited and (module, name) in giving,
                 )

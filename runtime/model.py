@@ -254,8 +254,10 @@ class ShardedModel:
         Those that the cache lacks or has outdated on any rank; where whole buckets may be kept, they agree on
         those besides.
 
-        Raises: PlanMismatchError on every rank if ranks are about to run different plans.
+        Raises: PlanMismatchError on every rank if ranks are about to run different plans, FcdpError on every
+        rank if anything has no values yet.
         """
+        self.refuse_awaited("a forward")
         # Nothing can have been written to a shard that is not there.
         present = [b for b in buckets if not is_released(b, self.parameters(b))]
         changed = set(self.fingerprints.changed({b.id: self.shards(b) for b in present}))

@@ -243,7 +243,8 @@ def _trouble(mesh: DeviceMesh | None) -> None:
         nested = fcdp_compile.gathered(model, writeback=True)
         assert "an outer fcdp_compile.gathered" in message_of(ValueError, nested.__enter__)
     with torch.device("meta"):
-        bare = fcdp_compile.shard(nn.Linear(2, 2), mesh)
+        linear = nn.Linear(2, 2)
+    bare = fcdp_compile.shard(linear, mesh)
     block = fcdp_compile.gathered(bare)
     assert "fcdp_compile.gathered needs the values of 'weight'" in message_of(
         FcdpError, block.__enter__
