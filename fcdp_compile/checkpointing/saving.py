@@ -195,7 +195,7 @@ def save_on(
 
 def digest_of(lines: list[str]) -> str:
     """The same for ranks that are about to do the same."""
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _lines(contents: Contents, *, asynchronous: bool) -> list[str]:
