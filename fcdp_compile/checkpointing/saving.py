@@ -169,6 +169,11 @@ def save_on(
 
     def look() -> str:
         need_bar(shown=progress)
+        if state.accumulation.is_on:
+            raise CheckpointError(
+                "save within fcdp_compile.no_sync would lose the gradients that accumulate; save after "
+                "optimizer.step()"
+            )
         if step is not None and type(step) is not int:
             raise CheckpointError(f"step must be a whole number, not {step!r}")
         found.append(contents_of(state, root, job, step, saver.copies if asynchronous else None))
