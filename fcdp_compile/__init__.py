@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from fcdp_compile.explanation import Explanation, explain
     from fcdp_compile.memory_report import Memory, memory
     from fcdp_compile.mesh import make_mesh
+    from fcdp_compile.pretrained.export import save_pretrained
+    from fcdp_compile.pretrained.load import load_pretrained
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
+    from fcdp_compile.whole import gathered
 
 __all__ = [
     "CheckpointError",
@@ -47,12 +50,15 @@ __all__ = [
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
     "explain",
+    "gathered",
     "load",
+    "load_pretrained",
     "make_mesh",
     "materialize",
     "memory",
     "no_sync",
     "save",
+    "save_pretrained",
     "shard",
     "traffic",
 ]
@@ -72,12 +78,15 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
+    "gathered": "whole",
     "load": "checkpointing.loading",
+    "load_pretrained": "pretrained.load",
     "make_mesh": "mesh",
     "materialize": "deferred",
     "memory": "memory_report",
     "no_sync": "accumulation",
     "save": "checkpointing.saving",
+    "save_pretrained": "pretrained.export",
     "shard": "sharding",
     "traffic": "traffic_report",
 }

@@ -10,10 +10,11 @@ from torch import nn
 from fcdp_compile.memory_report import Memory, memory
 from fcdp_compile.plan import Direction, Lane, Plan, Schedule
 from fcdp_compile.sharding import state_of
-from fcdp_compile.torch_compat import graph_breaks
+from fcdp_compile.torch_compat import graph_break_places, graph_breaks
 
 _LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
 _SHOWN = 5
+_PLACES_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +38,15 @@ class Explanation:
     strategies: each with the number of its parameters.  passes: of all graphs compiled so far, those of
     other shapes or modes among them.  uncovered: names of parameters that are in no compiled graph.
     graph_breaks: reasons that Dynamo gave in this process, for whatever model, with how often.
+    broken_at: where it lately broke graphs, "FILE:LINE in FUNCTION"; a break in a function that was being
+    inlined shows in its caller too.
     """
 
     strategies: tuple[tuple[str, int], ...]
     passes: tuple[Pass, ...]
     uncovered: tuple[str, ...]
     graph_breaks: tuple[tuple[str, int], ...]
+    broken_at: tuple[str, ...]
     memory: Memory
 
     def __str__(self) -> str:
@@ -73,7 +77,10 @@ class Explanation:
         if not self.graph_breaks:
             return "no graph breaks"
         lines = (f"  {count} x {reason}" for reason, count in self.graph_breaks)
-        return "graph breaks (TORCH_LOGS=graph_breaks says where):\n" + "\n".join(lines)
+        places = "".join(f"\n  at {place}" for place in self.broken_at[:_PLACES_SHOWN])
+        if (more := len(self.broken_at) - _PLACES_SHOWN) > 0:
+            places += f"\n  and at {more} places more"
+        return "graph breaks (TORCH_LOGS=graph_breaks says all):\n" + "\n".join(lines) + places
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -93,6 +100,7 @@ def explain(model: nn.Module) -> Explanation:
         passes=tuple(_pass(plan, schedule) for plan in plans for schedule in plan.schedules),
         uncovered=tuple(s.name for s in specs if s.name not in covered),
         graph_breaks=tuple(graph_breaks().items()),
+        broken_at=tuple(graph_break_places()),
         memory=memory(model),
     )
 

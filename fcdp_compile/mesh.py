@@ -70,7 +70,7 @@ def make_mesh(nodes: int | None = None) -> DeviceMesh | None:
 
     nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
 
-    Raises: ValueError if the ranks cannot be divided into nodes.
+    Raises: ValueError on all ranks if they cannot be divided into nodes, or would not be alike.
     """
     if not dist.is_initialized() and "RANK" not in os.environ:
         if nodes not in (None, 1):
@@ -79,13 +79,44 @@ def make_mesh(nodes: int | None = None) -> DeviceMesh | None:
             )
         return None
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    count = _count_nodes(world, nodes)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    if not dist.is_initialized():
+    had_groups = dist.is_initialized()
+    if not had_groups:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+    try:
+        count = _agreed_count(world, nodes)
+    except ValueError:
+        if not had_groups:
+            dist.destroy_process_group()
+        raise
     return init_device_mesh(device_type, (count, world // count), mesh_dim_names=(INTER, INTRA))
+
+
+def _agreed_count(world: int, nodes: int | None) -> int:
+    """The number of nodes, once every rank has come to the same.
+
+    Machines may have started different numbers of ranks, or been told different numbers of nodes; a rank that
+    went on by itself, or left, would keep the others waiting.
+    """
+    try:
+        mine: int | str = _count_nodes(world, nodes)
+    except ValueError as error:
+        mine = str(error)
+    everyone: list[int | str] = [mine] * world
+    if world > 1 and dist.get_backend() != "fake":  # whose other ranks are not there
+        dist.all_gather_object(everyone, mine)
+    for found in everyone:
+        if isinstance(found, str):
+            raise ValueError(found)
+    counts = [int(found) for found in everyone]
+    if (other := next((r for r, n in enumerate(counts) if n != counts[0]), None)) is not None:
+        raise ValueError(
+            f"rank 0 makes {counts[0]} nodes of {world} ranks and rank {other} makes {counts[other]}; start "
+            "the same number of ranks on every node, or pass the same nodes=… on all"
+        )
+    return counts[0]
 
 
 def _count_nodes(world: int, nodes: int | None) -> int:
@@ -177,6 +208,14 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
         intra=_own(intra, mesh.device_type),
         control=dist.new_group(ranks, backend="gloo", use_local_synchronization=True),
     )
+
+
+def control_ranks(topology: Topology) -> dict[tuple[int, int], int]:
+    """By node and place, the rank within the control group."""
+    if topology.home_mesh is None or topology.control is None:
+        return {(0, 0): 0}
+    positions = _positions(topology.home_mesh.mesh.T)
+    return {at: dist.get_group_rank(topology.control, rank) for rank, at in positions.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)

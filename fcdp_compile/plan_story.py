@@ -6,6 +6,7 @@ Everything is read off kinds, tiers and bytes; the name of a strategy decides no
 from __future__ import annotations
 
 from collections.abc import Collection
+from decimal import ROUND_HALF_UP, Decimal
 from enum import Enum
 from typing import NamedTuple
 
@@ -100,8 +101,13 @@ def readable_bytes(size_bytes: int) -> str:
     """Bytes for people: three digits, in the largest unit that they fill."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if (size := size_bytes / unit) >= 1:
-            return f"{size:.{2 if size < 10 else 1 if size < 100 else 0}f} {name}"
+            return f"{_rounded(size, 2 if size < 10 else 1 if size < 100 else 0)} {name}"
     return f"{size_bytes} B"
+
+
+def _rounded(number: float, digits: int) -> str:
+    # Halves away from zero, as in the page's script: the same bytes must read the same in both.
+    return str(Decimal(number).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
 _GATHERS = frozenset({Kind.INTER_ALL_GATHER, Kind.FLAT_ALL_GATHER})

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fcdp_compile.cluster import ClusterProfile, Measured, Sample, write_profile
 from fcdp_compile.cost import MACHINES, Link, Machine
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.host_memory import total_bytes
 from fcdp_compile.link_fit import Timed, fit_link
 from fcdp_compile.mesh import Topology, make_mesh, topology_of
@@ -28,7 +29,7 @@ from fcdp_compile.plan import Kind
 from fcdp_compile.probe_request import LEAST_BYTES, ProbeOutcome, ProbeRequest
 from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.probing import Arithmetic, Probing, local_ranks, ranks_on_device
+from fcdp_compile.runtime.probing import Arithmetic, Probing, ranks_on_machine
 
 _GROWTH = 4  # from one size to the next
 _SHARES = {
@@ -56,9 +57,9 @@ def probe(request: ProbeRequest) -> ProbeOutcome:
     try:
         mesh = make_mesh(request.nodes)
     except ValueError as error:
-        return ProbeOutcome(is_first=os.environ.get("RANK", "0") == "0", refusal=str(error))
-    topology = topology_of(mesh)
-    outcome = _probe(topology, request)
+        rank = dist.get_rank() if had_groups else int(os.environ.get("RANK", "0"))
+        return ProbeOutcome(is_first=rank == 0, refusal=str(error))
+    outcome = _probe(topology_of(mesh), request)
     if dist.is_initialized() and not had_groups:
         dist.destroy_process_group()
     if outcome.is_first and outcome.profile is not None and request.output is not None:
@@ -73,7 +74,10 @@ def _probe(topology: Topology, request: ProbeRequest) -> ProbeOutcome:
     probing = Probing(topology, device)
     if refusal := _refusal(topology, request, probing.collectives):
         return ProbeOutcome(is_first=is_first, refusal=refusal)
-    findings = _measure(probing, topology, device, request)
+    try:
+        findings = _measure(probing, topology, device, request)
+    except FcdpError as error:  # alike on all ranks
+        return ProbeOutcome(is_first=is_first, refusal=str(error))
     return ProbeOutcome(is_first=is_first, profile=profile_of(findings, request))
 
 
@@ -85,13 +89,25 @@ def _device_of(topology: Topology) -> torch.device:
 
 def _refusal(topology: Topology, request: ProbeRequest, collectives: Collectives) -> str:
     """Why nothing can be measured; the same on every rank."""
+    asked = (request.inter_bytes_per_s, request.max_bytes, request.seconds)
+    if len(set(collectives.exchange_texts(repr(asked)))) > 1:
+        return (
+            "ranks were started with different --inter, --max-size or --seconds, so they would measure "
+            "different things; start fcdp probe with the same options on every node"
+        )
     if topology.nodes == 1 and request.inter_bytes_per_s is None:
         return (
             "the network between nodes cannot be measured on one node; start fcdp probe on several with "
             "torchrun, split this machine with --nodes, or state the bandwidth with --inter, such as "
             "--inter 10G"
         )
-    return collectives.exchange_texts(_why_not_writable(request.output))[0]
+    is_first = topology.node == topology.place == 0
+    mine = _why_not_writable(request.output) if is_first else ""
+    if total_bytes() is None:
+        mine = mine or (
+            "this machine does not say how much memory it has (/proc/meminfo), which a profile needs"
+        )
+    return next(filter(None, collectives.exchange_texts(mine)), "")
 
 
 def _why_not_writable(path: Path | None) -> str:
@@ -116,6 +132,7 @@ class Findings:
     inter, intra: empty if there is nothing to measure.  times: bytes of one rank, but those of `inter` of a
     node.  load_alone_s: of as much as the last of `h2d`, with one rank of each node loading; None without
     others.  gather_slowdown: of `intra` beside loads; None where that says nothing about links.
+    ranks_on_machine: as torchrun started them.
     """
 
     device_type: str
@@ -123,7 +140,7 @@ class Findings:
     backend: str
     nodes: int
     ranks_per_node: int
-    is_one_machine: bool
+    ranks_on_machine: int
     device_memory_bytes: int
     host_memory_bytes: int
     inter: Sequence[Timed]
@@ -164,7 +181,7 @@ def _measure(
     if request.inter_bytes_per_s is None:
         kind, of = Kind.INTER_ALL_GATHER, Measured.INTER_ALL_GATHER
         inter = probing.gathers(kind, sizes, budget_s=budget_s[of])
-    rows = probing.collectives.agree(list(_memory_bytes(topology, device)))
+    rows = probing.collectives.agree(list(_memory_bytes(topology, probing)))
     device_memory, host_memory = (min(column) for column in zip(*rows, strict=True))
     return Findings(
         device_type=device.type,
@@ -172,7 +189,7 @@ def _measure(
         backend="" if topology.intra is None else dist.get_backend(topology.intra),
         nodes=topology.nodes,
         ranks_per_node=g,
-        is_one_machine=topology.nodes > 1 and local_ranks(topology) > g,
+        ranks_on_machine=ranks_on_machine(topology),
         device_memory_bytes=device_memory,
         host_memory_bytes=host_memory,
         inter=[Timed(g * t.bytes, t.seconds) for t in inter],
@@ -186,14 +203,16 @@ def _measure(
     )
 
 
-def _memory_bytes(topology: Topology, device: torch.device) -> tuple[int, int]:
+def _memory_bytes(topology: Topology, probing: Probing) -> tuple[int, int]:
     """Of one rank's device, and of one node's host."""
-    nodes_here = max(1, local_ranks(topology) // topology.ranks_per_node)
-    host = (total_bytes() or 1) // nodes_here
-    if device.type != "cuda":  # the device is the host, and ranks share it
-        return host // topology.ranks_per_node, host
-    total = torch.cuda.get_device_properties(device).total_memory
-    return total // ranks_on_device(topology), host
+    machine = total_bytes()
+    assert machine is not None, "a machine that does not say is refused"
+    of_rank = machine // ranks_on_machine(topology)
+    host = of_rank * topology.ranks_per_node
+    if probing.device.type != "cuda":  # the device is the host, and ranks share it
+        return of_rank, host
+    total = torch.cuda.get_device_properties(probing.device).total_memory
+    return total // probing.ranks_on_device, host
 
 
 # --- the profile ------------------------------------------------------------------------------------------
@@ -269,8 +288,10 @@ def _source(found: Findings, inter: Link) -> str:
     if not found.inter:
         latency_us = 1e6 * inter.latency_s
         said.append(f"between nodes as stated, with an assumed latency of {latency_us:.0f} us")
-    elif found.is_one_machine:
+    elif found.nodes > 1 and found.ranks_on_machine > found.ranks_per_node:
         said.append("nodes are parts of one machine, so what is between them is no network")
+    if found.ranks_per_node > found.ranks_on_machine:
+        said.append("a node is several machines, so what is within it is a network")
     if not found.intra:
         said.append("one rank on a node, so what a node's ranks send each other is assumed")
     if found.device_type == "cpu":

@@ -1,9 +1,10 @@
 """Stand-ins for the tensors of a model while its own initialisation runs, module by module.
 
-Every parameter and buffer of the model has a slot.  At rest the slot holds a fake tensor, which has no memory.
-First every initialisation runs on the fake tensors alone and a dispatch mode notes what it touches.  Then it
-runs once more, on real whole tensors in the slots that it touches and nowhere else; what it leaves in the slot
-of a parameter that awaits values goes to the home shard, this rank's rows of it, and the tensor is freed.
+Every parameter and buffer of the model has a slot.  At rest the slot holds a fake tensor, which has no
+memory.  First every initialisation runs on the fake tensors alone and a dispatch mode notes what it touches.
+Then it runs once more, on real whole tensors in the slots that it touches and nowhere else; what it leaves in
+the slot of a parameter that awaits values goes to the home shard, this rank's rows of it, and the tensor is
+freed.
 """
 
 from __future__ import annotations

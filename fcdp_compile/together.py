@@ -23,13 +23,12 @@ def together(
     Raises: `error` on every rank of the group if `act` raises on any, with the message of the first that did
     and how many more.
     """
+    cause: Exception | None = None
     try:
         mine: tuple[bool, T | str] = (True, act())
     except Exception as raised:
         # Whatever it is, the other ranks have to hear of it.
         mine, cause = (False, str(raised) or type(raised).__name__), raised
-    else:
-        cause = None
     everyone: list[tuple[bool, T | str]] = [mine]
     if group is not None:
         everyone = [mine] * dist.get_world_size(group)

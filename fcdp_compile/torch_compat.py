@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -15,7 +16,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
@@ -38,7 +39,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -58,6 +59,7 @@ __all__ = [
     "every_thread",
     "fx_graph_cache_hits",
     "gloo_timeout",
+    "graph_break_places",
     "graph_breaks",
     "graph_module",
     "graphs_from_bytes",
@@ -78,6 +80,7 @@ __all__ = [
     "storage_uses",
     "trace_artifact",
     "tracing_mode",
+    "tree_leaves",
     "tree_map_only",
     "why_no_inductor",
     "without_code",
@@ -222,6 +225,26 @@ def graph_breaks() -> dict[str, int]:
     return found
 
 
+def graph_break_places() -> list[str]:
+    """Where Dynamo lately broke graphs in this process: "FILE:LINE in FUNCTION", in the order of compiling.
+
+    Torch remembers its last 64 compilations.  A break within a call that was being inlined is also one in the
+    line that calls.
+    """
+    places: dict[str, None] = {}
+    for frame in get_compilation_metrics():
+        if (resumed := _RESUMED.fullmatch(frame.co_name or "")) is not None:
+            places[f"{frame.co_filename}:{resumed[2]} in {resumed[1]}"] = None
+        if frame.fail_user_frame_filename is not None:
+            where = f"{frame.fail_user_frame_filename}:{frame.fail_user_frame_lineno}"
+            places[f"{where} in {frame.co_name}"] = None
+    return list(places)
+
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
+"""How Dynamo names what it goes on with after a break."""
+
+
 def graphs_to_bytes(graphs: Sequence[GraphModule]) -> bytes:
     """Traced graphs with their fake values, symbolic sizes and shared storages among them."""
     for gm in graphs:
@@ -245,9 +268,12 @@ def make_dynamic(tensor: Tensor, dim: int) -> None:
 def tracing_mode() -> FakeTensorMode:
     """A fake mode for models that are traced without memory, sizes becoming symbols as under Dynamo.
 
-    Modules made in it can be moved and cast.
+    Modules made in it can be moved and cast.  Asking for a value that there is none of raises, also where
+    torch would go on with a symbol that nobody can know: an `item()`, a size that depends on values.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = FakeTensorMode(
+        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    )
     mode.fake_tensor_converter = _Forgetful()
     return mode
 

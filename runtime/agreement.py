@@ -1,4 +1,4 @@
-"""What ranks agree on as a forward starts: that they run one plan, and flags that any may raise."""
+"""What ranks agree on before they communicate: that they do the same, and flags that any may raise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
     """
     # One message of a fixed size, whatever the plan: ranks with different plans must not meet in
     # collectives of different sizes.
-    head = int(hashlib.sha256(f"{about.digest} {about.mode}".encode()).hexdigest()[:15], 16)
+    head = _head(f"{about.digest} {about.mode}")
     words = packed(flags)
     padded = words[:_FIRST_WORDS] + [0] * (_FIRST_WORDS - len(words))
     first = collectives.agree([head, *padded])
@@ -52,6 +52,24 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
         more = collectives.agree(words[_FIRST_WORDS:])
         rows = [a + b for a, b in zip(rows, more, strict=True)]
     return raised_by_any(rows, len(flags))
+
+
+def same_act(collectives: Collectives, act: str) -> None:
+    """Make sure that every rank is about to do `act`, outside of compiled graphs.
+
+    act: a text that says it, such as "gathers parameter 'head.weight'".
+
+    Raises: PlanMismatchError on every rank if another one is about to do something else, or to run a graph.
+    """
+    head = _head(act)
+    # As long as what `any_rank` sends first, which may be what another rank is doing.
+    rows = collectives.agree([head, *[0] * _FIRST_WORDS])
+    if any(row[0] != head for row in rows):
+        raise PlanMismatchError(_mode_mismatch(collectives.exchange_texts(act)))
+
+
+def _head(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
 def packed(flags: Sequence[bool]) -> list[int]:
@@ -72,6 +90,15 @@ def _mode_mismatch(modes: list[str]) -> str:
     other = next((i for i, mode in enumerate(modes) if mode != modes[0]), None)
     if other is None:
         return ""
+    if not {SYNCHRONISES, ACCUMULATES}.issuperset(modes):
+        mine, others = (
+            "runs a compiled graph" if mode in (SYNCHRONISES, ACCUMULATES) else mode
+            for mode in (modes[0], modes[other])
+        )
+        return (
+            f"rank 0 {mine} and rank {other} {others}; let every rank use the same parameters in the same "
+            "order, whatever its data: a loop over the experts that got tokens, for one, must go over all"
+        )
     return (
         f"rank 0 {modes[0]} the gradients of this forward and rank {other} {modes[other]} them; enter and "
         "leave fcdp_compile.no_sync for the same micro-batches on every rank"
@@ -83,6 +110,6 @@ def _mismatch(texts: list[str]) -> str:
     other = next(i for i, plan in enumerate(plans) if plan.digest() != plans[0].digest())
     lines = "\n  ".join(plan_json.diff(plans[0], plans[other], names=("rank 0", f"rank {other}")))
     return (
-        f"ranks 0 and {other} compiled different plans; make every rank run the "
-        f"same model with the same settings:\n  {lines}"
+        f"ranks 0 and {other} compiled different plans; make every rank run the same model with the same "
+        f"settings, and take the same branches whatever its data:\n  {lines}"
     )

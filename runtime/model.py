@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fcdp_compile.errors import UnsynchronizedGradientError
+from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
@@ -23,7 +24,7 @@ from fcdp_compile.plan import Bucket, Kind, Plan, Tier
 from fcdp_compile.reduction import REDUCTIONS
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
-from fcdp_compile.runtime.agreement import About, any_rank
+from fcdp_compile.runtime.agreement import About, any_rank, same_act
 from fcdp_compile.runtime.awaited import Awaited
 from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.collectives import Collectives, are_blocking
@@ -36,11 +37,20 @@ from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.released import is_released, release
+from fcdp_compile.runtime.row_sources import RowSources
 from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
 from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeParameter:
+    """Of a parameter that is whole for a while: its home, and whether what is written to it shall last."""
+
+    home: nn.Parameter
+    writeback: bool
 
 
 class ShardedModel:
@@ -81,7 +91,9 @@ class ShardedModel:
             reductions=self._reductions_of_waiting,
         )
         self.generations = Generations(self.records)
+        self.whole: dict[str, WholeParameter] = {}
         self.fingerprints = Fingerprints()
+        self.row_sources = RowSources()
         self._buckets: dict[str, list[Bucket]] = {}
         self.next_bucket = 0
         # Of adaptive placement: bytes on the device by bucket as last planned, the highest predicted peak.
@@ -129,8 +141,10 @@ class ShardedModel:
         """Gather one parameter in a dtype from this rank's `shard`; memory of its own."""
         spec = self.spec(key)
         layouts = [spec.layout]
-        pending = Pending(pack_home([shard], layouts, dtype))
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
+        if max(sizes) > 1:
+            self._agree_on(f"gathers parameter {spec.name!r}")
+        pending = Pending(pack_home([shard], layouts, dtype))
         for kind, size in zip((Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER), sizes, strict=True):
             if size > 1:
                 pending = self.collectives.all_gather(kind, pending, f"fcdp::{kind.value} {key}")
@@ -154,6 +168,7 @@ class ShardedModel:
     def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
         """Average one full gradient over all ranks now and return this rank's shard of it."""
         spec = self.spec(key)
+        self._agree_on(f"reduces the gradient of parameter {spec.name!r}")
         packed = pack_grads([grad], [spec.layout], spec.reduce_dtype)
         if spec.strategy.home is Scope.NONE:
             packed = padded(packed, self.topology.ranks_per_node)
@@ -164,6 +179,12 @@ class ShardedModel:
         whole = pending.wait()
         shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
+
+    def _agree_on(self, act: str) -> None:
+        # No plan was compared that this is a part of, and gathers of two parameters of one size would give
+        # both ranks a mixture of them.
+        if self.topology.ranks > 1:
+            same_act(self.collectives, act)
 
     def make_groups(self) -> None:
         """Make the groups that only some strategies need, with all ranks of the mesh."""
@@ -226,6 +247,9 @@ class ShardedModel:
         """The keys of a bucket's parameters."""
         return [self._keys[p.name] for p in bucket.params]
 
+    def _specs_of(self, bucket: Bucket) -> list[ParamSpec]:
+        return [self.records[key].spec for key in self.keys_of(bucket)]
+
     def generation(self, bucket: Bucket) -> int:
         """The generation of a bucket's parameters."""
         return self.generations.of(self.keys_of(bucket))
@@ -240,8 +264,13 @@ class ShardedModel:
 
     def release_shards(self, bucket: Bucket) -> None:
         """Give back the device memory of the home shards of a bucket that is valid in the cache."""
-        specs = [self.records[key].spec for key in self.keys_of(bucket)]
-        release(bucket, specs, self.parameters(bucket), self.cache, self.home_of(bucket).node)
+        release(
+            bucket,
+            self._specs_of(bucket),
+            self.parameters(bucket),
+            self.cache,
+            self.home_of(bucket).node,
+        )
 
     # --- validity -----------------------------------------------------------------------------------------
 
@@ -312,10 +341,7 @@ class ShardedModel:
             home = home.clone()
         node_shard = Pending(home)
         if bucket.nodes > 1:
-            kind = Kind.INTER_ALL_GATHER
-            codec = self.codecs.of_weights(bucket)
-            name = range_name(kind, bucket)
-            node_shard = self.collectives.all_gather(kind, home, name, codec=codec)
+            node_shard = self._of_all_nodes(bucket, home)
         generation = self.generation(bucket)
         stored = self.cache.store(bucket, node_shard, generation)
         if self.cache.keeps_in_full(bucket):
@@ -348,6 +374,16 @@ class ShardedModel:
         self.without_values.arrived(written, buffers)
         self.generations.change(written)
 
+    def _of_all_nodes(self, bucket: Bucket, home: Tensor) -> Pending:
+        """The node shard of a bucket: read on this node where it can be, else gathered between nodes."""
+        specs, at = self._specs_of(bucket), self.home_of(bucket)
+        read = self.row_sources.node_shard(bucket, specs, home, at, self.collectives)
+        if read is not None:
+            return Pending(read)
+        kind = Kind.INTER_ALL_GATHER
+        codec = self.codecs.of_weights(bucket)
+        return self.collectives.all_gather(kind, home, range_name(kind, bucket), codec=codec)
+
     def values_loaded(self) -> None:
         """A state dict was loaded: every parameter may have changed."""
         self.generations.change(self.records)
@@ -355,12 +391,17 @@ class ShardedModel:
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that lack what earlier micro-batches accumulated.
 
-        Raises: UnsynchronizedGradientError; FcdpError for parameters without values.
+        Raises: UnsynchronizedGradientError; FcdpError for parameters without values or that are whole.
         """
         names = self.accumulation.concerns()
-        if not (names or self.without_values):
+        if not (names or self.without_values or self.whole):
             return
         owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if within := next((k for k, w in self.whole.items() if id(w.home) in owned), None):
+            raise FcdpError(
+                f"an optimizer steps parameter {self.spec(within).name!r} while it is whole; leave the block "
+                "of fcdp_compile.gathered before training goes on"
+            )
         if any(id(p) in owned for key in self.awaited for p in self.records[key].places()):
             # Without asking others: not every rank need step this optimizer.
             self.without_values.refuse_here("an optimizer step")

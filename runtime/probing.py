@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from fcdp_compile.runtime.lanes import Lanes
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.stopwatch import Run, Stopwatch
+from fcdp_compile.together import together
+
+T = TypeVar("T")
 
 _NAME = "fcdp::probe"
 _MOST_COPIES = 64  # beside a gather
@@ -48,19 +51,20 @@ class Probing:
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self._topology = topology
-        self._device = device
+        self.device = device
         self._lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
         self._pool = PinnedPool(device, numa_node=numa.node_of(device))
         self.collectives = Collectives(topology, Counters(), self._lanes)
         self._watch = Stopwatch(self.collectives, device)
+        self.ranks_on_device = ranks_on_device(self.collectives, device)
 
     def room_bytes(self) -> int:
         """The largest size for which all ranks have memory."""
-        local = local_ranks(self._topology)
+        local = ranks_on_machine(self._topology)
         free = detect(ranks_on_machine=local, ranks_in_group=local).bytes
-        if self._device.type == "cuda":
-            on_device = torch.cuda.mem_get_info(self._device)[0]
-            free = min(free, on_device // ranks_on_device(self._topology))
+        if self.device.type == "cuda":
+            on_device = torch.cuda.mem_get_info(self.device)[0]
+            free = min(free, on_device // self.ranks_on_device)
         rows = self.collectives.agree([free // _PART_OF_FREE])
         return min(row[0] for row in rows)
 
@@ -72,7 +76,7 @@ class Probing:
             part = self._filled(-(-size // others))
             return others * part.nbytes, partial(self._gather, kind, part)
 
-        return self._watch.sweep(make, sizes, budget_s=budget_s)
+        return self._sweep(make, sizes, budget_s)
 
     def loads(self, sizes: Sequence[int], *, budget_s: float) -> list[Timed]:
         """Copies from pinned memory to the device, on all ranks at once."""
@@ -80,7 +84,7 @@ class Probing:
         def make(size: int) -> tuple[int, Run]:
             return size, partial(self._load, self._slab(size))
 
-        return self._watch.sweep(make, sizes, budget_s=budget_s)
+        return self._sweep(make, sizes, budget_s)
 
     def stores(self, sizes: Sequence[int], *, budget_s: float) -> list[Timed]:
         """Copies from the device to pinned memory, on all ranks at once."""
@@ -89,11 +93,11 @@ class Probing:
             slab, source = self._slab(size), self._filled(size)
             return size, partial(self._copy, Lane.D2H, slab, source)
 
-        return self._watch.sweep(make, sizes, budget_s=budget_s)
+        return self._sweep(make, sizes, budget_s)
 
     def load_alone_s(self, size: int, *, budget_s: float) -> float:
         """Seconds for a load on one rank of each node while the others load nothing."""
-        slab = self._slab(size)
+        slab = self._together(partial(self._slab, size))
         run: Run = partial(self._load, slab) if self._topology.place == 0 else _nothing
         return self._watch.median_s(run, budget_s=budget_s)
 
@@ -103,9 +107,10 @@ class Probing:
         gather, load: the size of each, and its time with nothing beside it.
         """
         kind = Kind.INTRA_ALL_GATHER
-        part = self._filled(gather.bytes // (self.collectives.group_size(kind) - 1))
-        slab = self._slab(load.bytes)
-        arrived = torch.empty_like(slab, device=self._device)
+        size = gather.bytes // (self.collectives.group_size(kind) - 1)
+        part = self._together(partial(self._filled, size))
+        slab = self._together(partial(self._slab, load.bytes))
+        arrived = self._together(partial(torch.empty_like, slab, device=self.device))
         count = min(_MOST_COPIES, math.ceil(2 * gather.seconds / load.seconds))
 
         def start() -> list[Pending]:
@@ -118,8 +123,8 @@ class Probing:
 
     def copy(self, size: int, *, budget_s: float) -> Timed:
         """A copy on the device, which reads and writes: twice its size in bytes."""
-        source = self._filled(size)
-        copy = torch.empty_like(source)
+        source = self._together(partial(self._filled, size))
+        copy = self._together(partial(torch.empty_like, source))
 
         def run() -> None:
             copy.copy_(source)
@@ -128,12 +133,16 @@ class Probing:
 
     def matmul(self, *, budget_s: float) -> Arithmetic:
         """A product of matrices as in a transformer, in bf16 on a GPU, else in fp32."""
-        is_gpu = self._device.type == "cuda"
+        is_gpu = self.device.type == "cuda"
         dtype = torch.bfloat16 if is_gpu else torch.float32
         tokens, width, inner = _MATMULS["cuda" if is_gpu else "cpu"]
-        a = torch.ones(tokens, width, dtype=dtype, device=self._device)
-        b = torch.ones(width, inner, dtype=dtype, device=self._device)
-        product = torch.empty(tokens, inner, dtype=dtype, device=self._device)
+
+        def matrix(rows: int, columns: int) -> Tensor:
+            return torch.ones(rows, columns, dtype=dtype, device=self.device)
+
+        a = self._together(partial(matrix, tokens, width))
+        b = self._together(partial(matrix, width, inner))
+        product = self._together(partial(matrix, tokens, inner))
 
         def run() -> None:
             torch.mm(a, b, out=product)
@@ -142,12 +151,25 @@ class Probing:
             flops=2 * tokens * width * inner, seconds=self._watch.median_s(run, budget_s=budget_s)
         )
 
+    def _sweep(
+        self, make: Callable[[int], tuple[int, Run]], sizes: Sequence[int], budget_s: float
+    ) -> list[Timed]:
+        return self._watch.sweep(
+            lambda size: self._together(partial(make, size)), sizes, budget_s=budget_s
+        )
+
+    def _together(self, make: Callable[[], T]) -> T:
+        """What this rank makes; where one has no memory for it, none goes on to a collective without it."""
+        made: list[T] = []
+        together(self._topology.control, lambda: made.append(make()))
+        return made[0]
+
     def _gather(self, kind: Kind, part: Tensor) -> Pending:
         return self.collectives.all_gather(kind, part, _NAME)
 
     def _load(self, slab: Tensor) -> Pending:
         # The buffer is new each time, as in training: on a CPU that is part of what a load takes.
-        arrived = torch.empty_like(slab, device=self._device)
+        arrived = torch.empty_like(slab, device=self.device)
         return self._copy(Lane.H2D, arrived, slab)
 
     def _copy(self, lane: Lane, out: Tensor, source: Tensor) -> Pending:
@@ -159,18 +181,24 @@ class Probing:
         return self._pool.take(size, torch.uint8).fill_(1)
 
     def _filled(self, size: int) -> Tensor:
-        return torch.ones(size, dtype=torch.uint8, device=self._device)
+        return torch.ones(size, dtype=torch.uint8, device=self.device)
 
 
 def _nothing() -> None:
     pass
 
 
-def local_ranks(topology: Topology) -> int:
-    """How many ranks run on this machine, which may be split into several nodes."""
-    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), topology.ranks_per_node)
+def ranks_on_machine(topology: Topology) -> int:
+    """How many ranks run on this machine; it may be split into several nodes, and they may span several."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", topology.ranks_per_node))
 
 
-def ranks_on_device(topology: Topology) -> int:
-    """How many ranks of this machine share one GPU."""
-    return -(-local_ranks(topology) // torch.cuda.device_count())
+def ranks_on_device(collectives: Collectives, device: torch.device) -> int:
+    """How many ranks share this one's GPU.
+
+    Each may be shown one GPU of several (CUDA_VISIBLE_DEVICES), so that counting those says nothing.
+    """
+    if device.type != "cuda":
+        return 1
+    mine = str(torch.cuda.get_device_properties(device).uuid)
+    return collectives.exchange_texts(mine).count(mine)

@@ -99,3 +99,12 @@ class ParamRecord:
             local = local._local_tensor
         check_shard(self.spec, local)
         return local.detach()
+
+    def values(self) -> Tensor:
+        """This rank's home shard to read, without autograd, on whichever device has it now."""
+        parameter = self.parameter()
+        if not isinstance(parameter, HomeShard):
+            return self.local()
+        values = parameter.values()
+        check_shard(self.spec, values)
+        return values

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import cpp_builder
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder, aten
@@ -34,11 +35,11 @@ def scaled(
     return b.finish(b.call(aten.neg.default, y), *([y] if twice else []))
 
 
-def with_constant(value: float, *, elements: int = 3) -> GraphModule:
+def with_constant(value: float, *, elements: int = 3, is_scalar: bool = False) -> GraphModule:
     b = GraphBuilder({})
     x = b.input("x", (elements,))
     gm = b.finish(x)
-    gm.register_buffer("constant", torch.full((elements,), value))
+    gm.register_buffer("constant", torch.full(() if is_scalar else (elements,), value))
     with gm.graph.inserting_before(gm.graph.output_node()):
         constant = gm.graph.get_attr("constant")
         total = gm.graph.call_function(aten.add.Tensor, (x, constant))
@@ -106,6 +107,14 @@ def test_constants_are_compared_by_their_values(compute: Compute) -> None:
     assert one([torch.zeros(3)])[0].tolist() == [1.0] * 3
     assert two([torch.zeros(3)])[0].tolist() == [5.0] * 3
     assert compute.compile(with_constant(1.0)) is one
+
+
+def test_constants_are_read_under_the_mode_that_a_backend_is_called_in(compute: Compute) -> None:
+    one, same, other = (with_constant(value, is_scalar=True) for value in (1.0, 1.0, 5.0))
+    compiled = compute.compile(one)
+    with FakeTensorMode():
+        assert compute.compile(same) is compiled
+        assert compute.compile(other) is not compiled
 
 
 def test_large_constants_are_never_shared(compute: Compute) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.planner.source import ModelOptions, find_source
+from fcdp_compile.planner.traced import trace
 from fcdp_compile.torch_compat import tracing_mode
 
 pytest.importorskip("transformers", reason="configurations need transformers")
@@ -51,3 +53,69 @@ def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
     names = [n for n, _ in _model(tmp_path, None).named_parameters()]
 
     assert not [n for n in names if "lm_head" in n]
+
+
+# What a configuration is trained for.
+
+BERT = {**CONFIG, "model_type": "bert", "max_position_embeddings": 8}
+
+
+def _made(folder: Path, config: dict[str, object]) -> str:
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    with tracing_mode():
+        return type(find_source(str(file), ModelOptions(seq=8)).build(2, 8)[0]).__name__
+
+
+@pytest.mark.parametrize(
+    ("config", "made"),
+    [
+        (BERT | {"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        (BERT | {"architectures": ["BertLMHeadModel"], "is_decoder": True}, "BertLMHeadModel"),
+        (BERT | {"is_decoder": True}, "BertLMHeadModel"),
+        (CONFIG | {"architectures": ["LLaMAForCausalLM"]}, "LlamaForCausalLM"),
+        (CONFIG | {"architectures": None}, "LlamaForCausalLM"),
+        (
+            {"model_type": "distilbert", "n_layers": 1, "dim": 32, "n_heads": 2},
+            "DistilBertForMaskedLM",
+        ),
+    ],
+)
+def test_architectures_decide_what_is_trained(
+    tmp_path: Path, config: dict[str, object], made: str
+) -> None:
+    assert _made(tmp_path, config) == made
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (BERT, r"several ways.*BertLMHeadModel.* or .*BertForMaskedLM.*your_module:build_fn"),
+        (
+            BERT | {"architectures": ["BertModel"]},
+            r"architectures says BertModel, whose inputs.*BertForM",
+        ),
+        (
+            CONFIG | {"architectures": ["LlamaForSequenceClassification"]},
+            r'LlamaForSequenceClassification, whose inputs.*set "architectures": \["LlamaForCausalLM"\]',
+        ),
+        ({"model_type": "bart"}, r"several ways"),
+        ({"model_type": "t5"}, r"no causal or masked language model of type 't5'; give a function"),
+        ({"model_type": "vit"}, r"no causal or masked language model of type 'vit'"),
+    ],
+)
+def test_what_else_would_be_guessed_is_refused(
+    tmp_path: Path, config: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(FcdpError, match=expected):
+        _made(tmp_path, config)
+
+
+def test_an_encoder_is_traced_as_it_is_trained(tmp_path: Path) -> None:
+    """Of any batch, and every parameter of it."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(BERT | {"architectures": ["BertForMaskedLM"]}))
+    source = find_source(str(file), ModelOptions(seq=8, dtype=torch.float32))
+    found = trace(source.build, seq=8, param_dtype=torch.float32)
+    assert found.has_any_batch
+    assert found.unread == ()

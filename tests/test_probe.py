@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from commands import refusal
 from fcdp_compile.cli import main
@@ -15,7 +18,7 @@ from fcdp_compile.cost import MACHINES, Link
 from fcdp_compile.link_fit import Timed
 from fcdp_compile.probe import Findings, profile_of, sizes_up_to
 from fcdp_compile.probe_request import ProbeRequest
-from fcdp_compile.runtime.probing import Arithmetic
+from fcdp_compile.runtime.probing import Arithmetic, ranks_on_device
 
 KIB, MIB = 2**10, 2**20
 BUS = Link(latency_s=1e-5, bytes_per_s=12e9)
@@ -35,7 +38,7 @@ FOUND = Findings(
     backend="nccl",
     nodes=2,
     ranks_per_node=8,
-    is_one_machine=False,
+    ranks_on_machine=8,
     device_memory_bytes=48 * 2**30,
     host_memory_bytes=2**40,
     inter=times_of(Link(latency_s=5e-5, bytes_per_s=1e9)),
@@ -114,11 +117,35 @@ def test_what_was_not_measured_is_said_to_be_stated_or_assumed() -> None:
 
 
 def test_nodes_on_one_machine_and_cpus_are_told() -> None:
-    found = dataclasses.replace(FOUND, is_one_machine=True, device_type="cpu")
+    found = dataclasses.replace(FOUND, ranks_on_machine=16, device_type="cpu")
     source = profile_of(found, REQUEST).source
     assert "nodes are parts of one machine" in source
     assert "a CPU has no pinned memory" in source
     assert "one machine" not in profile_of(FOUND, REQUEST).source
+    spread = dataclasses.replace(FOUND, ranks_on_machine=4)
+    assert "a node is several machines" in profile_of(spread, REQUEST).source
+    assert "several machines" not in profile_of(FOUND, REQUEST).source
+
+
+@pytest.mark.parametrize(("others", "expected"), [(("b", "c", "d"), 1), (("a", "b", "a"), 3)])
+def test_a_gpu_is_shared_by_those_that_see_the_same(
+    monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...], expected: int
+) -> None:
+    """Each rank may see one GPU only, its own: what it can count is one, whoever has it."""
+    collectives: Any = SimpleNamespace(exchange_texts=lambda mine: [mine, *others])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a")
+    )
+    assert ranks_on_device(collectives, torch.device("cuda", 0)) == expected
+    assert ranks_on_device(collectives, torch.device("cpu")) == 1
+
+
+def test_a_machine_that_does_not_say_what_memory_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fcdp_compile.probe.total_bytes", lambda: None)
+    told = refusal(capsys, "probe", *QUICK, "--inter", "10G")
+    assert "does not say how much memory it has" in told
 
 
 # The command.

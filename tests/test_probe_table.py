@@ -80,8 +80,12 @@ def test_what_was_measured_and_what_not() -> None:
     assert "extrapolated from 3 sizes up to 0.062 MiB" in rows[-1]
     assert host == rows[0]
     assert text.startswith("a40x8-10gbe: 2 x 8 ranks, cuda; FCDP (Park et al.)")
+    assert rows[-1].endswith("mostly latency, so GB/s is a guess: give it more --seconds")
+    assert text.count("mostly latency") == 1
     big = Sample(of=Measured.H2D, bytes=16 * 10**9, flops=0, seconds=0.6)
-    assert "measured in 1 sizes" in format_profile(dataclasses.replace(A40, samples=(big,)))
+    measured = format_profile(dataclasses.replace(A40, samples=(big,)))
+    assert "measured in 1 sizes" in measured
+    assert "mostly latency" not in measured
 
 
 def test_numbers_stand_right_below_their_header_and_no_line_ends_in_spaces() -> None:

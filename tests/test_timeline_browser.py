@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from builders_gpt import gpt_plan
 from builders_plan import make_bucket, make_plan
 from fcdp_compile.cost import MACHINES, Link, simulate
-from fcdp_compile.plan import Direction, Kind, Lane, Plan, Tier, Variant
+from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Variant
 from fcdp_compile.plan_story import readable_bytes
 from fcdp_compile.timeline_html import ScheduleKey, timeline_html
 
@@ -207,6 +208,57 @@ def test_the_keyboard_reaches_every_lane(show: Any) -> None:
     page.locator("#figure").focus()
     page.keyboard.press("Escape")
     assert "Point at a bar" in page.locator("#details").inner_text()
+
+
+def test_the_keyboard_keeps_its_place(show: Any) -> None:
+    """What was pressed is made anew, and the next press must find it; a followed link leads to the lanes."""
+    opened = show(gpt_plan(4))
+    page = opened.page
+    for selector in ('[data-variant="forward warm"]', '[data-variant="backward cold"]'):
+        page.locator(selector).focus()
+        page.keyboard.press("Enter")
+        opened.settle()
+        assert page.evaluate(f"document.activeElement.matches('{selector}')")
+    page.locator("#figure").focus()
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown"):
+        page.keyboard.press(key)
+    page.locator("#details button").first.focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "figure"
+
+
+def test_the_other_buttons_of_a_mouse_move_nothing(show: Any) -> None:
+    opened = show(gpt_plan(4))
+    page = opened.page
+    opened.bar(Kind.INTER_ALL_GATHER).first.hover()
+    page.mouse.down(button="right")
+    page.mouse.up(button="right")
+    opened.settle()
+    assert page.locator("#plot .bar.chosen").count() == 0
+
+
+def _repeated(schedule: Schedule, times: int) -> Schedule:
+    steps = tuple(
+        replace(step, index=step.index + first, waits=tuple(i + first for i in step.waits))
+        for first in range(0, times * len(schedule.steps), len(schedule.steps))
+        for step in schedule.steps
+    )
+    return replace(schedule, steps=steps, memory_bytes=times * schedule.memory_bytes)
+
+
+def test_of_many_steps_a_pixel_shows_each_kind_once(show: Any) -> None:
+    """Waits and computes take turns, so that bars of one kind are never neighbours."""
+    plan = gpt_plan(4)
+    opened = show(replace(plan, schedules=(_repeated(plan.schedules[0], 500),)))
+    drawn = opened.page.evaluate(
+        """() => [...document.querySelectorAll("#plot rect.bar")].map((bar) => {
+          const at = (name) => Number(bar.getAttribute(name));
+          return `${bar.dataset.kind} ${at("y")} ${Math.floor(at("x") + at("width"))}`;
+        })"""
+    )
+    assert len(drawn) > 1000
+    # The gap that a bar leaves on its right may put it into the pixel before.
+    assert max(Counter(drawn).values()) <= 2
 
 
 def test_memory_and_its_limit_are_drawn(show: Any, forty: Plan) -> None:

@@ -345,6 +345,8 @@ def test_who_owns_what(nodes: int, ranks_per_node: int, expected: str) -> None:
         (1023, "1023 B"),
         (1024, "1.00 KiB"),
         (3 * 2**19, "1.50 MiB"),
+        (9 * 2**17, "1.13 MiB"),  # 1.125: halves go up, as in the script of the page
+        (49 * 2**28, "12.3 GiB"),
         (992 * 2**20, "992 MiB"),
     ],
 )

@@ -129,6 +129,9 @@ def _link_row(profile: ClusterProfile, of: Measured, link: Link, seconds: float)
     off = worst_deviation([Timed(s.bytes, s.seconds) for s in samples], link)
     how = "measured in" if largest >= _TABLE_BYTES else "extrapolated from"
     text = f"{how} {len(samples)} sizes up to {largest / _MIB:.3f} MiB, at most {off:.0%} off"
+    if link.latency_s > largest / link.bytes_per_s:
+        # What bytes add is then little beside what measurements scatter by.
+        text += "; mostly latency, so GB/s is a guess: give it more --seconds"
     return (_NAMES[of], *figures, _short(seconds), text)
 
 

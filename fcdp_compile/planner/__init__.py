@@ -5,6 +5,8 @@ model -> trace (or one that was saved) -> estimate of each strategy -> ranking
 
 from __future__ import annotations
 
+import logging
+
 from fcdp_compile.planner.estimate import Estimate, estimate
 from fcdp_compile.planner.job import Job
 from fcdp_compile.planner.ranking import Ranking, Row, estimates, rank, sensible
@@ -30,14 +32,25 @@ __all__ = [
 ]
 
 
+log = logging.getLogger(__name__)
+
+
 def traced_model(source: Source, options: ModelOptions) -> TracedModel:
     """The trace of a model, kept from an earlier plan or made now.
 
     Raises: FcdpError for a model that cannot be traced without data.
     """
-    if source.identity is not None and (kept := load(source.identity)) is not None:
-        return kept
-    traced = trace(source.build, seq=options.seq, param_dtype=options.dtype)
-    if source.identity is not None:
-        save(traced, source.identity)
+    traced = None if source.identity is None else load(source.identity)
+    if traced is None:
+        traced = trace(source.build, seq=options.seq, param_dtype=options.dtype)
+        if source.identity is not None:
+            save(traced, source.identity)
+    if unread := traced.unread:
+        log.warning(
+            "%d parameters of %s, such as %r, are read by no graph of its training step: if something that "
+            "torch.compile leaves out of its graphs reads them, that is not in the plan",
+            len(unread),
+            source.name,
+            unread[0],
+        )
     return traced

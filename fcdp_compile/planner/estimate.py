@@ -129,7 +129,8 @@ class _Estimation:
         if job.batch != traced.batch and not traced.has_any_batch:
             raise FcdpError(
                 f"the model was traced with {traced.batch} samples and takes no other number; let the first "
-                f"dimension of its inputs be any batch, or plan a batch of {traced.batch}"
+                "dimension of its inputs be any batch, have no graph breaks, or plan a "
+                f"batch of {traced.batch}"
             )
         self._base = PassContext(
             nodes=job.nodes,

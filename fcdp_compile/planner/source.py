@@ -178,17 +178,69 @@ def _config(transformers: Any, name: str, config: dict[str, Any]) -> Any:
 
 
 def _model(transformers: Any, name: str, config: Any, attention: str) -> nn.Module:
+    auto = _auto_class(transformers, name, config)
     try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention
+        # Code that a configuration names is not run, nor the user asked whether to.
+        model: nn.Module = auto.from_config(
+            config, attn_implementation=attention, trust_remote_code=False
         )
     except ValueError as error:
         raise FcdpError(
-            f"{name}: transformers has no causal language model of type {config.model_type!r} "
-            f"({str(error).splitlines()[0]}); give a function your_module:build_fn that returns the model "
-            "and a mapping of all inputs of its forward, labels too"
+            f"{name}: transformers makes no model of type {config.model_type!r} "
+            f"({str(error).splitlines()[0]}); {_GIVE_A_FUNCTION}"
         ) from None
     return model
+
+
+_GIVE_A_FUNCTION = (
+    "give a function your_module:build_fn that returns the model and a mapping of all inputs of its "
+    "forward, labels too"
+)
+
+
+def _auto_class(transformers: Any, name: str, config: Any) -> Any:
+    """What makes the model that a configuration is of; it takes ids, and labels of the same shape.
+
+    Raises: FcdpError for a type that is no language model, for architectures with other inputs, and where
+    nothing tells what an encoder is trained for.
+    """
+    found = [
+        (auto, made.__name__)
+        for auto, mapping in (
+            (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+            (transformers.AutoModelForMaskedLM, transformers.MODEL_FOR_MASKED_LM_MAPPING),
+        )
+        for made in _classes_in(mapping, type(config))
+    ]
+    if not found:
+        raise FcdpError(
+            f"{name}: transformers has no causal or masked language model of type "
+            f"{config.model_type!r}; {_GIVE_A_FUNCTION}"
+        )
+    known = " or ".join(dict.fromkeys(f'"architectures": ["{made}"]' for _, made in found))
+    if asked := config.architectures:
+        # Some makers write their class's name in other capitals than transformers does.
+        folded = {str(each).casefold() for each in asked}
+        for auto, made in found:
+            if made.casefold() in folded:
+                return auto
+        raise FcdpError(
+            f"{name}: architectures says {', '.join(map(str, asked))}, whose inputs nobody here knows; to "
+            f"plan for language modelling set {known}, else {_GIVE_A_FUNCTION}"
+        )
+    if len(found) > 1 and not getattr(config, "is_decoder", False):
+        raise FcdpError(
+            f"{name}: models of type {config.model_type!r} are trained in several ways, and architectures "
+            f"does not say in which; set {known}, or {_GIVE_A_FUNCTION}"
+        )
+    return found[0][0]
+
+
+def _classes_in(mapping: Any, config_type: type) -> tuple[type, ...]:
+    if config_type not in mapping:
+        return ()
+    made = mapping[config_type]
+    return made if isinstance(made, tuple) else (made,)
 
 
 def _allow_positions(config: Any, seq: int) -> None:

@@ -75,6 +75,17 @@ class TracedGraph:
         hints = hints_of(self.forward) | hints_of(self.backward)
         return {s: _with_batch(value, batch) for s, value in hints.items()}
 
+    def may_insist(self, batch: int) -> bool:
+        """Whether an input that is no parameter has a size that such a batch may have gone into."""
+        inputs = self.forward.graph.find_nodes(op="placeholder")
+        shapes = [
+            n.meta["val"].shape
+            for n in inputs
+            if isinstance(n.meta.get("val"), Tensor)
+            and any(u.target is not UNSHARD for u in n.users)
+        ]
+        return any(d > 0 and d % batch == 0 for s in shapes for d in s if isinstance(d, int))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
@@ -90,8 +101,22 @@ class TracedModel:
 
     @property
     def has_any_batch(self) -> bool:
-        """Whether the batch size stayed a symbol: the model does not insist on the one that it was given."""
-        return any(g.sizes(0) != g.sizes(1) for g in self.graphs)
+        """Whether the batch size stayed a symbol: the model does not insist on the one that it was given.
+
+        It has to in every graph.  After operators that ran outside of any graph the batch is a number.
+        """
+        fixed = [g for g in self.graphs if g.sizes(0) == g.sizes(1)]
+        return len(fixed) < len(self.graphs) and not any(g.may_insist(self.batch) for g in fixed)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The names of parameters that no graph reads; whatever reads them has no part in the plan."""
+        read = {
+            str(node.args[1])
+            for g in self.graphs
+            for node in g.forward.graph.find_nodes(op="call_function", target=UNSHARD)
+        }
+        return tuple(p.name for p in self.params if p.key not in read)
 
 
 def _with_batch(value: int, batch: int) -> int:
@@ -101,6 +126,12 @@ def _with_batch(value: int, batch: int) -> int:
 
 def trace(build: Build, *, seq: int, param_dtype: torch.dtype | None) -> TracedModel:
     """Trace the training step of a model.
+
+    Clears all that torch.compile has compiled and learnt in this process (`torch.compiler.reset`), before
+    and after, so that the next call of a compiled model compiles it again: call it in a process that trains
+    nothing.  There is no narrower way: `torch.compile(isolate_recompiles=True)` keeps entries apart, but not
+    what Dynamo has learnt of the code's shapes, which would make symbols of sizes that the plan needs, and
+    leaves on the code of libraries what holds this trace.
 
     Raises: FcdpError for a model that cannot be traced without data, or that gives no loss to train with.
     """

@@ -68,7 +68,10 @@ function waitsFor(bar, linked) {
     const source = findBar(bar.part, index, bar.row);
     if (!linked || !source) return `${text} `;
     const made = element("button", { type: "button" }, text);
-    made.addEventListener("click", () => choose(source, true));
+    made.addEventListener("click", () => {
+      choose(source, true);
+      figure.focus({ preventScroll: true }); // this button is gone: the arrow keys go on from the step
+    });
     return made;
   });
   return waits.length > SHOWN ? [...shown, `and ${waits.length - SHOWN} more`] : shown;

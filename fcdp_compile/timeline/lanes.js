@@ -11,7 +11,8 @@ function layOut(parts) {
   const laneHeight = rows.length > 1 ? 2 * BESIDE + GAP : LANE;
   const lanes = DATA.lanes.map((lane, i) => ({ ...lane, top: HEAD + i * laneHeight, height: laneHeight }));
   const memoryTop = HEAD + lanes.length * laneHeight;
-  return { parts, rows, lanes, bars: barsOf(parts), memoryTop, height: memoryTop + MEMORY };
+  const height = memoryTop + MEMORY;
+  return { parts, rows, lanes, bars: barsOf(parts), memoryTop, memoryMost: memoryMost(parts), height };
 }
 
 function barBox(lane, row) {
@@ -98,18 +99,18 @@ function isSame(bar, other) {
   return other !== null && bar.part.index === other.part.index && bar.step === other.step && bar.row === other.row;
 }
 
-// Bars of one lane that are in view; of several that share a pixel and look alike, the first.
+// Bars of one lane that are in view; of several that share a pixel and look alike, the first. So there are never more
+// than pixels times kinds, however many steps a plan has.
 function visible(bars) {
   const found = [];
-  let pixel = -Infinity;
-  let kind = "";
+  const pixels = new Map(); // the last one that a bar of each kind takes
   for (let i = firstEndingAfter(bars, state.start); i < bars.length && bars[i].start <= state.end; i += 1) {
     const right = toX(bars[i].end);
     if (right < 0) continue;
-    if (right < pixel + 1 && bars[i].kind === kind && !isSame(bars[i], state.chosen)) continue;
+    const pixel = pixels.get(bars[i].kind) ?? -Infinity;
+    if (right < pixel + 1 && !isSame(bars[i], state.chosen)) continue;
     found.push(bars[i]);
-    pixel = Math.max(pixel, Math.floor(right));
-    kind = bars[i].kind;
+    pixels.set(bars[i].kind, Math.max(pixel, Math.floor(right)));
   }
   return found;
 }

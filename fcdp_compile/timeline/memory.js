@@ -8,15 +8,16 @@ function memoryOf(part) {
   return part.schedule[part.rows[0]].memory;
 }
 
-function memoryTop() {
+// The bytes at the top of the axis; found once for what is shown, as every point is measured by it.
+function memoryMost(parts) {
   const limit = graph().memory_limit_bytes ?? 0;
-  const most = Math.max(limit, ...view.parts.map((p) => memoryOf(p).reduce((a, m) => Math.max(a, m[1]), 0)));
+  const most = Math.max(limit, ...parts.map((p) => memoryOf(p).reduce((a, m) => Math.max(a, m[1]), 0)));
   return most * 1.12 || 1;
 }
 
 function toY(bytes) {
   const bottom = view.height - 8;
-  return bottom - (bytes / memoryTop()) * (bottom - view.memoryTop - MEMORY_HEAD);
+  return bottom - (bytes / view.memoryMost) * (bottom - view.memoryTop - MEMORY_HEAD);
 }
 
 function hasMemory() {
@@ -30,7 +31,7 @@ function memoryGutter() {
   label.append(element("span", {}, peak === null ? "in use while each step runs" : `predicted peak ${bytesText(peak)}`));
   if (!hasMemory()) return [label];
   const steps = [0, 0.5, 1].map((share) => {
-    const bytes = roundBytes(memoryTop() / 1.12) * share;
+    const bytes = roundBytes(view.memoryMost / 1.12) * share;
     const tick = element("div", { class: "tick" }, bytesText(bytes));
     tick.style.top = `${toY(bytes)}px`;
     return tick;

@@ -6,11 +6,12 @@ const layer = plot.appendChild(drawn("g"));
 const cursor = plot.appendChild(drawn("g"));
 
 // What follows from the state: parts, lanes and bars of the schedules shown, and the size of the drawing.
-let view = { parts: [], rows: [], lanes: [], bars: new Map(), width: 1, height: 1, memoryTop: 0 };
+let view = { parts: [], rows: [], lanes: [], bars: new Map(), width: 1, height: 1, memoryTop: 0, memoryMost: 1 };
 let isDrawing = false;
 
 // Change what is shown, and show all of it.
 function show(change) {
+  const focused = document.activeElement?.dataset.key;
   Object.assign(state, change, { chosen: null, near: null });
   const parts = partsShown();
   view = { ...layOut(parts), width: view.width };
@@ -21,6 +22,8 @@ function show(change) {
   drawDetails();
   resize();
   look(0, total());
+  // What was pressed has been made anew.
+  if (focused) document.querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
 }
 
 function resize() {
@@ -68,7 +71,7 @@ function drawTitle() {
 function drawChoices() {
   const choices = [];
   if (DATA.graphs.length > 1) {
-    const select = element("select", { id: "graph" });
+    const select = element("select", { id: "graph", "data-key": "graph" });
     DATA.graphs.forEach((g, i) => {
       const directions = [...new Set(g.schedules.map((s) => NAMES[s.direction].toLowerCase()))].join(" and ");
       const option = element("option", { value: i }, `${i + 1}: graph ${g.graph}, ${directions}`);
@@ -94,7 +97,9 @@ function drawRowChoice() {
   place.replaceChildren();
   if (!view.parts.some((p) => p.schedule.measured)) return;
   for (const [text, rows] of [["Predicted", ["predicted"]], ["Measured", ["measured"]], ["Both", ROWS]]) {
-    place.append(button(text, rows.join() === state.rows.join(), () => show({ rows })));
+    const made = button(text, rows.join() === state.rows.join(), () => show({ rows }));
+    made.dataset.key = `rows ${rows.join(" ")}`;
+    place.append(made);
   }
 }
 
@@ -157,6 +162,7 @@ function leave() {
 let grabbed = null;
 
 plot.addEventListener("pointerdown", (event) => {
+  if (event.button !== 0) return; // of a menu nobody says when it is over
   const [x] = point(event);
   grabbed = { x, start: state.start, end: state.end, hasMoved: false };
   plot.setPointerCapture(event.pointerId);

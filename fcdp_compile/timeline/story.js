@@ -22,7 +22,7 @@ function story(part, largest) {
       const [text, title] = nameOf(other);
       const choose = () => show({ variants: { ...state.variants, [direction]: other.variant } });
       const made = button(text, other === schedule, choose, title);
-      made.dataset.variant = `${direction} ${other.variant}`;
+      made.dataset.variant = made.dataset.key = `${direction} ${other.variant}`;
       choice.append(made);
     }
   }

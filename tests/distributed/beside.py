@@ -44,7 +44,8 @@ class Beside:
         self.case = case
         self.plain = case.model()
         self.model = fcdp_compile.shard(copy.deepcopy(self.plain), mesh, **shard_options)
-        self.net = torch.compile(self.model, backend="fcdp", options=options or {})
+        self.options = options or {}
+        self.net = self.compiled(self.model)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.use(optimizer)
@@ -59,6 +60,10 @@ class Beside:
     def counters(self) -> Any:
         """What the sharded model has counted on this rank."""
         return state_of(self.model).counters
+
+    def compiled(self, model: nn.Module) -> Any:
+        """The model compiled with this pair's options."""
+        return torch.compile(model, backend="fcdp", options=self.options)
 
     def use(self, optimizer: MakeOptimizer) -> None:
         """Go on with new optimizers."""

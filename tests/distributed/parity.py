@@ -16,9 +16,10 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -100,8 +101,11 @@ def compile_with(model: nn.Module, compute: str | None, **options: Any) -> Any:
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=LEARNING_RATE, eps=EPSILON)
+    return adamw_of(p for p in model.parameters() if p.requires_grad)
+
+
+def adamw_of(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPSILON)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -188,6 +192,13 @@ def fresh() -> None:
     gc.collect()
 
 
+class Difference(NamedTuple):
+    """How far two tensors are apart, in parts of the largest element; infinite or NaN if one is."""
+
+    relative: float
+    name: str
+
+
 def check_close(
     about: str,
     actual: dict[str, Tensor],
@@ -196,17 +207,30 @@ def check_close(
     floor: float,
     relative: float = RELATIVE,
 ) -> None:
+    found = worst(about, actual, expected, floor=floor)
+    assert found.relative <= relative, (
+        f"{about}: {found.name} differs by {found.relative:.1e} of its largest element"
+    )
+
+
+def worst(
+    about: str, actual: dict[str, Tensor], expected: dict[str, Tensor], *, floor: float
+) -> Difference:
+    """The largest difference of all pairs of tensors, which must be of the same names, shapes and dtypes."""
     assert actual.keys() == expected.keys(), f"{about}: {actual.keys() ^ expected.keys()}"
+    found = Difference(0.0, "")
     for name, value in expected.items():
         assert actual[name].shape == value.shape, f"{about}: shape of {name}"
         assert actual[name].dtype == value.dtype, f"{about}: dtype of {name}"
         if not value.numel():
             continue
         error = (actual[name] - value).abs().max().item()
-        largest = max(value.abs().max().item(), floor)
-        assert error <= relative * largest, (
-            f"{about}: {name} differs by {error:.2e}, {error / largest:.1e} of its largest element"
-        )
+        one = error / max(value.abs().max().item(), floor)
+        if not one <= found.relative:  # NaN is the worst
+            found = Difference(one, name)
+        if math.isnan(one):
+            break
+    return found
 
 
 def check_equal(about: str, actual: Any, expected: Any) -> None:

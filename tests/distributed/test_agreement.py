@@ -114,3 +114,57 @@ def test_rank_0_has_the_values() -> None:
     expected = results[0][0]
     assert results[1][0] != expected
     assert all(after == expected for _, after in results)
+
+
+class _Branches(nn.Module):
+    """Two ways of the same shapes, of which the data choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.left(inputs) if inputs.sum() > 0 else self.right(inputs)
+
+
+class _Both(_Branches):
+    """Two ways that are both taken, of which the loss uses one."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.left(inputs), self.right(inputs)
+        return outputs[0] if inputs.sum() > 0 else outputs[1]
+
+
+class _PartlyCompiled(_Branches):
+    """One of the two ways is left to Python."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.sum() > 0:
+            return self.left(inputs)
+        return self._eagerly(inputs)
+
+    @torch._dynamo.disable
+    def _eagerly(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.right(inputs)
+
+
+def _different_branches(mesh: DeviceMesh) -> dict[str, str]:
+    inputs = torch.ones(2, 8) * (-1 if dist.get_rank() == 2 else 1)
+    messages = {}
+    for name, made in (("eager", _Branches), ("backward", _Both), ("mixed", _PartlyCompiled)):
+        model = fcdp_compile.shard(made(), mesh)
+        net: Any = torch.compile(model, backend="fcdp") if name == "mixed" else model
+        messages[name] = message_of(PlanMismatchError, lambda: net(inputs).sum().backward())  # noqa: B023
+        dist.barrier()
+    return messages
+
+
+def test_branches_that_depend_on_the_data_stop_before_parameters_are_mixed_up() -> None:
+    for messages in run(_different_branches, nodes=2, ranks_per_node=2, timeout_s=_LIMIT_S):
+        assert messages["eager"].startswith(
+            "rank 0 gathers parameter 'left.weight' and rank 2 gathers parameter 'right.weight'; let every"
+        )
+        assert messages["backward"].startswith("rank 0 reduces the gradient of parameter 'left.")
+        assert messages["mixed"].startswith(
+            "rank 0 runs a compiled graph and rank 2 gathers parameter 'right.weight'"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from tests.distributed.models import CASES
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
+
+_SOURCE = Path(__file__).read_text().splitlines()
 
 
 class _Partly(nn.Module):
@@ -62,6 +66,9 @@ def test_what_it_says() -> None:
         assert sum(count for _, count in partly.graph_breaks) >= 1
         assert "in no compiled graph, so gathered past the cache if they are used: outside" in text
         assert "graph breaks (TORCH_LOGS" in text
+        line = next(n for n, text in enumerate(_SOURCE, 1) if "return self._eagerly(" in text)
+        assert f"{__file__}:{line} in forward" in partly.broken_at
+        assert f"\n  at {__file__}:{line} in forward" in text
 
 
 def test_a_model_that_is_not_sharded() -> None:

@@ -6,9 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.cluster import ClusterProfile, Measured, find_profile, profile_to_json
@@ -124,6 +128,42 @@ def test_all_ranks_find_the_same() -> None:
     assert profile.machine.inter.bytes_per_s == 1e9
     sent = [s.bytes for s in profile.samples if s.of is Measured.INTRA_ALL_GATHER]
     assert sent == [4 * KIB, 16 * KIB]
+
+
+def _probe_differently(mesh: DeviceMesh) -> ProbeOutcome:
+    return probe(replace(REQUEST, max_bytes=REQUEST.max_bytes << 2 * dist.get_rank()))
+
+
+def _probe_without_memory(mesh: DeviceMesh) -> ProbeOutcome:
+    if dist.get_rank() == 1:
+        Probing._filled = _no_memory  # type: ignore[method-assign]
+    return probe(REQUEST)
+
+
+def _no_memory(self: Probing, size: int) -> Tensor:
+    raise MemoryError(f"no room for {size} bytes")
+
+
+def _probe_other_nodes(mesh: DeviceMesh) -> ProbeOutcome:
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 + dist.get_rank())  # machines that started 1 and 2 ranks
+    return probe(replace(REQUEST, nodes=None))
+
+
+@pytest.mark.parametrize(
+    ("probing", "expected"),
+    [
+        (_probe_differently, "different --inter, --max-size or --seconds"),
+        (_probe_without_memory, "rank 1: no room for 4096 bytes"),
+        (_probe_other_nodes, "rank 0 makes 2 nodes of 2 ranks and rank 1 makes 1"),
+    ],
+)
+def test_what_goes_wrong_on_one_rank_ends_all(
+    probing: Callable[[DeviceMesh], ProbeOutcome], expected: str
+) -> None:
+    """None waits for another that measures something else, or nothing."""
+    found = ranks.run(probing, nodes=1, ranks_per_node=2, timeout_s=60)
+    assert all(expected in each.refusal for each in found), found
+    assert [each.is_first for each in found] == [True, False]
 
 
 def test_ranks_that_no_nodes_divide_are_refused_on_all() -> None:

@@ -239,6 +239,92 @@ def test_a_model_that_needs_data() -> None:
         trace(build, seq=1, param_dtype=None)
 
 
+class Invents(nn.Module):
+    """Goes on with something that only values tell, without asking what it is."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first = nn.Linear(8, 8)
+        self.more = nn.Linear(8, 8)
+
+    def forward(self, values: Tensor, scale: Tensor) -> Tensor:
+        values = self.first(values)
+        if self.how == "factor":
+            values = values * scale.max().item()
+        elif self.how == "size":
+            values = values[: scale.long().max().item()]  # type: ignore[misc]
+        elif self.how == "choice":
+            values = values[scale > 0]
+        elif self.how == "constant":
+            values = values.repeat(torch.tensor(3).item(), 1)  # type: ignore[arg-type]
+        elif self.how == "outside":
+            values = _outside(values)
+        total: Tensor = self.more(values).sum()
+        return total
+
+
+@torch.compiler.disable
+def _outside(values: Tensor) -> Tensor:
+    return values * 2
+
+
+def _inventing(how: str) -> TracedModel:
+    def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+        return Invents(how), (torch.zeros(batch, 8), torch.zeros(batch))
+
+    return trace(build, seq=1, param_dtype=None)
+
+
+@pytest.mark.parametrize("how", ["factor", "size", "choice"])
+def test_values_are_not_invented(how: str) -> None:
+    """The rest of such a model would be planned for the traced batch, or for a size that is none."""
+    with pytest.raises(FcdpError, match=r"cannot be traced without data.*values of inputs"):
+        _inventing(how)
+    assert _inventing("constant").graphs, "control: a constant has a value"
+
+
+def test_what_runs_outside_of_graphs_fixes_the_batch() -> None:
+    """The graph after it is of the traced batch, and must not stand for others."""
+    found = _inventing("outside")
+    assert len(found.graphs) == 2
+    assert found.graphs[0].sizes(1) != found.graphs[0].sizes(2), (
+        "control: the first is of any batch"
+    )
+    assert not found.has_any_batch
+    with pytest.raises(FcdpError, match="takes no other number"):
+        _estimate(found, batch=TRACED_BATCH + 1)
+
+
+class Leaves(nn.Module):
+    """Computes a part of itself outside of any graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+        self.outside = nn.Linear(8, 8)
+        self.outside.forward = torch.compiler.disable(self.outside.forward)  # type: ignore[method-assign]
+
+    def forward(self, values: Tensor) -> Tensor:
+        total: Tensor = self.inside(self.outside(values)).sum()
+        return total
+
+
+def test_parameters_that_no_graph_reads_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+        return Leaves(), (torch.zeros(batch, 8),)
+
+    def told(source: Source) -> list[str]:
+        caplog.clear()
+        traced_model(source, OPTIONS)
+        return [r.getMessage() for r in caplog.records if r.name == "fcdp_compile.planner"]
+
+    for _ in range(2):  # traced, then kept
+        (text,) = told(Source(name="it", build=build, identity="it"))
+        assert "2 parameters of it, such as 'outside.weight', are read by no graph" in text
+    assert told(Source(name="odd", build=build_of("odd"))) == []
+
+
 def test_a_missing_input_is_named() -> None:
     def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
         return Peeks(), {"values": torch.zeros(batch, 8)}

@@ -1,0 +1,268 @@
+"""What `load_pretrained` takes on every rank: memory at its peak, and bytes read of the checkpoint.
+
+    python -m benchmarks.load                          2 GB of float32, 2 x 2 ranks
+    python -m benchmarks.load --mode whole             every rank loads all of it, for comparison
+
+Memory is what the process has beyond the moment before the load and nobody can take back: anonymous pages,
+sampled every few milliseconds.  Pages of the checkpoint's files that are mapped at the moment belong to the
+system's page cache; they are shown apart.  Bytes read: those that ranks asked for, by node, and those that
+the device delivered, which is all ranks together as they share one machine, after its page cache of the files
+was dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tabulate import tabulate
+from torch import nn
+
+import fcdp_compile
+from benchmarks.machine import Machine
+from fcdp_compile.pretrained.source import Files
+from fcdp_compile.sharding import state_of
+from fcdp_compile.tensor_file import TensorFileWriter, TensorMeta
+
+LIMIT = 1.2  # of home shards plus the largest tensor
+READ_LIMIT = 1.1  # of the file, by each node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one rank took; bytes.
+
+    mapped: the most that was mapped of files at once, beyond before.  delivered: by the device to this
+    process.
+    """
+
+    node: int
+    place: int
+    home_bytes: int
+    largest_bytes: int
+    anonymous_bytes: int
+    mapped_bytes: int
+    requested_bytes: int
+    delivered_bytes: int
+    seconds: float
+
+
+class Model(nn.Module):
+    """Matrices and nothing else."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(size)) for size in sizes)
+
+
+def sizes_of(total_bytes: int) -> list[tuple[int, int]]:
+    """Shapes of float32 matrices of so many bytes in all: an embedding, and layers of three matrices."""
+    width = 2048
+    layer = [(width, width), (4 * width, width), (width, 4 * width)]
+    layer_bytes = 4 * sum(a * b for a, b in layer)
+    layers = max(1, int(0.9 * total_bytes) // layer_bytes)
+    rows = max(64, (total_bytes - layers * layer_bytes) // (4 * width))
+    return [(rows, width), *(size for _ in range(layers) for size in layer)]
+
+
+def write(folder: Path, sizes: Sequence[tuple[int, int]], files: int) -> int:
+    """Write a checkpoint in several files, tensor by tensor; returns the bytes of its tensors."""
+    names = [f"weights.{i}" for i in range(len(sizes))]
+    places: dict[str, str] = {}
+    for k in range(files):
+        mine = {
+            name: TensorMeta(dtype=torch.float32, shape=size)
+            for i, (name, size) in enumerate(zip(names, sizes, strict=True))
+            if i % files == k
+        }
+        file = f"model-{k + 1:05d}-of-{files:05d}.safetensors"
+        with TensorFileWriter(folder / file, mine, {"format": "pt"}) as writer:
+            for name, meta in mine.items():
+                writer.write(name, torch.randn(meta.shape))
+        places |= dict.fromkeys(mine, file)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return 4 * sum(a * b for a, b in sizes)
+
+
+def main() -> None:
+    """Write a checkpoint, load it on ranks of this machine, and print a table."""
+    parser = argparse.ArgumentParser(description="Peak memory and bytes read of load_pretrained.")
+    parser.add_argument("--gb", type=float, default=2.0, help="of the checkpoint, 10**9 bytes")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--files", type=int, default=4)
+    parser.add_argument("--mode", choices=("load_pretrained", "whole"), default="load_pretrained")
+    parser.add_argument(
+        "--folder", type=Path, help="on a disk with room, default the temporary one"
+    )
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sizes = sizes_of(int(arguments.gb * 1e9))
+    if arguments.worker:
+        _work(arguments.worker, sizes, arguments.nodes, arguments.mode)
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        file_bytes = write(folder, sizes, arguments.files)
+        ranks = arguments.nodes * arguments.ranks_per_node
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}", "-m", "benchmarks.load", f"--worker={folder}"]
+        command += [
+            f"--nodes={arguments.nodes}",
+            f"--gb={arguments.gb}",
+            f"--mode={arguments.mode}",
+        ]
+        subprocess.run(command, check=True)
+        rows = [Row(**json.loads(p.read_text())) for p in sorted(folder.glob("row-*.json"))]
+    print(_report(rows, file_bytes))
+
+
+def _report(rows: Sequence[Row], file_bytes: int) -> str:
+    mb = 1e6
+    table = [
+        {
+            "node": row.node,
+            "place": row.place,
+            "home shards MB": row.home_bytes / mb,
+            "largest tensor MB": row.largest_bytes / mb,
+            "peak MB": row.anonymous_bytes / mb,
+            "of both": row.anonymous_bytes / (row.home_bytes + row.largest_bytes),
+            "mapped MB": row.mapped_bytes / mb,
+            "asked for MB": row.requested_bytes / mb,
+            "from the device MB": row.delivered_bytes / mb,
+            "s": row.seconds,
+        }
+        for row in rows
+    ]
+    nodes = sorted({row.node for row in rows})
+    by_node = {n: sum(r.requested_bytes for r in rows if r.node == n) for n in nodes}
+    delivered = sum(row.delivered_bytes for row in rows)
+    worst = max(r.anonymous_bytes / (r.home_bytes + r.largest_bytes) for r in rows)
+    lines = [
+        tabulate(table, headers="keys", floatfmt=".3f"),
+        f"file: {file_bytes / mb:.1f} MB",
+        f"highest peak: {worst:.3f} of home shards and largest tensor (limit {LIMIT})",
+        *(
+            f"node {n} asked for {size / file_bytes:.3f} of the file (limit {READ_LIMIT})"
+            for n, size in by_node.items()
+        ),
+        f"all ranks, who share one page cache, had {delivered / file_bytes:.3f} of the file from the device",
+        str(Machine.here()),
+    ]
+    return "\n".join(lines)
+
+
+def _work(folder: Path, sizes: Sequence[tuple[int, int]], nodes: int, mode: str) -> None:
+    """One rank: load, with a thread that samples its memory."""
+    mesh = fcdp_compile.make_mesh(nodes=nodes)
+    assert mesh is not None
+    with torch.device("meta"):
+        model = Model(sizes)
+    fcdp_compile.shard(model, mesh)
+    home = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[operator]
+    if mesh.get_rank() == 0:
+        _drop_page_cache(folder)
+    dist.barrier()
+    requested: list[Any] = []
+    close = Files.close
+
+    def noting(self: Files) -> None:
+        requested.append(self.read_bytes)
+        close(self)
+
+    Files.close = noting  # type: ignore[method-assign]
+    before_read = _delivered()
+    with Sampling() as sampling:
+        start = time.perf_counter()
+        if mode == "whole":
+            kept = _load_whole(folder)
+            requested.append(sum(t.nbytes for t in kept))
+        else:
+            fcdp_compile.load_pretrained(model, folder)
+        seconds = time.perf_counter() - start
+    state = state_of(model)
+    row = Row(
+        node=state.topology.node,
+        place=state.topology.place,
+        home_bytes=home,
+        largest_bytes=max(4 * a * b for a, b in sizes),
+        anonymous_bytes=sampling.anonymous_bytes,
+        mapped_bytes=sampling.mapped_bytes,
+        requested_bytes=sum(requested),
+        delivered_bytes=_delivered() - before_read,
+        seconds=seconds,
+    )
+    (folder / f"row-{mesh.get_rank()}.json").write_text(json.dumps(asdict(row)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _load_whole(folder: Path) -> list[torch.Tensor]:
+    return [t.clone() for f in sorted(folder.glob("*.safetensors")) for t in load_file(f).values()]
+
+
+class Sampling:
+    """The most memory that the process had while the block ran, beyond what it had before.
+
+    Home shards of a model from meta have memory that no byte was written to, so none of it counts before.
+    """
+
+    def __init__(self) -> None:
+        self.anonymous_bytes = self.mapped_bytes = 0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Sampling:
+        self._before = _resident()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while True:
+            anonymous, mapped = _resident()
+            self.anonymous_bytes = max(self.anonymous_bytes, anonymous - self._before[0])
+            self.mapped_bytes = max(self.mapped_bytes, mapped - self._before[1])
+            if self._ends.wait(0.003):
+                return
+
+
+def _resident() -> tuple[int, int]:
+    """Bytes of anonymous and of mapped file pages of this process."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    kib = {name: int(fields[name].split()[0]) for name in ("RssAnon", "RssFile", "RssShmem")}
+    return 1024 * (kib["RssAnon"] + kib["RssShmem"]), 1024 * kib["RssFile"]
+
+
+def _delivered() -> int:
+    """Bytes that devices delivered for this process, read or mapped."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def _drop_page_cache(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+if __name__ == "__main__":
+    main()

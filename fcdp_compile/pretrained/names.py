@@ -1,0 +1,129 @@
+"""Which tensors of a model a checkpoint has, and what it calls them.
+
+    base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight      the wrapped model's name
+                     model.layers.0.self_attn.q_proj.weight                 the checkpoint's
+
+PEFT's wrappers are recognised by their classes: a module may be called `base_layer` without being one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.pretrained.huggingface import base_of, is_adapter_layer, is_trained_copy
+
+
+class Role(Enum):
+    """What a tensor is in a model that may be wrapped by PEFT.
+
+    COPY: of a module of the base, which is trained in its place (`modules_to_save`).
+    """
+
+    BASE = "base"
+    COPY = "copy"
+    ADAPTER = "adapter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entry:
+    """One name of a model's state dict.
+
+    name: in the root's state dict, which for a parameter is a name of `named_parameters`, tied ones included.
+    plain: what a checkpoint of the base calls it; for an adapter the same as name.
+    module, leaf: where it is.  tensor: the parameter or buffer itself; a tied one has several entries.
+    """
+
+    name: str
+    plain: str
+    role: Role
+    module: nn.Module
+    leaf: str
+    tensor: Tensor
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter, not a buffer."""
+        return self.leaf in self.module._parameters
+
+
+def entries_of(root: nn.Module) -> list[Entry]:
+    """Every parameter and persistent buffer of a model, in the order of its state dict, not gathered.
+
+    Raises: FcdpError for a state dict with something else in it.
+    """
+    places = {place.path: place for place in _walk(root, base_of(root))}
+    # With keep_vars it gives the very parameters: no home shard is touched.
+    state = root.state_dict(keep_vars=True)
+    found = []
+    for name in state:
+        path, _, leaf = name.rpartition(".")
+        place = places.get(path)
+        tensor = None if place is None else _held(place.module, leaf)
+        if place is None or tensor is None:
+            raise FcdpError(
+                f"{name!r} of the model's state dict is no parameter or buffer of its modules (extra state, "
+                "or a hook that renames), which a safetensors checkpoint cannot carry"
+            )
+        plain = f"{place.plain}.{leaf}" if place.plain else leaf
+        found.append(
+            Entry(
+                name=name,
+                plain=name if place.role is Role.ADAPTER else plain,
+                role=place.role,
+                module=place.module,
+                leaf=leaf,
+                tensor=tensor,
+            )
+        )
+    return found
+
+
+def _held(module: nn.Module, leaf: str) -> Tensor | None:
+    parameter: Tensor | None = module._parameters.get(leaf)
+    return parameter if parameter is not None else module._buffers.get(leaf)
+
+
+class _Place(NamedTuple):
+    """A module at a path, what checkpoints call that path, and what the module's own tensors are."""
+
+    path: str
+    module: nn.Module
+    plain: str
+    role: Role
+
+
+def _walk(root: nn.Module, base: nn.Module) -> Iterator[_Place]:
+    """Every path of a module."""
+    # Outside of a wrapped base there are only adapters (prompt encoders).
+    waiting = [_Place("", root, "", Role.BASE if base is root else Role.ADAPTER)]
+    while waiting:
+        place = waiting.pop()
+        if place.module is base:
+            place = place._replace(plain="", role=Role.BASE)
+        has_adapters = place.role is Role.BASE and is_adapter_layer(place.module)
+        yield place._replace(role=Role.ADAPTER) if has_adapters else place
+        for name, child in place.module._modules.items():
+            if child is not None:
+                waiting += _below(place, name, child)
+
+
+def _below(place: _Place, name: str, child: nn.Module) -> list[_Place]:
+    """The place of a child; for a dictionary of copies those of the copies."""
+    path = f"{place.path}.{name}" if place.path else name
+    plain = f"{place.plain}.{name}" if place.plain else name
+    if place.role is Role.BASE and is_adapter_layer(place.module):
+        if name == "base_layer":
+            return [_Place(path, child, place.plain, Role.BASE)]
+        return [_Place(path, child, plain, Role.ADAPTER)]
+    if place.role is Role.BASE and is_trained_copy(place.module):
+        if name == "original_module" or is_adapter_layer(child):
+            return [_Place(path, child, place.plain, Role.BASE)]
+        copies = [(f"{path}.{n}", c) for n, c in child._modules.items() if c is not None]
+        return [_Place(at, copy, place.plain, Role.COPY) for at, copy in copies]
+    return [_Place(path, child, plain, place.role)]

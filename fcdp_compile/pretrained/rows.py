@@ -1,0 +1,66 @@
+"""A checkpoint that was loaded, to read rows from that other nodes own (`runtime.row_sources`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.pretrained.source import Files, Source
+from fcdp_compile.registry import ParamSpec
+
+_REMOTE = (
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
+    "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
+)  # fmt: skip
+"""File systems whose files may be on another machine; of fuse, any."""
+
+
+class CheckpointRows:
+    """Home shards as a checkpoint has them, by the parameters' keys; nothing stays open between reads."""
+
+    def __init__(self, sources: Mapping[str, tuple[ParamSpec, Source]]) -> None:
+        self._sources = sources
+        self._files = Files()
+
+    @property
+    def keys(self) -> list[str]:
+        """The parameters that it has."""
+        return list(self._sources)
+
+    def read(self, key: str, node: int, place: int) -> Tensor:
+        """The home shard of the rank at that place of that node."""
+        spec, source = self._sources[key]
+        layout = spec.layout
+        out = torch.empty(layout.local_shape(node, place), dtype=spec.home_dtype)
+        start = layout.local_start(node, place)
+        at = tuple(start if dim == layout.dim else 0 for dim in range(out.ndim))
+        source.fill(out, at, self._files)
+        return out
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+
+def is_local(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Whether a file is on a disk of this machine, as far as the system tells; False if it does not.
+
+    Rows that are read over a network in place of gathering them would cross it all the same.
+
+    mounts: the system's list of file systems.
+    """
+    try:
+        mounted = mounts.read_text().splitlines()
+        place = path.resolve(strict=True)
+    except OSError:
+        return False
+    best, kind = -1, "nfs"
+    for line in mounted:
+        _, where, of, *_ = line.split(" ")
+        point = Path(where.encode().decode("unicode_escape"))
+        if len(point.parts) >= best and (point == place or point in place.parents):
+            best, kind = len(point.parts), of
+    return kind not in _REMOTE and not kind.startswith("fuse.")

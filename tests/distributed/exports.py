@@ -1,0 +1,207 @@
+"""Models to export, what their own `save_pretrained` writes, and how folders compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.distributed.beside import whole
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2}
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**GROUPED))
+
+
+def llama_tied() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=True))
+
+
+def llama_bf16() -> PreTrainedModel:
+    return llama().to(torch.bfloat16)
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=97, n_positions=64, n_embd=24, n_layer=2, n_head=4)
+    )
+
+
+def mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=4))
+
+
+def qwen_moe() -> PreTrainedModel:
+    experts = {"num_experts": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**GROUPED, **experts))
+
+
+def t5() -> PreTrainedModel:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=97, d_model=24, d_kv=6, d_ff=50, num_layers=2, num_heads=4)
+    )
+
+
+def bert() -> PreTrainedModel:
+    return BertForMaskedLM(BertConfig(**SIZES))
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    m.__name__: m for m in (llama, llama_tied, llama_bf16, gpt2, mixtral, qwen_moe, t5, bert)
+}
+
+
+def _lora(**more: Any) -> peft.LoraConfig:
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    return peft.LoraConfig(**options | more)
+
+
+def _two(model: nn.Module) -> Any:
+    adapted = peft.get_peft_model(model, _lora())
+    adapted.add_adapter("other", _lora(r=2, target_modules=["down_proj"]))
+    return adapted
+
+
+ADAPTED: dict[str, Callable[[], Any]] = {
+    "lora": lambda: peft.get_peft_model(llama(), _lora()),
+    "dora": lambda: peft.get_peft_model(
+        llama(), _lora(use_dora=True, use_rslora=True, modules_to_save=["lm_head"])
+    ),
+    "embedding": lambda: peft.get_peft_model(
+        llama_tied(), _lora(target_modules=["embed_tokens", "q_proj"])
+    ),
+    "tokens": lambda: peft.get_peft_model(llama(), _lora(trainable_token_indices=[1, 5])),
+    "conv1d": lambda: peft.get_peft_model(
+        gpt2(), _lora(target_modules=["c_attn"], bias="lora_only", fan_in_fan_out=True)
+    ),
+    "experts": lambda: peft.get_peft_model(
+        mixtral(), _lora(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    ),
+    "two": lambda: _two(llama()),
+    "ia3": lambda: peft.get_peft_model(
+        llama(), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    ),
+    "prompt": lambda: peft.get_peft_model(
+        llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ),
+    "prefix": lambda: peft.get_peft_model(
+        llama(),
+        peft.PrefixTuningConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True
+        ),
+    ),
+}
+"""By what is special about the adapters."""
+
+UNSTACKED = ("mixtral", "qwen_moe")
+"""Models whose experts are one tensor, and many in a checkpoint."""
+
+PROMPTS = ("prompt", "prefix")
+
+
+def make(model: Callable[[], Any]) -> Any:
+    """The model with values of its own: equal biases or norms would hide a mistaken name."""
+    torch.manual_seed(0)
+    made = model()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    return made.eval()
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 97, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def train(model: Any, plain: Any) -> None:
+    """Two steps on every rank's same batch, then the trained values to the plain model."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(2):
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values[name.removeprefix("_orig_mod.")].copy_(whole(parameter))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(input_ids=ids()).logits
+    return found
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the files in a folder and below, by file and name."""
+    found = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}, path
+            for name in file.keys():  # noqa: SIM118  # it is no dictionary
+                found[f"{path.relative_to(folder)}: {name}"] = file.get_tensor(name)
+    return found
+
+
+def compare(folder: Path, expected: Path) -> None:
+    """Both folders must hold the same files, texts and tensors, bit by bit."""
+    files, others = (
+        sorted(str(p.relative_to(f)) for p in f.rglob("*") if p.is_file())
+        for f in (folder, expected)
+    )
+    assert files == others
+    found, wanted = tensors_of(folder), tensors_of(expected)
+    assert sorted(found) == sorted(wanted)
+    for name, tensor in found.items():
+        assert tensor.dtype == wanted[name].dtype, name
+        assert torch.equal(tensor, wanted[name]), name
+    for name in files:
+        if not name.endswith(".safetensors"):
+            assert (folder / name).read_text() == (expected / name).read_text(), name
+
+
+def compare_tensors(folder: Path, expected: Path) -> None:
+    """Both folders must hold the same tensors, whichever files they are in."""
+    found, wanted = (
+        {name.partition(": ")[2]: t for name, t in tensors_of(f).items()}
+        for f in (folder, expected)
+    )
+    assert sorted(found) == sorted(wanted)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+def saved(plain: Any, folder: Path, **options: Any) -> Path:
+    """What the library's own `save_pretrained` writes."""
+    copy.deepcopy(plain).save_pretrained(folder, **options)
+    return folder

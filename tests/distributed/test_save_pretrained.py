@@ -1,0 +1,350 @@
+"""`save_pretrained` writes what Transformers and PEFT would write, bit by bit, and they read it."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import resource
+import signal
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fcdp_compile
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.torch_compat import DispatchMode, storage_id, tree_leaves
+from tests.distributed.beside import named, whole
+from tests.distributed.exports import (
+    ADAPTED,
+    MODELS,
+    PROMPTS,
+    UNSTACKED,
+    compare,
+    compare_tensors,
+    llama,
+    llama_tied,
+    logits,
+    make,
+    mixtral,
+    saved,
+    train,
+)
+from tests.distributed.jobs import WORKS, Job, message_of, run_jobs
+from tests.distributed.models import Odd
+from tests.distributed.released import frozen_of, held_bytes
+
+pytestmark = pytest.mark.distributed
+
+
+def _shared_folder(mesh: DeviceMesh | None) -> Path:
+    """A new folder that all ranks know."""
+    told = [tempfile.mkdtemp(prefix="fcdp-") if _rank() == 0 else ""]
+    if mesh is not None:
+        dist.broadcast_object_list(told, 0)
+    return Path(told[0])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _model(mesh: DeviceMesh | None, name: str, max_shard_bytes: int) -> None:
+    folder, plain = _shared_folder(mesh), make(MODELS[name])
+    model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
+    fcdp_compile.save_pretrained(model, folder / "ours", max_shard_bytes=max_shard_bytes)
+    if _rank() == 0:
+        theirs = saved(plain, folder / "theirs", max_shard_size=max_shard_bytes)
+        if name in UNSTACKED and max_shard_bytes < 10**9:
+            # Transformers puts experts of one layer into one file, however large that gets.
+            assert all(p.stat().st_size < 2 * max_shard_bytes for p in (folder / "ours").iterdir())
+            compare_tensors(folder / "ours", theirs)
+        else:
+            compare(folder / "ours", theirs)
+        back = type(plain).from_pretrained(folder / "ours", dtype=plain.dtype)
+        for (key, found), (other, expected) in zip(
+            back.state_dict().items(), plain.state_dict().items(), strict=True
+        ):
+            assert key == other
+            assert torch.equal(found, expected), key
+
+
+def _adapter(mesh: DeviceMesh | None, name: str) -> None:
+    """Trained for two steps, written, and read by PEFT into a base of its own."""
+    folder, plain = _shared_folder(mesh), make(ADAPTED[name])
+    base = copy.deepcopy(plain.base_model) if name in PROMPTS else copy.deepcopy(plain).unload()
+    model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
+    train(model, plain)
+    fcdp_compile.save_pretrained(model, folder / "ours")
+    if _rank() == 0:
+        compare(folder / "ours", saved(plain, folder / "theirs"))
+        back = peft.PeftModel.from_pretrained(base, folder / "ours")
+        assert torch.equal(logits(back), logits(plain))
+
+
+def _merged(mesh: DeviceMesh | None, name: str) -> None:
+    folder, plain = _shared_folder(mesh), make(ADAPTED[name])
+    model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
+    train(model, plain)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    fcdp_compile.save_pretrained(model, folder / "ours", merge=True)
+    for n, p in model.named_parameters():
+        assert torch.equal(p.to_local() if mesh else p, before[n].to_local() if mesh else before[n])
+    if _rank() == 0:
+        merged = copy.deepcopy(plain).merge_and_unload()
+        compare(folder / "ours", saved(merged, folder / "theirs"))
+        assert torch.equal(logits(type(merged).from_pretrained(folder / "ours")), logits(merged))
+
+
+def _prompts_are_not_merged(mesh: DeviceMesh | None) -> None:
+    folder = _shared_folder(mesh)
+    model = fcdp_compile.shard(make(ADAPTED["prompt"]), mesh)
+    save = partial(fcdp_compile.save_pretrained, model, folder / "new", merge=True)
+    assert "type PROMPT_TUNING are no change of the base's weights" in message_of(FcdpError, save)
+    assert os.listdir(folder) == []
+
+
+def _embeddings_that_were_tied(mesh: DeviceMesh | None) -> None:
+    """A trained copy of the head: the merged base must not be read with the embedding in its place."""
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    folder, plain = _shared_folder(mesh), make(lambda: peft.get_peft_model(llama_tied(), config))
+    model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
+    train(model, plain)
+    fcdp_compile.save_pretrained(model, folder / "ours", merge=True)
+    if _rank() == 0:
+        back = type(plain.get_base_model()).from_pretrained(folder / "ours")
+        assert torch.equal(logits(back), logits(plain.merge_and_unload()))
+
+
+def _plain_module(mesh: DeviceMesh | None) -> None:
+    folder, plain = _shared_folder(mesh), make(Odd)
+    plain.register_buffer("steps", torch.tensor(7))
+    plain.again = plain.embedding
+    fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
+    if _rank() == 0:
+        found, expected = load_file(folder / "ours" / "model.safetensors"), plain.state_dict()
+        assert set(expected) - set(found) == {"again.weight"}
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+class _Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+def _compiled_and_released(mesh: DeviceMesh) -> None:
+    """Shards that left the device stay away, and the export has their values all the same."""
+    folder, plain = _shared_folder(mesh), make(ADAPTED["lora"])
+    model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
+    net: Any = torch.compile(model, backend="fcdp")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        net(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.square().mean().backward()
+        optimizer.step()
+    released = [n for n, p in frozen_of(model).items() if p.released_by is not None]
+    assert released
+    fcdp_compile.save_pretrained(net, folder / "ours", merge=True, tokenizer=_Tokenizer())
+    assert released == [n for n, p in frozen_of(model).items() if p.released_by is not None]
+    assert not any(held_bytes(p) for n, p in frozen_of(model).items() if n in released)
+    values = {n: p.full_tensor() for n, p in model.named_parameters()}
+    plain.load_state_dict(values, strict=False)
+    if _rank() == 0:
+        saved(plain.merge_and_unload(), folder / "theirs")
+        (folder / "theirs" / "tokenizer.json").write_text("{}")
+        compare(folder / "ours", folder / "theirs")
+
+
+class _LiveBytes(DispatchMode):
+    """The most bytes of memory that operations had made and somebody held, besides the model's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.peak = 0
+        self._own = {
+            storage_id(p.held if isinstance(p, HomeShard) else p) for p in model.parameters()
+        }
+        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if type(tensor) is torch.Tensor and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage_id(tensor) not in self._own:
+                    self._living[storage_id(tensor)] = StorageWeakRef(storage), storage.nbytes()
+        self._living = {k: (ref, b) for k, (ref, b) in self._living.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._living.values()))
+        return result
+
+
+def _memory(mesh: DeviceMesh | None) -> None:
+    """The writer has the largest parameter, and half of it where experts are taken apart."""
+    for build, times in ((llama, 1.0), (mixtral, 1.5)):
+        folder, plain = _shared_folder(mesh), make(build)
+        largest = max(p.nbytes for p in plain.parameters())
+        model = fcdp_compile.shard(plain, mesh)
+        with _LiveBytes(model) as live:
+            fcdp_compile.save_pretrained(model, folder / "ours")
+        # Besides: a piece that arrives, a slice on its way into the file, what ranks tell each other.
+        pieces = largest / (2 if mesh is None else mesh.size()) + 2000
+        limit = times * largest + pieces if _rank() == 0 else pieces
+        assert live.peak < limit, (build.__name__, live.peak, largest, limit)
+        assert _rank() or live.peak >= largest
+
+
+def _disk_full(mesh: DeviceMesh | None) -> None:
+    """The third file of four cannot be written; nobody hangs, and the folder is as it was."""
+    folder = _shared_folder(mesh)
+    model = fcdp_compile.shard(make(llama), mesh)
+    fcdp_compile.save_pretrained(model, folder / "ours")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    before = {p.name: p.read_bytes() for p in (folder / "ours").iterdir()}
+    if _rank() == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+    for limit in (10**9, 9000):
+        save = partial(fcdp_compile.save_pretrained, model, folder / "ours", max_shard_bytes=limit)
+        told = message_of(FcdpError, save)
+        assert os.strerror(errno.EFBIG) in told, told
+    dist.barrier()
+    if _rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert before == {p.name: p.read_bytes() for p in (folder / "ours").iterdir()}
+    fcdp_compile.save_pretrained(model, folder / "ours")
+
+
+def _no_folder(mesh: DeviceMesh | None) -> None:
+    folder = _shared_folder(mesh)
+    (folder / "file").write_text("")
+    model = fcdp_compile.shard(make(llama), mesh)
+    for name in ("file", "file/below"):
+        told = message_of(FcdpError, partial(fcdp_compile.save_pretrained, model, folder / name))
+        assert "file" in told
+
+
+def _one_rank_fails(mesh: DeviceMesh) -> None:
+    """A rank whose shard is not what it was sends zeros, and nobody keeps them."""
+    folder = _shared_folder(mesh)
+    model = fcdp_compile.shard(make(llama), mesh)
+    if _rank() == 1:
+        shard = named(model, "norm.weight")
+        assert isinstance(shard, HomeShard)
+        shard._local_tensor = shard.held.double()
+    told = message_of(FcdpError, partial(fcdp_compile.save_pretrained, model, folder / "new"))
+    assert "rank 1: parameter 'model.norm.weight' is now torch.float64" in told, told
+    dist.barrier()
+    assert os.listdir(folder) == []
+
+
+def _others_ask_for_another(mesh: DeviceMesh) -> None:
+    folder = _shared_folder(mesh)
+    model = fcdp_compile.shard(make(llama), mesh)
+    size = 10**9 if _rank() == 0 else 9000
+    save = partial(fcdp_compile.save_pretrained, model, folder / "new", max_shard_bytes=size)
+    assert "ranks 0 and 1 are about to export different tensors" in message_of(FcdpError, save)
+
+
+def _loaded_again(mesh: DeviceMesh | None) -> None:
+    """What was written comes back into a sharded model that was built without values."""
+    folder, plain = _shared_folder(mesh), make(mixtral)
+    fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
+    with torch.device("meta"):
+        empty = mixtral()
+    model = fcdp_compile.shard(empty, mesh)
+    fcdp_compile.load_pretrained(model, folder / "ours")
+    fcdp_compile.materialize(model)  # buffers that no checkpoint has
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(whole(found), expected), name
+    fcdp_compile.save_pretrained(model, folder / "again")
+    if _rank() == 0:
+        compare_tensors(folder / "again", folder / "ours")
+
+
+def _values_that_are_not_there(mesh: DeviceMesh | None) -> None:
+    folder = _shared_folder(mesh)
+    with torch.device("meta"):
+        model = llama()
+    model = fcdp_compile.shard(model, mesh)
+    told = message_of(FcdpError, partial(fcdp_compile.save_pretrained, model, folder / "new"))
+    assert "materialize" in told, told
+
+
+ANYWHERE: dict[str, Job] = {
+    "a plain module": _plain_module,
+    "prompts are not merged": _prompts_are_not_merged,
+    "embeddings that were tied": _embeddings_that_were_tied,
+    "loaded again": _loaded_again,
+    "memory": _memory,
+    "no folder": _no_folder,
+    "values that are not there": _values_that_are_not_there,
+}
+"""What needs no particular layout."""
+
+SEVERAL: dict[str, Job] = {
+    "compiled and released": _compiled_and_released,
+    "disk full": _disk_full,
+    "one rank fails": _one_rank_fails,
+    "others ask for another": _others_ask_for_another,
+}
+MERGED = [name for name in ADAPTED if name not in PROMPTS]
+JOBS: dict[str, Job] = {
+    **{f"model {n}": partial(_model, name=n, max_shard_bytes=10**9) for n in MODELS},
+    **{f"split {n}": partial(_model, name=n, max_shard_bytes=9000) for n in ("llama", "mixtral")},
+    **{f"adapter {n}": partial(_adapter, name=n) for n in ADAPTED},
+    **{f"merged {n}": partial(_merged, name=n) for n in MERGED},
+    **ANYWHERE,
+    **SEVERAL,
+}
+ODD = ("model llama_tied", "split mixtral", "adapter dora", "merged lora", "merged experts")
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> list[dict[str, str]]:
+    return run_jobs(JOBS, nodes=2, ranks_per_node=2)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_on_two_nodes(verdicts: list[dict[str, str]], job: str) -> None:
+    assert [v[job] for v in verdicts] == [WORKS] * 4
+
+
+def test_on_three_ranks() -> None:
+    """Where nothing divides by the number of ranks."""
+    jobs = {name: JOBS[name] for name in ODD} | ANYWHERE
+    for verdict in run_jobs(jobs, nodes=1, ranks_per_node=3):
+        assert verdict == dict.fromkeys(jobs, WORKS)
+
+
+@pytest.mark.parametrize("job", [*ODD, *ANYWHERE])
+def test_in_one_process(job: str) -> None:
+    JOBS[job](None)  # type: ignore[arg-type]  # there is no mesh
+
+
+def test_a_model_that_is_not_sharded(tmp_path: Path) -> None:
+    plain = make(llama)
+    fcdp_compile.save_pretrained(plain, tmp_path / "ours")
+    compare(tmp_path / "ours", saved(plain, tmp_path / "theirs"))
+
+
+def test_misuse(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for size in (0, True, 1.5):
+        with pytest.raises(ValueError, match="max_shard_bytes must be a positive whole number"):
+            fcdp_compile.save_pretrained(model, tmp_path, max_shard_bytes=size)
+    with pytest.raises(FcdpError, match="Linear is no PEFT model"):
+        fcdp_compile.save_pretrained(model, tmp_path / "new", merge=True)
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,116 @@
+"""Ways to train a model: whole, or with the adapters of PEFT, and what happens to adapters on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+
+Adapt = Callable[[nn.Module, tuple[str, ...]], nn.Module]
+"""What makes the model that is trained out of a base model and the names of its linear modules."""
+
+Act = Callable[[Any], Any]
+"""Something done to a model between two steps; returns the model that goes on, or None for the same one."""
+
+
+def whole(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    """Every parameter is trained."""
+    return base
+
+
+def _lora(targets: tuple[str, ...], **more: Any) -> peft.LoraConfig:
+    # Not PEFT's own start, where B is zero and so is every gradient of A.
+    return peft.LoraConfig(
+        r=6, lora_alpha=12, target_modules=list(targets), init_lora_weights=False, **more
+    )
+
+
+def lora(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    return peft.get_peft_model(base, _lora(targets))
+
+
+def rslora(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    return peft.get_peft_model(base, _lora(targets, use_rslora=True))
+
+
+def dora(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    return peft.get_peft_model(base, _lora(targets, use_dora=True))
+
+
+def lora_and_whole_head(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    """LoRA, with a head and an embedding that are trained whole beside it."""
+    return peft.get_peft_model(base, _lora(targets, modules_to_save=["lm_head", "embed_tokens"]))
+
+
+def ia3(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    config = peft.IA3Config(
+        target_modules=list(targets), feedforward_modules=[t for t in targets if "down" in t]
+    )
+    return peft.get_peft_model(base, config)
+
+
+def prompt_tuning(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    return peft.get_peft_model(base, config)
+
+
+def prefix_tuning(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    return peft.get_peft_model(base, config)
+
+
+def two_adapters(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    """Adapters "default" and "other", of which the first is active."""
+    model = peft.get_peft_model(base, _lora(targets))
+    model.add_adapter("other", _lora(targets[:2]))
+    return model
+
+
+def both_active(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    """Two adapters that are trained together."""
+    model = two_adapters(base, targets)
+    model.base_model.set_adapter(["default", "other"])
+    return model
+
+
+# --- between two steps -------------------------------------------------------------------------------------
+
+
+def switch_to(adapter: str) -> Act:
+    def act(model: Any) -> None:
+        model.set_adapter(adapter)
+
+    return act
+
+
+def merge(model: Any) -> None:
+    """Into the base; the adapter is then not used, so nothing trains."""
+    model.merge_adapter()
+
+
+def unmerge(model: Any) -> None:
+    model.unmerge_adapter()
+
+
+def merge_and_start_anew(model: Any) -> None:
+    """As ReLoRA does: the base takes what the adapter learnt, which then begins at nothing."""
+    model.merge_adapter()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, peft.tuners.lora.LoraLayer):
+                module.merged_adapters.clear()
+                for parameter in module.lora_B.parameters():
+                    parameter.zero_()
+
+
+def merge_and_unload(model: Any) -> Any:
+    """The base alone goes on, and all of it is trained."""
+    base = model.merge_and_unload()
+    return base.requires_grad_(True)
+
+
+def unfreeze_all(model: Any) -> None:
+    model.requires_grad_(True)
