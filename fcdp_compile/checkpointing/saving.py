@@ -169,6 +169,11 @@ def save_on(
 
     def look() -> str:
         need_bar(shown=progress)
+        if state.accumulation.is_on:
+            raise CheckpointError(
+                "save within fcdp_compile.no_sync would lose the gradients that accumulate; save after "
+                "optimizer.step()"
+            )
         if step is not None and type(step) is not int:
             raise CheckpointError(f"step must be a whole number, not {step!r}")
         found.append(contents_of(state, root, job, step, saver.copies if asynchronous else None))
@@ -195,7 +200,7 @@ def save_on(
 
 def digest_of(lines: list[str]) -> str:
     """The same for ranks that are about to do the same."""
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _lines(contents: Contents, *, asynchronous: bool) -> list[str]:

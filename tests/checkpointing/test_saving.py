@@ -183,6 +183,11 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         fcdp_compile.save(tmp_path, model=job.model, step=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"not sharded"):
         fcdp_compile.save(tmp_path, model=nn.Linear(1, 1))
+    with (
+        fcdp_compile.no_sync(job.model),
+        pytest.raises(CheckpointError, match=r"lose the gradients that accumulate"),
+    ):
+        fcdp_compile.save(tmp_path, model=job.model)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot write to .*file"):
         fcdp_compile.save(tmp_path / "file", model=job.model)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from tests.distributed.models import CASES
-from tests.distributed.parity import fresh, rank_and_ranks, whole
+from tests.distributed.parity import compile_with, fresh, rank_and_ranks, whole
 
 
 class Position:
@@ -56,7 +56,7 @@ class Job:
         self.rank, self.ranks = rank_and_ranks(mesh)
         torch.manual_seed(0)
         self.model = fcdp_compile.shard(Noisy(), mesh, strategy=strategy)
-        self.net: Any = torch.compile(self.model, backend="fcdp") if compiled else self.model
+        self.net: Any = compile_with(self.model, "eager" if compiled else None)
         self.optimizer = torch.optim.AdamW(
             [
                 {
