@@ -118,13 +118,11 @@ class Leaves:
 def plain_contents(
     model: nn.Module, tape: Tape[Source], state: dict[str, Tensor], max_shard_bytes: int
 ) -> Contents:
-    """Of a model of no library: the names of its state dict, tied ones once, under the first name.
+    """Of a model of no library: all names of its state dict, so that `load_state_dict` takes the file.
 
-    state: leaves by these names, tied ones the same leaf.
+    state: leaves by these names.
     """
-    first = {id(leaf): name for name, leaf in reversed(state.items())}
-    tensors = {name: leaf for name, leaf in state.items() if first[id(leaf)] == name}
-    files = split("model", tensors, max_shard_bytes)
+    files = split("model", state, max_shard_bytes)
     return Contents(tape=tape, files=files, describe=index_writer(files, "model", elements(model)))
 
 

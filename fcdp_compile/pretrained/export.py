@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.mesh import Topology, topology_of
+from fcdp_compile.mesh import Topology, process_count, topology_of
 from fcdp_compile.pretrained.adapter_contents import adapter_contents, attached_adapter_contents
 from fcdp_compile.pretrained.contents import Contents, Leaves, Source, plain_contents
 from fcdp_compile.pretrained.huggingface import base_of, is_transformers_model
@@ -47,8 +47,9 @@ def save_pretrained(
 
     A Transformers model gives its weights, configuration and generation configuration; a PEFT model its
     adapters; any other module a model.safetensors with the names of its state dict.  Every rank must call it;
-    the rank at place 0 of node 0 writes, and has one whole parameter at a time in host memory.  Parameters
-    are written in the dtype of their home shards.
+    the rank at place 0 of node 0 writes, and has one whole parameter at a time in host memory; where
+    Transformers takes it apart (experts) half of it besides, and to merge, the parameters of one layer and
+    what PEFT computes of them.  Parameters are written in the dtype of their home shards.
 
     model: sharded, compiled or not; in a single process also one that is not sharded.
     folder: need not exist; other files in it stay, those of an earlier export are replaced.
@@ -60,7 +61,8 @@ def save_pretrained(
 
     Raises: FcdpError on every rank, and the folder is as it was: where it cannot be written, where ranks ask
     for different exports, for values that have never been loaded, and for adapters that cannot be merged.
-    ValueError for a max_shard_bytes that is not positive.
+    ValueError for a max_shard_bytes that is not positive, and in several processes for a model that is not
+    sharded.
     """
     if (
         isinstance(max_shard_bytes, bool)
@@ -72,8 +74,8 @@ def save_pretrained(
         )
     folder = Path(folder).absolute()
     root = model_of(model)
-    state = state_of(root) if STATE in vars(root) else None
-    # Raises in a job of several processes: which of them would write?
+    # Of a model that is not sharded, several processes would all write one.
+    state = state_of(root) if STATE in vars(root) or process_count() > 1 else None
     topology = topology_of(None) if state is None else state.topology
     if state is not None:
         state.refuse_awaited("save_pretrained")

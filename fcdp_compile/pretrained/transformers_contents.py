@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,8 @@ def transformers_contents(
             f"{type(model).__name__} is quantised, and fcdp does not export quantised weights; load the "
             "model without quantisation"
         )
-    kept = without_ties(model, state)
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
-        kept.pop(name, None)
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    kept = without_ties(model, {n: t for n, t in state.items() if n not in ignored})
     files = split("model", _as_in_checkpoints(model, tape, kept), max_shard_bytes)
     write = index_writer(files, "model", model.num_parameters())
 
@@ -44,23 +42,17 @@ def transformers_contents(
 
 
 def without_ties(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each tied tensor once, under the name that `from_pretrained` ties the others to."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), []).append(name)
-    tied = [
-        re.compile(f"{path}.{pattern}" if path else pattern)
-        for path, module in model.named_modules()
-        for pattern in (getattr(module, "_tied_weights_keys", None) or ())
-    ]
-    dropped = set()
-    for group in names.values():
-        # Those declared as tied to others go, but one stays; those that are not declared stay until last.
-        declared = [name for name in sorted(group) if any(p.search(name) for p in tied)]
-        dropped.update(declared[: len(group) - 1])
-        rest = [name for name in group if name not in dropped]
-        dropped.update(rest[1:])
-    return {name: tensor for name, tensor in state.items() if name not in dropped}
+    """Without the names that `from_pretrained` ties to others.
+
+    A tensor that the user has given several names is kept under each: it would otherwise be missed there.
+    """
+    # Only where the configuration ties them: classes declare ties that it may have switched off.
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if not (name in ties and ties[name] != name and state.get(ties[name]) is tensor)
+    }
 
 
 def _as_in_checkpoints(

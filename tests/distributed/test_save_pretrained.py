@@ -134,9 +134,29 @@ def _plain_module(mesh: DeviceMesh | None) -> None:
     fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
     if _rank() == 0:
         found, expected = load_file(folder / "ours" / "model.safetensors"), plain.state_dict()
-        assert set(expected) - set(found) == {"again.weight"}
+        assert set(found) == set(expected)
         for name, tensor in found.items():
             assert torch.equal(tensor, expected[name]), name
+
+
+def _own_tie(mesh: DeviceMesh | None) -> None:
+    """A weight that the user, and not the configuration, has tied is there under both names."""
+    folder, plain = _shared_folder(mesh), make(llama)
+    plain.lm_head.weight = plain.model.embed_tokens.weight
+    fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
+    if _rank() == 0:
+        back = type(plain).from_pretrained(folder / "ours")
+        assert torch.equal(logits(back), logits(plain))
+
+
+def _other_homes(mesh: DeviceMesh) -> None:
+    """Parameters that every rank, or every node, has a copy of."""
+    folder, plain = _shared_folder(mesh), make(llama)
+    rules = {"model.embed_tokens": "ddp", "lm_head": "zero3"}
+    model = fcdp_compile.shard(copy.deepcopy(plain), mesh, strategy="mics", module_strategies=rules)
+    fcdp_compile.save_pretrained(model, folder / "ours")
+    if _rank() == 0:
+        compare(folder / "ours", saved(plain, folder / "theirs"))
 
 
 class _Tokenizer:
@@ -285,6 +305,7 @@ def _values_that_are_not_there(mesh: DeviceMesh | None) -> None:
 
 ANYWHERE: dict[str, Job] = {
     "a plain module": _plain_module,
+    "a tie of one's own": _own_tie,
     "prompts are not merged": _prompts_are_not_merged,
     "embeddings that were tied": _embeddings_that_were_tied,
     "loaded again": _loaded_again,
@@ -297,6 +318,7 @@ ANYWHERE: dict[str, Job] = {
 SEVERAL: dict[str, Job] = {
     "compiled and released": _compiled_and_released,
     "disk full": _disk_full,
+    "other homes": _other_homes,
     "one rank fails": _one_rank_fails,
     "others ask for another": _others_ask_for_another,
 }
