@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 _TOKEN = re.compile(
     r"<!-- test: (?P<mark>.*?)\s*-->"
-    r"|^(?P<indent>[ ]*)(?P<fence>`{3,})(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^(?P=indent)(?P=fence)[ ]*$",
+    r"|^(?P<indent>[ ]*)(?P<fence>`{3,})(?P<language>[\w+-]*)[^\n]*\n"
+    r"(?P<code>.*?)^(?P=indent)(?P=fence)[ ]*$",
     re.DOTALL | re.MULTILINE,
 )
 PYTHON = ("python", "py")
@@ -35,8 +36,8 @@ class BadMark(ValueError):
 class Block:
     """One fenced block.
 
-    line: of its first line of code, from 1.  not_run: why it is not run, if it is not.  append: arguments that
-    its command gets besides.
+    line: of its first line of code, from 1.  not_run: why it is not run, if it is not.  append: arguments
+    that its command gets besides.
     """
 
     page: str

@@ -54,9 +54,7 @@ def alone(pipe: Connection, page: Page, folder: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, id=p.name) for p in PAGES if p.python], indirect=False
-)
+@pytest.mark.parametrize("page", [pytest.param(p, id=p.name) for p in PAGES if p.python])
 def test_python_of_a_page_runs(page: Page, tmp_path: Path) -> None:
     if page.ranks is not None:
         nodes, ranks_per_node = page.ranks
@@ -114,7 +112,9 @@ def test_shell_block_runs(block: Block, workplace: Path) -> None:
         timeout=LIMIT_S,
         check=False,
     )
-    assert done.returncode == 0, f"{block.where}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, (
+        f"{block.where}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
 
 
 def _torchrun_lines() -> Iterator[Any]:
@@ -125,7 +125,7 @@ def _torchrun_lines() -> Iterator[Any]:
                     yield pytest.param(line, id=f"{block.where}")
 
 
-@pytest.mark.parametrize("line", _torchrun_lines())
+@pytest.mark.parametrize("line", list(_torchrun_lines()))
 def test_torchrun_takes_the_line(line: str) -> None:
     options = get_args_parser().parse_args(shlex.split(line, comments=True)[1:])
     if not options.module:
