@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/how-it-works.md: pages of `fcdp dump` of real small runs, photographed in a browser.
+"""Draw the pictures of docs/how-it-works.md: pages of `fcdp dump` of real small runs, in a browser.
 
     examples/lora_finetune.py on 2 x 2 ranks, --dump ─▶ fcdp dump --format html ─▶ docs/pictures/*.png
 
