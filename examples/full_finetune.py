@@ -1,6 +1,6 @@
 """Train all parameters of a language model, from scratch or from a Hugging Face folder, and export it.
 
-    on "meta" ─▶ shard ─▶ materialize, or load_pretrained ─▶ train, save ─▶ save_pretrained ─▶ --output
+    on "meta" ─▶ shard ─▶ load_pretrained, materialize ─▶ train, save ─▶ save_pretrained ─▶ --output
 
 No rank ever holds the whole model, not while it is made, nor while it is loaded, saved or exported.
 
@@ -57,11 +57,15 @@ from measure import Phase, Place, local_device, report
 SCRATCH_LR = 3e-3
 CHECKPOINT_LR = 2e-5  # what suits a small model from scratch would wreck a well trained one
 CORPUS_LIMIT_BYTES = 2 * MIB
+RECORD = "checkpoint.json"  # what fcdp_compile.save writes last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """All that a training run consists of, made or loaded before its first step."""
+    """All that a training run consists of, made or loaded before its first step.
+
+    start: how many steps were done before.
+    """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
@@ -69,6 +73,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     scheduler: LambdaLR
     place: Place
+    start: int
 
 
 def main() -> int:
@@ -152,20 +157,30 @@ def prepare(args: argparse.Namespace) -> Job:
     model.train()
     with user_mistakes():
         fcdp_compile.shard(model, mesh, strategy=args.strategy)
-    torch.manual_seed(args.seed)
-    if args.model is None:
-        fcdp_compile.materialize(model)
-    else:
-        fcdp_compile.load_pretrained(model, args.model, progress=place.rank == 0)
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, args.steps))
+    torch.manual_seed(args.seed)
+    if place.all_agree(args.checkpoint is not None and (args.checkpoint / RECORD).exists()):
+        loaded = fcdp_compile.load(
+            args.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler
+        )
+        start = int(loaded.step)
+        if place.rank == 0:
+            print(f"going on after step {start} of {args.checkpoint}")
+    else:
+        start = 0
+        if args.model is not None:
+            fcdp_compile.load_pretrained(model, args.model, progress=place.rank == 0)
+    # What no file holds: everything when training from scratch, else tables such as those of positions.
+    fcdp_compile.materialize(model)
     return Job(
         model=model,
         tokenizer=tokenizer,
         windows=Windows.cut(text, encode, length=args.seq_len),
         optimizer=optimizer,
-        scheduler=LambdaLR(optimizer, lambda step: lr_factor(step, args.steps)),
+        scheduler=scheduler,
         place=place,
+        start=start,
     )
 
 
@@ -177,13 +192,12 @@ def train(job: Job, args: argparse.Namespace) -> Phase | None:
     if args.dump is not None:
         options["dump"] = str(args.dump)
     compiled = torch.compile(model, backend="fcdp", options=options)
-    start = resume(job, args.checkpoint)
 
     losses: list[float] = []
     sent_bytes: list[int] = []
     began_s = time.perf_counter()
     pending = None
-    steps = range(start, args.steps)
+    steps = range(job.start, args.steps)
     for step in tqdm(steps, desc="training", disable=place.rank != 0, dynamic_ncols=True):
         batch = job.windows.batch(
             step,
@@ -200,7 +214,7 @@ def train(job: Job, args: argparse.Namespace) -> Phase | None:
         job.optimizer.zero_grad()
         sent_bytes.append(fcdp_compile.traffic(model).last_step.bytes(link="inter"))
         losses.append(place.average(loss.item()))
-        if step == start:
+        if step == job.start:
             began_s = time.perf_counter()  # the first step compiles
         if args.checkpoint is not None and (step + 1) % args.save_every == 0:
             pending = save(job, args.checkpoint, step + 1)
@@ -218,18 +232,6 @@ def train(job: Job, args: argparse.Namespace) -> Phase | None:
         trainable_bytes=total_bytes,
         tokens_per_s=tokens / took_s,
     )
-
-
-def resume(job: Job, folder: Path | None) -> int:
-    """Load what an earlier run saved, if it did, and return the step to go on with."""
-    if folder is None or not folder.exists():
-        return 0
-    loaded = fcdp_compile.load(
-        folder, model=job.model, optimizer=job.optimizer, scheduler=job.scheduler
-    )
-    if job.place.rank == 0:
-        print(f"going on after step {loaded.step} of {folder}")
-    return int(loaded.step)
 
 
 def save(job: Job, folder: Path, step: int) -> fcdp_compile.PendingSave:
