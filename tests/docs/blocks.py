@@ -5,6 +5,7 @@
     -->
     <!-- test: ranks 2 x 2 -->  the page's Python runs on every rank of a mesh of N x g
     <!-- test: append --steps 2 -->   the command below runs with these arguments besides
+    <!-- test: prepare COMMANDS -->   run in the shell before the block below
     <!-- test: not run: WHY --> the block below is not run, and why
 
 A code host and the site show none of these.
@@ -37,7 +38,7 @@ class Block:
     """One fenced block.
 
     line: of its first line of code, from 1.  not_run: why it is not run, if it is not.  append: arguments
-    that its command gets besides.
+    that its command gets besides.  prepare: what the shell runs before it.
     """
 
     page: str
@@ -46,6 +47,7 @@ class Block:
     code: str
     not_run: str | None = None
     append: str = ""
+    prepare: str = ""
 
     @property
     def where(self) -> str:
@@ -99,6 +101,7 @@ def read_page(name: str, text: str) -> Page:
                     code=code,
                     not_run=waiting.pop("not run:", None),
                     append=waiting.pop("append", ""),
+                    prepare=waiting.pop("prepare", ""),
                 )
                 blocks.append(block)
             if waiting:
@@ -110,7 +113,7 @@ def read_page(name: str, text: str) -> Page:
             setup.append(Block(page=name, line=line + 1, language="python", code=code))
         elif size := re.fullmatch(r"ranks (\d+) x (\d+)", mark):
             ranks = int(size[1]), int(size[2])
-        elif order := re.fullmatch(r"(not run:|append) (.+)", mark, re.DOTALL):
+        elif order := re.fullmatch(r"(not run:|append|prepare) (.+)", mark, re.DOTALL):
             waiting[order[1]] = order[2]
         else:
             raise BadMark(f"{name}:{line}: unknown mark {mark!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.run import get_args_parser
 
+from fcdp_compile.cli import _parse
 from tests.distributed.ranks import run
 from tests.docs.blocks import ROOT, BadMark, Block, Page, pages, read_page
 
@@ -102,7 +104,7 @@ def test_shell_block_runs(block: Block, workplace: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "FCDP_CACHE": str(workplace / ".cache"),
     }
-    script = f"set -e\n{block.code.rstrip()} {block.append}\n"
+    script = f"set -e\n{block.prepare}\n{block.code.rstrip()} {block.append}\n"
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=workplace,
@@ -117,15 +119,24 @@ def test_shell_block_runs(block: Block, workplace: Path) -> None:
     )
 
 
-def _torchrun_lines() -> Iterator[Any]:
-    for page in PAGES:
-        for block in page.shell:
-            for line in block.code.replace("\\\n", " ").splitlines():
-                if line.split()[:1] == ["torchrun"]:
-                    yield pytest.param(line, id=f"{block.where}")
+def _lines_of(command: str) -> list[Any]:
+    """Command lines of all pages, run or not, that begin with a command."""
+    return [
+        pytest.param(line, id=block.where)
+        for page in PAGES
+        for block in page.shell
+        for line in block.code.replace("\\\n", " ").splitlines()
+        if line.split()[:1] == [command]
+    ]
 
 
-@pytest.mark.parametrize("line", list(_torchrun_lines()))
+@pytest.mark.parametrize("line", _lines_of("fcdp"))
+def test_fcdp_takes_the_line(line: str) -> None:
+    words = list(itertools.takewhile(lambda word: word != ">", shlex.split(line, comments=True)))
+    _parse(words[1:])  # exits where an option does not exist
+
+
+@pytest.mark.parametrize("line", _lines_of("torchrun"))
 def test_torchrun_takes_the_line(line: str) -> None:
     options = get_args_parser().parse_args(shlex.split(line, comments=True)[1:])
     if not options.module:

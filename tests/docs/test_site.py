@@ -1,4 +1,4 @@
-"""The site: it builds strictly, lists every page, asks no other host for anything, and says what the code says."""
+"""The site: it builds strictly, lists every page, asks no other host for anything, quotes what is there."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def test_pages_name_nothing_to_fetch_from_other_hosts(site: Path) -> None:
         for address in found.addresses:
             assert not re.match(r"(https?:)?//", address), f"{page.name} fetches {address}"
             if address and not address.startswith("data:"):
-                assert (page.parent / address.partition("?")[0]).exists(), f"{page.name}: {address}"
+                file = address.partition("?")[0]
+                where = site if file.startswith("/") else page.parent
+                assert (where / file.lstrip("/")).exists(), f"{page.name}: {address}"
     for sheet in site.rglob("*.css"):
         imports = re.findall(r"url\(['\"]?(https?://[^)]*)|@import", sheet.read_text())
         assert not imports, f"{sheet.name}: {imports}"
@@ -108,7 +110,7 @@ def test_a_browser_asks_no_other_host(site: Path) -> None:
     path = next((p for p in map(shutil.which, BROWSERS) if p), None)
     if path is None:
         pytest.skip(f"no browser on PATH: none of {', '.join(BROWSERS)}")
-    with _served(site) as address, sync_api.sync_playwright() as playwright:
+    with _Served(site) as address, sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         page = browser.new_page()
         asked: list[str] = []
@@ -137,9 +139,6 @@ class _Served:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-
-_served = _Served
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -198,7 +197,9 @@ def _messages() -> str:
 def test_quoted_messages_are_in_the_code() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     messages = _messages()
-    quoted = [" ".join(q.split()) for q in re.findall(r"(?<![*\w])\*([^*]{20,}?)\*(?!\*)", page)]
+    quoted = [
+        " ".join(q.split()) for q in re.findall(r"(?<![*\w])\*(?! )([^*]{20,}?)\*(?!\*)", page)
+    ]
     assert len(quoted) > 15
     for message in quoted:
         for part in message.split("…"):
