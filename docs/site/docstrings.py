@@ -16,7 +16,7 @@ import griffe
 
 _ITEM = re.compile(r"^((?:[a-z_][\w.]*)(?:, [a-z_][\w.]*)*): ")
 _RAISES = re.compile(r"^(Raises|Source|Sources|Shapes and units|Requires|Leaves): ")
-_SECOND_ITEM = re.compile(r"(?<=\.)  (?=[a-z_]\w*: )")
+_SECOND_ITEM = re.compile(r"(?<=\.)  (?=[a-z_]\w*(?:, [a-z_]\w*)*: )")
 _CROSS_REFERENCE = re.compile(r"\[Note: ([^\]]*)\]")
 
 
