@@ -176,6 +176,14 @@ def test_measured_times_are_those_of_the_readme() -> None:
         assert line in readme, line
 
 
+@pytest.mark.parametrize("page", ["index.md", "strategies.md", "limits.md", "troubleshooting.md"])
+def test_quoted_figures_stand_where_they_were_measured(page: str) -> None:
+    sources = (ROOT / "README.md", DOCS / "benchmarks.md")
+    known = {f for s in sources for f in re.findall(r"\d+\.\d+", s.read_text(encoding="utf-8"))}
+    for figure in re.findall(r"\d+\.\d+", (DOCS / page).read_text(encoding="utf-8")):
+        assert figure in known, f"{page} says {figure}, which neither README nor the benchmark does"
+
+
 def _messages() -> str:
     """Every string of the source, what is filled in left out as a NUL, one after the other."""
     found: list[str] = []
