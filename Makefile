@@ -19,7 +19,7 @@ SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format types clean
+.PHONY: help demo test bench docs lint format types clean
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
 
@@ -40,6 +40,10 @@ bench: | $(BIN)/python  ## measure against other systems on simulated nodes; nee
 	@$(BIN)/python -m benchmarks.launch
 	@$(MAKE) --no-print-directory $(STAMPS)/editable-bench $(STAMPS)/deepspeed
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# The banner that is turned off is about the next major version, which pyproject.toml excludes.
+docs: $(STAMPS)/editable-docs  ## build the documentation into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean --quiet
 
 lint: $(STAMPS)/editable-dev  ## check style and formatting
 	$(BIN)/ruff check .

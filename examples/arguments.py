@@ -1,4 +1,4 @@
-"""The example's command line: what can be asked for, and one clear line for what cannot."""
+"""The examples' command lines: what can be asked for, and one clear line for what cannot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line and check what can be checked without the other ranks."""
+    """Read the command line of lora_finetune.py and check what can be checked without the other ranks."""
     parser = OneLineParser(
         description="Train a small Llama with FCDP, fine-tune it with LoRA, count the bytes between nodes."
     )
@@ -33,29 +33,47 @@ def parse_arguments() -> argparse.Namespace:
         "--base-steps", type=positive, default=100, metavar="STEPS", help="(%(default)s)"
     )
     number.add_argument("--steps", type=positive, default=60, help="LoRA steps (%(default)s)")
-    number.add_argument("--batch-size", type=positive, default=4, help="per rank (%(default)s)")
-    number.add_argument("--seq-len", type=positive, default=128, help="tokens (%(default)s)")
-    number.add_argument("--layers", type=positive, default=4, help="(%(default)s)")
-    number.add_argument("--hidden", type=positive, default=256, help="(%(default)s)")
+    add_size_arguments(number)
     number.add_argument("--base-lr", type=rate, default=3e-3, metavar="LR", help="(%(default)s)")
     number.add_argument(
         "--lr", type=rate, help=f"of LoRA ({LORA_LR}, with --model {CHECKPOINT_LORA_LR})"
     )
-    number.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     real = parser.add_argument_group("your own input")
     real.add_argument("--data", type=Path, metavar="FOLDER", help="text to fine-tune on")
     real.add_argument(
         "--model", type=Path, metavar="FOLDER", help="checkpoint to fine-tune; skips the base phase"
     )
+    add_how_arguments(parser)
+    args = parser.parse_args()
+    if args.lr is None:
+        args.lr = LORA_LR if args.model is None else CHECKPOINT_LORA_LR
+    check(args)
+    return args
+
+
+def add_size_arguments(number: argparse._ArgumentGroup) -> None:
+    """Declare how big the model and its batches are."""
+    number.add_argument("--batch-size", type=positive, default=4, help="per rank (%(default)s)")
+    number.add_argument("--seq-len", type=positive, default=128, help="tokens (%(default)s)")
+    number.add_argument("--layers", type=positive, default=4, help="(%(default)s)")
+    number.add_argument("--hidden", type=positive, default=256, help="(%(default)s)")
+    number.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+
+
+def add_how_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare how the model is sharded and compiled."""
     how = parser.add_argument_group("how it is sharded and compiled")
     how.add_argument("--nodes", type=positive, help="nodes to split one machine's ranks into")
     how.add_argument("--strategy", type=strategy, default="fcdp", help="(%(default)s)")
     how.add_argument("--compute", choices=("inductor", "eager"), help="(as the backend decides)")
     how.add_argument("--dump", type=Path, metavar="FOLDER", help="where plans go, for `fcdp dump`")
-    args = parser.parse_args()
 
-    if args.lr is None:
-        args.lr = LORA_LR if args.model is None else CHECKPOINT_LORA_LR
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what can be seen to be wrong without the other ranks.
+
+    Raises: UserError.
+    """
     if args.hidden % HEAD_DIM:
         raise UserError(f"--hidden {args.hidden} is not a multiple of the head size, {HEAD_DIM}")
     if args.seq_len < 2:
@@ -70,7 +88,6 @@ def parse_arguments() -> argparse.Namespace:
             f"--nodes {args.nodes} does not divide the number of processes, {world_size}; "
             f"start a multiple of {args.nodes} with torchrun --nproc-per-node"
         )
-    return args
 
 
 class OneLineParser(argparse.ArgumentParser):

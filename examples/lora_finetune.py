@@ -16,9 +16,7 @@ checkpoint from a folder.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Iterable
@@ -27,16 +25,22 @@ import torch
 import torch.distributed as dist
 import transformers
 from peft import LoraConfig, get_peft_model
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import fcdp_compile
-from arguments import HEAD_DIM, UserError, parse_arguments, refuse, user_mistakes
+from arguments import UserError, parse_arguments, refuse, user_mistakes
+from causal_lm import (
+    check_lengths,
+    checkpoint_mistakes,
+    encoder_of,
+    load_tokenizer,
+    lr_factor,
+    small_config,
+)
 from corpus import (
-    BYTE_VOCABULARY,
     MIB,
     CorpusError,
     Encoder,
@@ -50,7 +54,6 @@ from measure import Phase, Place, local_device, report
 
 LORA_RANK = 8
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-WARMUP_STEPS = 5
 CORPUS_LIMIT_BYTES = 2 * MIB
 
 
@@ -115,51 +118,19 @@ def train_base(args: argparse.Namespace, place: Place, phases: list[Phase]) -> n
 def small_llama(args: argparse.Namespace) -> LlamaForCausalLM:
     """Build a Llama with random weights, the same on every rank."""
     torch.manual_seed(args.seed)
-    heads = args.hidden // HEAD_DIM
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=BYTE_VOCABULARY,
-            hidden_size=args.hidden,
-            intermediate_size=args.hidden * 8 // 3,
-            num_hidden_layers=args.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=args.seq_len,
-            initializer_range=0.05,  # 0.02 is for wide models; a narrow one then learns slowly
-            use_cache=False,
-        )
-    )
+    return LlamaForCausalLM(small_config(args))
 
 
 def load_base(args: argparse.Namespace) -> tuple[nn.Module, Encoder]:
     """Load a checkpoint and its tokenizer from a folder."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    with checkpoint_mistakes(args.model):
+        tokenizer = load_tokenizer(args.model)
         model = AutoModelForCausalLM.from_pretrained(
             args.model, local_files_only=True, dtype=torch.float32
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = textwrap.shorten(str(error), 200)
-        raise UserError(
-            f"--model {args.model} does not load as a causal language model with a tokenizer: {reason}"
-        ) from error
     model.config.use_cache = False
-    longest = getattr(model.config, "max_position_embeddings", args.seq_len)
-    if args.seq_len > longest:
-        raise UserError(f"--seq-len {args.seq_len} is more than the {longest} of {args.model}")
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise UserError(
-            f"the tokenizer of {args.model} has {len(tokenizer)} tokens but the model embeds {rows}"
-        )
-
-    def encode(parts: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = tokenizer(parts, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        return ids
-
-    return model, encode
+    check_lengths(model, tokenizer, args)
+    return model, encoder_of(tokenizer)
 
 
 def fine_tune(base: nn.Module, windows: Windows, args: argparse.Namespace, place: Place) -> Phase:
@@ -241,13 +212,6 @@ def train(
         trainable_bytes=trainable_bytes,
         tokens_per_s=tokens_per_s,
     )
-
-
-def lr_factor(step: int, steps: int) -> float:
-    """Warm up linearly, then fall to a tenth along a cosine."""
-    if step < WARMUP_STEPS:
-        return (step + 1) / WARMUP_STEPS
-    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP_STEPS) / max(steps - WARMUP_STEPS, 1))
 
 
 def count_bytes(parameters: Iterable[nn.Parameter]) -> int:

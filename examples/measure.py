@@ -44,6 +44,10 @@ class Place:
         """Average a number over the ranks."""
         return self._sum(torch.tensor([value], dtype=torch.float64)).item() / self.world_size
 
+    def all_agree(self, value: bool) -> bool:
+        """Whether something holds on every rank."""
+        return self.average(float(value)) == 1.0
+
     def per_node(self, sent_bytes: Sequence[int]) -> list[float]:
         """Turn what each rank sent into what a node sent, the mean over nodes."""
         total = self._sum(torch.tensor(sent_bytes, dtype=torch.int64))

@@ -1,0 +1,215 @@
+"""The site: it builds strictly, lists every page, asks no other host for anything, quotes what is there."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fcdp_compile
+from tests.docs.blocks import ROOT
+
+yaml = pytest.importorskip("yaml", reason="mkdocs is not installed (pip install '.[docs]')")
+pytest.importorskip("mkdocs", reason="mkdocs is not installed (pip install '.[docs]')")
+
+DOCS = ROOT / "docs"
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+FETCHING = {"script": "src", "img": "src", "link": "href", "source": "srcset", "iframe": "src"}
+"""Attributes that a browser fetches without being asked to."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+class _Fetched(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        is_only_named = tag == "link" and values.get("rel") in ("canonical", "prev", "next")
+        if tag in FETCHING and not is_only_named:
+            self.addresses.append(values.get(FETCHING[tag]) or "")
+
+
+def _nav(entries: Any) -> Iterator[str]:
+    for entry in entries:
+        if isinstance(entry, str):
+            yield entry
+            continue
+        for value in entry.values():
+            yield from [value] if isinstance(value, str) else _nav(value)
+
+
+def _settings() -> Any:
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+def test_the_navigation_lists_every_page() -> None:
+    settings = _settings()
+    left_out = settings["exclude_docs"].split()
+    pages = {
+        page
+        for page in (str(f.relative_to(DOCS)) for f in DOCS.rglob("*.md"))
+        if not any(page == name or page.startswith(name) for name in left_out)
+    }
+    listed = list(_nav(settings["nav"]))
+    assert sorted(listed) == sorted(pages)
+
+
+def test_every_page_is_built(site: Path) -> None:
+    for page in _nav(_settings()["nav"]):
+        assert (site / page).with_suffix(".html").is_file(), page
+
+
+def test_pages_name_nothing_to_fetch_from_other_hosts(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        found = _Fetched()
+        found.feed(page.read_text(encoding="utf-8"))
+        assert found.addresses
+        for address in found.addresses:
+            assert not re.match(r"(https?:)?//", address), f"{page.name} fetches {address}"
+            if address and not address.startswith("data:"):
+                file = address.partition("?")[0]
+                where = site if file.startswith("/") else page.parent
+                assert (where / file.lstrip("/")).exists(), f"{page.name}: {address}"
+    for sheet in site.rglob("*.css"):
+        imports = re.findall(r"url\(['\"]?(https?://[^)]*)|@import", sheet.read_text())
+        assert not imports, f"{sheet.name}: {imports}"
+
+
+def test_a_browser_asks_no_other_host(site: Path) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next((p for p in map(shutil.which, BROWSERS) if p), None)
+    if path is None:
+        pytest.skip(f"no browser on PATH: none of {', '.join(BROWSERS)}")
+    with _Served(site) as address, sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = browser.new_page()
+        asked: list[str] = []
+        complaints: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        for name in ("index", "how-it-works", "api", "benchmarks"):
+            page.goto(f"{address}/{name}.html", wait_until="networkidle")
+        browser.close()
+    assert asked
+    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
+    assert complaints == []
+
+
+class _Served:
+    """A folder over HTTP on this machine, as long as it is entered."""
+
+    def __init__(self, folder: Path) -> None:
+        handler = functools.partial(_Quiet, directory=str(folder))
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+
+    def __enter__(self) -> str:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    built = (site / "api.html").read_text(encoding="utf-8")
+    for name in fcdp_compile.__all__:
+        home = fcdp_compile._HOMES[name]
+        ids = (f'id="fcdp_compile.{name}"', f'id="fcdp_compile.{home}.{name}"')
+        assert any(i in built for i in ids), f"docs/api.md does not show {name}"
+
+
+def test_links_from_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (ROOT / target).exists(), target
+
+
+def test_pages_name_files_that_exist() -> None:
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"`((?:examples|benchmarks)/[\w/.-]+\.\w+)`", text):
+            assert (ROOT / name).is_file(), f"{page.name} names {name}"
+
+
+def test_measured_times_are_those_of_the_readme() -> None:
+    quoted = (DOCS / "strategies.md").read_text(encoding="utf-8").splitlines()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    times = [line for line in quoted if re.search(r"\d / \d", line)]
+    assert len(times) == 8
+    for line in times:
+        assert line in readme, line
+
+
+@pytest.mark.parametrize("page", ["index.md", "strategies.md", "limits.md", "troubleshooting.md"])
+def test_quoted_figures_stand_where_they_were_measured(page: str) -> None:
+    sources = (ROOT / "README.md", DOCS / "benchmarks.md")
+    known = {f for s in sources for f in re.findall(r"\d+\.\d+", s.read_text(encoding="utf-8"))}
+    for figure in re.findall(r"\d+\.\d+", (DOCS / page).read_text(encoding="utf-8")):
+        assert figure in known, f"{page} says {figure}, which neither README nor the benchmark does"
+
+
+def _messages() -> str:
+    """Every string of the source, what is filled in left out as a NUL, one after the other."""
+    found: list[str] = []
+    for folder in ("fcdp_compile", "passes", "runtime"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    found.append(
+                        "".join(
+                            str(v.value) if isinstance(v, ast.Constant) else "\0"
+                            for v in node.values
+                        )
+                    )
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return "\n".join(found)
+
+
+def test_quoted_messages_are_in_the_code() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = _messages()
+    quoted = [
+        " ".join(q.split()) for q in re.findall(r"(?<![*\w])\*(?! )([^*]{20,}?)\*(?!\*)", page)
+    ]
+    assert len(quoted) > 15
+    for message in quoted:
+        for part in message.split("…"):
+            text = part.strip(" :;,")
+            assert text in messages, f"no message says {text!r} (of {message!r})"

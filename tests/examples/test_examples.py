@@ -1,0 +1,78 @@
+"""The examples run as a user starts them, with few steps of small models."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LIMIT_S = 150
+TINY = ("--layers=1", "--hidden=64", "--seq-len=32", "--batch-size=2")
+
+pytestmark = pytest.mark.distributed
+
+
+def run(script: str, *arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Start a script as one process, or by torchrun."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*command, str(EXAMPLES / script), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def succeed(script: str, *arguments: str | Path, ranks: int = 1) -> str:
+    """What a run printed that ended well."""
+    done = run(script, *arguments, ranks=ranks)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_full_fine_tuning_saves_exports_and_goes_on(tmp_path: Path) -> None:
+    checkpoint, first, second = tmp_path / "checkpoint", tmp_path / "first", tmp_path / "second"
+    saving = ["--checkpoint", checkpoint, "--save-every=2"]
+    out = succeed(
+        "full_finetune.py", "--nodes=2", "--steps=2", *TINY, *saving, "--output", first, ranks=4
+    )
+    assert "2 nodes, strategy fcdp" in out
+    whole = AutoModelForCausalLM.from_pretrained(first)
+    assert whole.config.hidden_size == 64
+
+    # Elsewhere: one process goes on where four ranks stopped.
+    out = succeed("full_finetune.py", "--steps=4", *TINY, *saving, "--output", second)
+    assert f"going on after step 2 of {checkpoint}" in out
+    trained = AutoModelForCausalLM.from_pretrained(second)
+    changed = [
+        name
+        for name, value in trained.state_dict().items()
+        if not value.equal(whole.state_dict()[name])
+    ]
+    assert "model.embed_tokens.weight" in changed
+
+
+def test_a_run_resumes_elsewhere() -> None:
+    out = succeed("resume_elsewhere.py", "--steps=2")
+    assert "losses go on alike on 4 x 1, 1 x 1" in out
+    off = re.search(r"largest difference to the undisturbed run: (\S+) of the loss", out)
+    assert off is not None
+    assert float(off[1]) < 1e-5
+
+
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
+    done = run("full_finetune.py", "--model", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"full_finetune.py: --model {tmp_path} is not a checkpoint: it has no config.json\n"
+    )
