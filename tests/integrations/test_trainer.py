@@ -1,0 +1,119 @@
+"""A Trainer script with one line changed trains as the same script does with DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import EvalPrediction
+
+import fcdp_compile
+from fcdp_compile.integrations.transformers import SENT
+from tests.distributed.ranks import run
+from tests.integrations.trainer_script import run_script
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 2e-5
+"""Relative; both sides add the same fp32 numbers, in another order."""
+BF16_TOLERANCE = 2e-2
+"""Relative; both sides round to 8 bits in another order."""
+
+COMPARED = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "eval_loss",
+    "eval_accuracy",
+    "train_loss",
+    "epoch",
+)
+
+
+def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    found = prediction.predictions[:, :-1].argmax(-1)
+    expected = prediction.label_ids[:, 1:]
+    counted = expected != -100
+    return {"accuracy": float((found == expected)[counted].mean()), "rows": len(expected)}
+
+
+def _both(folder: Path, tolerance: float, **variation: Any) -> Any:
+    """Run the script with DDP and with fcdp and compare logs and parameters; fcdp's Trainer."""
+    plain: Any = run_script(folder / "plain", changed=False, **variation)["trainer"]
+    mine: Any = run_script(folder / "fcdp", changed=True, **variation)["trainer"]
+    expected, found = plain.state.log_history, mine.state.log_history
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        for name in (n for n in other if n in COMPARED):
+            assert type(row[name]) is float
+            what = f"{name} of step {row['step']}"
+            assert row[name] == pytest.approx(other[name], rel=tolerance, abs=1e-7), what
+    values = dict(plain.model.named_parameters())
+    for name, parameter in mine.model.named_parameters():
+        _check_close(whole(parameter), values[name].detach(), tolerance, name)
+    return mine
+
+
+def whole(parameter: Tensor) -> Tensor:
+    parameter = parameter.detach()
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _check_close(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
+    error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-2)
+    assert error <= tolerance, f"{name} is off by {error:.1e}"
+
+
+def _full(mesh: DeviceMesh, folder: Path) -> None:
+    mine = _both(
+        folder, TOLERANCE, max_grad_norm=0.5, eval_strategy="steps", eval_steps=2,
+        trainer={"compute_metrics": _accuracy},
+    )  # fmt: skip
+    steps = [row for row in mine.state.log_history if "loss" in row]
+    assert all(row["grad_norm"] > 0.5 for row in steps), "nothing was clipped"
+    evaluated = next(row for row in mine.state.log_history if "eval_rows" in row)
+    assert evaluated["eval_rows"] == 11
+    state = fcdp_compile.explain(mine.model)
+    assert state.uncovered == ()
+    assert {p.name.split()[0] for p in state.passes} == {"forward", "backward", "evaluation"}
+    # Weights are gathered and gradients reduced once: W (N - 1) / N each, and what ranks agree on.
+    moved = 2 * sum(p.numel() * 4 for p in mine.model.parameters()) / 2
+    for row in steps:
+        assert moved <= row[SENT] * 2**20 <= 1.2 * moved + 2**14
+
+
+def test_one_changed_line_trains_the_same(tmp_path: Path) -> None:
+    run(_full, tmp_path, nodes=2, ranks_per_node=2)
+
+
+def _lora_uneven(mesh: DeviceMesh, folder: Path) -> None:
+    mine = _both(
+        folder, TOLERANCE, lora=True, uneven=True, gradient_accumulation_steps=2, max_steps=5,
+        eval_strategy="steps", eval_steps=3, trainer={"compute_metrics": _accuracy},
+    )  # fmt: skip
+    rows = [row for row in mine.state.log_history if "loss" in row]
+    # Steps 4 and 5: shapes and caches are settled; only the adapters' bytes cross.
+    adapters = sum(p.numel() * 4 for p in mine.model.parameters() if p.requires_grad)
+    assert rows[-1][SENT] * 2**20 <= 2 * adapters + 2**14
+
+
+def _bf16_checkpointed(mesh: DeviceMesh, folder: Path) -> None:
+    mine = _both(
+        folder, BF16_TOLERANCE, bf16=True, gradient_checkpointing=True, max_grad_norm=0.0,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )  # fmt: skip
+    assert {p.dtype for p in mine.model.parameters()} == {torch.float32}
+
+
+def _several(mesh: DeviceMesh, folder: Path) -> None:
+    for job in (_lora_uneven, _bf16_checkpointed):
+        job(mesh, folder / job.__name__)
+
+
+def test_variations_train_the_same(tmp_path: Path) -> None:
+    run(_several, tmp_path, nodes=2, ranks_per_node=1)
