@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcdp_compile.accumulation import no_sync
+    from fcdp_compile.checkpointing.loading import Loaded, load
+    from fcdp_compile.checkpointing.saving import PendingSave, save
     from fcdp_compile.errors import (
+        CheckpointError,
         FcdpError,
         PlanFormatError,
         PlanMismatchError,
@@ -29,9 +32,12 @@ if TYPE_CHECKING:
     from fcdp_compile.traffic_report import Traffic, traffic
 
 __all__ = [
+    "CheckpointError",
     "Explanation",
     "FcdpError",
+    "Loaded",
     "Memory",
+    "PendingSave",
     "PlanFormatError",
     "PlanMismatchError",
     "StaleParameterError",
@@ -40,17 +46,22 @@ __all__ = [
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
     "explain",
+    "load",
     "make_mesh",
     "memory",
     "no_sync",
+    "save",
     "shard",
     "traffic",
 ]
 
 _HOMES = {
+    "CheckpointError": "errors",
     "Explanation": "explanation",
     "FcdpError": "errors",
+    "Loaded": "checkpointing.loading",
     "Memory": "memory_report",
+    "PendingSave": "checkpointing.saving",
     "PlanFormatError": "errors",
     "PlanMismatchError": "errors",
     "StaleParameterError": "errors",
@@ -59,9 +70,11 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
+    "load": "checkpointing.loading",
     "make_mesh": "mesh",
     "memory": "memory_report",
     "no_sync": "accumulation",
+    "save": "checkpointing.saving",
     "shard": "sharding",
     "traffic": "traffic_report",
 }

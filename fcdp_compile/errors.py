@@ -31,3 +31,7 @@ class ProfileError(FcdpError, ValueError):
 
 class RecordingError(FcdpError, ValueError):
     """A file holds no recording, a damaged one, or that of another plan; the message says which."""
+
+
+class CheckpointError(FcdpError, ValueError):
+    """A checkpoint lacks something, is damaged or of another model; the message names files and tensors."""

@@ -237,6 +237,8 @@ class _Reader:
             fail(path, f"is impossible: {error}")
 
     def _read(self, hint: Any, value: object, path: str) -> Any:
+        if hint is Any:
+            return _read_any(value, path)
         origin = get_origin(hint)
         if origin is UnionType:
             (inner,) = (arg for arg in get_args(hint) if arg is not type(None))
@@ -257,6 +259,17 @@ class _Reader:
 def _hints(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in fields(cls)}
+
+
+def _read_any(value: object, path: str) -> object:
+    """Any JSON value, for the format's own checks; whole numbers beyond MAX_INT are not what was written."""
+    if isinstance(value, _Repeated):
+        fail(_join(path, value.key), "appears twice")
+    if isinstance(value, dict):
+        return {key: _read_any(item, _join(path, key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_read_any(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    return value
 
 
 def _read_enum(enum: type[Enum], value: object, path: str) -> Enum:

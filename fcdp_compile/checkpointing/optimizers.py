@@ -1,0 +1,194 @@
+"""An optimizer as values and cut tensors under its parameters' names, and back.
+
+    state_dict(): {"state": {0: {"step", "exp_avg"}}, "param_groups": [{"lr", "params": [0]}], …}
+    ->  groups [{"lr", "params": ["norm.weight"]}]    state {"norm.weight": {"step", "exp_avg": Reference}}
+
+Indices would name other parameters once one more is frozen; names do not.  A tensor of the optimizer that
+lies as its parameter does, such as a moment, is written by rows and comes back on any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fcdp_compile.checkpointing.tree import Reference
+from fcdp_compile.errors import CheckpointError
+from fcdp_compile.registry import ParamSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """This rank's rows of a tensor of the optimizer that lies as its parameter does."""
+
+    name: str
+    spec: ParamSpec
+    local: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerParts:
+    """groups: with names for parameters.  state: by parameter and key, a Reference for each moment.
+
+    others: what else the state dict has.
+    """
+
+    groups: list[dict[str, Any]]
+    state: dict[str, dict[str, Any]]
+    others: dict[str, Any]
+    moments: list[Moment]
+
+
+def parts_of(
+    optimizer: Optimizer, names: Mapping[int, str], specs: Mapping[str, ParamSpec]
+) -> OptimizerParts:
+    """Take an optimizer apart.
+
+    names: of the model's parameters by id.  specs: of those that are sharded, by name.
+
+    Raises: CheckpointError if it owns a parameter that is not the model's, or keeps a tensor cut in
+    another way than its parameter.
+    """
+    whole = optimizer.state_dict()
+    by_index = dict(_numbered(optimizer, whole, names))
+    groups = [
+        {**group, "params": [by_index[i][0] for i in group["params"]]}
+        for group in whole["param_groups"]
+    ]
+    state: dict[str, dict[str, Any]] = {}
+    moments: list[Moment] = []
+    keys = _moment_keys(whole["state"], by_index)
+    for index, of_one in whole["state"].items():
+        if index not in by_index:
+            continue
+        name, parameter = by_index[index]
+        state[name] = dict(of_one)
+        for key, value in of_one.items():
+            where = f"optimizer.state[{name!r}][{key!r}]"
+            if name in specs and _is_moment(parameter, key, value, keys, where):
+                local = value.to_local() if isinstance(value, DTensor) else value
+                state[name][key] = Reference(where)
+                moments.append(Moment(name=where, spec=specs[name], local=local.detach()))
+    others = {k: v for k, v in whole.items() if k not in ("state", "param_groups")}
+    if of_none := {k: v for k, v in whole["state"].items() if k not in by_index}:
+        others["state"] = of_none
+    return OptimizerParts(groups=groups, state=state, others=others, moments=moments)
+
+
+def _numbered(
+    optimizer: Optimizer, whole: Mapping[str, Any], names: Mapping[int, str]
+) -> Iterator[tuple[int, tuple[str, nn.Parameter]]]:
+    """Name and parameter by the number that the state dict has for it."""
+    for group, saved in zip(optimizer.param_groups, whole["param_groups"], strict=True):
+        for index, parameter in zip(saved["params"], group["params"], strict=True):
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "model's; build the optimizer from the parameters of the sharded model"
+                )
+            yield index, (names[id(parameter)], parameter)
+
+
+def _moment_keys(
+    state: Mapping[Any, Any], by_index: Mapping[int, tuple[str, nn.Parameter]]
+) -> set[str]:
+    """The keys that hold tensors of the parameter's shape, told from parameters that are no scalars.
+
+    A scalar's step count has its shape as well.
+    """
+    return {
+        key
+        for index, of_one in state.items()
+        if index in by_index and by_index[index][1].dim()
+        for key, value in of_one.items()
+        if isinstance(value, Tensor) and value.shape == by_index[index][1].shape
+    }
+
+
+def _is_moment(
+    parameter: nn.Parameter, key: str, value: object, keys: set[str], where: str
+) -> bool:
+    if isinstance(value, DTensor):
+        lies_alike = (
+            isinstance(parameter, DTensor)
+            and value.shape == parameter.shape
+            and value.device_mesh == parameter.device_mesh
+            and tuple(value.placements) == tuple(parameter.placements)
+        )
+        if not lies_alike:
+            raise CheckpointError(
+                f"{where} is cut as {tuple(value.placements)} with shape {tuple(value.shape)}, its "
+                "parameter in another way; fcdp_compile.save takes optimizers that keep tensors as their "
+                "parameters lie"
+            )
+        return True
+    if isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return False
+    return value.shape == parameter.shape and (parameter.dim() > 0 or key in keys)
+
+
+def check_groups(
+    optimizer: Optimizer, saved: list[dict[str, Any]], names: Mapping[int, str]
+) -> None:
+    """Make sure that an optimizer's groups have the parameters that were saved.
+
+    Raises: CheckpointError, naming the first that differ.
+    """
+    groups = list(optimizer.param_groups)
+    if len(groups) != len(saved):
+        raise CheckpointError(
+            f"the optimizer has {len(groups)} groups of parameters and the checkpoint {len(saved)}; build it "
+            "with the same groups as when it was saved"
+        )
+    for i, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        now = [names.get(id(p), "of another model") for p in group["params"]]
+        if sorted(now) != sorted(other["params"]):
+            more = sorted(set(now) - set(other["params"]))[:3]
+            gone = sorted(set(other["params"]) - set(now))[:3]
+            raise CheckpointError(
+                f"group {i} of the optimizer has other parameters than the checkpoint's: it has "
+                f"{more or 'none'} besides, and lacks {gone or 'none'}; build it with the same groups, and "
+                "with the same parameters frozen, as when it was saved"
+            )
+
+
+def put_back(
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    state: Mapping[str, Mapping[str, Any]],
+    others: Mapping[str, Any],
+    names: Mapping[int, str],
+) -> None:
+    """Load what `parts_of` gave, moments in the place of their References."""
+    index = {name: i for i, name in enumerate(n for g in groups for n in g["params"])}
+    # The numbers in a state dict are those of this optimizer's parameters in the order that it has them.
+    numbers, packed = {}, []
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        here = [names[id(p)] for p in group["params"]]
+        numbers |= {name: len(numbers) + i for i, name in enumerate(here)}
+        packed.append({**saved, "params": [numbers[name] for name in here]})
+    assert numbers.keys() == index.keys(), "check_groups comes first"
+    others = dict(others)
+    of_none = others.pop("state", {})
+    by_number = {numbers[name]: dict(of_one) for name, of_one in state.items()}
+    optimizer.load_state_dict({**others, "state": {**by_number, **of_none}, "param_groups": packed})
+    _restore_dtypes(optimizer, state, names)
+
+
+def _restore_dtypes(
+    optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]], names: Mapping[int, str]
+) -> None:
+    """Put the very values where `load_state_dict` has cast them: it gives state its parameter's dtype."""
+    for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+        now = optimizer.state.get(parameter, {})
+        for key, value in state.get(names[id(parameter)], {}).items():
+            cast = now.get(key)
+            if isinstance(value, Tensor) and isinstance(cast, Tensor) and cast.dtype != value.dtype:
+                with torch.no_grad():
+                    now[key] = value.to(cast.device)

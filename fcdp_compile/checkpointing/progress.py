@@ -1,0 +1,49 @@
+"""A bar that fills with bytes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from fcdp_compile.errors import FcdpError
+
+
+class Bar(Protocol):
+    """What `tqdm` gives."""
+
+    def update(self, n: int) -> object:
+        """So many more bytes."""
+
+
+class _NoBar:
+    def update(self, n: int) -> None:
+        pass
+
+
+def need_bar(*, shown: bool) -> None:
+    """Make sure that a bar can be shown, where one shall be.
+
+    Raises: FcdpError if tqdm is not installed.
+    """
+    if shown:
+        try:
+            importlib.import_module("tqdm")
+        except ImportError:
+            raise FcdpError(
+                "progress=True needs tqdm; install it with pip install 'fcdp[checkpoint]'"
+            ) from None
+
+
+@contextmanager
+def bar(text: str, total_bytes: int, *, shown: bool) -> Iterator[Bar]:
+    """A bar on stderr until the block ends, if it is to be shown."""
+    if not shown:
+        yield _NoBar()
+        return
+    tqdm = importlib.import_module("tqdm").tqdm
+    with tqdm(
+        desc=text, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024
+    ) as shown_bar:
+        yield shown_bar

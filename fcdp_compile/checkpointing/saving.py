@@ -1,0 +1,237 @@
+"""`save(folder, model=…, …)`: a checkpoint of a whole job, on request while training goes on."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fcdp_compile.checkpointing.contents import Contents, Job, contents_of
+from fcdp_compile.checkpointing.disk import Disk
+from fcdp_compile.checkpointing.progress import need_bar
+from fcdp_compile.checkpointing.writing import Write, in_step
+from fcdp_compile.errors import CheckpointError
+from fcdp_compile.mesh import Topology
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.sharding import model_of, state_of
+from fcdp_compile.torch_compat import gloo_timeout
+
+log = logging.getLogger(__name__)
+
+
+class PendingSave:
+    """A save that may be under way."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended on this rank, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for its end on this rank.
+
+        Raises: what has failed; if anything has on one rank, then something on every rank.
+        """
+        self.end()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Wait for its end, whether well or not."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self, run: Callable[[], None], *, tells: bool) -> None:
+        def act() -> None:
+            try:
+                run()
+            except BaseException as error:
+                self._error = error
+                if tells:
+                    log.error("an asynchronous save has failed: %s", error)
+
+        # Not a daemon: the interpreter waits for it before it exits.
+        self._thread = threading.Thread(target=act, name="fcdp-save", daemon=False)
+        self._thread.start()
+
+
+class _Saver:
+    """Of one model: the last save, and the group that asynchronous ones agree in."""
+
+    def __init__(self) -> None:
+        self.pending = PendingSave()
+        self._group: dist.ProcessGroup | None = None
+
+    def group(self, topology: Topology) -> dist.ProcessGroup | None:
+        """A group that nobody else uses; made the first time, with all ranks of the mesh."""
+        if self._group is None and topology.control is not None:
+            self._group = dist.new_group(
+                dist.get_process_group_ranks(topology.control),
+                timeout=gloo_timeout(topology.control),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return self._group
+
+
+_savers: weakref.WeakKeyDictionary[ShardedModel, _Saver] = weakref.WeakKeyDictionary()
+"""By the model, as long as that lives."""
+
+
+def end_of_saves(state: ShardedModel) -> None:
+    """Wait for the save of a model that is under way, if one is."""
+    if state in _savers:
+        _savers[state].pending.end()
+
+
+def save(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    step: int | None = None,
+    extra: Any = None,
+    asynchronous: bool = False,
+    progress: bool = False,
+) -> PendingSave:
+    """Save a job such that `load` continues it, on this or any other number of nodes and ranks.
+
+        fcdp_compile.save("checkpoints/last", model=model, optimizer=optimizer, step=step)
+
+    All ranks must call it, at the same step; after `optimizer.step()`, as gradients are not saved.  Every
+    rank writes its part of parameters and optimizer to a file of its own in `folder`, which all of them must
+    share.  `folder` holds one checkpoint: the last that was saved whole.  A save that fails or is killed
+    leaves the one before; its remains go with the next save.  No two jobs may save to one folder.
+
+    Besides parameters, persistent buffers and the optimizer it holds the states of the random number
+    generators of each rank (torch, the model's GPU, Python, numpy).  What every rank has alike is written
+    once, what differs, such as those, for each rank.
+
+    model: sharded, compiled or not.
+    scheduler, scaler: anything with `state_dict` and `load_state_dict`.
+    step: how far the job is; `load` gives it back.
+    extra: a tree of dicts, lists, tuples, strings, numbers, None and tensors, and of objects with
+    `state_dict` and `load_state_dict`, such as a data loader that knows its position.  Ranks may differ.
+    asynchronous: return once everything is copied to host memory; a thread writes the copies, and what the
+    step after changes is not in the checkpoint.  The next `save` or `load` of the model waits for it, and so
+    does the end of the interpreter; call `wait` before `destroy_process_group`.
+    progress: show a bar on rank 0, of its own file.
+
+    Returns: what waits for the end; in a synchronous save that has come.
+
+    Raises: on every rank, CheckpointError if something cannot be saved or written, ranks would save
+    different things, parameters have no values yet, or gradients that `no_sync` accumulated wait; FcdpError
+    for a progress bar without tqdm; ValueError if the model is not sharded.  In an asynchronous save what
+    fails in writing is raised by `wait`, and logged.
+    """
+    job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
+    return save_on(
+        Disk(), Path(folder), model, job, step, asynchronous=asynchronous, progress=progress
+    )
+
+
+def save_on(
+    disk: Disk,
+    folder: Path,
+    model: nn.Module,
+    job: Job,
+    step: int | None,
+    *,
+    asynchronous: bool = False,
+    progress: bool = False,
+) -> PendingSave:
+    """`save` to a disk that may be watched."""
+    root, state = model_of(model), state_of(model)
+    saver = _savers.setdefault(state, _Saver())
+    saver.pending.end()
+    _refuse_waiting_gradients(state)
+    found: list[Contents] = []
+
+    def look() -> str:
+        need_bar(shown=progress)
+        _refuse_without_values(state)
+        if step is not None and type(step) is not int:
+            raise CheckpointError(f"step must be a whole number, not {step!r}")
+        found.append(contents_of(state, root, job, step, copy=asynchronous))
+        return digest_of(_lines(found[0], asynchronous=asynchronous))
+
+    control = state.topology.control
+    digests = in_step(control, look, f"saving to {folder}")
+    (contents,) = found
+    if len(set(digests)) > 1:
+        _raise_difference(state, _lines(contents, asynchronous=asynchronous))
+    pending = PendingSave()
+    mesh = state.topology.position
+    group = saver.group(state.topology) if asynchronous else control
+    write = Write(
+        contents=contents, folder=folder, mesh=mesh, group=group, disk=disk, progress=progress
+    )
+    if asynchronous:
+        saver.pending = pending
+        pending._start(write.run, tells=write.rank == 0)
+    else:
+        write.run()
+    return pending
+
+
+def digest_of(lines: list[str]) -> str:
+    """The same for ranks that are about to do the same."""
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def _lines(contents: Contents, *, asynchronous: bool) -> list[str]:
+    return [f"save, {asynchronous=}", *contents.description()]
+
+
+def _raise_difference(state: ShardedModel, lines: list[str]) -> None:
+    texts = state.collectives.exchange_texts("\n".join(lines))
+    other = next(i for i, text in enumerate(texts) if text != texts[0])
+    diff = difflib.unified_diff(
+        texts[0].split("\n"), texts[other].split("\n"), "rank 0", f"rank {other}", "", "", 0, ""
+    )
+    shown = "\n  ".join(itertools.islice(diff, 12))
+    raise CheckpointError(
+        f"ranks 0 and {other} are about to save different things; give the same model, optimizer and "
+        f"arguments on every rank:\n  {shown}"
+    )
+
+
+def _refuse_waiting_gradients(state: ShardedModel) -> None:
+    # Ranks have the same names, so all of them ask or none.
+    if state.accumulation.concerns() and (left := state.accumulation.settle()):
+        raise CheckpointError(
+            f"gradients of parameter {left[0]!r} (one of {len(left)}) were accumulated under "
+            "fcdp_compile.no_sync and wait; they would be lost, so save after optimizer.step()"
+        )
+
+
+def _refuse_without_values(state: ShardedModel) -> None:
+    awaited: Mapping[str, Any] | set[str] = getattr(state, "awaited", set())
+    if awaited:
+        name = state.records[min(awaited)].spec.name
+        raise CheckpointError(
+            f"parameter {name!r} (one of {len(awaited)}) has no values yet; call fcdp_compile.materialize, "
+            "load_pretrained or load before save"
+        )
+    buffers: set[str] = getattr(state, "awaited_buffers", set())
+    if buffers:
+        raise CheckpointError(
+            f"buffer {min(buffers)!r} has no values yet; call fcdp_compile.materialize before save"
+        )

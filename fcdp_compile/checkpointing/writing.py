@@ -1,0 +1,163 @@
+"""Write what ranks have to save such that there is one new checkpoint, or the old one and an error on each.
+
+    every rank sees rank 0's folder -> each rank's file is on the disk -> rank 0 names them in the record
+
+Between two steps all ranks hear whether all succeeded (`together`); nobody goes on alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from fcdp_compile.checkpointing.contents import Contents
+from fcdp_compile.checkpointing.disk import Disk
+from fcdp_compile.checkpointing.progress import bar
+from fcdp_compile.checkpointing.record import (
+    BLOCK_BYTES,
+    Checkpoint,
+    DataFile,
+    SavedValue,
+    folder_of,
+    seal,
+)
+from fcdp_compile.errors import CheckpointError, FcdpError
+from fcdp_compile.specs import Home
+from fcdp_compile.tensor_file import TensorMeta
+from fcdp_compile.together import together
+
+T = TypeVar("T")
+
+
+def in_step(group: dist.ProcessGroup | None, act: Callable[[], T], doing: str) -> list[T]:
+    """`together`, in which a rank that is gone is a CheckpointError too; doing: such as "saving to …"."""
+    try:
+        return together(group, act, CheckpointError)
+    except FcdpError:
+        raise
+    except RuntimeError as error:  # of the group
+        raise CheckpointError(
+            f"{doing} has failed as another rank has ended or does not answer: {error}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """What one rank has written: its file, and the values whose tensors are there."""
+
+    file: DataFile
+    values: list[SavedValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """One save: what, where, and as which rank of which group."""
+
+    contents: Contents
+    folder: Path
+    mesh: Home
+    group: dist.ProcessGroup | None
+    disk: Disk
+    progress: bool
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the mesh."""
+        return self.mesh.node * self.mesh.ranks_per_node + self.mesh.place
+
+    def run(self) -> None:
+        """Write, with all ranks of the group.
+
+        Raises: CheckpointError on every rank if one fails; the folder then has the checkpoint that it had.
+        """
+        new = self._step(self._begin)[0]
+        try:
+            digests = self._step(lambda: self._look(new))
+            names = list(self.contents.values)
+            alike = {n for i, n in enumerate(names) if len({d[i] for d in digests}) == 1}
+            written = self._step(lambda: self._write(new, alike))
+            self._step(lambda: self._decide(new, written))
+        except BaseException:
+            if self.rank == 0:
+                self.disk.take_back(self.folder, new)
+            raise
+        if self.rank == 0:
+            self.disk.sweep(self.folder)
+
+    def _step(self, act: Callable[[], T]) -> list[T]:
+        """Act on every rank; what each has given, in the order of the mesh, which may not be the group's."""
+        everyone = in_step(self.group, lambda: (self.rank, act()), f"saving to {self.folder}")
+        return [value for _, value in sorted(everyone, key=lambda given: given[0])]
+
+    def _begin(self) -> str:
+        if self.rank != 0:
+            return ""
+        new = secrets.token_hex(8)
+        try:
+            self.disk.make_folders(self.folder, new)
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.folder}: {error.strerror}") from error
+        self.disk.sweep(self.folder, new=folder_of(new))
+        return new
+
+    def _look(self, id: str) -> list[str]:
+        if not (self.folder / folder_of(id)).is_dir():
+            raise CheckpointError(
+                f"{self.folder} is not the folder of that name that rank 0 writes to; save to one that all "
+                "nodes share"
+            )
+        return [value.digest() for value in self.contents.values.values()]
+
+    def _write(self, id: str, alike: set[str]) -> _Written:
+        mine = [
+            SavedValue(name=name, rank=None if name in alike else self.rank, tree=value.tree)
+            for name, value in self.contents.values.items()
+            if self.rank == 0 or name not in alike
+        ]
+        tensors = dict(self.contents.parts)
+        for value in mine:
+            tensors |= self.contents.values[value.name].tensors
+        metas = {n: TensorMeta(dtype=t.dtype, shape=tuple(t.shape)) for n, t in tensors.items()}
+        total_bytes = sum(meta.size_bytes for meta in metas.values())
+        try:
+            with ExitStack() as stack:
+                shown = self.progress and self.rank == 0
+                shown_bar = stack.enter_context(bar("saving", total_bytes, shown=shown))
+                writer, sums = self.disk.open_data(
+                    self.folder, id, self.rank, metas, lambda size: shown_bar.update(size)
+                )
+                with writer:
+                    for name, tensor in tensors.items():
+                        writer.write(name, tensor)
+            self.disk.reached("synced data")
+            self.disk.sync_folder(self.folder / folder_of(id))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self.folder / folder_of(id)}: {error.strerror}; {self.folder} has the "
+                "checkpoint that it had"
+            ) from error
+        return _Written(file=sums.file(), values=mine)
+
+    def _decide(self, id: str, written: list[_Written]) -> None:
+        if self.rank != 0:
+            return
+        record = Checkpoint(
+            checksum="",
+            id=id,
+            nodes=self.mesh.nodes,
+            ranks_per_node=self.mesh.ranks_per_node,
+            block_bytes=BLOCK_BYTES,
+            files=tuple(w.file for w in written),
+            tensors=tuple(self.contents.tensors),
+            values=tuple(value for w in written for value in w.values),
+        )
+        try:
+            self.disk.put_record(self.folder, seal(record))
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.folder}: {error.strerror}") from error
