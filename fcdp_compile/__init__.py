@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fcdp_compile.explanation import Explanation, explain
     from fcdp_compile.memory_report import Memory, memory
     from fcdp_compile.mesh import make_mesh
+    from fcdp_compile.pretrained.export import save_pretrained
+    from fcdp_compile.pretrained.load import load_pretrained
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
@@ -47,10 +49,12 @@ __all__ = [
     "UnsynchronizedGradientError",
     "explain",
     "load",
+    "load_pretrained",
     "make_mesh",
     "memory",
     "no_sync",
     "save",
+    "save_pretrained",
     "shard",
     "traffic",
 ]
@@ -71,10 +75,12 @@ _HOMES = {
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
     "load": "checkpointing.loading",
+    "load_pretrained": "pretrained.load",
     "make_mesh": "mesh",
     "memory": "memory_report",
     "no_sync": "accumulation",
     "save": "checkpointing.saving",
+    "save_pretrained": "pretrained.export",
     "shard": "sharding",
     "traffic": "traffic_report",
 }

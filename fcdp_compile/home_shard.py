@@ -152,6 +152,13 @@ class HomeShard(DTensor):
         _released[storage_id(held)] = self
         return True
 
+    def values(self) -> Tensor:
+        """This rank's values without autograd, wherever they are; a released shard stays released."""
+        if self._away is None:
+            return self.held.detach()
+        with without_modes():
+            return self._away.values()
+
     def bring_back(self) -> None:
         """Give a released shard its memory and values again; nothing to do for any other."""
         if (away := self._away) is None:

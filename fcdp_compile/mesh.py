@@ -179,6 +179,14 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
     )
 
 
+def control_ranks(topology: Topology) -> dict[tuple[int, int], int]:
+    """By node and place, the rank within the control group."""
+    if topology.home_mesh is None or topology.control is None:
+        return {(0, 0): 0}
+    positions = _positions(topology.home_mesh.mesh.T)
+    return {at: dist.get_group_rank(topology.control, rank) for rank, at in positions.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class FlatGroup:
     """All ranks of a mesh in one group.

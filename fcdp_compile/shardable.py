@@ -31,8 +31,8 @@ def check_model(
     ignored: names of parameters that it leaves alone.  dtypes: of parameters, reductions and buffers.
 
     Raises: TypeError if it is no module or a dtype no floating point dtype; ValueError for a model that is
-    wrapped or sharded already, has no parameters, or has one on `meta`, on another device than the mesh's,
-    uninitialised, sparse, complex, quantised, or sharing memory with another.
+    wrapped or sharded already, has no parameters, or has one on another device than the mesh's (`meta` is
+    fine, but for ignored ones), uninitialised, sparse, complex, quantised, or sharing memory with another.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -60,7 +60,13 @@ def check_model(
     for name, parameter in parameters.items():
         if (problem := _problem(parameter, mesh)) is not None:
             raise ValueError(f"parameter {name!r} {problem}")
-    _check_memory(parameters)
+    for name, parameter in model.named_parameters():
+        if name in ignored and parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is among ignored_params and on meta, where nothing would give it values;"
+                " give it values before shard"
+            )
+    _check_memory({n: p for n, p in parameters.items() if not p.is_meta})
 
 
 def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
@@ -125,8 +131,6 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:
         )
     if isinstance(parameter, UninitializedParameter):
         return "is not initialised; run one forward before shard"
-    if parameter.is_meta:
-        return "is on the meta device; materialise it (model.to_empty and load its weights) before shard"
     if parameter.layout is not torch.strided:
         return f"is sparse ({parameter.layout}); make it dense before shard"
     if parameter.is_complex():
@@ -137,6 +141,7 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:
         return f"is quantised ({parameter.dtype}); dequantise it before shard"
     if (
         mesh is not None
+        and not parameter.is_meta  # its home shard will be where it has to be
         and isinstance(mesh, DeviceMesh)
         and parameter.device.type != mesh.device_type
     ):

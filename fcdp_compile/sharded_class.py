@@ -122,6 +122,7 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return inner(self, *args, **kwargs)
         calls = _state(self).gate.calls
+        _state(self).model.refuse_awaited("a forward")
         was_inside = calls.inside
         calls.inside = True
         try:

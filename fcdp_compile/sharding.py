@@ -19,6 +19,7 @@ from fcdp_compile import registry
 from fcdp_compile.assignment import assign
 from fcdp_compile.home_shard import Calls, HomeShard
 from fcdp_compile.layout import ParamLayout
+from fcdp_compile.loads import notice_loads
 from fcdp_compile.mesh import Topology, topology_of
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.replicas import agree_on_replicas
@@ -53,6 +54,11 @@ def shard(
 
     Every parameter becomes a DTensor `nn.Parameter` that holds this rank's part; names, ties and
     requires_grad stay.  Where ranks hold different values rank 0's are taken.  Build the optimizer after.
+
+    Parameters may be on meta, all or some, the same ones on every rank: their home shards then have memory on
+    the mesh's device (without a mesh: the GPU if there is one) but no values, and a forward or an optimizer
+    step raises FcdpError until `materialize`, `load_pretrained` or `load_state_dict` has given them some.
+    Buffers on meta stay there until then.
 
     mesh: from `make_mesh`; None in a single process.
     strategy: a preset's name (`fcdp_compile.strategy.PRESETS`) or a Strategy.
@@ -108,20 +114,24 @@ def shard(
         )
         for p, name in names.items()
     }
-    device = next(iter(names)).device
+    device = _device_of(names, topology)
     if bind_cores:
         numa.bind_process(numa.node_of(device))
-    state = ShardedModel(number, topology, records.values(), device)
     named = [(name, p) for p, name in names.items()]
     buffers = list(root.named_buffers())
+    awaited = [r.spec.key for p, r in records.items() if p.is_meta]
+    awaited_buffers = [name for name, b in buffers if b.is_meta]
+    state = ShardedModel(number, topology, records.values(), device, awaited, awaited_buffers)
     description = [f"param_dtype {param_dtype}, reduce_dtype {reduce_dtype}, {buffer_dtype=}"]
     description += [f"{name}: ignored" for name in ignored]
     description += [f"{r.spec.name}: {r.spec.strategy}" for r in records.values()]
     description += [
         f"{name}: {t.dtype} {tuple(t.shape)}, requires_grad={t.requires_grad}"
+        + (", on meta" if t.is_meta else "")
         for name, t in [*named, *buffers]
     ]
-    agree_on_replicas(topology, state.collectives, description, [*named, *buffers])
+    present = [(name, t) for name, t in [*named, *buffers] if not t.is_meta]
+    agree_on_replicas(topology, state.collectives, description, present)
     state.make_groups()
     _warn_of_older_optimizers(list(names))
     _install(root, state, records, param_dtype)
@@ -130,6 +140,8 @@ def shard(
     for record in records.values():
         registry.register(record.spec.key, state)
     root.register_load_state_dict_post_hook(_state_dict_loaded)
+    if state.without_values:
+        notice_loads(root, state)
     state.agree_on_host_memory()  # now that the whole parameters are gone
     return model
 
@@ -159,7 +171,10 @@ def _install(
 ) -> None:
     """Put home shards in the place of parameters and subclasses in the place of the modules' classes."""
     gate = Gate()
-    homes = {p: _home_shard(p, r.spec, state.topology, gate.calls) for p, r in records.items()}
+    homes = {
+        p: _home_shard(p, r.spec, state.topology, gate.calls, state.device)
+        for p, r in records.items()
+    }
     classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
     for module in root.modules():
         held = {n: p for n, p in module._parameters.items() if p is not None and p in homes}
@@ -176,29 +191,53 @@ def _install(
         module.__class__ = classes[kind]
 
 
+def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> torch.device:
+    """Where home shards are: where the parameters are, or where the mesh is if all of them are on meta."""
+    if (device := next((p.device for p in parameters if not p.is_meta), None)) is not None:
+        return device
+    single = topology.home_mesh is None
+    on_gpu = torch.cuda.is_available() if single else topology.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def _home_shard(
-    parameter: nn.Parameter, spec: ParamSpec, topology: Topology, calls: Calls
+    parameter: nn.Parameter, spec: ParamSpec, topology: Topology, calls: Calls, device: torch.device
 ) -> nn.Parameter:
-    if topology.home_mesh is None:
-        return parameter
     layout, scope = spec.layout, spec.strategy.home
+    if topology.home_mesh is None:
+        return _allocated(parameter, device) if parameter.is_meta else parameter
     where = topology.home(scope)
+    if parameter.is_meta:
+        local = torch.empty(spec.local_shape, dtype=parameter.dtype, device=device)
+    else:
+        local = _part(parameter.detach(), layout, where)
     home = HomeShard.of(
-        _part(parameter.detach(), layout, where),
+        local,
         layout,
         topology.home_mesh,
         requires_grad=parameter.requires_grad,
         home=scope,
         calls=calls,
     )
-    for name, value in vars(
-        parameter
-    ).items():  # marks that frameworks leave, such as "no weight decay"
-        setattr(home, name, value)
+    _keep_marks(parameter, home)
     if parameter.grad is not None:
         grad = _part(parameter.grad, layout, where)
         home.grad = HomeShard.of(grad, layout, topology.home_mesh, requires_grad=False, home=scope)
     return cast(nn.Parameter, home)  # isinstance says so too (HomeShard._is_param)
+
+
+def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter on `device` like one on meta, without values."""
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    _keep_marks(parameter, made)
+    return made
+
+
+def _keep_marks(parameter: nn.Parameter, home: Tensor) -> None:
+    """Keep what frameworks note on a parameter, such as "no weight decay"."""
+    for name, value in vars(parameter).items():
+        setattr(home, name, value)
 
 
 def _part(whole: Tensor, layout: ParamLayout, home: Home) -> Tensor:

@@ -36,8 +36,8 @@ from torch.fx._graph_pickler import Options as PicklerOptions
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -46,6 +46,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "TorchDispatchMode",
     "aot_autograd",
     "as_boxed",
     "at_end_of_backward",
@@ -76,6 +77,7 @@ __all__ = [
     "storage_uses",
     "trace_artifact",
     "tracing_mode",
+    "tree_leaves",
     "tree_map_only",
     "why_no_inductor",
     "without_code",

@@ -24,6 +24,7 @@ from fcdp_compile.reduction import REDUCTIONS
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.agreement import About, any_rank
+from fcdp_compile.runtime.awaited import Awaited
 from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.counters import Counters
@@ -51,10 +52,15 @@ class ShardedModel:
         topology: Topology,
         records: Iterable[ParamRecord],
         device: torch.device,
+        awaited: Iterable[str] = (),
+        awaited_buffers: Iterable[str] = (),
     ) -> None:
         self.number = number
         self.topology = topology
         self.records = {r.spec.key: r for r in records}
+        self.without_values = Awaited(
+            {key: self.records[key].spec.name for key in awaited}, awaited_buffers
+        )
         self.strategies = tuple(dict.fromkeys(r.spec.strategy for r in self.records.values()))
         self.accumulates = any(strategy.accumulates_on for strategy in self.strategies)
         self.device = device
@@ -113,11 +119,17 @@ class ShardedModel:
     def gather_eagerly(self, key: str, shard: Tensor) -> Tensor:
         """Gather one parameter now, past buckets and cache."""
         spec = self.spec(key)
+        self.refuse_awaited("a forward")
         if spec.layout.nodes > 1:
             self._warn_of_eager_gathers(spec.name)
+        return self.gather(key, shard, spec.gather_dtype)
+
+    def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gather one parameter in a dtype from this rank's `shard`; memory of its own."""
+        spec = self.spec(key)
         self.records[key].living()  # raises if what was put there holds other rows
         layouts = [spec.layout]
-        pending = Pending(pack_home([shard], layouts, spec.gather_dtype))
+        pending = Pending(pack_home([shard], layouts, dtype))
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
         for kind, size in zip((Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER), sizes, strict=True):
             if size > 1:
@@ -313,6 +325,29 @@ class ShardedModel:
             stored = full
         stored.wait()
 
+    @property
+    def awaited(self) -> set[str]:
+        """The keys of parameters without values yet."""
+        return self.without_values.keys
+
+    @property
+    def awaited_buffers(self) -> set[str]:
+        """The names of buffers without values yet, which are on meta."""
+        return self.without_values.buffers
+
+    def refuse_awaited(self, what: str) -> None:
+        """Raise on every rank if any tensor is without values, which `what` needs; all ranks must ask.
+
+        Raises: FcdpError.
+        """
+        self.without_values.refuse(what, self.collectives)
+
+    def values_arrived(self, keys: Iterable[str], buffers: Iterable[str] = ()) -> None:
+        """All of these parameters (by key) was written, and of these buffers (by name); caches go stale."""
+        written = list(keys)
+        self.without_values.arrived(written, buffers)
+        self.generations.change(written)
+
     def values_loaded(self) -> None:
         """A state dict was loaded: every parameter may have changed."""
         self.generations.change(self.records)
@@ -320,11 +355,15 @@ class ShardedModel:
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that lack what earlier micro-batches accumulated.
 
-        Raises: UnsynchronizedGradientError.
+        Raises: UnsynchronizedGradientError; FcdpError for parameters without values.
         """
-        if not (names := self.accumulation.concerns()):
+        names = self.accumulation.concerns()
+        if not (names or self.without_values):
             return
         owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if any(id(p) in owned for key in self.awaited for p in self.records[key].places()):
+            # Without asking others: not every rank need step this optimizer.
+            self.without_values.refuse_here("an optimizer step")
         by_name = {r.spec.name: r for r in self.records.values()}
         mine = [n for n in names if any(id(p) in owned for p in by_name[n].places())]
         left = self.accumulation.settle() if mine else []

@@ -59,9 +59,13 @@ class ParamRecord:
 
     def places(self) -> list[nn.Parameter]:
         """What is in each of its places now, unchecked."""
-        modules = [(ref(), name) for ref, name in self._places]
-        found = [m._parameters.get(name) for m, name in modules if m is not None]
+        found = [m._parameters.get(name) for m, name in self.owners()]
         return [p for p in found if p is not None]
+
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """The living modules that have it and its name in each, the one that was first in the model first."""
+        modules = [(ref(), name) for ref, name in self._places]
+        return [(m, name) for m, name in modules if m is not None]
 
     def _check_home(self, parameter: DTensor) -> None:
         # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on ("inter", "intra").
@@ -84,3 +88,12 @@ class ParamRecord:
             local = local._local_tensor
         check_shard(self.spec, local)
         return local.detach()
+
+    def values(self) -> Tensor:
+        """This rank's home shard to read, without autograd, on whichever device has it now."""
+        parameter = self.parameter()
+        if not isinstance(parameter, HomeShard):
+            return self.local()
+        values = parameter.values()
+        check_shard(self.spec, values)
+        return values

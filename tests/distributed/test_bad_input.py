@@ -41,7 +41,6 @@ def _quantised() -> Tensor:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: nn.Linear(4, 4, device="meta"), "'weight' is on the meta device; materialise it"),
         (lambda: _linear(torch.eye(4).to_sparse()), "'0.weight' is sparse"),
         (lambda: _linear(torch.eye(4).to_sparse_csr()), "'0.weight' is sparse"),
         (lambda: _linear(torch.rand(4, 4, dtype=torch.complex64)), "'0.weight' is complex"),
@@ -184,7 +183,6 @@ def _messages(mesh: DeviceMesh) -> dict[str, str]:
         note("inner ddp", lambda: shard(nn.Sequential(wrapped), mesh))
         note("sharded", lambda: shard(sharded, mesh))
         note("strategy", lambda: shard(_linear(), mesh, strategy="fccdp"))
-        note("meta", lambda: shard(nn.Linear(4, 4, device="meta"), mesh))
         ids = batch(CASES["odd"], step=0, rank=0)
         note("never sharded", lambda: torch.compile(_linear(), backend="fcdp")(torch.rand(2, 4)))
         note("adapters after", lambda: torch.compile(adapted, backend="fcdp")(ids))
@@ -218,7 +216,6 @@ def messages() -> dict[str, str]:
         ("inner ddp", ValueError, "0 is wrapped in DistributedDataParallel"),
         ("sharded", ValueError, "is sharded already"),
         ("strategy", ValueError, "did you mean 'fcdp'"),
-        ("meta", ValueError, "is on the meta device"),
         ("never sharded", UnshardedParameterError, "call fcdp_compile.shard on the whole model"),
         pytest.param(
             "adapters after",

@@ -1,0 +1,65 @@
+"""What a rank has of the tensors of a sharded model, to be filled in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fcdp_compile.pretrained.match import Held
+from fcdp_compile.runtime.model import ShardedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What this rank has of a tensor: its own memory, and where in the whole that begins.
+
+    For the home shard of a [V, d] parameter cut along V: values [V/G, d], at (its first row, 0).
+    """
+
+    values: Tensor
+    at: tuple[int, ...]
+
+
+class Destinations:
+    """The tensors of one model: home shards of parameters, and buffers and ignored parameters, whole."""
+
+    def __init__(self, root: nn.Module, state: ShardedModel) -> None:
+        self._state = state
+        self._records = {id(p): r for r in state.records.values() for p in r.places()}
+        self._buffer_names = {id(b): name for name, b in root.named_buffers()}
+        self._made: dict[int, Tensor] = {}  # for buffers on meta
+
+    def is_awaited(self, held: Held) -> bool:
+        """Whether a tensor has no values yet."""
+        record = self._records.get(id(held.tensor))
+        return record.spec.key in self._state.awaited if record else held.tensor.is_meta
+
+    def part(self, held: Held) -> Part:
+        """What this rank has of a tensor; a buffer on meta gets memory, which `arrived` makes the model's."""
+        record = self._records.get(id(held.tensor))
+        if record is None:
+            whole = held.tensor.detach()
+            if whole.is_meta:
+                whole = torch.empty_like(whole, device=self._state.device)
+                self._made[id(held.tensor)] = whole
+            return Part(values=whole, at=(0,) * whole.ndim)
+        layout = record.spec.layout
+        home = self._state.topology.home(record.spec.strategy.home)
+        start = layout.local_start(home.node, home.place)
+        at = tuple(start if dim == layout.dim else 0 for dim in range(len(layout.shape)))
+        return Part(values=record.local(), at=at)
+
+    def arrived(self, filled: Iterable[Held]) -> None:
+        """These have values now: nothing awaits them, and what was gathered of them is stale."""
+        keys, buffers = [], []
+        for held in filled:
+            if (record := self._records.get(id(held.tensor))) is not None:
+                keys.append(record.spec.key)
+            elif (made := self._made.get(id(held.tensor))) is not None:
+                buffers.append(self._buffer_names[id(held.tensor)])
+                for entry in held.entries:
+                    entry.module._buffers[entry.leaf] = made
+        self._state.values_arrived(keys, buffers)

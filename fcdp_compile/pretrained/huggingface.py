@@ -1,0 +1,157 @@
+"""Everything that is read of Transformers and PEFT, whose names differ between versions.
+
+Neither is imported here: a model of theirs has imported them, and without one there is nothing to ask.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fcdp_compile.errors import FcdpError
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether a module has `from_pretrained` and what belongs to it."""
+    return _is_a(module, "transformers.modeling_utils", "PreTrainedModel")
+
+
+def base_of(root: nn.Module) -> nn.Module:
+    """The model that PEFT has wrapped; any other model itself."""
+    if _is_a(root, "peft.peft_model", "PeftModel"):
+        base: nn.Module = root.get_base_model()  # type: ignore[operator]  # typed as a tensor
+        return base
+    if _is_a(root, "peft.mixed_model", "PeftMixedModel"):
+        mixed: nn.Module = root.base_model.model  # type: ignore[assignment,union-attr]  # typed as a tensor
+        return mixed
+    return root
+
+
+def is_adapter_layer(module: nn.Module) -> bool:
+    """Whether a module wraps another, its child `base_layer`, and adds adapters as its other children."""
+    return _is_a(module, "peft.tuners.tuners_utils", "BaseTunerLayer")
+
+
+def is_trained_copy(module: nn.Module) -> bool:
+    """Whether a module wraps another, its child `original_module`, and trains copies in `modules_to_save`."""
+    return _is_a(module, "peft.utils.other", "AuxiliaryTrainingWrapper")
+
+
+def _is_a(module: nn.Module, home: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(home), name, None)
+    return isinstance(kind, type) and isinstance(module, kind)
+
+
+def ignored_patterns(base: nn.Module) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """What `from_pretrained` does not mind: names missing in a checkpoint, and names that it has besides."""
+    missing = set(getattr(base, "_keys_to_ignore_on_load_missing", None) or ())
+    unexpected = set(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())
+    if is_transformers_model(base):
+        # Buffers that older checkpoints hold and newer models compute, as Transformers lists them.
+        buffers = [name for name, _ in base.named_buffers()]
+        if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+            unexpected.add(r"rotary_emb\.inv_freq")
+        if any(name.endswith("position_ids") for name in buffers):
+            unexpected.add(r"(^|\.)position_ids$")
+    return _any_of(missing), _any_of(unexpected)
+
+
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    # Without patterns: one that matches nothing.
+    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns)) or r"(?!)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renamed:
+    """What a name in a file becomes.
+
+    name: in the model, or the first of the names that a converter makes of it.  converter: Transformers'
+    WeightConverter that its tensor goes through, None for none; pattern: which of its sources this is.
+    """
+
+    name: str
+    converter: Any | None = None
+    pattern: str = ""
+
+
+class Renaming:
+    """Transformers' rules of a model: how names and tensors of its checkpoints become those of the model."""
+
+    def __init__(self, base: nn.Module) -> None:
+        self.base = base
+        self.prefix: str = getattr(base, "base_model_prefix", "") or ""
+        self.rules = _rules(base)
+        converter = getattr(
+            sys.modules.get("transformers.core_model_loading"), "WeightConverter", ()
+        )
+        self._converters = [rule for rule in self.rules if isinstance(rule, converter)]
+        self._renamings = [rule for rule in self.rules if not isinstance(rule, converter)]
+
+    def of(self, name: str, known: Container[str]) -> Renamed:
+        """What a name in a file becomes, given the names that the model knows; ask in `reading_order`."""
+        renamed = self._ruled(name, known)
+        if renamed.name not in known and name in known:
+            return Renamed(name=name)
+        return renamed
+
+    def _ruled(self, name: str, known: Container[str]) -> Renamed:
+        now = name
+        for rule in self._renamings:
+            now, _ = rule.rename_source_key(now)
+        for converter in self._converters:
+            now, pattern = converter.rename_source_key(now)
+            if pattern is not None:
+                return Renamed(
+                    name=self._prefixed(now, known), converter=converter, pattern=pattern
+                )
+        return Renamed(name=self._prefixed(now, known))
+
+    def _prefixed(self, name: str, known: Container[str]) -> str:
+        """A name with or without the prefix of the model under the head, whichever the model knows."""
+        if not self.prefix:
+            return name
+        start = f"{self.prefix}."
+        if name.startswith(start) and name.removeprefix(start) in known:
+            return name.removeprefix(start)
+        return start + name if start + name in known else name
+
+    def note_used(self) -> None:
+        """Leave with the model which rules its checkpoint needed, as `from_pretrained` does.
+
+        Its `save_pretrained` then writes the names and tensors that the checkpoint had.
+        """
+        if is_transformers_model(self.base):
+            used = [rule for rule in self.rules if rule.was_used()]
+            self.base._weight_conversions = used  # type: ignore[assignment]  # typed as a tensor
+
+
+def _rules(base: nn.Module) -> list[Any]:
+    if not is_transformers_model(base):
+        return []
+    find: Callable[[nn.Module], list[Any]] | None = getattr(
+        sys.modules.get("transformers.conversion_mapping"), "get_model_conversion_mapping", None
+    )
+    if find is None:
+        raise FcdpError(
+            "this version of transformers does not say how it converts checkpoints "
+            "(conversion_mapping.get_model_conversion_mapping); install transformers>=5.0"
+        )
+    return find(base)
+
+
+def reading_order(name: str) -> list[tuple[int, int | str, int]]:
+    """A sort key: Transformers' order of names, numbers by value, which stacked experts are stacked in."""
+    parts: list[tuple[int, int | str, int]] = []
+    for part in name.split("."):
+        if part.isdigit():
+            parts.append((0, int(part), -1))
+        else:
+            text = part.rstrip("0123456789")
+            digits = part[len(text) :]
+            parts.append((1, text, int(digits) if digits else -1))
+    return parts

@@ -1,0 +1,142 @@
+"""`load_pretrained(model, folder)`: the weights of a Hugging Face checkpoint, straight into home shards.
+
+    headers ─ checked ─ matched ─▶ sources ─ every rank its own rows ─▶ home shards
+
+Nothing is written before every rank has found everything in order and the same as the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from fcdp_compile.errors import CheckpointError, FcdpError
+from fcdp_compile.pretrained.destination import Destinations, Part
+from fcdp_compile.pretrained.folder import open_checkpoint, refuse
+from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match
+from fcdp_compile.pretrained.source import Files, Source
+from fcdp_compile.sharding import model_of, state_of
+from fcdp_compile.together import together
+
+log = logging.getLogger(__name__)
+
+_COMPARED_BYTES = 2**24
+
+
+def load_pretrained(
+    model: nn.Module, folder: str | os.PathLike[str], *, progress: bool = False
+) -> None:
+    """Load a Hugging Face checkpoint into a sharded model; each rank reads the rows of its home shards.
+
+    All ranks call it, each with a path where it finds the same files.  Names, conversions, casts to the
+    parameters' dtypes, tied weights and what may be missing are as with `from_pretrained`, except that
+    nothing is initialised in silence.  In a model that PEFT has wrapped the base gets the values; adapters
+    stay as they are, or without values where the model was built on meta.  Where the checkpoint has a tied
+    weight under several names, they must hold the same.
+
+    folder: with model.safetensors, or with model.safetensors.index.json and its files; or one safetensors
+    file, or an index.  progress: show a bar on rank 0.
+
+    Raises: ValueError if the model is not sharded; CheckpointError on every rank, with the model as it was,
+    for a checkpoint that is damaged, lacks tensors, has others besides or other shapes, is a pickle, or
+    is not the same for all ranks; FcdpError if reading fails on the way, which leaves the model half loaded.
+    """
+    root, state = model_of(model), state_of(model)
+    control = state.topology.control
+    path = Path(folder)
+    destinations = Destinations(root, state)
+    found: list[Matched] = []
+
+    def check() -> str:
+        checkpoint = open_checkpoint(path)
+        matched = match(root, checkpoint.tensors, destinations.is_awaited)
+        refuse(path, matched.problems)
+        found.append(matched)
+        return checkpoint.digest
+
+    _compare(path, together(control, check, CheckpointError))
+    matched = found[0]
+    order = in_reading_order(matched.assignments)
+    shows = progress and state.topology.node == state.topology.place == 0
+    with Files() as files:
+        together(control, lambda: _check_tied(path, order, destinations, files), CheckpointError)
+        try:
+            together(control, lambda: _read(order, destinations, files, shows=shows))
+        except FcdpError as error:
+            state.values_loaded()
+            raise FcdpError(
+                f"{path} was read in part, the model is half loaded: {error}"
+            ) from error
+    destinations.arrived(a.held for a in order)
+    matched.renaming.note_used()
+    log.info("%s: %d tensors, this rank read %d bytes", path, len(order), files.read_bytes)
+
+
+def _compare(path: Path, digests: Sequence[str]) -> None:
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{path} is not the same for all ranks: rank {other} finds other files than rank 0; copy the "
+            "checkpoint to every node again"
+        )
+
+
+def _check_tied(
+    path: Path, assignments: Sequence[Assignment], destinations: Destinations, files: Files
+) -> None:
+    """Refuse a checkpoint that has several values for one parameter."""
+    problems = []
+    for assignment in assignments:
+        for other in assignment.others:
+            part = destinations.part(assignment.held)
+            if not _are_equal(assignment.source, other, part, files):
+                names = [next(s.leaves).name for s in (assignment.source, other)]
+                problems.append(
+                    f"{names[0]!r} and {names[1]!r} are one parameter of the model and differ here; "
+                    "untie them (tie_word_embeddings=False in the config) before fcdp_compile.shard"
+                )
+    refuse(path, problems)
+
+
+def _are_equal(one: Source, other: Source, part: Part, files: Files) -> bool:
+    """Whether two sources hold the same bits for a part, compared a little at a time."""
+    blocks: Sequence[Tensor] = [part.values]
+    if part.values.ndim and part.values.numel():
+        row_bytes = part.values[0].nbytes
+        blocks = part.values.split(max(1, _COMPARED_BYTES // max(1, row_bytes)))
+    begin = 0
+    for block in blocks:
+        at = (part.at[0] + begin, *part.at[1:]) if part.at else ()
+        ours, theirs = (torch.empty(block.shape, dtype=block.dtype) for _ in range(2))
+        one.fill(ours, at, files)
+        other.fill(theirs, at, files)
+        if not torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
+            return False
+        begin += len(block) if block.ndim else 0
+    return True
+
+
+def _read(
+    assignments: Sequence[Assignment], destinations: Destinations, files: Files, *, shows: bool
+) -> None:
+    parts = [destinations.part(a.held) for a in assignments]
+    total = sum(part.values.nbytes for part in parts)
+    with (
+        torch.no_grad(),
+        tqdm(
+            total=total,
+            desc="load_pretrained",
+            unit="B",
+            unit_scale=True,
+            disable=not shows,
+        ) as bar,
+    ):
+        for assignment, part in zip(assignments, parts, strict=True):
+            assignment.source.fill(part.values, part.at, files)
+            bar.update(part.values.nbytes)

@@ -1,0 +1,184 @@
+"""Which tensor of a model gets its values from where in a checkpoint, as `from_pretrained` would find it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fcdp_compile.errors import CheckpointError
+from fcdp_compile.pretrained.conversion import Target, converted
+from fcdp_compile.pretrained.header import Stored
+from fcdp_compile.pretrained.huggingface import (
+    Renamed,
+    Renaming,
+    base_of,
+    ignored_patterns,
+    reading_order,
+)
+from fcdp_compile.pretrained.names import Entry, Role, entries_of
+from fcdp_compile.pretrained.source import Leaf, Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """A tensor of the model with all its names."""
+
+    tensor: Tensor
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.entries[0].name
+
+    @property
+    def role(self) -> Role:
+        """Base if any of its names is the base's: PEFT refers to some of the base's parameters again."""
+        roles = [entry.role for entry in self.entries]
+        return Role.BASE if Role.BASE in roles else roles[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assignment:
+    """A tensor of the model and what it is filled from; others: must hold the same, under its other names."""
+
+    held: Held
+    source: Source
+    others: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """Every assignment, and everything that is wrong; renaming: whose rules were used."""
+
+    assignments: list[Assignment]
+    problems: list[str]
+    renaming: Renaming
+
+
+def match(
+    root: nn.Module, tensors: dict[str, Stored], is_awaited: Callable[[Held], bool]
+) -> Matched:
+    """Find a source for every tensor of a model that a checkpoint is about.
+
+    is_awaited: whether a tensor has no values yet.  Adapters that the checkpoint lacks are left alone; a
+    copy that PEFT trains in a module's place and that is awaited begins as the module's values.
+    """
+    return _Matching(root, is_awaited).of(tensors)
+
+
+class _Matching:
+    def __init__(self, root: nn.Module, is_awaited: Callable[[Held], bool]) -> None:
+        self.is_awaited = is_awaited
+        self.base = base_of(root)
+        self.renaming = Renaming(self.base)
+        self.held: dict[int, Held] = {}
+        self.known: dict[str, Held] = {}  # by the names that checkpoints of the base use
+        self.by_name: dict[str, Held] = {}
+        self.copies: dict[str, list[Held]] = {}
+        for entry in entries_of(root):
+            held = self.held.setdefault(id(entry.tensor), Held(tensor=entry.tensor))
+            held.entries.append(entry)
+            self.by_name[entry.name] = held
+            if entry.role is Role.BASE:
+                self.known[entry.plain] = held
+            elif entry.role is Role.COPY:
+                self.copies.setdefault(entry.plain, []).append(held)
+        self.problems: list[str] = []
+        self.refused: set[int] = set()
+        self.found: dict[int, list[Source]] = {}
+
+    def of(self, tensors: dict[str, Stored]) -> Matched:
+        ignore_missing, ignore_unexpected = ignored_patterns(self.base)
+        for name, source in self._sources(tensors):
+            held = self.known.get(name) or self.by_name.get(name)
+            if held is not None:
+                self._give(held, name, source)
+            elif not ignore_unexpected.search(name):
+                read = next(source.leaves).name
+                self.problems.append(
+                    f"unexpected tensor {read!r}" + (f" (as {name!r})" if read != name else "")
+                )
+        for held in self.held.values():
+            names = [entry.plain for entry in held.entries if entry.role is Role.BASE]
+            is_given = id(held.tensor) in self.found or id(held.tensor) in self.refused
+            if names and not is_given and not any(map(ignore_missing.search, names)):
+                self.problems.append(f"missing tensor {names[0]!r}")
+        for name, held in self.known.items():
+            if id(held.tensor) in self.found:
+                self._give_copies(name, self.found[id(held.tensor)])
+        assignments = [
+            Assignment(held=self.held[key], source=sources[0], others=tuple(sources[1:]))
+            for key, sources in self.found.items()
+        ]
+        return Matched(assignments=assignments, problems=self.problems, renaming=self.renaming)
+
+    def _sources(self, tensors: dict[str, Stored]) -> Iterable[tuple[str, Source]]:
+        """Every source by the name that the model should have for it."""
+        to_convert: dict[str, tuple[Renamed, dict[str, list[Source]]]] = {}
+        for name in sorted(tensors, key=reading_order):
+            leaf = Leaf(tensors[name])
+            renamed = self.renaming.of(name, self.known)
+            if renamed.name not in self.known and name in self.by_name:
+                yield name, leaf
+            elif renamed.converter is None:
+                yield renamed.name, leaf
+            else:
+                _, collected = to_convert.setdefault(renamed.name, (renamed, {}))
+                collected.setdefault(renamed.pattern, []).append(leaf)
+        for name, (renamed, collected) in to_convert.items():
+            target = Target(name=name, base=self.base, shape_of=self._shape_of)
+            try:
+                yield from converted(renamed.converter, collected, target).items()
+            except CheckpointError as error:
+                self.problems.append(str(error))
+
+    def _shape_of(self, name: str) -> tuple[int, ...] | None:
+        held = self.known.get(name)
+        return None if held is None else tuple(held.tensor.shape)
+
+    def _give(self, held: Held, name: str, source: Source) -> None:
+        if source.shape != tuple(held.tensor.shape):
+            self._refuse(
+                held,
+                f"tensor {name!r} is {source.shape} in the checkpoint, {tuple(held.tensor.shape)} in the model",
+            )
+            return
+        for stored in source.leaves:
+            if _kind(stored.dtype) != _kind(held.tensor.dtype):
+                self._refuse(
+                    held,
+                    f"tensor {stored.name!r} is {stored.dtype} in the checkpoint and {held.tensor.dtype} in "
+                    "the model, which no cast makes of it",
+                )
+                return
+        self.found.setdefault(id(held.tensor), []).append(source)
+
+    def _refuse(self, held: Held, problem: str) -> None:
+        self.refused.add(id(held.tensor))
+        self.problems.append(problem)
+
+    def _give_copies(self, name: str, sources: list[Source]) -> None:
+        for copy in self.copies.get(name, ()):
+            if id(copy.tensor) not in self.found and self.is_awaited(copy):
+                self._give(copy, name, sources[0])
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    return "float" if dtype.is_floating_point else "whole"
+
+
+def in_reading_order(assignments: Iterable[Assignment]) -> list[Assignment]:
+    """The assignments in the order of their first bytes in the files."""
+
+    def first(assignment: Assignment) -> tuple[str, int]:
+        stored = next(itertools.islice(assignment.source.leaves, 1))
+        return str(stored.file), stored.start
+
+    return sorted(assignments, key=first)

@@ -1,0 +1,251 @@
+"""Where the values of a parameter come from, of which any part can be read without the rest.
+
+A source is a tensor in a file, or one made of others without arithmetic: stacked, joined, a part, transposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from fcdp_compile.errors import CheckpointError
+from fcdp_compile.pretrained.header import Stored
+
+_REOPEN_BYTES = 2**28
+
+
+class Source(Protocol):
+    """A tensor that can be read in parts."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def leaves(self) -> Iterator[Stored]:
+        """The tensors in files that it is made of."""
+
+    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
+        """Write the part of out's shape that begins at these indices into out, cast to its dtype."""
+
+
+class Files:
+    """The files that are being read; counts what was asked for.
+
+    safetensors maps a file into memory, and every page that was read counts as the process's own until the
+    file is closed, so after some reading it is closed and opened again.
+    """
+
+    def __init__(self) -> None:
+        self.read_bytes = 0
+        self._open: dict[Path, Any] = {}
+        self._read_since: dict[Path, int] = {}
+
+    def copy(self, stored: Stored, part: tuple[slice, ...], out: Tensor) -> None:
+        """Copy a part of a tensor in a file."""
+        if not out.numel():
+            return
+        values = self._file(stored.file).get_slice(stored.name)[part if part else ...]
+        if tuple(values.shape) != tuple(out.shape) or values.dtype != stored.dtype:
+            raise CheckpointError(f"{stored.file} changed while {stored.name!r} was read")
+        out.copy_(values)
+        self.read_bytes += values.nbytes
+        self._read_since[stored.file] += values.nbytes
+
+    def _file(self, path: Path) -> Any:
+        if self._read_since.get(path, 0) > _REOPEN_BYTES:
+            self._open.pop(path).__exit__(None, None, None)
+        if path not in self._open:
+            opened: Any = safe_open(path, framework="pt")
+            self._open[path] = opened.__enter__()
+            self._read_since[path] = 0
+        return self._open[path]
+
+    def close(self) -> None:
+        """Close every file."""
+        for file in self._open.values():
+            file.__exit__(None, None, None)
+        self._open.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor in a file."""
+
+    stored: Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.stored.shape
+
+    @property
+    def leaves(self) -> Iterator[Stored]:
+        """Itself."""
+        yield self.stored
+
+    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
+        """Read that part of the file."""
+        part = tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))
+        files.copy(self.stored, part, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Sources one behind the other along a dimension, equal in all others."""
+
+    parts: tuple[Source, ...]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The first one's, as long as all together."""
+        rows = sum(part.shape[self.dim] for part in self.parts)
+        return _replaced(self.parts[0].shape, self.dim, rows)
+
+    @property
+    def leaves(self) -> Iterator[Stored]:
+        """Of all parts."""
+        for part in self.parts:
+            yield from part.leaves
+
+    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
+        """Fill from each part what it has of the rows."""
+        begin, end, start = at[self.dim], at[self.dim] + out.shape[self.dim], 0
+        for part in self.parts:
+            stop = start + part.shape[self.dim]
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                rows = out.narrow(self.dim, first - begin, last - first)
+                part.fill(rows, _replaced(at, self.dim, first - start), files)
+            start = stop
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Sources of one shape, stacked along a new dimension."""
+
+    parts: tuple[Source, ...]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parts', with their number at `dim`."""
+        one = self.parts[0].shape
+        return (*one[: self.dim], len(self.parts), *one[self.dim :])
+
+    @property
+    def leaves(self) -> Iterator[Stored]:
+        """Of all parts."""
+        for part in self.parts:
+            yield from part.leaves
+
+    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
+        """Fill each slice from its part."""
+        inside = (*at[: self.dim], *at[self.dim + 1 :])
+        for i in range(out.shape[self.dim]):
+            self.parts[at[self.dim] + i].fill(out.select(self.dim, i), inside, files)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a source along a dimension."""
+
+    whole: Source
+    dim: int
+    start: int
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole's with fewer rows."""
+        return _replaced(self.whole.shape, self.dim, self.rows)
+
+    @property
+    def leaves(self) -> Iterator[Stored]:
+        """Of the whole."""
+        return self.whole.leaves
+
+    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
+        """Fill from the whole, further on."""
+        self.whole.fill(out, _replaced(at, self.dim, at[self.dim] + self.start), files)
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """A source with two dimensions exchanged."""
+
+    of: Source
+    dim0: int
+    dim1: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape with these exchanged."""
+        return self._exchanged(self.of.shape)
+
+    @property
+    def leaves(self) -> Iterator[Stored]:
+        """Of the other."""
+        return self.of.leaves
+
+    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
+        """Fill a transposed view."""
+        self.of.fill(out.transpose(self.dim0, self.dim1), self._exchanged(at), files)
+
+    def _exchanged(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        found = list(sizes)
+        found[self.dim0], found[self.dim1] = found[self.dim1], found[self.dim0]
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """A source whose elements a function puts in another order, for which it needs the whole tensor.
+
+    shape: of what the function gives.
+    """
+
+    of: Source
+    function: Callable[[Tensor], Tensor]
+    shape: tuple[int, ...]
+
+    @property
+    def leaves(self) -> Iterator[Stored]:
+        """Of the other."""
+        return self.of.leaves
+
+    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
+        """Read the whole, rearrange it, and take the part."""
+        whole = torch.empty(self.of.shape, dtype=out.dtype)
+        self.of.fill(whole, (0,) * whole.ndim, files)
+        part = tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))
+        out.copy_(self.function(whole)[part])
+
+
+def elements(source: Source) -> int:
+    """How many elements a source has."""
+    return math.prod(source.shape)
+
+
+def _replaced(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
