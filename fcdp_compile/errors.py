@@ -34,4 +34,4 @@ class RecordingError(FcdpError, ValueError):
 
 
 class CheckpointError(FcdpError, ValueError):
-    """A checkpoint is missing something, damaged, or of another model; the message names files and tensors."""
+    """A checkpoint lacks something, is damaged or of another model; the message names files and tensors."""

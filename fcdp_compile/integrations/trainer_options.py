@@ -109,6 +109,11 @@ def _problem(args: TrainingArguments) -> str | None:
             "bf16_full_eval and fp16_full_eval convert the whole model, which is sharded; use "
             "FcdpOptions(param_dtype=…) or bf16=True"
         )
+    if args.save_on_each_node:
+        return (
+            "save_on_each_node is given, but each rank writes its part of one checkpoint; give an output_dir "
+            "that all nodes share and leave it out"
+        )
     if args.optim in _STEPS_IN_BACKWARD:
         return (
             f"optimizer {str(args.optim)!r} steps inside of the backward, where gradients are not reduced "
@@ -135,8 +140,8 @@ def check_launch(state: AcceleratorState) -> None:
     known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if distributed_type not in known:
         raise ValueError(
-            f"the fcdp Trainer cannot do this: Accelerate was configured for {distributed_type.value}, and "
-            "one model cannot be sharded by two systems; start it with torchrun, or accelerate launch --multi_gpu"
+            f"the fcdp Trainer cannot do this: Accelerate is configured for {distributed_type.value}, and one "
+            "model cannot be sharded by two systems; start it with torchrun or accelerate launch --multi_gpu"
         )
     if (world := process_count()) != state.num_processes:
         # Every process would then train on the same data.

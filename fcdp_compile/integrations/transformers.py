@@ -5,14 +5,15 @@
 
     class MySFTTrainer(FcdpMixin, trl.SFTTrainer): ...              # any other Trainer
 
-What Accelerate has to be talked out of is in `accelerate_workaround`, what is refused in `trainer_options`.
+What Accelerate has to be talked out of is in `accelerate_workaround`, what is refused in `trainer_options`,
+what is saved and loaded in `trainer_checkpoints`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers
 from torch import nn
@@ -21,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fcdp_compile.explanation import explain
 from fcdp_compile.integrations import accelerate_workaround
+from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
 from fcdp_compile.integrations.trainer_options import FcdpOptions, check_arguments, check_launch
 from fcdp_compile.mesh import make_mesh
 from fcdp_compile.sharding import model_of, shard, state_of
@@ -29,18 +31,13 @@ from fcdp_compile.traffic_report import traffic
 
 __all__ = ["FcdpMixin", "FcdpOptions", "Seq2SeqTrainer", "Trainer"]
 
-if TYPE_CHECKING:
-    _Base = transformers.Trainer
-else:
-    _Base = object
-
 log = logging.getLogger(__name__)
 
 SENT = "inter_node_mib_per_step"
 """The entry of the logs with what a node sent to others in the last step, in MiB (2**20 bytes)."""
 
 
-class FcdpMixin(_Base):
+class FcdpMixin(TrainerCheckpoints):
     """Makes a Trainer shard and compile with fcdp; put it before the Trainer's class.
 
     fcdp: how; by default strategy "fcdp" on torchrun's nodes.
@@ -88,6 +85,10 @@ class FcdpMixin(_Base):
         compiled = self._shard()
         accelerate_workaround.prepare_again(self.accelerator, model_of(compiled))
         return compiled
+
+    def sharded_model(self) -> nn.Module:
+        """`self.model`, which is sharded and compiled now if that has not been done."""
+        return model_of(self._shard())
 
     def _shard(self) -> nn.Module:
         """Shard and compile `self.model` if that has not been done; returns it compiled."""

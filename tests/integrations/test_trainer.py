@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import EvalPrediction
+from transformers import EvalPrediction, LlamaForCausalLM
 
 import fcdp_compile
+from fcdp_compile.integrations import trainer_checkpoints
 from fcdp_compile.integrations.transformers import SENT
 from tests.distributed.ranks import run
 from tests.integrations.trainer_script import run_script
@@ -110,6 +113,71 @@ def _bf16_checkpointed(mesh: DeviceMesh, folder: Path) -> None:
     assert {p.dtype for p in mine.model.parameters()} == {torch.float32}
 
 
+def _resumed(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
+    variation: dict[str, Any] = {
+        "changed": True, "model": {"dropout": 0.1}, "save_strategy": "steps", "save_steps": 2,
+        "max_steps": 4, "max_grad_norm": 0.5,
+    }  # fmt: skip
+    once: Any = run_script(folder, **variation)["trainer"]
+    saved = folder / "checkpoint-2"
+    # A save that was killed on its way, later than the one to resume from.
+    shutil.rmtree(folder / "checkpoint-4") if dist.get_rank() == 0 else None
+    killed = folder / "checkpoint-9"
+    killed.mkdir(exist_ok=True)
+    (killed / "trainer_state.json").write_text('{"global_st')
+    dist.barrier()
+    again: Any = run_script(folder, resume=True, **variation)["trainer"]
+    assert fcdp_compile.traffic(again.model).steps == 2, "it was not resumed"
+    assert _numbers(again.state.log_history) == _numbers(once.state.log_history)
+    for (name, a), (_, b) in zip(
+        once.model.named_parameters(), again.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(whole(a), whole(b)), name
+    reloaded = LlamaForCausalLM.from_pretrained(folder / "checkpoint-4")
+    values = dict(reloaded.named_parameters())
+    for name, parameter in again.model.named_parameters():
+        assert torch.equal(whole(parameter), values[name].detach()), name
+    assert (saved / "training_args.bin").is_file()
+    assert not list(saved.glob("*.p*t*h*")) + list(saved.glob("optimizer*")), "pickles were written"
+    return _numbers(once.state.log_history)
+
+
+def _numbers(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{n: row[n] for n in row if n in COMPARED} for row in history if "loss" in row]
+
+
+def _best(mesh: DeviceMesh, folder: Path) -> None:
+    """Evaluations get worse at this learning rate, so the first checkpoint is the best one."""
+    trainer: Any = run_script(
+        folder, changed=True, lora=True, save_strategy="steps", save_steps=1, eval_strategy="steps",
+        eval_steps=1, load_best_model_at_end=True, save_total_limit=1, learning_rate=1.0,
+    )["trainer"]  # fmt: skip
+    history = [row for row in trainer.state.log_history if "eval_loss" in row]
+    best = min(history, key=lambda row: row["eval_loss"])
+    assert best["step"] < trainer.state.global_step
+    assert sorted(path.name for path in folder.iterdir()) == [f"checkpoint-{best['step']}"]
+    assert trainer.evaluate()["eval_loss"] == best["eval_loss"]
+
+
+def _weights_only(mesh: DeviceMesh, folder: Path) -> None:
+    variation: dict[str, Any] = {"changed": True, "save_strategy": "steps", "save_steps": 2}
+    once: Any = run_script(folder, save_only_model=True, max_steps=2, **variation)["trainer"]
+    (saved,) = folder.glob("checkpoint-*")
+    assert not (saved / "fcdp").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        warned: list[str] = []
+        patch.setattr(
+            trainer_checkpoints.log, "warning", lambda text, *args: warned.append(text % args)
+        )
+        again: Any = run_script(folder, resume=str(saved), max_steps=2, **variation)["trainer"]
+    assert len(warned) == (dist.get_rank() == 0)
+    assert again.state.global_step == 2
+    for (name, a), (_, b) in zip(
+        once.model.named_parameters(), again.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(whole(a), whole(b)), name
+
+
 def _several(mesh: DeviceMesh, folder: Path) -> None:
     for job in (_lora_uneven, _bf16_checkpointed):
         job(mesh, folder / job.__name__)
@@ -117,3 +185,26 @@ def _several(mesh: DeviceMesh, folder: Path) -> None:
 
 def test_variations_train_the_same(tmp_path: Path) -> None:
     run(_several, tmp_path, nodes=2, ranks_per_node=1)
+
+
+def _saves(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
+    history = _resumed(mesh, folder / "resumed")
+    _best(mesh, folder / "best")
+    _weights_only(mesh, folder / "weights")
+    return history
+
+
+def _goes_on(mesh: DeviceMesh, folder: Path, history: list[dict[str, float]]) -> None:
+    trainer: Any = run_script(
+        folder / "elsewhere", changed=True, resume=str(folder / "resumed" / "checkpoint-2"),
+        max_steps=4, max_grad_norm=0.5, per_device_train_batch_size=4,
+    )["trainer"]  # fmt: skip
+    assert fcdp_compile.traffic(trainer.model).steps == 2
+    for row, other in zip(_numbers(trainer.state.log_history), history, strict=True):
+        assert row == pytest.approx(other, rel=TOLERANCE)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """Two ranks train on bit by bit where they were, and one goes on where they were."""
+    history, _ = run(_saves, tmp_path, nodes=2, ranks_per_node=1)
+    run(_goes_on, tmp_path, history, nodes=1, ranks_per_node=1)
