@@ -140,7 +140,7 @@ def check_launch(state: AcceleratorState) -> None:
     known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if distributed_type not in known:
         raise ValueError(
-            f"the fcdp Trainer cannot do this: Accelerate is configured for {distributed_type.value}, and one "
+            f"the fcdp Trainer cannot do this: Accelerate is set up for {distributed_type.value}, and one "
             "model cannot be sharded by two systems; start it with torchrun or accelerate launch --multi_gpu"
         )
     if (world := process_count()) != state.num_processes:

@@ -113,7 +113,7 @@ def _bf16_checkpointed(mesh: DeviceMesh, folder: Path) -> None:
     assert {p.dtype for p in mine.model.parameters()} == {torch.float32}
 
 
-def _resumed(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
+def _resumed(mesh: DeviceMesh, folder: Path) -> None:
     variation: dict[str, Any] = {
         "changed": True, "model": {"dropout": 0.1}, "save_strategy": "steps", "save_steps": 2,
         "max_steps": 4, "max_grad_norm": 0.5,
@@ -139,24 +139,23 @@ def _resumed(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
         assert torch.equal(whole(parameter), values[name].detach()), name
     assert (saved / "training_args.bin").is_file()
     assert not list(saved.glob("*.p*t*h*")) + list(saved.glob("optimizer*")), "pickles were written"
-    return _numbers(once.state.log_history)
 
 
 def _numbers(history: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{n: row[n] for n in row if n in COMPARED} for row in history if "loss" in row]
 
 
-def _best(mesh: DeviceMesh, folder: Path) -> None:
-    """Evaluations get worse at this learning rate, so the first checkpoint is the best one."""
+def _best(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
+    """The best evaluation is said to be the one with the largest loss: the first."""
     trainer: Any = run_script(
         folder, changed=True, lora=True, save_strategy="steps", save_steps=1, eval_strategy="steps",
-        eval_steps=1, load_best_model_at_end=True, save_total_limit=1, learning_rate=1.0,
+        eval_steps=1, load_best_model_at_end=True, save_total_limit=2, greater_is_better=True,
     )["trainer"]  # fmt: skip
-    history = [row for row in trainer.state.log_history if "eval_loss" in row]
-    best = min(history, key=lambda row: row["eval_loss"])
-    assert best["step"] < trainer.state.global_step
-    assert sorted(path.name for path in folder.iterdir()) == [f"checkpoint-{best['step']}"]
-    assert trainer.evaluate()["eval_loss"] == best["eval_loss"]
+    evaluated = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    assert evaluated[0] > evaluated[1] > evaluated[2]
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-1", "checkpoint-3"]
+    assert trainer.evaluate()["eval_loss"] == evaluated[0]
+    return _numbers(trainer.state.log_history)
 
 
 def _weights_only(mesh: DeviceMesh, folder: Path) -> None:
@@ -188,16 +187,15 @@ def test_variations_train_the_same(tmp_path: Path) -> None:
 
 
 def _saves(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
-    history = _resumed(mesh, folder / "resumed")
-    _best(mesh, folder / "best")
+    _resumed(mesh, folder / "resumed")
     _weights_only(mesh, folder / "weights")
-    return history
+    return _best(mesh, folder / "best")
 
 
 def _goes_on(mesh: DeviceMesh, folder: Path, history: list[dict[str, float]]) -> None:
     trainer: Any = run_script(
-        folder / "elsewhere", changed=True, resume=str(folder / "resumed" / "checkpoint-2"),
-        max_steps=4, max_grad_norm=0.5, per_device_train_batch_size=4,
+        folder / "elsewhere", changed=True, lora=True, per_device_train_batch_size=4,
+        resume=str(folder / "best" / "checkpoint-1"),
     )["trainer"]  # fmt: skip
     assert fcdp_compile.traffic(trainer.model).steps == 2
     for row, other in zip(_numbers(trainer.state.log_history), history, strict=True):
