@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fcdp_compile.accumulation import no_sync
     from fcdp_compile.checkpointing.loading import Loaded, load
     from fcdp_compile.checkpointing.saving import PendingSave, save
+    from fcdp_compile.deferred import materialize
     from fcdp_compile.errors import (
         CheckpointError,
         FcdpError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
+    from fcdp_compile.whole import gathered
 
 __all__ = [
     "CheckpointError",
@@ -48,9 +50,11 @@ __all__ = [
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
     "explain",
+    "gathered",
     "load",
     "load_pretrained",
     "make_mesh",
+    "materialize",
     "memory",
     "no_sync",
     "save",
@@ -74,9 +78,11 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
+    "gathered": "whole",
     "load": "checkpointing.loading",
     "load_pretrained": "pretrained.load",
     "make_mesh": "mesh",
+    "materialize": "deferred",
     "memory": "memory_report",
     "no_sync": "accumulation",
     "save": "checkpointing.saving",

@@ -279,6 +279,14 @@ def _is_own(held: Tensor) -> bool:
     )
 
 
+def rows_of(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor:
+    """The rows of a whole parameter that are the home shard of the rank at a place of a node; a view."""
+    if layout.dim is None:
+        return whole
+    rows = layout.local_shape(node, place)[layout.dim]
+    return whole.narrow(layout.dim, layout.local_start(node, place), rows)
+
+
 def placements_of(layout: ParamLayout, home: Scope) -> tuple[Shard | Replicate, Shard | Replicate]:
     """DTensor placements on the ("intra", "inter") mesh (`layout`, [Note: chunk order])."""
     if layout.dim is None or home is Scope.NONE:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fcdp_compile import registry
 from fcdp_compile.assignment import assign
-from fcdp_compile.home_shard import Calls, HomeShard
+from fcdp_compile.home_shard import Calls, HomeShard, rows_of
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.loads import notice_loads
 from fcdp_compile.mesh import Topology, topology_of
@@ -241,11 +241,8 @@ def _keep_marks(parameter: nn.Parameter, home: Tensor) -> None:
 
 
 def _part(whole: Tensor, layout: ParamLayout, home: Home) -> Tensor:
-    if layout.dim is None:
-        return whole.clone()
-    start = layout.local_start(home.node, home.place)
-    rows = layout.local_shape(home.node, home.place)[layout.dim]
-    return whole.narrow(layout.dim, start, rows).clone(memory_format=torch.contiguous_format)
+    part = rows_of(whole, layout, home.node, home.place)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fcdp_compile.errors import UnsynchronizedGradientError
+from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
@@ -41,6 +42,14 @@ from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeParameter:
+    """Of a parameter that is whole for a while: its home, and whether what is written to it shall last."""
+
+    home: nn.Parameter
+    writeback: bool
 
 
 class ShardedModel:
@@ -81,6 +90,7 @@ class ShardedModel:
             reductions=self._reductions_of_waiting,
         )
         self.generations = Generations(self.records)
+        self.whole: dict[str, WholeParameter] = {}
         self.fingerprints = Fingerprints()
         self._buckets: dict[str, list[Bucket]] = {}
         self.next_bucket = 0
@@ -122,12 +132,12 @@ class ShardedModel:
         self.refuse_awaited("a forward")
         if spec.layout.nodes > 1:
             self._warn_of_eager_gathers(spec.name)
+        self.records[key].living()  # raises if what was put there holds other rows
         return self.gather(key, shard, spec.gather_dtype)
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather one parameter in a dtype from this rank's `shard`; memory of its own."""
         spec = self.spec(key)
-        self.records[key].living()  # raises if what was put there holds other rows
         layouts = [spec.layout]
         pending = Pending(pack_home([shard], layouts, dtype))
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
@@ -355,12 +365,17 @@ class ShardedModel:
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that lack what earlier micro-batches accumulated.
 
-        Raises: UnsynchronizedGradientError; FcdpError for parameters without values.
+        Raises: UnsynchronizedGradientError; FcdpError for parameters without values or that are whole.
         """
         names = self.accumulation.concerns()
-        if not (names or self.without_values):
+        if not (names or self.without_values or self.whole):
             return
         owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if within := next((k for k, w in self.whole.items() if id(w.home) in owned), None):
+            raise FcdpError(
+                f"an optimizer steps parameter {self.spec(within).name!r} while it is whole; leave the block "
+                "of fcdp_compile.gathered before training goes on"
+            )
         if any(id(p) in owned for key in self.awaited for p in self.records[key].places()):
             # Without asking others: not every rank need step this optimizer.
             self.without_values.refuse_here("an optimizer step")

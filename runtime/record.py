@@ -80,7 +80,11 @@ class ParamRecord:
 
     def local(self) -> Tensor:
         """This rank's home shard, without autograd."""
-        local: Tensor = self.parameter()
+        return self.local_of(self.parameter())
+
+    def local_of(self, parameter: Tensor) -> Tensor:
+        """This rank's home shard of what is, or was, the parameter."""
+        local = parameter
         if isinstance(local, HomeShard):
             local.bring_back()
             local = local.held
