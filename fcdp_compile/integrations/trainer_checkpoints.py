@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.utils import broadcast_object_list
+from peft import PeftModel
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
@@ -30,6 +31,7 @@ from fcdp_compile.pretrained.export import save_pretrained
 from fcdp_compile.pretrained.load import load_pretrained
 from fcdp_compile.sharding import state_of
 from fcdp_compile.together import together
+from fcdp_compile.whole import gathered
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -164,7 +166,17 @@ class TrainerCheckpoints(_Base):
 
     def _load_weights(self, checkpoint: str) -> None:
         """Load the weights that `save_model` has written there, or another Trainer."""
-        load_pretrained(self.sharded_model(), checkpoint)
+        model = self.sharded_model()
+        if isinstance(model, PeftModel):
+            # PEFT knows which file is which adapter's, and writes whole values.
+            trained = [
+                m for m in model.modules() if any(p.requires_grad for p in m.parameters(False))
+            ]
+            one = len(model.peft_config) == 1  # others may be frozen
+            with gathered(model, trained if one else None, writeback=True):
+                super()._load_from_checkpoint(checkpoint, model)
+        else:
+            load_pretrained(model, checkpoint)
 
     def _is_whole(self, checkpoint: str) -> bool:
         """Whether a checkpoint has more than weights; agreed, as what follows has collectives.

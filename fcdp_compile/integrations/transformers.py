@@ -11,7 +11,9 @@ what is saved and loaded in `trainer_checkpoints`.
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -28,6 +30,7 @@ from fcdp_compile.mesh import make_mesh
 from fcdp_compile.sharding import model_of, shard, state_of
 from fcdp_compile.torch_compat import graph_breaks
 from fcdp_compile.traffic_report import traffic
+from fcdp_compile.whole import gathered
 
 __all__ = ["FcdpMixin", "FcdpOptions", "Seq2SeqTrainer", "Trainer"]
 
@@ -107,6 +110,7 @@ class FcdpMixin(TrainerCheckpoints):
             dynamic=self.fcdp.dynamic,
             options=self.fcdp.options,
         )
+        _generate_gathered(model)
         self._compiled = compiled
         self._watch.begin(model)
         return compiled
@@ -129,6 +133,23 @@ class Trainer(FcdpMixin, transformers.Trainer):
 
 class Seq2SeqTrainer(FcdpMixin, transformers.Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer` on fcdp (`FcdpMixin`)."""
+
+
+def _generate_gathered(model: nn.Module) -> None:
+    """Let `model.generate` gather the parameters first.
+
+    Ranks generate different numbers of tokens, so their forwards cannot gather together; and those that can
+    would gather everything for every token.
+    """
+    if hasattr(model, "generate") and "generate" not in vars(model):
+        vars(model)["generate"] = functools.partial(_generate, weakref.ref(model))
+
+
+def _generate(reference: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    model: Any = reference()
+    assert model is not None, "the function is an attribute of the model"
+    with gathered(model):
+        return type(model).generate(model, *args, **kwargs)
 
 
 class _Watch(TrainerCallback):

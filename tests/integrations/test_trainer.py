@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import EvalPrediction, LlamaForCausalLM
+from transformers import EvalPrediction, LlamaForCausalLM, TrainerCallback
 
 import fcdp_compile
 from fcdp_compile.integrations import trainer_checkpoints
@@ -158,23 +158,37 @@ def _best(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
     return _numbers(trainer.state.log_history)
 
 
-def _weights_only(mesh: DeviceMesh, folder: Path) -> None:
-    variation: dict[str, Any] = {"changed": True, "save_strategy": "steps", "save_steps": 2}
-    once: Any = run_script(folder, save_only_model=True, max_steps=2, **variation)["trainer"]
+class _Keeps(TrainerCallback):
+    """The values that training began with."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.values = {name: whole(p).clone() for name, p in kwargs["model"].named_parameters()}
+
+
+def _weights_only(mesh: DeviceMesh, folder: Path, *, lora: bool) -> None:
+    variation: dict[str, Any] = {
+        "changed": True, "lora": lora, "save_strategy": "steps", "save_steps": 2,
+        "save_only_model": True,
+    }  # fmt: skip
+    once: Any = run_script(folder, max_steps=2, **variation)["trainer"]
     (saved,) = folder.glob("checkpoint-*")
     assert not (saved / "fcdp").exists()
+    warned: list[str] = []
+    keeps = _Keeps()
     with pytest.MonkeyPatch.context() as patch:
-        warned: list[str] = []
         patch.setattr(
             trainer_checkpoints.log, "warning", lambda text, *args: warned.append(text % args)
         )
-        again: Any = run_script(folder, resume=str(saved), max_steps=2, **variation)["trainer"]
-    assert len(warned) == (dist.get_rank() == 0)
-    assert again.state.global_step == 2
-    for (name, a), (_, b) in zip(
-        once.model.named_parameters(), again.model.named_parameters(), strict=True
-    ):
-        assert torch.equal(whole(a), whole(b)), name
+        again: Any = run_script(
+            folder, resume=str(saved), trainer={"callbacks": [keeps]}, **variation
+        )["trainer"]
+    assert ["start anew" in text for text in warned] == [True] * (dist.get_rank() == 0)
+    assert again.state.global_step == 3
+    for name, parameter in once.model.named_parameters():
+        assert torch.equal(whole(parameter), keeps.values[name]), name
 
 
 def _several(mesh: DeviceMesh, folder: Path) -> None:
@@ -188,7 +202,8 @@ def test_variations_train_the_same(tmp_path: Path) -> None:
 
 def _saves(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
     _resumed(mesh, folder / "resumed")
-    _weights_only(mesh, folder / "weights")
+    for lora in (False, True):
+        _weights_only(mesh, folder / f"weights-{lora}", lora=lora)
     return _best(mesh, folder / "best")
 
 
