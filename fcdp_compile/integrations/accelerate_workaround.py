@@ -1,11 +1,13 @@
 """What Accelerate must be told, or kept from, so that it neither wraps nor compiles the model itself.
 
-Tried with accelerate 1.15 and transformers 5.23.  Only public names are used, but three of them otherwise
+Tried with accelerate 1.15 and transformers 5.23.  Only public names are used, but four of them otherwise
 than they are meant:
 
 * `Accelerator.prepare_model(evaluation_mode=True)` wraps the forward into autocast, and leaves out
   DistributedDataParallel, which refuses DTensor parameters.
 * `Accelerator.no_sync(model)` enters `model.no_sync` if there is one (that of DDP is meant), so there is one.
+* `Accelerator.unwrap_model` leaves `torch.compile`'s wrapper on.  The Trainer looks at the class of what it
+  returns to see whether label smoothing has to shift the labels, and would not, so here it takes it off.
 * `DynamoBackend`, an enum, has no "fcdp": Accelerate is told of no backend, and the model is compiled here.
 
 Accelerate has no registration of backends or of ways to shard that would make this unnecessary.
@@ -42,6 +44,9 @@ def prepare(
     mode, dynamic, options: of torch.compile.
     """
     prepare_again(accelerator, model)
+    vars(accelerator)["unwrap_model"] = functools.partial(
+        accelerator.unwrap_model, keep_torch_compile=False
+    )
     vars(model)["no_sync"] = functools.partial(_no_sync, weakref.ref(model))
     compiled: Any = torch.compile(
         model, backend=BACKEND, mode=mode, dynamic=dynamic, options=dict(options) or None

@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -114,6 +115,14 @@ class FcdpMixin(TrainerCheckpoints):
         self._compiled = compiled
         self._watch.begin(model)
         return compiled
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if any(p.is_meta for p in model.parameters()):
+            raise ValueError(
+                "the model has parameters on meta, which have no values to train; call fcdp_compile.shard "
+                "and then load_pretrained or materialize before the Trainer gets it"
+            )
+        super()._move_model_to_device(model, device)
 
     # --- training -----------------------------------------------------------------------------------------
 

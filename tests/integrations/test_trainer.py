@@ -12,11 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import EvalPrediction, LlamaForCausalLM, TrainerCallback
+from transformers import (
+    EvalPrediction,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import fcdp_compile
 from fcdp_compile.integrations import trainer_checkpoints
-from fcdp_compile.integrations.transformers import SENT
+from fcdp_compile.integrations.transformers import SENT, FcdpOptions, Trainer
 from tests.distributed.ranks import run
 from tests.integrations.trainer_script import run_script
 
@@ -97,6 +103,7 @@ def test_one_changed_line_trains_the_same(tmp_path: Path) -> None:
 def _lora_uneven(mesh: DeviceMesh, folder: Path) -> None:
     mine = _both(
         folder, TOLERANCE, lora=True, uneven=True, gradient_accumulation_steps=2, max_steps=5,
+        label_smoothing_factor=0.1,
         eval_strategy="steps", eval_steps=3, trainer={"compute_metrics": _accuracy},
     )  # fmt: skip
     rows = [row for row in mine.state.log_history if "loss" in row]
@@ -107,7 +114,7 @@ def _lora_uneven(mesh: DeviceMesh, folder: Path) -> None:
 
 def _bf16_checkpointed(mesh: DeviceMesh, folder: Path) -> None:
     mine = _both(
-        folder, BF16_TOLERANCE, bf16=True, gradient_checkpointing=True, max_grad_norm=0.0,
+        folder, BF16_TOLERANCE, uneven=True, bf16=True, gradient_checkpointing=True, max_grad_norm=0.0,
         gradient_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
     assert {p.dtype for p in mine.model.parameters()} == {torch.float32}
@@ -191,8 +198,33 @@ def _weights_only(mesh: DeviceMesh, folder: Path, *, lora: bool) -> None:
         assert torch.equal(whole(parameter), keeps.values[name]), name
 
 
+def _sharded_before(mesh: DeviceMesh, folder: Path) -> None:
+    """A model that was built on meta, sharded and filled by its owner."""
+    config = LlamaConfig(
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    rows = [{n: torch.arange(i, i + 5) for n in ("input_ids", "labels")} for i in range(9)]
+    args = TrainingArguments(
+        str(folder), use_cpu=True, report_to=[], save_strategy="no", max_steps=1, disable_tqdm=True
+    )
+    with pytest.raises(ValueError, match="on meta, which have no values to train"):
+        Trainer(model=model, args=args, train_dataset=rows)
+    fcdp_compile.materialize(fcdp_compile.shard(model, mesh, strategy="zero3"))
+    late = Trainer(model=model, args=args, train_dataset=rows, fcdp=FcdpOptions(nodes=2))
+    with pytest.raises(ValueError, match=r"FcdpOptions\(nodes=2\) comes too late"):
+        late.train()
+    Trainer(model=model, args=args, train_dataset=rows).train()
+    assert dict(fcdp_compile.explain(model).strategies) == {"zero3": len(list(model.parameters()))}
+
+
 def _several(mesh: DeviceMesh, folder: Path) -> None:
-    for job in (_lora_uneven, _bf16_checkpointed):
+    for job in (_lora_uneven, _bf16_checkpointed, _sharded_before):
         job(mesh, folder / job.__name__)
 
 
