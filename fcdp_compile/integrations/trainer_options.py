@@ -116,7 +116,7 @@ def _problem(args: TrainingArguments) -> str | None:
         )
     if args.optim in _STEPS_IN_BACKWARD:
         return (
-            f"optimizer {args.optim.value!r} steps inside of the backward, where gradients are not reduced "
+            f"optimizer {OptimizerNames(args.optim).value!r} steps inside of the backward, where gradients are not reduced "
             "yet; use adamw_torch or another that steps after it"
         )
     if args.parallel_mode is ParallelMode.TPU:

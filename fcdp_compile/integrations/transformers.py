@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -72,6 +73,11 @@ class FcdpMixin(TrainerCheckpoints):
             super().create_accelerator_and_postprocess()
         check_launch(self.accelerator.state)
 
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh | None:
+        # One for all models of `model_init`: torch never gives the groups of a mesh back.
+        return make_mesh(self.fcdp.nodes)
+
     # --- sharding and compiling ---------------------------------------------------------------------------
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +109,7 @@ class FcdpMixin(TrainerCheckpoints):
         if _is_sharded(model):
             self.fcdp.check_sharded_before()
         else:
-            shard(model, make_mesh(self.fcdp.nodes), **self.fcdp.shard_arguments())
+            shard(model, self._mesh, **self.fcdp.shard_arguments())
         compiled = accelerate_workaround.prepare(
             self.accelerator,
             model,
