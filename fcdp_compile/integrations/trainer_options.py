@@ -114,9 +114,10 @@ def _problem(args: TrainingArguments) -> str | None:
             "save_on_each_node is given, but each rank writes its part of one checkpoint; give an output_dir "
             "that all nodes share and leave it out"
         )
-    if args.optim in _STEPS_IN_BACKWARD:
+    optimizer = OptimizerNames(args.optim)
+    if optimizer in _STEPS_IN_BACKWARD:
         return (
-            f"optimizer {OptimizerNames(args.optim).value!r} steps inside of the backward, where gradients are not reduced "
+            f"optimizer {optimizer.value!r} steps inside of the backward, where gradients are not reduced "
             "yet; use adamw_torch or another that steps after it"
         )
     if args.parallel_mode is ParallelMode.TPU:
