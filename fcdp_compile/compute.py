@@ -143,7 +143,11 @@ def _content(constant: object) -> str | None:
         or constant.nbytes > _MAX_CONSTANT_BYTES
     ):
         return None
-    return f"{_described(constant)} {constant.flatten().tolist()}"
+    with (
+        torch_compat.without_modes()
+    ):  # AOTAutograd compiles under a mode that takes only fake tensors
+        values = constant.flatten().tolist()
+    return f"{_described(constant)} {values}"
 
 
 def _described(value: object) -> str:

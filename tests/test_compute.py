@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import cpp_builder
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder, aten
@@ -106,6 +107,14 @@ def test_constants_are_compared_by_their_values(compute: Compute) -> None:
     assert one([torch.zeros(3)])[0].tolist() == [1.0] * 3
     assert two([torch.zeros(3)])[0].tolist() == [5.0] * 3
     assert compute.compile(with_constant(1.0)) is one
+
+
+def test_constants_are_read_under_the_mode_that_a_backend_is_called_in(compute: Compute) -> None:
+    one = compute.compile(with_constant(1.0))
+    (gm, other) = with_constant(1.0), with_constant(5.0)
+    with FakeTensorMode():
+        assert compute.compile(gm) is one
+        assert compute.compile(other) is not one
 
 
 def test_large_constants_are_never_shared(compute: Compute) -> None:
