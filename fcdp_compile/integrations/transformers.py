@@ -192,14 +192,21 @@ class _Watch(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         model: nn.Module = kwargs["model"]
-        if self._is_new:
-            self._is_new = False
-            self._report(model)
+        self._report(model)
         # Every rank is told alike when to log, and by a step's end has run it.
         if control.should_log:
             self.sent_bytes = _sent_by_a_node(model)
 
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._report(kwargs["model"])
+
+    def on_predict(self, *args: Any, **kwargs: Any) -> None:
+        self._report(kwargs["model"])
+
     def _report(self, model: nn.Module) -> None:
+        if not self._is_new:
+            return
+        self._is_new = False
         lacking = what_was_not_compiled(model, self._breaks_before)
         topology = state_of(model).topology
         if lacking is not None and topology.node == topology.place == 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "hf_trainer.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

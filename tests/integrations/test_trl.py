@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from fcdp_compile.integrations.transformers import SENT, FcdpMixin
 from tests.distributed.ranks import run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
