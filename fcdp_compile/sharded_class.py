@@ -117,6 +117,29 @@ def _forward_within_gate(
     return forward
 
 
+def gated_forward(
+    own: Callable[..., Any], gate: Gate, input_dtype: torch.dtype | None
+) -> Callable[..., Any]:
+    """What a forward of the root's own becomes, which hides that of its class.
+
+    Some libraries (TRL's fused heads, Liger) replace the forward of an instance.  Outside of the gate what it
+    reads would be home shards, and what it computes of them a gradient that nobody averages.
+    """
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        was_inside = gate.inside
+        gate.inside = True
+        try:
+            if input_dtype is not None:
+                args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
+            return own(*args, **kwargs)
+        finally:
+            gate.inside = was_inside
+
+    return forward
+
+
 def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
     inner: Callable[..., Any] = cls.__call__
 

@@ -27,7 +27,7 @@ from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.shardable import check_model, ignore
-from fcdp_compile.sharded_class import STATE, Gate, ModuleState, sharded_class
+from fcdp_compile.sharded_class import STATE, Gate, ModuleState, gated_forward, sharded_class
 from fcdp_compile.specs import Home, fit_strategy, param_spec
 from fcdp_compile.strategy import Strategy
 
@@ -189,6 +189,8 @@ def _install(
             )
         vars(module)[STATE] = ModuleState(state, gate, keys)
         module.__class__ = classes[kind]
+    if (own := vars(root).get("forward")) is not None:
+        vars(root)["forward"] = gated_forward(own, gate, input_dtype)
 
 
 def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> torch.device:

@@ -1,0 +1,1 @@
+"""fcdp inside of other people's training loops, one module for each."""

@@ -1,0 +1,81 @@
+"""What Accelerate must be told, or kept from, so that it neither wraps nor compiles the model itself.
+
+Tried with accelerate 1.15 and transformers 5.23.  Only public names are used, but four of them otherwise
+than they are meant:
+
+* `Accelerator.prepare_model(evaluation_mode=True)` wraps the forward into autocast, and leaves out
+  DistributedDataParallel, which refuses DTensor parameters.
+* `Accelerator.no_sync(model)` enters `model.no_sync` if there is one (that of DDP is meant), so there is one.
+* `Accelerator.unwrap_model` leaves `torch.compile`'s wrapper on.  The Trainer looks at the class of what it
+  returns to see whether label smoothing has to shift the labels, and would not, so here it takes it off.
+* `DynamoBackend`, an enum, has no "fcdp": Accelerate is told of no backend, and the model is compiled here.
+
+Accelerate has no registration of backends or of ways to shard that would make this unnecessary.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import TrainingArguments
+
+from fcdp_compile.accumulation import no_sync
+
+BACKEND = "fcdp"
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    *,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any],
+) -> nn.Module:
+    """Give a sharded model the autocast and the `no_sync` that Accelerate looks for, and compile it.
+
+    mode, dynamic, options: of torch.compile.
+    """
+    prepare_again(accelerator, model)
+    vars(accelerator)["unwrap_model"] = functools.partial(
+        accelerator.unwrap_model, keep_torch_compile=False
+    )
+    vars(model)["no_sync"] = functools.partial(_no_sync, weakref.ref(model))
+    compiled: Any = torch.compile(
+        model, backend=BACKEND, mode=mode, dynamic=dynamic, options=dict(options) or None
+    )
+    found: nn.Module = compiled  # torch says of it that it is a function
+    return found
+
+
+def prepare_again(accelerator: Accelerator, model: nn.Module) -> None:
+    """Let the Accelerator know the model, which it forgets at the start of every training."""
+    prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    assert prepared is model, f"Accelerate wrapped the model into a {type(prepared).__name__}"
+
+
+@contextmanager
+def unknown_backend(args: TrainingArguments) -> Iterator[None]:
+    """Hide `torch_compile_backend="fcdp"` from Accelerate, which raises for a backend it has no name for."""
+    given = args.torch_compile_backend
+    if given != BACKEND:
+        yield
+        return
+    args.torch_compile_backend = None
+    try:
+        yield
+    finally:
+        args.torch_compile_backend = given
+
+
+def _no_sync(model: weakref.ref[nn.Module]) -> AbstractContextManager[None]:
+    living = model()
+    assert living is not None, "the function is an attribute of the model"
+    return no_sync(living)

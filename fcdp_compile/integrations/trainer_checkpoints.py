@@ -1,0 +1,217 @@
+"""The Trainer's checkpoints: what it writes without fcdp, and beside it one that any layout loads.
+
+    checkpoint-500/
+      model.safetensors, config.json, …   what from_pretrained reads (`save_pretrained`); of PEFT the adapter
+      fcdp/                               model, optimizer, scheduler, generators (`fcdp_compile.save`)
+      trainer_state.json                  as the Trainer writes it, last: what has none is not whole
+
+Nothing that is loaded is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.utils import broadcast_object_list
+from peft import PeftModel
+from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+
+from fcdp_compile.checkpointing.loading import load
+from fcdp_compile.checkpointing.rng import rng_state, set_rng_state
+from fcdp_compile.checkpointing.saving import save
+from fcdp_compile.errors import CheckpointError
+from fcdp_compile.pretrained.export import save_pretrained
+from fcdp_compile.pretrained.load import load_pretrained
+from fcdp_compile.sharding import state_of
+from fcdp_compile.together import together
+from fcdp_compile.whole import gathered
+
+if TYPE_CHECKING:
+    _Base = transformers.Trainer
+else:
+    _Base = object
+
+log = logging.getLogger(__name__)
+
+FOLDER = "fcdp"
+"""Of a checkpoint: the folder that `fcdp_compile.save` writes."""
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+class TrainerCheckpoints(_Base):
+    """The part of `FcdpMixin` that saves and loads; all ranks must call what it has."""
+
+    _generators: dict[str, Any] | None = None
+    """What the generators of this rank were when the checkpoint that is resumed from was saved."""
+
+    def sharded_model(self) -> nn.Module:
+        """`self.model`, sharded by now."""
+        raise NotImplementedError
+
+    # --- saving -------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write what `from_pretrained` reads; every rank must call it (`fcdp_compile.save_pretrained`)."""
+        model = self.sharded_model()
+        folder = output_dir or self.args.output_dir
+        assert folder is not None, "a Trainer has an output folder"
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        save_pretrained(model, folder, tokenizer=tokenizer)
+        together(state_of(model).topology.control, lambda: self._save_arguments(Path(folder)))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_arguments(self, folder: Path) -> None:
+        # For people and for the hub, as the Trainer does; nothing here reads it.
+        if self.args.should_save:
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save all that is needed to go on, generators and the gradient scaler too."""
+        save(
+            Path(output_dir, FOLDER),
+            model=self.sharded_model(),
+            optimizer=self._own_optimizer(),
+            scheduler=self.lr_scheduler,
+            scaler=self.accelerator.scaler,
+            step=self.state.global_step,
+        )
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing: it is in `_save_optimizer_and_scheduler`'s."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: it is in `_save_optimizer_and_scheduler`'s."""
+
+    # --- loading ------------------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`transformers.Trainer.train`; True resumes from the last checkpoint that was saved whole."""
+        if resume_from_checkpoint is True:
+            assert self.args.output_dir is not None, "a Trainer has an output folder"
+            found = [last_whole_checkpoint(Path(self.args.output_dir))]
+            resume_from_checkpoint = broadcast_object_list(found)[0]
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"no checkpoint of {self.args.output_dir} was saved whole, so there is nothing to resume "
+                    "from; leave resume_from_checkpoint out, or name a folder"
+                )
+        self._generators = None
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        # A whole checkpoint is loaded with the optimizer, at once (`_load_optimizer_and_scheduler`).
+        if not self._is_whole(resume_from_checkpoint):
+            self._load_weights(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        model = self.sharded_model()
+        if not self._is_whole(checkpoint):
+            if self.args.process_index == 0:
+                log.warning(
+                    "%s has weights and no folder %r (save_only_model?): the optimizer, the learning rate's "
+                    "schedule and the random number generators start anew",
+                    checkpoint,
+                    FOLDER,
+                )
+            return
+        loaded = load(
+            Path(checkpoint, FOLDER),
+            model=model,
+            optimizer=self._own_optimizer(),
+            scheduler=self.lr_scheduler,
+            scaler=self.accelerator.scaler,
+        )
+        if loaded.step != self.state.global_step:
+            raise CheckpointError(
+                f"{checkpoint} holds the state of step {loaded.step}, but its {TRAINER_STATE_NAME} says "
+                f"{self.state.global_step}; resume from another checkpoint"
+            )
+        self._generators = rng_state(state_of(model).device)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing: it came with `_load_optimizer_and_scheduler`."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # The Trainer calls this once the data that was trained on has been skipped, which draws numbers.
+        if self._generators is not None:
+            set_rng_state(self._generators, state_of(self.sharded_model()).device)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        assert best is not None, "the Trainer looks before it calls"
+        log.info("loading the best model, of %s (score: %s)", best, self.state.best_metric)
+        if not self._is_whole(best):
+            self._load_weights(best)
+            return
+        model = self.sharded_model()
+        device = state_of(model).device
+        now = rng_state(device)
+        load(Path(best, FOLDER), model=model)
+        set_rng_state(now, device)
+
+    def _load_weights(self, checkpoint: str) -> None:
+        """Load the weights that `save_model` has written there, or another Trainer."""
+        model = self.sharded_model()
+        if isinstance(model, PeftModel):
+            # PEFT knows which file is which adapter's, and writes whole values.
+            trained = [
+                m for m in model.modules() if any(p.requires_grad for p in m.parameters(False))
+            ]
+            one = len(model.peft_config) == 1  # others may be frozen
+            with gathered(model, trained if one else None, writeback=True):
+                super()._load_from_checkpoint(checkpoint, model)
+        else:
+            load_pretrained(model, checkpoint)
+
+    def _is_whole(self, checkpoint: str) -> bool:
+        """Whether a checkpoint has more than weights; agreed, as what follows has collectives.
+
+        Raises: CheckpointError on every rank if ranks see different things there.
+        """
+        state = state_of(self.sharded_model())
+        seen = together(state.topology.control, lambda: Path(checkpoint, FOLDER).is_dir())
+        if len(set(seen)) > 1:
+            raise CheckpointError(
+                f"rank {seen.index(False)} does not see {Path(checkpoint, FOLDER)}, which others do; resume "
+                "from a folder that all nodes share"
+            )
+        return seen[0]
+
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without Accelerate's wrapper, which is none of its parameters' owner."""
+        optimizer: Any = self.optimizer
+        own: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        return own
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The last checkpoint in a Trainer's folder that was saved to its end; None if there is none."""
+    found = {
+        int(match[1]): path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (match := _CHECKPOINT.fullmatch(path.name)) and _has_state(path)
+    }
+    return str(found[max(found)]) if found else None
+
+
+def _has_state(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,260 @@
+"""`transformers.Trainer` that shards instead of wrapping in DDP, and compiles with fcdp.
+
+    from transformers import AutoModelForCausalLM, TrainingArguments
+    from fcdp_compile.integrations.transformers import Trainer      # the one line that changes
+
+    class MySFTTrainer(FcdpMixin, trl.SFTTrainer): ...              # any other Trainer
+
+What Accelerate has to be talked out of is in `accelerate_workaround`, what is refused in `trainer_options`,
+what is saved and loaded in `trainer_checkpoints`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fcdp_compile.explanation import explain
+from fcdp_compile.integrations import accelerate_workaround
+from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
+from fcdp_compile.integrations.trainer_options import FcdpOptions, check_arguments, check_launch
+from fcdp_compile.mesh import make_mesh
+from fcdp_compile.sharding import model_of, shard, state_of
+from fcdp_compile.torch_compat import graph_breaks
+from fcdp_compile.traffic_report import traffic
+from fcdp_compile.whole import gathered
+
+__all__ = ["FcdpMixin", "FcdpOptions", "Seq2SeqTrainer", "Trainer"]
+
+log = logging.getLogger(__name__)
+
+SENT = "inter_node_mib_per_step"
+"""The entry of the logs with what a node sent to others in the last step, in MiB (2**20 bytes)."""
+
+
+class FcdpMixin(TrainerCheckpoints):
+    """Makes a Trainer shard and compile with fcdp; put it before the Trainer's class.
+
+    fcdp: how; by default strategy "fcdp" on torchrun's nodes.
+
+    The model is sharded when training, evaluation or prediction first needs it, so adapters may be added
+    until then.  All ranks must call what runs the model, saves or loads it: `train`, `evaluate`, `predict`,
+    `save_model`, and `model.generate`.
+
+    Raises: ValueError at construction for training arguments that ask for another way to shard, to compile or
+    to step (`trainer_options`), and for an optimizer that is built already.
+    """
+
+    def __init__(self, *args: Any, fcdp: FcdpOptions | None = None, **kwargs: Any) -> None:
+        self.fcdp = fcdp or FcdpOptions()
+        self._compiled: nn.Module | None = None
+        super().__init__(*args, **kwargs)
+        if self.optimizer is not None:
+            raise ValueError(
+                "optimizers=… is given, but its parameters are replaced when the model is sharded; pass "
+                "optimizer_cls_and_kwargs, or override create_optimizer"
+            )
+        self._watch = _Watch()
+        self.add_callback(self._watch)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        check_arguments(self.args)
+        with accelerate_workaround.unknown_backend(self.args):
+            super().create_accelerator_and_postprocess()
+        check_launch(self.accelerator.state)
+
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh | None:
+        # One for all models of `model_init`: torch never gives the groups of a mesh back.
+        return make_mesh(self.fcdp.nodes)
+
+    # --- sharding and compiling ---------------------------------------------------------------------------
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # Before `create_optimizer`, whoever overrides it.
+        self._shard()
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
+        """The compiled model, for training and evaluation."""
+        if model_of(model) is not self.model:
+            wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
+            return wrapped
+        compiled = self._shard()
+        accelerate_workaround.prepare_again(self.accelerator, model_of(compiled))
+        return compiled
+
+    def sharded_model(self) -> nn.Module:
+        """`self.model`, which is sharded and compiled now if that has not been done."""
+        return model_of(self._shard())
+
+    def _shard(self) -> nn.Module:
+        """Shard and compile `self.model` if that has not been done; returns it compiled."""
+        model = self.model
+        assert model is not None, "a Trainer has a model or has made one by now"
+        if self._compiled is not None and model_of(self._compiled) is model:
+            return self._compiled
+        if _is_sharded(model):
+            self.fcdp.check_sharded_before()
+        else:
+            shard(model, self._mesh, **self.fcdp.shard_arguments())
+        compiled = accelerate_workaround.prepare(
+            self.accelerator,
+            model,
+            mode=self.args.torch_compile_mode,
+            dynamic=self.fcdp.dynamic,
+            options=self.fcdp.options,
+        )
+        _generate_gathered(model)
+        self._compiled = compiled
+        self._watch.begin(model)
+        return compiled
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if any(p.is_meta for p in model.parameters()):
+            raise ValueError(
+                "the model has parameters on meta, which have no values to train; call fcdp_compile.shard "
+                "and then load_pretrained or materialize before the Trainer gets it"
+            )
+        super()._move_model_to_device(model, device)
+
+    # --- training -----------------------------------------------------------------------------------------
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and self._watch.sent_bytes is not None:
+            logs = {**logs, SENT: self._watch.sent_bytes / 2**20}
+        super().log(logs, *args, **kwargs)
+
+
+class Trainer(FcdpMixin, transformers.Trainer):
+    """`transformers.Trainer` on fcdp (`FcdpMixin`)."""
+
+
+class Seq2SeqTrainer(FcdpMixin, transformers.Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` on fcdp (`FcdpMixin`)."""
+
+
+def _generate_gathered(model: nn.Module) -> None:
+    """Let `model.generate` gather the parameters first.
+
+    Ranks generate different numbers of tokens, so their forwards cannot gather together; and those that can
+    would gather everything for every token.
+    """
+    if hasattr(model, "generate") and "generate" not in vars(model):
+        vars(model)["generate"] = functools.partial(_generate, weakref.ref(model))
+
+
+def _generate(reference: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    model: Any = reference()
+    assert model is not None, "the function is an attribute of the model"
+    with gathered(model):
+        return type(model).generate(model, *args, **kwargs)
+
+
+class _Watch(TrainerCallback):
+    """Measures what a logged step sent, and reports after the first step what was not compiled.
+
+    sent_bytes: to other nodes in the last logged step by the node that sent most; None before there was one.
+    """
+
+    def __init__(self) -> None:
+        self.sent_bytes: int | None = None
+        self._breaks_before: Counter[str] = Counter()
+        self._is_new = False
+
+    def begin(self, model: nn.Module) -> None:
+        """`model` has been sharded and is about to be compiled."""
+        self._breaks_before = Counter(graph_breaks())
+        self._is_new = True
+        self.sent_bytes = None
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        model: nn.Module = kwargs["model"]
+        self._report(model)
+        # Every rank is told alike when to log, and by a step's end has run it.
+        if control.should_log:
+            self.sent_bytes = _sent_by_a_node(model)
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._report(kwargs["model"])
+
+    def on_predict(self, *args: Any, **kwargs: Any) -> None:
+        self._report(kwargs["model"])
+
+    def _report(self, model: nn.Module) -> None:
+        if not self._is_new:
+            return
+        self._is_new = False
+        lacking = what_was_not_compiled(model, self._breaks_before)
+        topology = state_of(model).topology
+        if lacking is not None and topology.node == topology.place == 0:
+            log.warning("%s", lacking)
+
+
+def what_was_not_compiled(model: nn.Module, breaks_before: Counter[str]) -> str | None:
+    """What of a model is in no graph after a step, and why; None if all is.
+
+    breaks_before: graph breaks that this process had before the model was compiled, by reason.
+    """
+    found = explain(model)
+    if not found.passes:
+        return (
+            "fcdp compiled nothing of the model: every parameter crosses between nodes at each use, and "
+            "nothing overlaps; run with TORCH_LOGS=graph_breaks,recompiles,dynamo to see why"
+        )
+    breaks = Counter(dict(found.graph_breaks)) - breaks_before
+    parts = []
+    if found.uncovered:
+        shown = ", ".join(found.uncovered[:5])
+        more = f" and {len(found.uncovered) - 5} more" if len(found.uncovered) > 5 else ""
+        parts.append(
+            f"parameters in no compiled graph, which cross between nodes at each use, if any: {shown}{more}"
+        )
+    if breaks:
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in breaks.most_common())
+        parts.append(
+            f"graph breaks, behind which the first gathers are waited for: {reasons} "
+            "(TORCH_LOGS=graph_breaks says where)"
+        )
+    return f"fcdp did not compile all of the model: {'; and '.join(parts)}" if parts else None
+
+
+def _sent_by_a_node(model: nn.Module) -> int:
+    """The most bytes that a node sent to others in the last step; all ranks must ask."""
+    state = state_of(model)
+    topology = state.topology
+    mine = traffic(model).last_step.bytes("inter")
+    by_node = [0] * topology.nodes
+    for node, sent in state.collectives.agree([topology.node, mine]):
+        by_node[node] += sent
+    return max(by_node)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    try:
+        state_of(model)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""What the Trainer on fcdp refuses, with a sentence, before anything is sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from fcdp_compile.integrations.trainer_checkpoints import last_whole_checkpoint
+from fcdp_compile.integrations.transformers import FcdpOptions, Trainer
+
+
+def _trainer(folder: Path, *, trainer: dict[str, Any] | None = None, **arguments: Any) -> Trainer:
+    args = TrainingArguments(str(folder), use_cpu=True, report_to=[], **arguments)
+    return Trainer(model=nn.Linear(2, 2), args=args, **(trainer or {}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"torch_compile": True}, "torch_compile with backend 'inductor' is given"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size would train again"),
+        ({"bf16_full_eval": True}, r"use FcdpOptions\(param_dtype=…\) or bf16=True"),
+        ({"optim": "lomo"}, "'lomo' steps inside of the backward"),
+        ({"optim": "galore_adamw_layerwise"}, "use adamw_torch"),
+        ({"save_on_each_node": True}, "an output_dir that all nodes share"),
+        ({"fsdp": True}, "fsdp is given, and one model cannot be sharded by two systems"),
+    ],
+)
+def test_training_arguments(tmp_path: Path, arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        _trainer(tmp_path, **arguments)
+
+
+def test_what_accelerate_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(ValueError, match="unset ACCELERATE_DYNAMO_BACKEND"):
+        _trainer(tmp_path)
+
+
+def test_an_optimizer_that_is_there_already(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="its parameters are replaced when the model is sharded"):
+        _trainer(tmp_path, trainer={"optimizers": (optimizer, None)})
+
+
+def test_the_backend_may_be_named(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, torch_compile=True, torch_compile_backend="fcdp")
+    assert trainer.args.torch_compile_backend == "fcdp"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"strategy": "fcpd"}, "fcpd"),
+        ({"options": {"bucket": 1}}, "did you mean 'bucket_mb'"),
+    ],
+)
+def test_options(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        FcdpOptions(**options)
+
+
+def test_the_last_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    assert last_whole_checkpoint(tmp_path / "none") is None
+    for step, text in ((5, "{}"), (40, "{}"), (100, '{"global'), (200, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if text is not None:
+            (folder / "trainer_state.json").write_text(text)
+    (tmp_path / "checkpoint-300-old").mkdir()
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-40")
