@@ -53,7 +53,7 @@ _DEFAULT = ("qwen3-moe-full", "t5-full", "whisper-lora", "vit-full", "bert-lora"
 _REFUSED = "compiled different plans; make every rank run the same model|every rank use the same parameters"
 _REMARKS = {
     "mixtral": '`experts_implementation="grouped_mm"`, the default',
-    "mixtral-router": "`output_router_logits=True`, which transformers collects in ways that Dynamo does not trace",
+    "mixtral-router": "`output_router_logits=True`: Dynamo cannot trace how transformers collects them",
     "qwen3-moe": '`experts_implementation="batched_mm"`, `output_router_logits=True`',
     "mixtral-loop": '`experts_implementation="eager"`: each rank visits the experts that its own tokens '
     "chose, so ranks gather different parameters; use another implementation",
