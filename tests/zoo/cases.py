@@ -55,6 +55,7 @@ _REMARKS = {
     "mixtral": '`experts_implementation="grouped_mm"`, the default',
     "mixtral-router": "`output_router_logits=True`: Dynamo cannot trace how transformers collects them",
     "qwen3-moe": '`experts_implementation="batched_mm"`, `output_router_logits=True`',
+    "vit": "the first loss sets `config.problem_type`, so the second step compiles again",
     "mixtral-loop": '`experts_implementation="eager"`: each rank visits the experts that its own tokens '
     "chose, so ranks gather different parameters; use another implementation",
 }
