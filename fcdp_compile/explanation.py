@@ -38,8 +38,8 @@ class Explanation:
     strategies: each with the number of its parameters.  passes: of all graphs compiled so far, those of
     other shapes or modes among them.  uncovered: names of parameters that are in no compiled graph.
     graph_breaks: reasons that Dynamo gave in this process, for whatever model, with how often.
-    broken_at: where it lately broke graphs, "FILE:LINE in FUNCTION"; a break in a function that was being
-    inlined shows in its caller too.
+    broken_at: where it lately broke graphs, "FILE:LINE"; a break in a function that was being inlined shows
+    in its caller too.
     """
 
     strategies: tuple[tuple[str, int], ...]

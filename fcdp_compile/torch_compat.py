@@ -226,7 +226,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def graph_break_places() -> list[str]:
-    """Where Dynamo lately broke graphs in this process: "FILE:LINE in FUNCTION", in the order of compiling.
+    """Where Dynamo lately broke graphs in this process: "FILE:LINE", in the order of compiling.
 
     Torch remembers its last 64 compilations.  A break within a call that was being inlined is also one in the
     line that calls.
@@ -234,15 +234,14 @@ def graph_break_places() -> list[str]:
     places: dict[str, None] = {}
     for frame in get_compilation_metrics():
         if (resumed := _RESUMED.fullmatch(frame.co_name or "")) is not None:
-            places[f"{frame.co_filename}:{resumed[2]} in {resumed[1]}"] = None
+            places[f"{frame.co_filename}:{resumed[1]}"] = None
         if frame.fail_user_frame_filename is not None:
-            where = f"{frame.fail_user_frame_filename}:{frame.fail_user_frame_lineno}"
-            places[f"{where} in {frame.co_name}"] = None
+            places[f"{frame.fail_user_frame_filename}:{frame.fail_user_frame_lineno}"] = None
     return list(places)
 
 
-_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
-"""How Dynamo names what it goes on with after a break."""
+_RESUMED = re.compile(r"torch_dynamo_resume_in_.+_at_(\d+)")
+"""How Dynamo names what it goes on with after a break, by the function and the line."""
 
 
 def graphs_to_bytes(graphs: Sequence[GraphModule]) -> bytes:

@@ -86,6 +86,13 @@ def switch_to(adapter: str) -> Act:
     return act
 
 
+def delete(adapter: str) -> Act:
+    def act(model: Any) -> None:
+        model.delete_adapter(adapter)
+
+    return act
+
+
 def merge(model: Any) -> None:
     """Into the base; the adapter is then not used, so nothing trains."""
     model.merge_adapter()

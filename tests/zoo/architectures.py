@@ -156,10 +156,14 @@ def opt() -> nn.Module:
     return transformers.OPTForCausalLM(config)
 
 
-def mixtral(experts: str = "grouped_mm", count: int = 6) -> nn.Module:
-    config = transformers.MixtralConfig(**_DECODER, **_EXPERTS, num_local_experts=count)
+def mixtral(experts: str = "grouped_mm", count: int = 6, **more: Any) -> nn.Module:
+    config = transformers.MixtralConfig(**_DECODER, **_EXPERTS | more, num_local_experts=count)
     config._experts_implementation = experts
     return transformers.MixtralForCausalLM(config)
+
+
+def mixtral_without_router_loss() -> nn.Module:
+    return mixtral(output_router_logits=False)
 
 
 def mixtral_loop() -> nn.Module:
@@ -260,7 +264,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "opt": Architecture(
         title="OPT", model=opt, loss=padded_loss, targets=("q_proj", "v_proj", "out_proj")
     ),
-    "mixtral": Architecture(title="Mixtral", model=mixtral, loss=language_loss, targets=_ATTENTION),
+    "mixtral": Architecture(
+        title="Mixtral",
+        model=mixtral_without_router_loss,
+        loss=language_loss,
+        targets=_ATTENTION,
+    ),
+    "mixtral-router": Architecture(
+        title="Mixtral, router loss", model=mixtral, loss=language_loss, targets=_ATTENTION
+    ),
     "mixtral-loop": Architecture(
         title="Mixtral, experts in a loop",
         model=mixtral_loop,

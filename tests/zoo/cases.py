@@ -53,7 +53,9 @@ _DEFAULT = ("qwen3-moe-full", "t5-full", "whisper-lora", "vit-full", "bert-lora"
 _REFUSED = "compiled different plans; make every rank run the same model|every rank use the same parameters"
 _REMARKS = {
     "mixtral": '`experts_implementation="grouped_mm"`, the default',
-    "qwen3-moe": '`experts_implementation="batched_mm"`',
+    "mixtral-router": "`output_router_logits=True`: Dynamo cannot trace how transformers collects them",
+    "qwen3-moe": '`experts_implementation="batched_mm"`, `output_router_logits=True`',
+    "vit": "the first loss sets `config.problem_type`, so the second step compiles again",
     "mixtral-loop": '`experts_implementation="eager"`: each rank visits the experts that its own tokens '
     "chose, so ranks gather different parameters; use another implementation",
 }
@@ -100,6 +102,12 @@ ZOO: dict[str, ZooCase] = {
         between={2: adapters.switch_to("other"), 4: adapters.switch_to("default")},
         steps=6,
         remark="`set_adapter` before steps 2 and 4",
+    ),
+    "llama-deleted": _on_llama(
+        "two LoRAs, one deleted",
+        adapters.two_adapters,
+        between={2: adapters.delete("other")},
+        remark="`delete_adapter` before step 2; its parameters are those outside",
     ),
     "llama-merged": _on_llama(
         "LoRA, merged and unmerged",

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -45,10 +46,15 @@ with Python {python}, torch {torch}, transformers {transformers}, peft {peft}, o
 def record(outcomes: Mapping[str, Outcome]) -> None:
     """Add these to the rows, in place of older ones of the same cases, and write the page anew."""
     rows = json.loads(ROWS.read_text()) if ROWS.exists() else {}
-    rows |= {name: asdict(outcome) for name, outcome in outcomes.items()}
+    rows |= {name: _row(outcome) for name, outcome in outcomes.items()}
     ROWS.parent.mkdir(exist_ok=True)
     ROWS.write_text(json.dumps({n: rows[n] for n in ZOO if n in rows}, indent=1) + "\n")
     _write({n: Outcome(**rows[n]) for n in ZOO if n in rows})
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    places = [_shortened(place) for place in outcome.broken_at]
+    return asdict(outcome) | {"broken_at": places, "error": outcome.error.partition("\n")[0]}
 
 
 def _write(outcomes: Mapping[str, Outcome]) -> None:
@@ -124,9 +130,10 @@ def _table(names: list[str], outcomes: Mapping[str, Outcome], notes: _Notes) -> 
 
 def _breaks(outcome: Outcome) -> str:
     reasons = "; ".join(reason for reason, _ in outcome.breaks)
-    places = ", ".join(f"`{_shortened(place)}`" for place in outcome.broken_at)
+    places = ", ".join(f"`{place}`" for place in outcome.broken_at)
     return f"{reasons}. At {places or 'lines that torch no longer remembers'}"
 
 
 def _shortened(place: str) -> str:
+    """Without the folder that packages are installed in, which is each machine's own."""
     return place.rpartition("site-packages/")[2]
