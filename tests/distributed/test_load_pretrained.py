@@ -173,14 +173,14 @@ def _refusals(mesh: DeviceMesh, *, folder: Path) -> None:
     before = {n: t.clone() for n, t in model.state_dict().items()}
     fcdp_compile.shard(model, mesh)
     place = mesh.get_local_rank("intra")
-    for path, says in {
-        folder / "torn": "'lm_head.weight' and 'model.embed_tokens.weight' are one parameter",
-        folder / "untied": "'lm_head.weight'",
-        folder / "mixtral": "unexpected tensors 'model.layers.0",
-        folder / "gpt2": "missing tensors 'model.embed_tokens.weight'",
-        folder / ("nowhere" if place else "tied"): "does not exist",
-        folder / ("half" if mesh.get_rank() else "tied"): "is not the same for all ranks",
-    }.items():
+    for path, says in [
+        (folder / "torn", "'lm_head.weight' and 'model.embed_tokens.weight' are one parameter"),
+        (folder / "untied", "'lm_head.weight'"),
+        (folder / "mixtral", "unexpected tensors 'model.layers.0"),
+        (folder / "gpt2", "missing tensors 'model.embed_tokens.weight'"),
+        (folder / ("nowhere" if place else "tied"), "does not exist"),
+        (folder / ("half" if mesh.get_rank() else "tied"), "is not the same for all ranks"),
+    ]:
         load = partial(fcdp_compile.load_pretrained, model, path)
         told = message_of(CheckpointError, load)
         assert says in told, (path, told)
