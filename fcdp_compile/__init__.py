@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fcdp_compile.sharding import shard
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
+    from fcdp_compile.whole import gathered
 
 __all__ = [
     "CheckpointError",
@@ -44,6 +45,7 @@ __all__ = [
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
     "explain",
+    "gathered",
     "load_pretrained",
     "make_mesh",
     "materialize",
@@ -66,6 +68,7 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
+    "gathered": "whole",
     "load_pretrained": "pretrained.load",
     "make_mesh": "mesh",
     "materialize": "deferred",

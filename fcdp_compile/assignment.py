@@ -34,7 +34,7 @@ def assign(
     given: dict[str, tuple[str, Strategy]] = {}
     for pattern, name in by_module.items():
         strategy = Strategy.parse(name)
-        for module in _matching(pattern, modules):
+        for module in matching(pattern, modules, "module_strategies"):
             other, its = given.setdefault(module, (pattern, strategy))
             if its != strategy:
                 raise ValueError(
@@ -57,19 +57,23 @@ def assign(
     return {parameter: strategy for parameter, (_, strategy) in found.items()}
 
 
-def _matching(pattern: str, modules: Iterable[str]) -> list[str]:
+def matching(pattern: str, modules: Iterable[str], option: str) -> list[str]:
+    """The modules with a name, in which `*` stands for anything between two dots.
+
+    option: of which the name is a value.
+
+    Raises: ValueError if there are none, and for the model itself, which has no name.
+    """
     if not pattern:
         raise ValueError(
-            "module_strategies names '', the model itself; its strategy is the option strategy"
+            f"{option} names '', the model itself, which is meant where {option} names nothing"
         )
     parts = pattern.split(".")
     found = [m for m in modules if m and _matches(parts, m.split("."))]
     if not found:
         near = difflib.get_close_matches(pattern, modules, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"module_strategies names {pattern!r}, but the model has no such module{hint}"
-        )
+        raise ValueError(f"{option} names {pattern!r}, but the model has no such module{hint}")
     return found
 
 

@@ -24,6 +24,7 @@ from fcdp_compile.stand_ins import (
     Slot,
     Touched,
     generator_states,
+    has_unset,
     rehearse,
     set_generators,
     standing_in,
@@ -40,7 +41,8 @@ def materialize(model: nn.Module) -> None:
     random number generators stand and keeps its rows: the values are, bit for bit, those of an unsharded
     build on the same device (`with torch.device(device):`) after the same seed, on any number of ranks and
     with any strategy, for modules that draw in these methods alone.  (Those that draw in their constructor
-    otherwise, as Hugging Face's GPT-2 does, get other values of the same distribution.)  Buffers are filled too.
+    otherwise, as Hugging Face's GPT-2 does, get other values of the same distribution.)  Buffers are filled
+    too.
     Of tied parameters the first has the say, or the one that a Hugging Face model ties the others to.
 
     What has values already keeps them: after `load_pretrained`, or for a model of which only the adapters
@@ -56,10 +58,10 @@ def materialize(model: nn.Module) -> None:
     sharded.
     """
     root, state = model_of(model), state_of(model)
-    _agree_on_awaited(state)
-    if not state.without_values:
-        return
-    _Materialisation(root, state).run()
+    with torch.device("cpu"):  # also within `with torch.device("meta")`
+        _agree_on_awaited(state)
+        if state.without_values:
+            _Materialisation(root, state).run()
 
 
 def _agree_on_awaited(state: ShardedModel) -> None:
@@ -69,8 +71,8 @@ def _agree_on_awaited(state: ShardedModel) -> None:
     rows = state.collectives.agree([mark])
     if any(row[0] != mark for row in rows):
         raise FcdpError(
-            f"ranks have values of different parameters (this one lacks {len(names)}, {names[:1]} first); load the "
-            "same on every rank before fcdp_compile.materialize"
+            f"ranks have values of different parameters (this one lacks {len(names)}, {names[:1]} first); "
+            "load the same on every rank before fcdp_compile.materialize"
         )
 
 
@@ -83,7 +85,11 @@ class _Materialisation:
         self._device = state.device
         self._slots = slots_of(root, state)
         # Buffers by name as they will be; they stay out of the model until everything has worked.
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {
+            s.full_name: s.unset(self._device)
+            for s in self._slots
+            if s.is_buffer and s.gives and not s.original.numel()
+        }
         self._written: set[str] = set()
         self._marks: dict[str, Tensor] = {}
         self._failure: FcdpError | None = None
@@ -104,7 +110,7 @@ class _Materialisation:
                         try:
                             self._initialise(touched, values)
                         except Exception as error:
-                            # Whatever it is, the other ranks have to hear of it before they wait for this one.
+                            # Whatever it is, the others have to hear of it before they wait for this rank.
                             self._failure = FcdpError(f"{touched.step.what} failed: {error}")
                 self._meet()
                 together(self._state.topology.control, self._check_set)
@@ -117,8 +123,8 @@ class _Materialisation:
     def _plan(self, mode: FakeTensorMode) -> list[Touched]:
         if lost := lost_attributes(self._root):
             raise FcdpError(
-                f"{_listed(lost)} on meta and neither a parameter nor a buffer, so nothing would give values; "
-                "register a buffer, or make it from numbers in forward"
+                f"{_listed(lost)} on meta and neither a parameter nor a buffer, so nothing would give values;"
+                " register a buffer, or make it from numbers in forward"
             )
         plan = rehearse(steps_of(self._root), self._slots, mode, self._device)
         given = {s for t in plan for s, touch in t.slots.items() if touch.writes and s.gives}
@@ -126,8 +132,8 @@ class _Materialisation:
         if lacking:
             names = [f"{s.full_name} ({type(s.module).__name__})" for s in lacking]
             raise FcdpError(
-                f"{_listed(names)} without an initialisation of its own; give the class reset_parameters() that "
-                "sets all its parameters and buffers, or give them values by load_pretrained or load_state_dict"
+                f"{_listed(names)} without an initialisation; give the class reset_parameters() that sets"
+                " all parameters and buffers, or give them values by load_pretrained or load_state_dict"
             )
         return plan
 
@@ -208,18 +214,18 @@ class _Materialisation:
         """Raise if an initialisation left something unset that it should set."""
         unset = []
         for slot in self._slots:
-            if slot.gives and slot.original.is_floating_point():
+            if slot.gives:
                 held = (
                     self._buffers[slot.full_name]
                     if slot.record is None
                     else slot.record.local_of(slot.original)
                 )
-                if bool(torch.isnan(held).any()):
+                if has_unset(held):
                     unset.append(slot.full_name)
         if unset:
             raise FcdpError(
-                f"after the initialisation of their modules {_listed(unset)} not set, or not everywhere; set all "
-                "of each in reset_parameters(), or give them values by load_pretrained or load_state_dict"
+                f"after the initialisation of their modules {_listed(unset)} not set, or not everywhere; set "
+                "all of each in reset_parameters(), or give them values by load_pretrained or load_state_dict"
             )
 
     def _check_same(self) -> None:
@@ -250,16 +256,16 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            record = records.get((module, name))
-            is_awaited = record is not None and record.spec.key in state.awaited
+            found = records.get((module, name))
+            is_awaited = found is not None and found.spec.key in state.awaited
             slots.append(
                 Slot(
                     module=module,
                     name=name,
                     original=parameter,
-                    record=record,
+                    record=found,
                     is_buffer=False,
-                    full_name=record.spec.name if record else f"{path}.{name}",
+                    full_name=found.spec.name if found else f"{path}.{name}",
                     is_awaited=is_awaited,
                     gives=is_awaited and (module, name) in giving,
                 )

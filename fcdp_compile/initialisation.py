@@ -84,7 +84,7 @@ class _Build:
                     )
 
     def _construct(self, module: nn.Module) -> None:
-        """What the module's own constructor does to its parameters, as modules of torch and others name it."""
+        """What the module's constructor does to its parameters, as modules of torch and others name it."""
         for name in ("reset_parameters", "_reset_parameters"):
             method = getattr(type(module), name, None)
             if method is not None and _takes(method, module):

@@ -88,6 +88,12 @@ def check_shard(spec: ParamSpec, shard: torch.Tensor) -> None:
 
     Raises: FcdpError.
     """
+    if tuple(shard.shape) == spec.layout.shape != spec.local_shape:
+        raise FcdpError(
+            f"parameter {spec.name!r} is now {shard.dtype} {tuple(shard.shape)}, whole, where its home "
+            f"shard of {spec.local_shape} belongs; do not replace it, and within fcdp_compile.gathered call "
+            "the model, not a part of it that was compiled by itself"
+        )
     if shard.dtype != spec.home_dtype or tuple(shard.shape) != spec.local_shape:
         raise FcdpError(
             f"parameter {spec.name!r} is now {shard.dtype} {tuple(shard.shape)} on this rank, but was "

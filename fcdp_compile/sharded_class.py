@@ -80,6 +80,9 @@ def _gathering_property(name: str) -> property:
         # A checkpointed function that a backward runs again is outside of every forward.
         if not (torch.compiler.is_compiling() or state.gate.inside or is_recomputing()):
             return parameter
+        if not torch.compiler.is_compiling() and state.keys[name] in state.model.whole:
+            # As it would be gathered; no copy where that is the dtype of the home shards.
+            return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         full: Tensor = UNSHARD(local, state.keys[name])
         return full
@@ -121,11 +124,15 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return inner(self, *args, **kwargs)
-        calls = _state(self).gate.calls
-        _state(self).model.refuse_awaited("a forward")
+        state = _state(self)
+        calls = state.gate.calls
+        state.model.refuse_awaited("a forward")
         was_inside = calls.inside
         calls.inside = True
         try:
+            if state.model.whole:
+                # Compiled graphs gather, and there is nothing to gather now.
+                return torch.compiler.disable(inner)(self, *args, **kwargs)
             return inner(self, *args, **kwargs)
         finally:
             calls.inside = was_inside
@@ -136,10 +143,12 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _refuse_new_parameters(root: nn.Module) -> None:
-    if _state(root).model.topology.ranks == 1:
+    model = _state(root).model
+    if model.topology.ranks == 1:
         return
+    whole = {model.spec(key).name for key in model.whole}
     for name, parameter in root.named_parameters():
-        if not (isinstance(parameter, DTensor) or is_ignored(parameter)):
+        if not (isinstance(parameter, DTensor) or is_ignored(parameter) or name in whole):
             raise UnshardedParameterError(
                 f"parameter {name!r} was added or replaced after fcdp_compile.shard, so nothing would "
                 "average its gradient; finish the model's structure, adapters too, and shard it then"

@@ -1,9 +1,10 @@
 """Stand-ins for the tensors of a model while its own initialisation runs, module by module.
 
-Every parameter and buffer of the model has a slot.  At rest the slot holds a fake tensor, which has no memory.
-First every initialisation runs on the fake tensors alone and a dispatch mode notes what it touches.  Then it
-runs once more, on real whole tensors in the slots that it touches and nowhere else; what it leaves in the slot
-of a parameter that awaits values goes to the home shard, this rank's rows of it, and the tensor is freed.
+Every parameter and buffer of the model has a slot.  At rest the slot holds a fake tensor, which has no
+memory.  First every initialisation runs on the fake tensors alone and a dispatch mode notes what it touches.
+Then it runs once more, on real whole tensors in the slots that it touches and nowhere else; what it leaves in
+the slot of a parameter that awaits values goes to the home shard, this rank's rows of it, and the tensor is
+freed.
 """
 
 from __future__ import annotations
@@ -67,14 +68,32 @@ class Slot:
         return made
 
     def unset(self, device: torch.device) -> Tensor:
-        """Whole memory in which what nobody writes to is seen: not a number."""
+        """Whole memory in which `has_unset` sees what nobody writes to."""
         made = torch.empty(self.original.shape, dtype=self.original.dtype, device=device)
-        if made.is_floating_point():
-            made.fill_(float("nan"))
+        if (mark := _unset_mark(made.dtype)) is not None:
+            made.fill_(mark)
         return made
 
 
 _NOT_KEPT = ("_is_hf_initialized", "_spec", "_local_tensor", "_calls", "_away", "_is_param")
+
+
+def _unset_mark(dtype: torch.dtype) -> float | int | None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    is_signed = dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    return torch.iinfo(dtype).min if is_signed else None
+
+
+def has_unset(tensor: Tensor) -> bool:
+    """Whether something of `Slot.unset` was not written to: not a number, or the least of integers."""
+    mark = _unset_mark(tensor.dtype)
+    if mark is None:
+        return False  # every value of a byte may be meant
+    if isinstance(mark, int):
+        return bool((tensor == mark).any())
+    few_bits = tensor.is_floating_point() and tensor.itemsize == 1  # kernels lack comparisons
+    return bool(torch.isnan(tensor.float() if few_bits else tensor).any())
 
 
 @dataclass(slots=True)
@@ -106,9 +125,10 @@ def standing_in(slots: Sequence[Slot], device: torch.device) -> Iterator[FakeTen
         yield mode
     finally:
         for module, parameters, buffers in kept:
-            for held, were in ((module._parameters, parameters), (module._buffers, buffers)):
-                held.clear()
-                held.update(were)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
         for slot in slots:
             slot.resting = None
 
@@ -159,7 +179,7 @@ class _Watch(DispatchMode):
     """Notes which slots the ops read and write, known by the memory that they would have."""
 
     def __init__(self, slots: dict[int, Slot]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # the mode has no types
         self._slots = slots
         self.touches: dict[Slot, Touch] = {}
 

@@ -191,9 +191,10 @@ class Collectives:
         t = self._topology
         if t.ranks == 1:
             return [words]
-        mine = torch.tensor(words, dtype=torch.int64)
+        # Whatever the default device is: a user may be building another model on meta.
+        mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         self._counters.add(AGREE, (t.ranks - 1) * mine.nbytes)
-        everyone = torch.empty(t.ranks * len(words), dtype=torch.int64)
+        everyone = torch.empty(t.ranks * len(words), dtype=torch.int64, device="cpu")
         gather_at_once(everyone, mine, t.control)
         rows: list[list[int]] = everyone.view(t.ranks, -1).tolist()
         return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fcdp_compile.errors import UnsynchronizedGradientError
+from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
@@ -42,6 +43,14 @@ from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeParameter:
+    """Of a parameter that is whole for a while: its home, and whether what is written to it shall last."""
+
+    home: nn.Parameter
+    writeback: bool
 
 
 class ShardedModel:
@@ -82,6 +91,7 @@ class ShardedModel:
             reductions=self._reductions_of_waiting,
         )
         self.generations = Generations(self.records)
+        self.whole: dict[str, WholeParameter] = {}
         self.fingerprints = Fingerprints()
         self.row_sources = RowSources()
         self._buckets: dict[str, list[Bucket]] = {}
@@ -261,8 +271,10 @@ class ShardedModel:
         Those that the cache lacks or has outdated on any rank; where whole buckets may be kept, they agree on
         those besides.
 
-        Raises: PlanMismatchError on every rank if ranks are about to run different plans.
+        Raises: PlanMismatchError on every rank if ranks are about to run different plans, FcdpError on every
+        rank if anything has no values yet.
         """
+        self.refuse_awaited("a forward")
         # Nothing can have been written to a shard that is not there.
         present = [b for b in buckets if not is_released(b, self.parameters(b))]
         changed = set(self.fingerprints.changed({b.id: self.shards(b) for b in present}))
@@ -372,12 +384,17 @@ class ShardedModel:
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that lack what earlier micro-batches accumulated.
 
-        Raises: UnsynchronizedGradientError; FcdpError for parameters without values.
+        Raises: UnsynchronizedGradientError; FcdpError for parameters without values or that are whole.
         """
         names = self.accumulation.concerns()
-        if not (names or self.without_values):
+        if not (names or self.without_values or self.whole):
             return
         owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if within := next((k for k, w in self.whole.items() if id(w.home) in owned), None):
+            raise FcdpError(
+                f"an optimizer steps parameter {self.spec(within).name!r} while it is whole; leave the block "
+                "of fcdp_compile.gathered before training goes on"
+            )
         if any(id(p) in owned for key in self.awaited for p in self.records[key].places()):
             # Without asking others: not every rank need step this optimizer.
             self.without_values.refuse_here("an optimizer step")

@@ -91,7 +91,6 @@ class CompiledPlan:
 
     def _prepare(self, model: ShardedModel, *, accumulates: bool) -> Variant:
         """Agree with the other ranks, refresh what must be valid before the start, choose the variant."""
-        model.refuse_awaited("a forward")
         relevant = [self._buckets[i] for i in (*self.plan.refresh, *self._gathers)]
         about = About(
             digest=self._digest,

@@ -11,6 +11,7 @@ from hypothesis import given
 from torch.distributed.tensor import Shard
 
 from builders_plan import ranks, shapes
+from fcdp_compile.home_shard import rows_of
 from fcdp_compile.layout import ParamLayout, choose_dim, chunk_rows
 
 rows_and_chunks = st.tuples(st.integers(0, 300), st.integers(1, 40))
@@ -100,6 +101,19 @@ def test_chosen_dim_has_the_least_padding_and_is_the_first_such(
 
     traffic = [travels(dim) for dim in range(len(shape))]
     assert choose_dim(shape, *size) == traffic.index(min(traffic))
+
+
+@given(shapes.filter(bool), ranks)
+def test_home_shards_in_chunk_order_are_the_parameter(
+    shape: tuple[int, ...], size: tuple[int, int]
+) -> None:
+    layout = ParamLayout.of(shape, *size)
+    whole = torch.arange(math.prod(shape)).view(shape)
+    parts = [rows_of(whole, layout, n, place) for place in range(size[1]) for n in range(size[0])]
+    assert layout.dim is not None
+    assert torch.equal(torch.cat(parts, layout.dim), whole)
+    places = [(n, place) for place in range(size[1]) for n in range(size[0])]
+    assert [tuple(p.shape) for p in parts] == [layout.local_shape(*where) for where in places]
 
 
 @pytest.mark.parametrize("shape", [(4, 4096), (4096, 4)])
