@@ -5,7 +5,6 @@ A source is a tensor in a file, or one made of others without arithmetic: stacke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,11 +239,6 @@ class Rearranged:
         self.of.fill(whole, (0,) * whole.ndim, files)
         part = tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))
         out.copy_(self.function(whole)[part])
-
-
-def elements(source: Source) -> int:
-    """How many elements a source has."""
-    return math.prod(source.shape)
 
 
 def _replaced(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
