@@ -5,7 +5,6 @@ A source is a tensor in a file, or one made of others without arithmetic: stacke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +40,13 @@ class Files:
     """The files that are being read; counts what was asked for.
 
     safetensors maps a file into memory, and every page that was read counts as the process's own until the
-    file is closed, so after some reading it is closed and opened again.
+    file is closed, so after some reading all are closed, and opened again when they are needed.
     """
 
     def __init__(self) -> None:
         self.read_bytes = 0
         self._open: dict[Path, Any] = {}
-        self._read_since: dict[Path, int] = {}
+        self._read_since_bytes = 0
 
     def copy(self, stored: Stored, part: tuple[slice, ...], out: Tensor) -> None:
         """Copy a part of a tensor in a file."""
@@ -58,15 +57,14 @@ class Files:
             raise CheckpointError(f"{stored.file} changed while {stored.name!r} was read")
         out.copy_(values)
         self.read_bytes += values.nbytes
-        self._read_since[stored.file] += values.nbytes
+        self._read_since_bytes += values.nbytes
 
     def _file(self, path: Path) -> Any:
-        if self._read_since.get(path, 0) > _REOPEN_BYTES:
-            self._open.pop(path).__exit__(None, None, None)
+        if self._read_since_bytes > _REOPEN_BYTES:
+            self.close()
         if path not in self._open:
             opened: Any = safe_open(path, framework="pt")
             self._open[path] = opened.__enter__()
-            self._read_since[path] = 0
         return self._open[path]
 
     def close(self) -> None:
@@ -74,6 +72,7 @@ class Files:
         for file in self._open.values():
             file.__exit__(None, None, None)
         self._open.clear()
+        self._read_since_bytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -240,11 +239,6 @@ class Rearranged:
         self.of.fill(whole, (0,) * whole.ndim, files)
         part = tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))
         out.copy_(self.function(whole)[part])
-
-
-def elements(source: Source) -> int:
-    """How many elements a source has."""
-    return math.prod(source.shape)
 
 
 def _replaced(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
