@@ -76,7 +76,6 @@ def _seq2seq(trainer_class: type[transformers.Seq2SeqTrainer], folder: Path) -> 
 def _predicts(mesh: DeviceMesh, folder: Path) -> None:
     expected = _seq2seq(transformers.Seq2SeqTrainer, folder / "plain")
     found = _seq2seq(integration.Seq2SeqTrainer, folder / "fcdp")
-    assert found.predictions.shape == (11, 9)
     assert np.array_equal(found.predictions, expected.predictions)
     assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
 
