@@ -61,7 +61,7 @@ def fingerprint(shards: Sequence[Tensor]) -> Tensor:
     The bits are laid out as a table of words of 64 bits.  A row's hash is a weighted sum of its words, which
     is one matrix-vector product, and of their high halves: in a sum modulo 2**64 alone the top bit of a word
     counts for one bit, and two changed signs cancel.  Any one changed bit changes its row's hash (odd
-    weights) and so the result (`_mixed` is a bijection); exchanged words and rows have other weights.
+    weights) and so the result (`mixed` is a bijection); exchanged words and rows have other weights.
     """
     flats = [s.detach().contiguous().view(-1).view(torch.uint8) for s in shards if s.numel()]
     if not flats:
@@ -74,7 +74,7 @@ def fingerprint(shards: Sequence[Tensor]) -> Tensor:
         rest[: flat.numel() - whole] = flat[whole:]
         hashes.append(_row_hashes(rest.view(torch.int64).view(1, _WORDS)))
     rows = torch.cat(hashes)
-    return _mixed(rows + _steps(0, rows.numel(), flat.device)).sum()
+    return mixed(rows + _steps(0, rows.numel(), flat.device)).sum()
 
 
 def _row_hashes(table: Tensor) -> Tensor:
@@ -104,10 +104,10 @@ def _steps(start: int, count: int, device: torch.device) -> Tensor:
 @functools.cache
 def _weights(start: int, device: torch.device) -> Tensor:
     """Random-looking odd weights for the words of a row."""
-    return _mixed(_steps(start, _WORDS, device)) | 1
+    return mixed(_steps(start, _WORDS, device)) | 1
 
 
-def _mixed(words: Tensor) -> Tensor:
+def mixed(words: Tensor) -> Tensor:
     """splitmix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators)."""
     words = (words ^ _shifted(words, 30)) * -4658895280553007687
     words = (words ^ _shifted(words, 27)) * -7723592293110705685

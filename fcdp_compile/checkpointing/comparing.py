@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from fcdp_compile.checkpointing.boxes import Cut
 from fcdp_compile.checkpointing.contents import (
     Job,
     extra_states,
+    own_mark,
     parameter_name,
     parameter_names,
     plain_tensors,
 )
 from fcdp_compile.checkpointing.cuts import cut
+from fcdp_compile.checkpointing.marks import mark_of_all
 from fcdp_compile.checkpointing.optimizers import check_groups
 from fcdp_compile.checkpointing.record import TORCH_DTYPES, Checkpoint, CutTensor
 from fcdp_compile.checkpointing.tree import Reference, has_state
@@ -47,6 +49,7 @@ class Comparison:
         self._folder, self._record = folder, record
         self._root, self._state, self._job = root, state, job
         self._cuts = {t.name: t for t in record.tensors}
+        self._left_out = {t.name: t for t in record.left_out}
         here = state.topology
         self.is_same_layout = (record.nodes, record.ranks_per_node) == (
             here.nodes,
@@ -64,7 +67,8 @@ class Comparison:
         differing: those of them that this rank has from rank 0, which had another than others.
         """
         self._check_plain(values)
-        found = [self._target(s, n) for n, s in self._model_tensors().items()]
+        model = self._model_tensors()
+        found = [self._target(s, n) for n, s in model.items() if n in self._cuts]
         if self._job.optimizer is not None:
             names = parameter_names(self._root)
             check_groups(self._job.optimizer, values["optimizer.groups"], names)
@@ -79,14 +83,15 @@ class Comparison:
         model = self._model_tensors()
         plain = [*plain_tensors(self._root, self._state), *(n for n, _ in extra_states(self._root))]
         here = {*model, *plain}
-        there = {n for n in (*self._cuts, *values) if n.startswith("model.")}
+        saved_names = (*self._cuts, *self._left_out, *values)
+        there = {n for n in saved_names if n.startswith("model.")}
         problems = [f"{n} is missing in it" for n in sorted(here - there)]
         problems += [f"{n} is not in the model" for n in sorted(there - here)]
         for name in sorted(here & there):
-            if (name in model) != (name in self._cuts):
+            if (name in model) != (name in self._cuts or name in self._left_out):
                 problems.append(f"{name} is sharded in one of them, and ignored in the other")
             elif name in model:
-                spec, saved = model[name], self._cuts[name]
+                spec, saved = model[name], self._cuts.get(name) or self._left_out[name]
                 now = (spec.layout.shape, spec.home_dtype)
                 if now != (saved.shape, TORCH_DTYPES[saved.dtype]):
                     problems.append(
@@ -106,6 +111,35 @@ class Comparison:
                     f"{tuple(tensor.shape)}"
                 )
         self._raise_problems(problems)
+
+    def own_marks(self) -> list[int]:
+        """This rank's part of the mark of each parameter that was left out.
+
+        Raises: CheckpointError for parameters without values.
+        """
+        names = {parameter_name(r.spec.name): key for key, r in self._state.records.items()}
+        keys = [names[name] for name in self._left_out]
+        if lacking := [k for k in keys if k in self._state.awaited]:
+            raise CheckpointError(
+                f"the checkpoint in {self._folder} was saved with frozen=False, and "
+                f"{self._state.records[lacking[0]].spec.name!r} (one of {len(lacking)}) has no values yet; "
+                "give the frozen parameters theirs first, such as by fcdp_compile.load_pretrained"
+            )
+        records = [self._state.records[k] for k in keys]
+        return [own_mark(self._state, i, r.spec, r.peek()) for i, r in enumerate(records)]
+
+    def check_marks(self, parts: Sequence[Sequence[int]]) -> None:
+        """Compare the parameters that were left out with those that the model has; parts: of all ranks."""
+        marks = [mark_of_all(of_one) for of_one in zip(*parts, strict=True)]
+        saved = self._left_out.values()
+        others = [s.name for s, mark in zip(saved, marks, strict=True) if s.mark != mark]
+        if others:
+            raise CheckpointError(
+                f"the checkpoint in {self._folder} was saved with frozen=False, and {len(others)} of the "
+                f"{len(marks)} parameters that it left out have other values here than they had: "
+                f"{', '.join(others[:8])}; give them the values that the job was begun with, such as by "
+                "fcdp_compile.load_pretrained from the same files"
+            )
 
     def _raise_problems(self, problems: list[str]) -> None:
         if problems:
@@ -152,12 +186,14 @@ class Comparison:
 
     def _check_unmoved(self, parameter: str, key: str, value: Any) -> None:
         """Refuse what an optimizer has made of a rank's rows where the rank has other rows now."""
-        saved = self._cuts.get(parameter_name(parameter))
-        if saved is None or not isinstance(value, Tensor) or value.numel() < 2:
+        spec = self._model_tensors().get(parameter_name(parameter))
+        if spec is None or not isinstance(value, Tensor) or value.numel() < 2:
             return
-        spec = self._model_tensors()[parameter_name(parameter)]
-        now = cut(saved.name, saved.dtype, spec, self._state.topology.position, 0)
-        if not self.is_same_layout or (now.dim, now.rows) != (saved.dim, saved.rows):
+        # Nobody knows how one that was left out was cut.
+        saved = self._cuts.get(parameter_name(parameter))
+        now = cut(parameter, "", spec, self._state.topology.position, 0)
+        is_cut_alike = saved is not None and (now.dim, now.rows) == (saved.dim, saved.rows)
+        if not self.is_same_layout or not is_cut_alike:
             raise CheckpointError(
                 f"{self._folder}: the optimizer kept {key!r} of parameter {parameter!r} in a form that only "
                 f"the layout that saved it ({self._record.nodes} x {self._record.ranks_per_node}, its "

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fcdp_compile.checkpointing.cuts import cut
+from fcdp_compile.checkpointing.marks import mark_of
 from fcdp_compile.checkpointing.optimizers import parts_of
-from fcdp_compile.checkpointing.record import CutTensor
+from fcdp_compile.checkpointing.record import CutTensor, LeftOut
 from fcdp_compile.checkpointing.rng import rng_state
 from fcdp_compile.checkpointing.tree import Encoded, encode
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.record import ParamRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +36,20 @@ class Job:
 class Contents:
     """tensors: all, the same on every rank.  parts: of which this rank writes what, by name.
 
+    left_out: frozen parameters, with this rank's part of each mark.
     values: this rank's, by names that all ranks share.
     """
 
     tensors: list[CutTensor]
+    left_out: list[LeftOut]
     parts: dict[str, Tensor]
     values: dict[str, Encoded]
 
     def description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
         cuts = [f"{t.name}: {t.dtype} {t.shape} by {t.rows} of {t.dim}" for t in self.tensors]
-        return [*cuts, *(f"{name}, a value" for name in self.values)]
+        frozen = [f"{t.name}: {t.dtype} {t.shape}, left out" for t in self.left_out]
+        return [*cuts, *frozen, *(f"{name}, a value" for name in self.values)]
 
 
 class Copies:
@@ -69,10 +74,17 @@ class Copies:
 
 
 def contents_of(
-    state: ShardedModel, root: nn.Module, job: Job, step: int | None, copies: Copies | None
+    state: ShardedModel,
+    root: nn.Module,
+    job: Job,
+    step: int | None,
+    copies: Copies | None,
+    *,
+    frozen: bool = True,
 ) -> Contents:
     """Look at everything that a checkpoint holds.
 
+    frozen: whether values of frozen parameters are among it.
     copies: where tensors are copied to, so that nobody changes them afterwards; None: the tensors themselves.
 
     Raises: CheckpointError for what cannot be saved, naming it.
@@ -80,7 +92,14 @@ def contents_of(
     whole = plain_tensors(root, state)
     specs = {r.spec.name: r.spec for r in state.records.values()}
     locals_: list[tuple[str, ParamSpec, Tensor]] = [
-        (parameter_name(r.spec.name), r.spec, r.peek()) for r in state.records.values()
+        (parameter_name(r.spec.name), r.spec, r.peek())
+        for r in state.records.values()
+        if frozen or r.parameter().requires_grad
+    ]
+    left_out = [
+        _left_out(state, index, r)
+        for index, r in enumerate(state.records.values())
+        if not (frozen or r.parameter().requires_grad)
     ]
     values: dict[str, Any] = {name: tensor.detach() for name, tensor in whole.items()}
     values |= {name: module.get_extra_state() for name, module in extra_states(root)}
@@ -94,12 +113,30 @@ def contents_of(
         if owner is not None:
             values[name] = owner.state_dict()
     values |= {"step": step, "extra": job.extra, "rng": rng_state(state.device)}
-    return _cut_and_encoded(state, locals_, values, copies)
+    return _cut_and_encoded(state, locals_, left_out, values, copies)
+
+
+def _left_out(state: ShardedModel, index: int, record: ParamRecord) -> LeftOut:
+    spec, local = record.spec, record.peek()
+    name, dtype = parameter_name(spec.name), str(local.dtype).removeprefix("torch.")
+    mark = own_mark(state, index, spec, local)
+    return LeftOut(name=name, dtype=dtype, shape=spec.layout.shape, mark=mark)
+
+
+def own_mark(state: ShardedModel, index: int, spec: ParamSpec, local: Tensor) -> int:
+    """This rank's part of the mark of a parameter; 0 where another one has the same rows and gives it."""
+    mesh = state.topology.position
+    owners = cut(spec.name, "", spec, mesh, index).files
+    if mesh.node * mesh.ranks_per_node + mesh.place not in owners:
+        return 0
+    home = mesh.of(spec.strategy.home)
+    return mark_of(local, spec.layout, spec.layout.local_start(home.node, home.place))
 
 
 def _cut_and_encoded(
     state: ShardedModel,
     locals_: list[tuple[str, ParamSpec, Tensor]],
+    left_out: list[LeftOut],
     values: dict[str, Any],
     copies: Copies | None,
 ) -> Contents:
@@ -116,7 +153,7 @@ def _cut_and_encoded(
     if copies is not None:
         copies.keep(parts)
     encoded = {n: encode(value, n, copy=copies is not None) for n, value in values.items()}
-    return Contents(tensors=tensors, parts=parts, values=encoded)
+    return Contents(tensors=tensors, left_out=left_out, parts=parts, values=encoded)
 
 
 def parameter_name(name: str) -> str:

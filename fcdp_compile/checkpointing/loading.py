@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,15 +102,17 @@ def load(
     control, doing = state.topology.control, f"loading from {folder}"
     shows = progress and state.topology.node == state.topology.place == 0
 
-    def look() -> str:
+    def look() -> tuple[str, list[int]]:
         need_bar(shown=progress)
-        return loading.look()
+        return loading.look(), loading.marks
 
-    if len(set(in_step(control, look, doing))) > 1:
+    looks = in_step(control, look, doing)
+    if len({digest for digest, _ in looks}) > 1:
         raise CheckpointError(
             f"ranks are about to load different things from {folder}; give the same arguments on every rank, "
             "and a folder that all nodes share"
         )
+    loading.check_marks([marks for _, marks in looks])
     with bar("loading", loading.size_bytes, shown=shows) as shown:
         in_step(control, lambda: loading.verify(shown), doing)
         in_step(control, lambda: loading.write(shown), doing)
@@ -144,6 +146,7 @@ class _Loading:
         self._folder, self._root, self._state, self._job = folder, root, state, job
         self.values: dict[str, Any] = {}
         self.size_bytes = 0  # of both reads
+        self.marks: list[int] = []  # this rank's parts, of what was left out
         self._reads: list[_Read] = []
 
     # --- before anything is written -----------------------------------------------------------------------
@@ -158,6 +161,8 @@ class _Loading:
         self._differing: list[str] = []
         saved = self._of_this_rank(here.node * here.ranks_per_node + here.place)
         job.check_names(saved)
+        self.marks = job.own_marks()
+        self._comparison = job
         self.values = {v.name: self._decoded(v) for v in self._wanted(saved.values())}
         self._targets = job.targets(self.values, self._differing)
         self._restores = list(restores(self._job.extra, self.values["extra"], "extra"))
@@ -170,6 +175,10 @@ class _Loading:
         self.size_bytes = sum(read.size_bytes for read in self._reads)
         self.size_bytes += sum(self._files.size_of(block) for block in self._blocks)
         return hashlib.sha256(f"load {self._record.checksum} {given}".encode()).hexdigest()
+
+    def check_marks(self, parts: Sequence[Sequence[int]]) -> None:
+        """Compare what the checkpoint leaves out; parts: `marks` of all ranks."""
+        self._comparison.check_marks(parts)
 
     def verify(self, shown: Bar) -> None:
         """Read everything once."""
@@ -218,7 +227,10 @@ class _Loading:
 
     def write(self, shown: Bar) -> None:
         """Write what was read into everything, the generators of random numbers last."""
-        to = {parameter_name(r.spec.name): r.local() for r in self._state.records.values()}
+        records = self._state.records
+        to = {
+            parameter_name(records[k].spec.name): records[k].local() for k in self._written_keys()
+        }
         device = self._state.device
         for target in self._targets:
             if target.tensor.name not in to:
@@ -235,10 +247,15 @@ class _Loading:
                 else:
                     tensor.detach().copy_(self.values[name])
         buffers = [name for name, _ in persistent_buffers(self._root)]
-        self._state.values_arrived(list(self._state.records), buffers)
+        self._state.values_arrived(self._written_keys(), buffers)
         for name, module in extra_states(self._root):
             module.set_extra_state(self.values[name])
         self._write_job(to)
+
+    def _written_keys(self) -> list[str]:
+        names = {target.tensor.name for target in self._targets}
+        records = self._state.records.items()
+        return [key for key, r in records if parameter_name(r.spec.name) in names]
 
     def _copy(self, read: _Read, to: Tensor) -> None:
         run = self._files.read_run(read.file, read.stored, read.slab.first, read.slab.shape)

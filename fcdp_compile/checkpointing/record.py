@@ -45,6 +45,16 @@ class CutTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A frozen parameter whose values are not in the checkpoint; mark: of them (`marks`)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    mark: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedValue:
     """A value (`tree`), with its tensors in one file.
 
@@ -67,6 +77,7 @@ class Checkpoint:
     block_bytes: int
     files: tuple[DataFile, ...]
     tensors: tuple[CutTensor, ...]
+    left_out: tuple[LeftOut, ...]
     values: tuple[SavedValue, ...]
 
     @property
@@ -123,7 +134,11 @@ def _check(record: Checkpoint) -> None:
             fail(f"files[{i}].blocks", f"are {len(file.blocks)}, not as many as the file has")
     for i, tensor in enumerate(record.tensors):
         _check_tensor(tensor, ranks, f"tensors[{i}]")
-    if repeated := [n for n, k in Counter(t.name for t in record.tensors).items() if k > 1]:
+    for i, frozen in enumerate(record.left_out):
+        if frozen.dtype not in TORCH_DTYPES:
+            fail(f"left_out[{i}].dtype", f"is {frozen.dtype!r}, which no parameter has")
+    names = Counter(t.name for t in (*record.tensors, *record.left_out))
+    if repeated := [n for n, k in names.items() if k > 1]:
         fail("tensors", f"has {repeated[0]!r} twice")
     _check_values(record.values, ranks)
 

@@ -109,6 +109,7 @@ def save(
     scaler: Any = None,
     step: int | None = None,
     extra: Any = None,
+    frozen: bool = True,
     asynchronous: bool = False,
     progress: bool = False,
 ) -> PendingSave:
@@ -130,6 +131,9 @@ def save(
     step: how far the job is; `load` gives it back.
     extra: a tree of dicts, lists, tuples, strings, numbers, None and tensors, and of objects with
     `state_dict` and `load_state_dict`, such as a data loader that knows its position.  Ranks may differ.
+    frozen: False leaves the values of frozen parameters out, such as those of a base model under adapters,
+    which the job gets from where it got them.  What is kept of them is a mark by which `load` makes sure that
+    the model has the same ones.
     asynchronous: return once everything is copied to host memory; a thread writes the copies, and what the
     step after changes is not in the checkpoint.  The next `save` or `load` of the model waits for it, and so
     does the end of the interpreter; call `wait` before `destroy_process_group`.  The memory of the copies is
@@ -145,7 +149,14 @@ def save(
     """
     job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
     return save_on(
-        Disk(), Path(folder), model, job, step, asynchronous=asynchronous, progress=progress
+        Disk(),
+        Path(folder),
+        model,
+        job,
+        step,
+        frozen=frozen,
+        asynchronous=asynchronous,
+        progress=progress,
     )
 
 
@@ -156,6 +167,7 @@ def save_on(
     job: Job,
     step: int | None,
     *,
+    frozen: bool = True,
     asynchronous: bool = False,
     progress: bool = False,
 ) -> PendingSave:
@@ -176,7 +188,8 @@ def save_on(
             )
         if step is not None and type(step) is not int:
             raise CheckpointError(f"step must be a whole number, not {step!r}")
-        found.append(contents_of(state, root, job, step, saver.copies if asynchronous else None))
+        copies = saver.copies if asynchronous else None
+        found.append(contents_of(state, root, job, step, copies, frozen=frozen))
         return digest_of(_lines(found[0], asynchronous=asynchronous))
 
     control = state.topology.control

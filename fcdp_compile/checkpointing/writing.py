@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,11 +18,13 @@ import torch.distributed as dist
 
 from fcdp_compile.checkpointing.contents import Contents
 from fcdp_compile.checkpointing.disk import Disk
+from fcdp_compile.checkpointing.marks import mark_of_all
 from fcdp_compile.checkpointing.progress import bar
 from fcdp_compile.checkpointing.record import (
     BLOCK_BYTES,
     Checkpoint,
     DataFile,
+    LeftOut,
     SavedValue,
     folder_of,
     seal,
@@ -49,9 +51,13 @@ def in_step(group: dist.ProcessGroup | None, act: Callable[[], T], doing: str) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """What one rank has written: its file, and the values whose tensors are there."""
+    """What one rank has written: its file, and the values whose tensors are there.
+
+    left_out: with this rank's parts of the marks.
+    """
 
     file: DataFile
+    left_out: list[LeftOut]
     values: list[SavedValue]
 
 
@@ -146,7 +152,7 @@ class Write:
                 f"cannot write {self.folder / folder_of(id)}: {error.strerror}; {self.folder} has the "
                 "checkpoint that it had"
             ) from error
-        return _Written(file=sums.file(), values=mine)
+        return _Written(file=sums.file(), left_out=self.contents.left_out, values=mine)
 
     def _decide(self, id: str, written: list[_Written]) -> None:
         if self.rank != 0:
@@ -159,6 +165,10 @@ class Write:
             block_bytes=BLOCK_BYTES,
             files=tuple(w.file for w in written),
             tensors=tuple(self.contents.tensors),
+            left_out=tuple(
+                replace(parts[0], mark=mark_of_all(part.mark for part in parts))
+                for parts in zip(*(w.left_out for w in written), strict=True)
+            ),
             values=tuple(value for w in written for value in w.values),
         )
         try:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile.errors import CheckpointError
 from tests.distributed.jobs_checkpoint import Job, assert_same
+from tests.distributed.parity import whole
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
@@ -44,7 +46,36 @@ def _chain(mesh: DeviceMesh | None, folder: str, strategies: list[str], start: b
         wanted = job.values()
     if job.rank == 0:
         torch.save(wanted, f"{folder}/wanted.pt")
+    for i, strategy in enumerate(strategies):
+        _leaves_frozen_out(mesh, folder, strategy, start=start and i == 0)
     return None
+
+
+def _leaves_frozen_out(mesh: DeviceMesh | None, folder: str, strategy: str, *, start: bool) -> None:
+    """The matrices are frozen, and as every job makes them; the rest is trained and travels."""
+    job = Job(mesh, strategy=strategy)
+    matrices = {n: p for n, p in job.model.named_parameters() if p.ndim > 1}
+    for parameter in matrices.values():
+        parameter.requires_grad_(requires_grad=False)
+    before = {n: whole(p) for n, p in matrices.items()}
+    if not start:
+        job.load(f"{folder}/trained")
+        wanted: Whole = torch.load(f"{folder}/trained.pt")
+        assert_same({n: v for n, v in job.values().items() if n in wanted}, wanted)
+    job.train(1)
+    job.save(f"{folder}/trained", frozen=False)
+    assert_same({n: whole(p) for n, p in matrices.items()}, before)
+    if job.rank == 0:
+        trained = {n: v for n, v in job.values().items() if n not in matrices}
+        torch.save({n: v for n, v in trained.items() if "running" not in n}, f"{folder}/trained.pt")
+    else:
+        job.values()  # gathers
+    name, other = max(matrices.items(), key=lambda item: item[1].numel())
+    with torch.no_grad():
+        other.add_(1)
+    with pytest.raises(CheckpointError, match=f"model.{name}") as refused:
+        job.load(f"{folder}/trained")
+    assert f"1 of the {len(matrices)} parameters" in str(refused.value)
 
 
 def _check(found: Whole, wanted: Whole, strategy: str) -> None:
