@@ -2,7 +2,8 @@
 
     checkpoint-500/
       model.safetensors, config.json, …   what from_pretrained reads (`save_pretrained`); of PEFT the adapter
-      fcdp/                               model, optimizer, scheduler, generators (`fcdp_compile.save`)
+      fcdp/                               model, optimizer, scheduler, generators (`fcdp_compile.save`);
+                                          of a model with adapters without what is frozen
       trainer_state.json                  as the Trainer writes it, last: what has none is not whole
 
 Nothing that is loaded is a pickle.
@@ -28,6 +29,7 @@ from fcdp_compile.checkpointing.rng import rng_state, set_rng_state
 from fcdp_compile.checkpointing.saving import save
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.pretrained.export import save_pretrained
+from fcdp_compile.pretrained.huggingface import has_adapters
 from fcdp_compile.pretrained.load import load_pretrained
 from fcdp_compile.sharding import state_of
 from fcdp_compile.together import together
@@ -83,6 +85,8 @@ class TrainerCheckpoints(_Base):
             scheduler=self.lr_scheduler,
             scaler=self.accelerator.scaler,
             step=self.state.global_step,
+            # The script has the base from elsewhere, and again when it resumes.
+            frozen=not has_adapters(self.sharded_model()),
         )
 
     def _save_scaler(self, output_dir: str) -> None:

@@ -20,7 +20,11 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.mesh import Topology, process_count, topology_of
 from fcdp_compile.pretrained.adapter_contents import adapter_contents, attached_adapter_contents
 from fcdp_compile.pretrained.contents import Contents, Leaves, Source, plain_contents
-from fcdp_compile.pretrained.huggingface import base_of, is_transformers_model
+from fcdp_compile.pretrained.huggingface import (
+    base_of,
+    has_attached_adapters,
+    is_transformers_model,
+)
 from fcdp_compile.pretrained.merged_contents import merged_contents
 from fcdp_compile.pretrained.replace_files import Aside
 from fcdp_compile.pretrained.shard_files import TensorFile
@@ -115,7 +119,7 @@ def _contents_of(
         return adapter_contents(root, leaves, folder)
     if not is_transformers_model(root):
         return plain_contents(root, leaves.tape, leaves.of_state_dict(root), max_shard_bytes)
-    if getattr(root, "_hf_peft_config_loaded", False):
+    if has_attached_adapters(root):
         return attached_adapter_contents(root, leaves)
     return transformers_contents(root, leaves.tape, leaves.of_state_dict(root), max_shard_bytes)
 

@@ -32,6 +32,16 @@ def base_of(root: nn.Module) -> nn.Module:
     return root
 
 
+def has_adapters(root: nn.Module) -> bool:
+    """Whether a model is a base with PEFT's adapters, be it wrapped or by Transformers' `add_adapter`."""
+    return base_of(root) is not root or has_attached_adapters(root)
+
+
+def has_attached_adapters(root: nn.Module) -> bool:
+    """Whether Transformers has put adapters into a model that PEFT has not wrapped."""
+    return bool(getattr(root, "_hf_peft_config_loaded", False))
+
+
 def is_adapter_layer(module: nn.Module) -> bool:
     """Whether a module wraps another, its child `base_layer`, and adds adapters as its other children."""
     return _is_a(module, "peft.tuners.tuners_utils", "BaseTunerLayer")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 import fcdp_compile
+from fcdp_compile.errors import CheckpointError
 from fcdp_compile.integrations import trainer_checkpoints
 from fcdp_compile.integrations.transformers import SENT, FcdpOptions, Trainer
 from tests.distributed.ranks import run
@@ -148,6 +150,24 @@ def _resumed(mesh: DeviceMesh, folder: Path) -> None:
     assert not list(saved.glob("*.p*t*h*")) + list(saved.glob("optimizer*")), "pickles were written"
 
 
+def _adapters_resumed(mesh: DeviceMesh, folder: Path) -> None:
+    """The base is not in the checkpoint, and another one is refused."""
+    variation: dict[str, Any] = {
+        "changed": True, "lora": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4,
+    }  # fmt: skip
+    once: Any = run_script(folder, **variation)["trainer"]
+    saved = folder / "checkpoint-2"
+    names = {n for file in saved.glob("fcdp/data-*/*") for n in load_file(file)}
+    assert any("lora_A" in n for n in names)
+    assert not any("base_layer" in n or "embed_tokens" in n for n in names)
+    again: Any = run_script(folder, resume=str(saved), **variation)["trainer"]
+    assert _numbers(again.state.log_history) == _numbers(once.state.log_history)
+    with torch.no_grad():
+        next(p for p in again.model.parameters() if not p.requires_grad).add_(1)
+    with pytest.raises(CheckpointError, match=r"1 of the \d+ parameters that it left out"):
+        again.train(resume_from_checkpoint=str(saved))
+
+
 def _numbers(history: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{n: row[n] for n in row if n in COMPARED} for row in history if "loss" in row]
 
@@ -234,6 +254,7 @@ def test_variations_train_the_same(tmp_path: Path) -> None:
 
 def _saves(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
     _resumed(mesh, folder / "resumed")
+    _adapters_resumed(mesh, folder / "adapters")
     for lora in (False, True):
         _weights_only(mesh, folder / f"weights-{lora}", lora=lora)
     return _best(mesh, folder / "best")
