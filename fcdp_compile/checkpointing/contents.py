@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fcdp_compile.checkpointing.cuts import cut
-from fcdp_compile.checkpointing.optimizers import parts_of
+from fcdp_compile.checkpointing.optimizers import class_of, parts_of
 from fcdp_compile.checkpointing.record import CutTensor
 from fcdp_compile.checkpointing.rng import rng_state
 from fcdp_compile.checkpointing.tree import Encoded, encode
@@ -87,6 +87,7 @@ def contents_of(
     if job.optimizer is not None:
         optimizer = parts_of(job.optimizer, parameter_names(root), specs)
         locals_ += [(m.name, m.spec, m.local) for m in optimizer.moments]
+        values["optimizer.class"] = class_of(job.optimizer)
         values["optimizer.groups"] = optimizer.groups
         values["optimizer.state"] = optimizer.state
         values["optimizer.others"] = optimizer.others

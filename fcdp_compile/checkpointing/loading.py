@@ -40,7 +40,7 @@ from fcdp_compile.checkpointing.record import (
     read_record,
 )
 from fcdp_compile.checkpointing.rng import set_rng_state
-from fcdp_compile.checkpointing.saving import end_of_saves
+from fcdp_compile.checkpointing.saving import end_of_saves, refuse_whole
 from fcdp_compile.checkpointing.tree import Reference, decode
 from fcdp_compile.checkpointing.writing import in_step
 from fcdp_compile.errors import CheckpointError
@@ -104,6 +104,7 @@ def load(
 
     def look() -> str:
         need_bar(shown=progress)
+        refuse_whole(state)
         return loading.look()
 
     if len(set(in_step(control, look, doing))) > 1:
@@ -113,7 +114,13 @@ def load(
         )
     with bar("loading", loading.size_bytes, shown=shows) as shown:
         in_step(control, lambda: loading.verify(shown), doing)
-        in_step(control, lambda: loading.write(shown), doing)
+        try:
+            in_step(control, lambda: loading.write(shown), doing)
+        except BaseException:
+            # Some ranks may have written; caches must go stale on all of them alike.
+            state.values_loaded()
+            raise
+    state.values_arrived(list(state.records), [n for n, _ in persistent_buffers(model_of(model))])
     return Loaded(step=loading.values.get("step"), extra=loading.values.get("extra"))
 
 
@@ -217,7 +224,20 @@ class _Loading:
     # --- writing ------------------------------------------------------------------------------------------
 
     def write(self, shown: Bar) -> None:
-        """Write what was read into everything, the generators of random numbers last."""
+        """Write what was read into everything, the generators of random numbers last.
+
+        Raises: CheckpointError, with nothing or a part of it written, if a file has changed since it was
+        verified, or an object does not take its state.
+        """
+        try:
+            self._write(shown)
+        except Exception as error:
+            raise CheckpointError(
+                f"{str(error) or type(error).__name__}; the model, and what else was given, may hold a part of "
+                f"{self._folder} by now, so load again before going on"
+            ) from error
+
+    def _write(self, shown: Bar) -> None:
         to = {parameter_name(r.spec.name): r.local() for r in self._state.records.values()}
         device = self._state.device
         for target in self._targets:
@@ -234,8 +254,6 @@ class _Loading:
                     self._put_buffer(tensor, self.values[name])
                 else:
                     tensor.detach().copy_(self.values[name])
-        buffers = [name for name, _ in persistent_buffers(self._root)]
-        self._state.values_arrived(list(self._state.records), buffers)
         for name, module in extra_states(self._root):
             module.set_extra_state(self.values[name])
         self._write_job(to)
