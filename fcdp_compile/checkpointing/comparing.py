@@ -66,7 +66,7 @@ class Comparison:
         self._check_plain(values)
         found = [self._target(s, n) for n, s in self._model_tensors().items()]
         if self._job.optimizer is not None:
-            names = parameter_names(self._root)
+            names = parameter_names(self._root, self._state)
             self._check_class(class_of(self._job.optimizer), values["optimizer.class"])
             check_groups(self._job.optimizer, values["optimizer.groups"], names)
             found += self._moments(values, differing)

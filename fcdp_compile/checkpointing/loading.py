@@ -250,7 +250,9 @@ class _Loading:
                 self._copy(read, to[read.name])
                 shown.update(read.size_bytes)
             for name, tensor in plain_tensors(self._root, self._state).items():
-                if tensor.is_meta:
+                # Parameters that are not sharded are never on meta.
+                is_buffer = not isinstance(tensor, nn.Parameter)
+                if is_buffer and (tensor.is_meta or _is_expanded(tensor)):
                     self._put_buffer(tensor, self.values[name])
                 else:
                     tensor.detach().copy_(self.values[name])
@@ -264,12 +266,12 @@ class _Loading:
             run, to = run.narrow(dim, a, b - a), to.narrow(dim, first, b - a)
         to.copy_(run)
 
-    def _put_buffer(self, on_meta: Tensor, value: Tensor) -> None:
-        """Put a buffer in the place, or places, of one that has no memory."""
+    def _put_buffer(self, old: Tensor, value: Tensor) -> None:
+        """Put a buffer in the place, or places, of one that has no memory, or too little."""
         made = value.to(self._state.device)
         for module in self._root.modules():
             for name, buffer in module._buffers.items():
-                if buffer is on_meta:
+                if buffer is old:
                     module._buffers[name] = made
 
     def _write_job(self, moments: dict[str, Tensor]) -> None:
@@ -286,7 +288,8 @@ class _Loading:
                 for name, of_one in self.values["optimizer.state"].items()
             }
             groups, others = self.values["optimizer.groups"], self.values["optimizer.others"]
-            put_back(job.optimizer, groups, state, others, parameter_names(self._root))
+            names = parameter_names(self._root, self._state)
+            put_back(job.optimizer, groups, state, others, names)
         for owner, name in ((job.scheduler, "scheduler"), (job.scaler, "scaler")):
             if owner is not None:
                 owner.load_state_dict(self.values[name])
@@ -329,3 +332,9 @@ class _Loading:
                 if others
                 else "",
             )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements are the same memory, which cannot be written one by one."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and not stride for size, stride in strides)

@@ -210,6 +210,27 @@ def test_a_load_that_fails_while_it_writes_says_so_and_makes_caches_stale(tmp_pa
     assert state.generations.of(state.records) > before
 
 
+def test_an_expanded_buffer(tmp_path: Path) -> None:
+    model = Net()
+    model.register_buffer("same", torch.ones(1).expand(3))
+    fcdp_compile.save(tmp_path, model=fcdp_compile.shard(model))
+    other = Net()
+    other.register_buffer("same", torch.zeros(1).expand(3))
+    fcdp_compile.load(tmp_path, model=fcdp_compile.shard(other))
+    assert other.get_buffer("same").tolist() == [1, 1, 1]
+
+
+def test_a_layer_that_is_compiled_by_itself_keeps_its_names(tmp_path: Path) -> None:
+    job, again = Small(1), Small(2)
+    job.model.first = torch.compile(job.model.first, backend="eager")
+    job.train(1)
+    job.save(tmp_path)
+    again.load(tmp_path)
+    for parameter, other in zip(job.model.parameters(), again.model.parameters(), strict=True):
+        found, wanted = again.optimizer.state[other], job.optimizer.state[parameter]
+        assert torch.equal(found["exp_avg"], wanted["exp_avg"])
+
+
 def test_whole_parameters_are_neither_saved_nor_loaded(tmp_path: Path) -> None:
     model = fcdp_compile.shard(nn.Linear(2, 2))
     fcdp_compile.save(tmp_path, model=model)
