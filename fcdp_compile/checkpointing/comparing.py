@@ -128,8 +128,8 @@ class Comparison:
         if here != saved:
             # Settings come from the checkpoint, also those in which AdamW differs from Adam.
             raise CheckpointError(
-                f"the optimizer is {here}, and that of the checkpoint in {self._folder} was {saved}; build the "
-                "same as when it was saved, or leave optimizer=… out"
+                f"the optimizer is {here}, and that of the checkpoint in {self._folder} was {saved}; build "
+                "the same as when it was saved, or leave optimizer=… out"
             )
 
     def _moments(self, values: Mapping[str, Any], differing: Collection[str]) -> Iterator[Target]:

@@ -233,8 +233,8 @@ class _Loading:
             self._write(shown)
         except Exception as error:
             raise CheckpointError(
-                f"{str(error) or type(error).__name__}; the model, and what else was given, may hold a part of "
-                f"{self._folder} by now, so load again before going on"
+                f"{str(error) or type(error).__name__}; the model, and what else was given, may hold a part "
+                f"of {self._folder} by now, so load again before going on"
             ) from error
 
     def _write(self, shown: Bar) -> None:
