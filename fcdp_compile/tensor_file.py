@@ -73,7 +73,11 @@ class TensorFileWriter:
         self._wrote = wrote or (lambda piece: None)
         header = _header(tensors, metadata or {})
         self._file = self.path.open("xb", buffering=0)
-        self._put(memoryview(header))
+        try:
+            self._put(memoryview(header))
+        except BaseException:
+            self._file.close()
+            raise
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor, which may be on any device.

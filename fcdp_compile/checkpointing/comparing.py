@@ -20,7 +20,7 @@ from fcdp_compile.checkpointing.contents import (
 )
 from fcdp_compile.checkpointing.cuts import cut
 from fcdp_compile.checkpointing.marks import mark_of_all
-from fcdp_compile.checkpointing.optimizers import check_groups
+from fcdp_compile.checkpointing.optimizers import check_groups, class_of
 from fcdp_compile.checkpointing.record import TORCH_DTYPES, Checkpoint, CutTensor
 from fcdp_compile.checkpointing.tree import Reference, has_state
 from fcdp_compile.errors import CheckpointError
@@ -70,7 +70,8 @@ class Comparison:
         model = self._model_tensors()
         found = [self._target(s, n) for n, s in model.items() if n in self._cuts]
         if self._job.optimizer is not None:
-            names = parameter_names(self._root)
+            names = parameter_names(self._root, self._state)
+            self._check_class(class_of(self._job.optimizer), values["optimizer.class"])
             check_groups(self._job.optimizer, values["optimizer.groups"], names)
             found += self._moments(values, differing)
         return found
@@ -150,12 +151,20 @@ class Comparison:
             )
 
     def _check_job(self, values: set[str]) -> None:
-        needed = {"optimizer": "optimizer.groups", "scheduler": "scheduler", "scaler": "scaler"}
+        needed = {"optimizer": "optimizer.class", "scheduler": "scheduler", "scaler": "scaler"}
         for owner, name in needed.items():
             if getattr(self._job, owner) is not None and name not in values:
                 raise CheckpointError(
                     f"the checkpoint in {self._folder} was saved without a {owner}; leave {owner}=… out"
                 )
+
+    def _check_class(self, here: str, saved: object) -> None:
+        if here != saved:
+            # Settings come from the checkpoint, also those in which AdamW differs from Adam.
+            raise CheckpointError(
+                f"the optimizer is {here}, and that of the checkpoint in {self._folder} was {saved}; build "
+                "the same as when it was saved, or leave optimizer=… out"
+            )
 
     def _moments(self, values: Mapping[str, Any], differing: Collection[str]) -> Iterator[Target]:
         """The tensors of the optimizer that lie as their parameters do."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fcdp_compile.checkpointing.cuts import cut
 from fcdp_compile.checkpointing.marks import mark_of
-from fcdp_compile.checkpointing.optimizers import parts_of
+from fcdp_compile.checkpointing.optimizers import class_of, parts_of
 from fcdp_compile.checkpointing.record import CutTensor, LeftOut
 from fcdp_compile.checkpointing.rng import rng_state
 from fcdp_compile.checkpointing.tree import Encoded, encode
@@ -104,8 +104,9 @@ def contents_of(
     values: dict[str, Any] = {name: tensor.detach() for name, tensor in whole.items()}
     values |= {name: module.get_extra_state() for name, module in extra_states(root)}
     if job.optimizer is not None:
-        optimizer = parts_of(job.optimizer, parameter_names(root), specs)
+        optimizer = parts_of(job.optimizer, parameter_names(root, state), specs)
         locals_ += [(m.name, m.spec, m.local) for m in optimizer.moments]
+        values["optimizer.class"] = class_of(job.optimizer)
         values["optimizer.groups"] = optimizer.groups
         values["optimizer.state"] = optimizer.state
         values["optimizer.others"] = optimizer.others
@@ -161,9 +162,13 @@ def parameter_name(name: str) -> str:
     return f"model.{name}"
 
 
-def parameter_names(root: nn.Module) -> dict[int, str]:
-    """The names of the model's parameters by id, of tied ones the first."""
-    return {id(p): name for name, p in root.named_parameters()}
+def parameter_names(root: nn.Module, state: ShardedModel) -> dict[int, str]:
+    """The names of the model's parameters by id, of tied ones the first.
+
+    Of sharded ones those that they had then: compiling a layer by itself gives it other names.
+    """
+    named = {id(p): name for name, p in root.named_parameters()}
+    return named | {id(r.parameter()): r.spec.name for r in state.records.values()}
 
 
 def plain_tensors(root: nn.Module, state: ShardedModel) -> dict[str, Tensor]:

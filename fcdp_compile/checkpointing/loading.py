@@ -40,7 +40,7 @@ from fcdp_compile.checkpointing.record import (
     read_record,
 )
 from fcdp_compile.checkpointing.rng import set_rng_state
-from fcdp_compile.checkpointing.saving import end_of_saves
+from fcdp_compile.checkpointing.saving import end_of_saves, refuse_whole
 from fcdp_compile.checkpointing.tree import Reference, decode
 from fcdp_compile.checkpointing.writing import in_step
 from fcdp_compile.errors import CheckpointError
@@ -104,6 +104,7 @@ def load(
 
     def look() -> tuple[str, list[int]]:
         need_bar(shown=progress)
+        refuse_whole(state)
         return loading.look(), loading.marks
 
     looks = in_step(control, look, doing)
@@ -115,7 +116,14 @@ def load(
     loading.check_marks([marks for _, marks in looks])
     with bar("loading", loading.size_bytes, shown=shows) as shown:
         in_step(control, lambda: loading.verify(shown), doing)
-        in_step(control, lambda: loading.write(shown), doing)
+        try:
+            in_step(control, lambda: loading.write(shown), doing)
+        except BaseException:
+            # Some ranks may have written; caches must go stale on all of them alike.
+            state.values_loaded()
+            raise
+    buffers = [name for name, _ in persistent_buffers(model_of(model))]
+    state.values_arrived(loading.written_keys(), buffers)
     return Loaded(step=loading.values.get("step"), extra=loading.values.get("extra"))
 
 
@@ -226,11 +234,22 @@ class _Loading:
     # --- writing ------------------------------------------------------------------------------------------
 
     def write(self, shown: Bar) -> None:
-        """Write what was read into everything, the generators of random numbers last."""
+        """Write what was read into everything, the generators of random numbers last.
+
+        Raises: CheckpointError, with nothing or a part of it written, if a file has changed since it was
+        verified, or an object does not take its state.
+        """
+        try:
+            self._write(shown)
+        except Exception as error:
+            raise CheckpointError(
+                f"{str(error) or type(error).__name__}; the model, and what else was given, may hold a part "
+                f"of {self._folder} by now, so load again before going on"
+            ) from error
+
+    def _write(self, shown: Bar) -> None:
         records = self._state.records
-        to = {
-            parameter_name(records[k].spec.name): records[k].local() for k in self._written_keys()
-        }
+        to = {parameter_name(records[k].spec.name): records[k].local() for k in self.written_keys()}
         device = self._state.device
         for target in self._targets:
             if target.tensor.name not in to:
@@ -242,17 +261,18 @@ class _Loading:
                 self._copy(read, to[read.name])
                 shown.update(read.size_bytes)
             for name, tensor in plain_tensors(self._root, self._state).items():
-                if tensor.is_meta:
+                # Parameters that are not sharded are never on meta.
+                is_buffer = not isinstance(tensor, nn.Parameter)
+                if is_buffer and (tensor.is_meta or _is_expanded(tensor)):
                     self._put_buffer(tensor, self.values[name])
                 else:
                     tensor.detach().copy_(self.values[name])
-        buffers = [name for name, _ in persistent_buffers(self._root)]
-        self._state.values_arrived(self._written_keys(), buffers)
         for name, module in extra_states(self._root):
             module.set_extra_state(self.values[name])
         self._write_job(to)
 
-    def _written_keys(self) -> list[str]:
+    def written_keys(self) -> list[str]:
+        """The keys of the parameters that the checkpoint has values of."""
         names = {target.tensor.name for target in self._targets}
         records = self._state.records.items()
         return [key for key, r in records if parameter_name(r.spec.name) in names]
@@ -263,12 +283,12 @@ class _Loading:
             run, to = run.narrow(dim, a, b - a), to.narrow(dim, first, b - a)
         to.copy_(run)
 
-    def _put_buffer(self, on_meta: Tensor, value: Tensor) -> None:
-        """Put a buffer in the place, or places, of one that has no memory."""
+    def _put_buffer(self, old: Tensor, value: Tensor) -> None:
+        """Put a buffer in the place, or places, of one that has no memory, or too little."""
         made = value.to(self._state.device)
         for module in self._root.modules():
             for name, buffer in module._buffers.items():
-                if buffer is on_meta:
+                if buffer is old:
                     module._buffers[name] = made
 
     def _write_job(self, moments: dict[str, Tensor]) -> None:
@@ -285,7 +305,8 @@ class _Loading:
                 for name, of_one in self.values["optimizer.state"].items()
             }
             groups, others = self.values["optimizer.groups"], self.values["optimizer.others"]
-            put_back(job.optimizer, groups, state, others, parameter_names(self._root))
+            names = parameter_names(self._root, self._state)
+            put_back(job.optimizer, groups, state, others, names)
         for owner, name in ((job.scheduler, "scheduler"), (job.scaler, "scaler")):
             if owner is not None:
                 owner.load_state_dict(self.values[name])
@@ -328,3 +349,9 @@ class _Loading:
                 if others
                 else "",
             )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements are the same memory, which cannot be written one by one."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and not stride for size, stride in strides)

@@ -81,6 +81,12 @@ def parts_of(
     return OptimizerParts(groups=groups, state=state, others=others, moments=moments)
 
 
+def class_of(optimizer: Optimizer) -> str:
+    """The name of an optimizer's class, without a wrapper such as Accelerate's."""
+    inner = getattr(optimizer, "optimizer", None)
+    return class_of(inner) if isinstance(inner, Optimizer) else type(optimizer).__qualname__
+
+
 def _numbered(
     optimizer: Optimizer, whole: Mapping[str, Any], names: Mapping[int, str]
 ) -> Iterator[tuple[int, tuple[str, nn.Parameter]]]:
@@ -173,6 +179,8 @@ def put_back(
         here = [names[id(p)] for p in group["params"]]
         numbers |= {name: len(numbers) + i for i, name in enumerate(here)}
         packed.append({**saved, "params": [numbers[name] for name in here]})
+        if "param_names" in group:  # in this optimizer's order, not in that which was saved
+            packed[-1]["param_names"] = group["param_names"]
     others = dict(others)
     of_none = others.pop("state", {})
     by_number = {numbers[name]: dict(of_one) for name, of_one in state.items()}

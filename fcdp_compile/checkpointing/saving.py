@@ -172,6 +172,7 @@ def save_on(
     progress: bool = False,
 ) -> PendingSave:
     """`save` to a disk that may be watched."""
+    folder = folder.absolute()  # a thread may write when the process works elsewhere
     root, state = model_of(model), state_of(model)
     saver = _savers.setdefault(state, _Saver())
     saver.pending.end()
@@ -188,15 +189,16 @@ def save_on(
             )
         if step is not None and type(step) is not int:
             raise CheckpointError(f"step must be a whole number, not {step!r}")
+        refuse_whole(state)
         copies = saver.copies if asynchronous else None
         found.append(contents_of(state, root, job, step, copies, frozen=frozen))
-        return digest_of(_lines(found[0], asynchronous=asynchronous))
+        return digest_of(_lines(found[0], step, asynchronous=asynchronous))
 
     control = state.topology.control
     digests = in_step(control, look, f"saving to {folder}")
     (contents,) = found
     if len(set(digests)) > 1:
-        _raise_difference(state, _lines(contents, asynchronous=asynchronous))
+        _raise_difference(state, _lines(contents, step, asynchronous=asynchronous))
     pending = PendingSave()
     mesh = state.topology.position
     group = saver.group(state.topology) if asynchronous else control
@@ -216,8 +218,8 @@ def digest_of(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _lines(contents: Contents, *, asynchronous: bool) -> list[str]:
-    return [f"save, {asynchronous=}", *contents.description()]
+def _lines(contents: Contents, step: int | None, *, asynchronous: bool) -> list[str]:
+    return [f"save, {asynchronous=}, {step=}", *contents.description()]
 
 
 def _raise_difference(state: ShardedModel, lines: list[str]) -> None:
@@ -231,6 +233,15 @@ def _raise_difference(state: ShardedModel, lines: list[str]) -> None:
         f"ranks 0 and {other} are about to save different things; give the same model, optimizer and "
         f"arguments on every rank:\n  {shown}"
     )
+
+
+def refuse_whole(state: ShardedModel) -> None:
+    """Raise CheckpointError within `gathered`, where parameters are not the home shards."""
+    if state.whole:
+        raise CheckpointError(
+            f"parameter {state.spec(next(iter(state.whole))).name!r} is whole; save and load outside of the "
+            "block of fcdp_compile.gathered"
+        )
 
 
 def _refuse_waiting_gradients(state: ShardedModel) -> None:

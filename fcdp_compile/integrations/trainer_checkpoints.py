@@ -24,7 +24,9 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
+from fcdp_compile.checkpointing.disk import Disk
 from fcdp_compile.checkpointing.loading import load
+from fcdp_compile.checkpointing.record import RECORD
 from fcdp_compile.checkpointing.rng import rng_state, set_rng_state
 from fcdp_compile.checkpointing.saving import save
 from fcdp_compile.errors import CheckpointError
@@ -65,11 +67,22 @@ class TrainerCheckpoints(_Base):
         model = self.sharded_model()
         folder = output_dir or self.args.output_dir
         assert folder is not None, "a Trainer has an output folder"
+        if _internal_call and self.args.save_only_model:
+            # An earlier run may have left the rest of its own checkpoint there, which loads prefer.
+            together(state_of(model).topology.control, lambda: self._remove_rest(Path(folder)))
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         save_pretrained(model, folder, tokenizer=tokenizer)
         together(state_of(model).topology.control, lambda: self._save_arguments(Path(folder)))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _remove_rest(self, folder: Path) -> None:
+        rest = folder / FOLDER
+        if self.args.should_save and rest.is_dir():
+            (rest / RECORD).unlink(missing_ok=True)
+            Disk().sweep(rest)  # all data, as no record names any
+            if not any(rest.iterdir()):
+                rest.rmdir()
 
     def _save_arguments(self, folder: Path) -> None:
         # For people and for the hub, as the Trainer does; nothing here reads it.

@@ -19,6 +19,7 @@ from fcdp_compile.checkpointing.contents import Job as Given
 from fcdp_compile.checkpointing.disk import Disk
 from fcdp_compile.checkpointing.saving import save_on
 from fcdp_compile.errors import CheckpointError, FcdpError
+from fcdp_compile.sharding import state_of
 
 
 def test_a_job_continues_bit_by_bit(tmp_path: Path) -> None:
@@ -166,6 +167,9 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     groups = [{"params": [p]} for p in again.model.parameters()]
     with pytest.raises(CheckpointError, match=r"has 5 groups of parameters and the checkpoint 1"):
         fcdp_compile.load(tmp_path, model=again.model, optimizer=torch.optim.AdamW(groups))
+    adam = torch.optim.Adam(again.model.parameters())
+    with pytest.raises(CheckpointError, match=r"optimizer is Adam, and .* was AdamW"):
+        fcdp_compile.load(tmp_path, model=again.model, optimizer=adam)
     with pytest.raises(CheckpointError, match=r"saved without a scaler"):
         fcdp_compile.load(tmp_path, model=again.model, scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(CheckpointError, match=r"not the model's"):
@@ -173,6 +177,67 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no extra\['data'\]"):
         fcdp_compile.load(tmp_path, model=again.model, extra={"data": job.scheduler})
     assert again.state() == before
+
+
+def test_parameters_in_another_order_keep_their_state_and_their_names(tmp_path: Path) -> None:
+    job = Small(1)
+    named = list(job.model.named_parameters())
+    job.optimizer = torch.optim.AdamW(named)
+    job.train(2)
+    job.save(tmp_path)
+    turned = torch.optim.AdamW(named[::-1])
+    fcdp_compile.load(tmp_path, model=job.model, optimizer=turned)
+    (group,) = turned.param_groups
+    names = {p: name for name, p in named}
+    assert group["param_names"] == [names[p] for p in group["params"]]
+    for _, parameter in named:
+        of_one = turned.state[parameter]
+        assert torch.equal(of_one["exp_avg"], job.optimizer.state[parameter]["exp_avg"])
+
+
+def test_a_load_that_fails_while_it_writes_says_so_and_makes_caches_stale(tmp_path: Path) -> None:
+    class Unwilling(torch.optim.lr_scheduler.StepLR):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise RuntimeError("not today")
+
+    job = Small(1)
+    job.save(tmp_path)
+    state = state_of(job.model)
+    before = state.generations.of(state.records)
+    job.scheduler = Unwilling(job.optimizer, 2)
+    with pytest.raises(CheckpointError, match=r"not today; the model, .* may hold a part of"):
+        job.load(tmp_path)
+    assert state.generations.of(state.records) > before
+
+
+def test_an_expanded_buffer(tmp_path: Path) -> None:
+    model = Net()
+    model.register_buffer("same", torch.ones(1).expand(3))
+    fcdp_compile.save(tmp_path, model=fcdp_compile.shard(model))
+    other = Net()
+    other.register_buffer("same", torch.zeros(1).expand(3))
+    fcdp_compile.load(tmp_path, model=fcdp_compile.shard(other))
+    assert other.get_buffer("same").tolist() == [1, 1, 1]
+
+
+def test_a_layer_that_is_compiled_by_itself_keeps_its_names(tmp_path: Path) -> None:
+    job, again = Small(1), Small(2)
+    job.model.first = torch.compile(job.model.first, backend="eager")
+    job.train(1)
+    job.save(tmp_path)
+    again.load(tmp_path)
+    for parameter, other in zip(job.model.parameters(), again.model.parameters(), strict=True):
+        found, wanted = again.optimizer.state[other], job.optimizer.state[parameter]
+        assert torch.equal(found["exp_avg"], wanted["exp_avg"])
+
+
+def test_whole_parameters_are_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    model = fcdp_compile.shard(nn.Linear(2, 2))
+    fcdp_compile.save(tmp_path, model=model)
+    with fcdp_compile.gathered(model):
+        for act in (fcdp_compile.save, fcdp_compile.load):
+            with pytest.raises(CheckpointError, match=r"'weight' is whole; save and load outside"):
+                act(tmp_path, model=model)
 
 
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
@@ -223,6 +288,19 @@ def test_training_goes_on_beside_a_save_and_changes_nothing_in_it(tmp_path: Path
     assert pending.done
     assert again.load(tmp_path).extra["seen"][1].tolist() == [1]
     assert again.state() == wanted
+
+
+def test_a_save_goes_where_the_process_was_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, disk = Small(1), Slow()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    pending = save_on(disk, Path("a b"), job.model, _given(job), 1, asynchronous=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    disk.may.set()
+    pending.wait()
+    assert Small(2).load(tmp_path / "a b").step == 1
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def _ranks_that_differ(mesh: DeviceMesh) -> None:
             lambda: fcdp_compile.save(folder, model=job.model, optimizer=optimizer),
         )
         assert "are about to save different things" in error, error
+        error = message_of(
+            CheckpointError, lambda: fcdp_compile.save(folder, model=job.model, step=rank // 3)
+        )
+        assert "ranks 0 and 3 are about to save different things" in error, error
         extra = {"bad": {1}} if rank == 2 else {}
         error = message_of(
             CheckpointError, lambda: fcdp_compile.save(folder, model=job.model, extra=extra)
