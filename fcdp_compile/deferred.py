@@ -22,6 +22,7 @@ from fcdp_compile.runtime.validity import fingerprint
 from fcdp_compile.sharding import model_of, state_of
 from fcdp_compile.stand_ins import (
     Slot,
+    Strays,
     Touched,
     generator_states,
     has_unset,
@@ -41,8 +42,8 @@ def materialize(model: nn.Module) -> None:
     random number generators stand and keeps its rows: the values are, bit for bit, those of an unsharded
     build on the same device (`with torch.device(device):`) after the same seed, on any number of ranks and
     with any strategy, for modules that draw in these methods alone.  (Those that draw in their constructor
-    otherwise, as Hugging Face's GPT-2 does, get other values of the same distribution.)  Buffers are filled
-    too.
+    otherwise, as Hugging Face's GPT-2 does, get other values of the same distribution; so do PEFT's adapters
+    of a bf16 or fp16 base, which an ordinary build rounds to the base's dtype.)  Buffers are filled too.
     Of tied parameters the first has the say, or the one that a Hugging Face model ties the others to.
 
     What has values already keeps them: after `load_pretrained`, or for a model of which only the adapters
@@ -103,12 +104,13 @@ class _Materialisation:
                 plan.extend(self._plan(mode))
 
             together(self._state.topology.control, planned)
+            strays = Strays(self._slots)
             with _as_rank_0(self._state):
                 for touched in plan:
                     values = self._values(touched)
                     if self._failure is None:
                         try:
-                            self._initialise(touched, values)
+                            self._initialise(touched, values, strays)
                         except Exception as error:
                             # Whatever it is, the others have to hear of it before they wait for this rank.
                             self._failure = FcdpError(f"{touched.step.what} failed: {error}")
@@ -157,12 +159,12 @@ class _Materialisation:
     def _has_values(self, slot: Slot) -> bool:
         return not slot.is_awaited or slot.full_name in self._written
 
-    def _initialise(self, touched: Touched, values: dict[Slot, Tensor]) -> None:
+    def _initialise(self, touched: Touched, values: dict[Slot, Tensor], strays: Strays) -> None:
         try:
             for slot in touched.slots:
                 slot.held[slot.name] = slot.wrap(self._whole(slot, values))
             values.clear()
-            with torch.no_grad(), self._device:
+            with torch.no_grad(), self._device, strays.refused():
                 touched.step.act()
             for slot, touch in touched.slots.items():
                 if slot.gives and touch.writes:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.initialisation import Step
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.torch_compat import DispatchMode, FakeTensorMode, storage_id, without_modes
@@ -153,18 +154,23 @@ def rehearse(
                 with torch.no_grad(), device, mode, watch:
                     step.act()
             except Exception:
-                # It looks at values, say, which fake tensors have not: taken to touch what its module has.
+                # It looks at values, say, which fake tensors have not: taken to touch all below its module.
+                # What else it touches is seen when it runs (`Strays`).
                 touched.slots = {
-                    slot: Touch(needs_values=not slot.is_awaited, writes=True)
-                    for slot in by_module.get(step.module, [])
+                    slot: Touch(needs_values=True, writes=True)
+                    for module in step.module.modules()
+                    for slot in by_module.get(module, ())
                 }
             else:
                 touched.slots = watch.touches
             for slot in (s for m in step.module.modules() for s in by_module.get(m, ())):
-                if slot.held.get(slot.name) is not slot.resting:
-                    # Another tensor was put there.
+                is_other = slot.held.get(slot.name) is not slot.resting
+                if is_other or by_storage.get(storage_id(_resting(slot))) is not slot:
+                    # Another tensor was put there, or other memory into it (`.data = ...`).
                     touched.slots.setdefault(slot, Touch(needs_values=False)).writes = True
-                    slot.held[slot.name] = slot.resting
+                    by_storage = {i: s for i, s in by_storage.items() if s is not slot}
+                    slot.resting = slot.held[slot.name] = slot.fake(mode, device)
+                    by_storage[storage_id(slot.resting)] = slot
             if any(t.writes and slot.is_awaited for slot, t in touched.slots.items()):
                 found.append(touched)
     return found
@@ -173,6 +179,24 @@ def rehearse(
 def _resting(slot: Slot) -> Tensor:
     assert slot.resting is not None, "slots hold stand-ins while initialisations are rehearsed"
     return slot.resting
+
+
+class Strays:
+    """Finds the stand-ins that an initialisation touches though it did not when it was rehearsed."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._by_storage = {storage_id(_resting(slot)): slot for slot in slots}
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Raise FcdpError at the end if any was touched: what was written to it is lost."""
+        with _Watch(self._by_storage) as watch:
+            yield
+        if stray := next(iter(watch.touches), None):
+            raise FcdpError(
+                f"it uses {stray.full_name} of another module, which could not be foreseen; let "
+                "each module set its own, or give them values by load_pretrained or load_state_dict"
+            )
 
 
 class _Watch(DispatchMode):

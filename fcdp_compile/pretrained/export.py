@@ -64,7 +64,8 @@ def save_pretrained(
     progress: show a bar on the rank that writes.
 
     Raises: FcdpError on every rank, and the folder is as it was: where it cannot be written, where ranks ask
-    for different exports, for values that have never been loaded, and for adapters that cannot be merged.
+    for different exports, for values that have never been loaded, for adapters that cannot be merged, and
+    for a whole Transformers model where an adapter is, which `from_pretrained` would add to it.
     ValueError for a max_shard_bytes that is not positive, and in several processes for a model that is not
     sharded.
     """
@@ -87,8 +88,14 @@ def save_pretrained(
     values = WholeValues(topology)
     aside = Aside(folder)
     meet = partial(_meet, topology, values)
+
+    def begin() -> None:
+        if merge or is_transformers_model(root):
+            _refuse_beside_adapter(folder, contents)
+        aside.make()
+
     try:
-        meet(aside.make)
+        meet(begin)
         evaluation = Evaluation(contents.tape, lambda source: source.whole(values))
         size = sum(t.nbytes for file in contents.files for t in file.tensors.values())
         shown = progress and values.is_writer
@@ -139,6 +146,16 @@ def _agreed(topology: Topology, prepare: Callable[[], Contents]) -> Contents:
             "model and arguments on every rank"
         )
     return made[0]
+
+
+def _refuse_beside_adapter(folder: Path, contents: Contents) -> None:
+    """Refuse a whole model where an adapter is: `from_pretrained` would put that on top of it."""
+    is_adapter = any(file.name.startswith("adapter_") for file in contents.files)
+    if not is_adapter and (folder / "adapter_config.json").exists():
+        raise FcdpError(
+            f"{folder} has an adapter (adapter_config.json), which from_pretrained would add to the model "
+            "that is to be written there; choose another folder, or remove the adapter"
+        )
 
 
 def _digest(contents: Contents) -> str:

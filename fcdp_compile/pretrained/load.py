@@ -62,6 +62,10 @@ def load_pretrained(
     found: list[Matched] = []
 
     def check() -> tuple[str, bool]:
+        if state.whole:
+            refuse(
+                path, ["its parameters are whole: leave the block of fcdp_compile.gathered first"]
+            )
         checkpoint = open_checkpoint(path)
         matched = match(root, checkpoint.tensors, destinations.is_awaited)
         refuse(path, _serious(matched, head=head))
@@ -89,6 +93,15 @@ def load_pretrained(
         rows = destinations.rows(order)
         state.row_sources.offer(rows.keys, rows)
     matched.renaming.note_used()
+    if matched.kept_copies and state.topology.node == state.topology.place == 0:
+        log.warning(
+            "%s, which PEFT trains and uses in the place of what %s has for it (modules_to_save), keeps its "
+            "values (%d tensors in all); build on meta, or add adapters to a model that has its weights, if "
+            "it shall begin as the checkpoint's",
+            matched.kept_copies[0],
+            path,
+            len(matched.kept_copies),
+        )
     log.info("%s: %d tensors, this rank read %d bytes", path, len(order), files.read_bytes)
 
 

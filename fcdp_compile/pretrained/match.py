@@ -80,11 +80,16 @@ def told(problems: Iterable[Problem]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """Every assignment, and everything that is wrong; renaming: whose rules were used."""
+    """Every assignment, and everything that is wrong.
+
+    renaming: whose rules were used.  kept_copies: names of copies that PEFT trains in the place of tensors
+    that the checkpoint has, and that keep their values.
+    """
 
     assignments: list[Assignment]
     problems: list[Problem]
     renaming: Renaming
+    kept_copies: list[str]
 
 
 def match(
@@ -117,6 +122,7 @@ class _Matching:
                 self.copies.setdefault(entry.plain, []).append(held)
         self.problems: list[Problem] = []
         self.refused: set[int] = set()
+        self.kept_copies: list[str] = []
         self.found: dict[int, list[Source]] = {}
 
     def of(self, tensors: dict[str, Stored]) -> Matched:
@@ -145,6 +151,7 @@ class _Matching:
             assignments=assignments,
             problems=self.problems,
             renaming=self.renaming,
+            kept_copies=self.kept_copies,
         )
 
     def _sources(self, tensors: dict[str, Stored]) -> Iterable[tuple[str, Source]]:
@@ -197,8 +204,12 @@ class _Matching:
 
     def _give_copies(self, name: str, sources: list[Source]) -> None:
         for copy in self.copies.get(name, ()):
-            if id(copy.tensor) not in self.found and self.is_awaited(copy):
+            if id(copy.tensor) in self.found:
+                continue
+            if self.is_awaited(copy):
                 self._give(copy, sources[0])
+            else:
+                self.kept_copies.append(copy.name)
 
 
 def _told(source: Source) -> str:

@@ -9,7 +9,7 @@ old index is made to name its shards by other names first, so that it has them u
 
 A description that changes (config.json) cannot change together with the tensors.  Then the old tensors go
 first: whoever stops the process at that moment leaves a folder that is refused, and never old tensors with
-a new description.
+a new description.  So does an old index whose shards cannot be kept.
 """
 
 from __future__ import annotations
@@ -92,9 +92,14 @@ def _exchange(files: Iterable[Path], folder: Path) -> None:
             (folder / name).unlink()
         sync(folder)
         old_entries = []
-    for name in old_entries:
-        if name.endswith(INDEX) and shards:
+    for name in [n for n in old_entries if n.endswith(INDEX) and shards]:
+        try:
             _keep_shards(folder / name)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):
+            # It is no index, a shard is missing, or the disk has no links: then without it meanwhile.
+            (folder / name).unlink()
+            sync(folder)
+            old_entries.remove(name)
     for name in [*others, *shards, *entries]:
         if name in entries:
             sync(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,14 +55,16 @@ def is_local(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
     mounts: the system's list of file systems.
     """
     try:
-        mounted = mounts.read_text().splitlines()
+        mounted = mounts.read_bytes().splitlines()
         place = path.resolve(strict=True)
     except OSError:
         return False
     best, kind = -1, "nfs"
     for line in mounted:
-        _, where, of, *_ = line.split(" ")
-        point = Path(where.encode().decode("unicode_escape"))
+        _, where, of, *_ = line.split(b" ")
+        # Blanks and the like stand there as octal numbers.
+        name = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), where)
+        point = Path(os.fsdecode(name))
         if len(point.parts) >= best and (point == place or point in place.parents):
-            best, kind = len(point.parts), of
+            best, kind = len(point.parts), os.fsdecode(of)
     return kind not in _REMOTE and not kind.startswith("fuse.")

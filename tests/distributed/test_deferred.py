@@ -188,6 +188,53 @@ def test_what_cannot_be_materialized(make: Make, what: str) -> None:
     assert state_of(model).awaited
 
 
+class _SetsBelow(nn.Module):
+    """Sets another module's values in a way that cannot be followed without values."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.scale, self.how = nn.Linear(3, 3), nn.Parameter(torch.empty(1)), how
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        weight = self.inner.weight
+        if self.how == "by .data":
+            wide = nn.init.trunc_normal_(weight.data.to(torch.float64), std=7.0)
+            weight.data = wide.to(weight.dtype)
+        elif self.scale.is_meta or self.scale.item() == 1:
+            nn.init.zeros_(weight)
+
+
+@pytest.mark.parametrize("how", ["by .data", "if a value says so"])
+def test_values_of_modules_below_are_set_too(how: str) -> None:
+    model = _built(lambda: _SetsBelow(how), None)
+    torch.manual_seed(0)
+    _expect(model, _SetsBelow(how))
+
+
+class _SetsBeside(nn.Linear):
+    """Sets what is another module's, if a value says so."""
+
+    beside: nn.Linear
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.ones_(self.bias)
+        if not self.bias.is_meta and self.bias.sum().item() > 0:
+            nn.init.zeros_(self.beside.weight)
+
+
+def test_what_could_not_be_foreseen_is_refused() -> None:
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Linear(2, 2), _SetsBeside(2, 2))
+    vars(plain[1])["beside"] = plain[0]
+    model = fcdp_compile.shard(plain)
+    found = message_of(FcdpError, lambda: fcdp_compile.materialize(model))
+    assert "_SetsBeside.reset_parameters of 1 failed: it uses 0.weight of another module" in found
+    assert state_of(model).awaited
+
+
 def test_a_failing_initialisation_is_named() -> None:
     with torch.device("meta"):
         plain = nn.Sequential(nn.Linear(2, 2), _Failing(2, 2))

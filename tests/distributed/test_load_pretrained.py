@@ -324,3 +324,14 @@ def test_loaded_as_from_pretrained_loads(folder: Path, nodes: int, ranks_per_nod
         jobs = {name: jobs[name] for name in ON_ONE_NODE}
     for verdicts in run_jobs(jobs, nodes=nodes, ranks_per_node=ranks_per_node):
         assert verdicts == dict.fromkeys(jobs, WORKS)
+
+
+def test_not_while_parameters_are_whole(folder: Path) -> None:
+    model = fcdp_compile.shard(Odd())
+    before = [p.detach().clone() for p in model.parameters()]
+    with fcdp_compile.gathered(model):
+        found = message_of(
+            CheckpointError, lambda: fcdp_compile.load_pretrained(model, folder / "odd")
+        )
+    assert "leave the block of fcdp_compile.gathered" in found
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))

@@ -370,3 +370,16 @@ def test_misuse(tmp_path: Path) -> None:
     with pytest.raises(FcdpError, match="Linear is no PEFT model"):
         fcdp_compile.save_pretrained(model, tmp_path / "new", merge=True)
     assert not (tmp_path / "new").exists()
+
+
+def test_no_model_beside_an_adapter(tmp_path: Path) -> None:
+    """from_pretrained would add the adapter to what it is merged into already."""
+    model = fcdp_compile.shard(ADAPTED["lora"]())
+    fcdp_compile.save_pretrained(model, tmp_path)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(FcdpError, match="has an adapter"):
+        fcdp_compile.save_pretrained(model, tmp_path, merge=True)
+    with pytest.raises(FcdpError, match="has an adapter"):
+        fcdp_compile.save_pretrained(fcdp_compile.shard(llama()), tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    fcdp_compile.save_pretrained(model, tmp_path)

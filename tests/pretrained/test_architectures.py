@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -114,3 +115,17 @@ def test_another_head(tmp_path: Path) -> None:
     assert torch.equal(model.classifier.weight, before)
     pooler = pretrained.bert.pooler.dense.weight
     assert torch.equal(model.bert.pooler.dense.weight, pooler)
+
+
+def test_trained_copies_that_keep_their_values_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretrained = BertForSequenceClassification(BERT)
+    pretrained.save_pretrained(tmp_path)
+    config = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+    model = peft.get_peft_model(BertForSequenceClassification(BERT), config)
+    fcdp_compile.shard(model)
+    fcdp_compile.load_pretrained(model, tmp_path)
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert "classifier.modules_to_save.default.weight, which PEFT trains" in warning
+    assert "(2 tensors in all)" in warning

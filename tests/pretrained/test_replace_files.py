@@ -138,3 +138,14 @@ def test_a_new_folder_appears_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
             break
     assert {p.name: p.read_text() for p in folder.iterdir()} == _sharded("new")
     assert os.listdir(folder.parent) == ["export"]
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": {"w": 3}}', None])
+def test_a_broken_export_is_replaced(tmp_path: Path, index: str | None) -> None:
+    _write(tmp_path, _sharded("old"))
+    if index is None:
+        (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    else:
+        (tmp_path / INDEX).write_text(index)
+    _export(tmp_path, _sharded("new", 3))
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == _sharded("new", 3)

@@ -16,7 +16,7 @@ REMOTE = ("nfs4", "lustre", "fuse", "fuse.s3fs")
     ("kind", "local"), [*((k, True) for k in LOCAL), *((k, False) for k in REMOTE)]
 )
 def test_the_innermost_file_system_decides(tmp_path: Path, kind: str, local: bool) -> None:
-    data = tmp_path / "my data"
+    data = tmp_path / "my データ"
     data.mkdir()
     (data / "file").touch()
     mounts = tmp_path / "mounts"
