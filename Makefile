@@ -19,12 +19,12 @@ SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench docs lint format types clean
+.PHONY: help demo test test-all bench docs lint format types clean
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMPS)/$(MODE)-examples  ## fine-tune with LoRA on 2 x 2 simulated ranks
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=4 \
@@ -32,7 +32,10 @@ demo: $(STAMPS)/$(MODE)-examples  ## fine-tune with LoRA on 2 x 2 simulated rank
 
 # Always the checkout: Python started here imports fcdp_compile from this folder, and only the editable
 # install's finder adds passes/ and runtime/ to it.
-test: $(STAMPS)/editable-test  ## run all tests
+test: $(STAMPS)/editable-test  ## run the tests, but for those marked slow
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMPS)/editable-test  ## run all tests; takes twice as long
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # What it needs is checked before anything big is installed.

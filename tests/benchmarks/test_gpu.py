@@ -99,6 +99,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_the_whole_script_runs_on_a_cpu(tmp_path: Path) -> None:
     assert main(["--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "benchmarks" / "gpu.json").read_text())

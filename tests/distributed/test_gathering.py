@@ -19,7 +19,7 @@ from fcdp_compile.wire import Format
 from tests.distributed.parity import Sharded, Trial, check_equal, history
 from tests.distributed.ranks import run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 SLOT = 300  # more than a block of what is quantised
 

@@ -27,7 +27,7 @@ from tests.distributed.models import CASES, batch
 from tests.distributed.parity import adamw, check_equal, fresh
 from tests.distributed.ranks import run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 _HALF = {"odd": 2 * 300, "odd-lora": 2 * 750}
 """Bytes a node that about half of the buckets fit in, when every parameter has its own."""

@@ -120,6 +120,7 @@ def test_alone(checkpointed: bool, dynamic: bool) -> None:
     _check_lengths(None, checkpointed, dynamic)
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_when_it_is_recomputed() -> None:
     _check_masks(None)
 

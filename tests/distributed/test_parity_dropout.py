@@ -20,7 +20,7 @@ from tests.distributed.parity import (
 )
 from tests.distributed.ranks import run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def _check(mesh: DeviceMesh | None, is_checkpointed: bool) -> None:

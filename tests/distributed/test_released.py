@@ -26,7 +26,7 @@ from tests.distributed.released import (
     there,
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def _losses(

@@ -28,7 +28,7 @@ from tests.distributed.released import (
     there,
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 Read = Callable[[Any], Tensor]
 """Of one shard: to its whole value."""

@@ -250,6 +250,7 @@ def _several(mesh: DeviceMesh, folder: Path) -> None:
         job(mesh, folder / job.__name__)
 
 
+@pytest.mark.slow
 def test_variations_train_the_same(tmp_path: Path) -> None:
     run(_several, tmp_path, nodes=2, ranks_per_node=1)
 

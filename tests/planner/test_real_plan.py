@@ -20,7 +20,7 @@ from fcdp_compile.strategy import Strategy
 from tests.distributed.models import batch
 from tests.distributed.ranks import run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 NODES = RANKS_PER_NODE = 2
 BATCH = 2
