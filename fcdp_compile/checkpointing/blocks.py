@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,24 +14,7 @@ from torch import Tensor
 from fcdp_compile.checkpointing.disk import new_sum
 from fcdp_compile.checkpointing.record import Checkpoint, file_name
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.tensor_file import DTYPES
-
-_DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
-_MAX_HEADER_BYTES = 2**28
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A tensor in a file: what the header says of it; begin: its first byte in the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+from fcdp_compile.tensor_header import LENGTH_BYTES, Stored, header_bytes, stored_tensors
 
 
 class Block(NamedTuple):
@@ -65,14 +46,10 @@ class DataFiles:
         """The tensors of a file."""
         if file not in self._headers:
             size_bytes = self._check_size(file)
-            length = int.from_bytes(self._bytes(file, 0, 8), "little") if size_bytes >= 8 else -1
-            if not 0 <= length <= min(size_bytes - 8, _MAX_HEADER_BYTES):
-                self._fail(file, "says that its header is longer than it is")
-            try:
-                parsed = json.loads(bytes(self._bytes(file, 8, 8 + length)))
-                stored = _stored(parsed, 8 + length, size_bytes)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                self._fail(file, "has a header that is not one of safetensors")
+            prefix = bytes(self._bytes(file, 0, min(LENGTH_BYTES, size_bytes)))
+            length = header_bytes(self.path(file), prefix, size_bytes)
+            raw = bytes(self._bytes(file, LENGTH_BYTES, LENGTH_BYTES + length))
+            stored = stored_tensors(self.path(file), raw, size_bytes)
             self._headers[file] = stored
         return self._headers[file]
 
@@ -90,7 +67,7 @@ class DataFiles:
     def read_run(self, file: int, stored: Stored, first: int, shape: tuple[int, ...]) -> Tensor:
         """Consecutive elements from `first` on, of that shape."""
         size = stored.dtype.itemsize
-        start = stored.begin + first * size
+        start = stored.start + first * size
         raw = self._bytes(file, start, start + math.prod(shape) * size)
         return _as_tensor(raw, stored.dtype, shape)
 
@@ -168,24 +145,3 @@ def _as_tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Te
     if not raw:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
-
-
-def _stored(parsed: Any, data: int, size_bytes: int) -> dict[str, Stored]:
-    """The entries of a header.
-
-    Raises: ValueError, KeyError, TypeError or AttributeError for what is none, or claims bytes that the file
-    has not.
-    """
-    found = {}
-    for name, entry in parsed.items():
-        if name == "__metadata__":
-            continue
-        start, stop = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        if any(type(n) is not int or n < 0 for n in (start, stop, *shape)):
-            raise ValueError(name)
-        stored = Stored(dtype=_DTYPE_OF[entry["dtype"]], shape=shape, begin=data + start)
-        if stop - start != stored.size_bytes or data + stop > size_bytes:
-            raise ValueError(name)
-        found[name] = stored
-    return found

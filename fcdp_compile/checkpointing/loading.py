@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp_compile.checkpointing.blocks import DataFiles, Stored
+from fcdp_compile.checkpointing.blocks import DataFiles
 from fcdp_compile.checkpointing.boxes import Cut, Slab, slabs
 from fcdp_compile.checkpointing.comparing import Comparison, restores
 from fcdp_compile.checkpointing.contents import (
@@ -48,6 +48,7 @@ from fcdp_compile.home_shard import placements_of
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding import model_of, state_of
+from fcdp_compile.tensor_header import Stored
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class _Read:
     @property
     def start(self) -> int:
         """Its first byte in the file."""
-        return self.stored.begin + self.slab.first * self.stored.dtype.itemsize
+        return self.stored.start + self.slab.first * self.stored.dtype.itemsize
 
     @property
     def size_bytes(self) -> int:

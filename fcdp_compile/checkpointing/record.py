@@ -137,7 +137,7 @@ def _check(record: Checkpoint) -> None:
     for i, frozen in enumerate(record.left_out):
         if frozen.dtype not in TORCH_DTYPES:
             fail(f"left_out[{i}].dtype", f"is {frozen.dtype!r}, which no parameter has")
-    names = Counter(t.name for t in (*record.tensors, *record.left_out))
+    names = Counter([t.name for t in record.tensors] + [t.name for t in record.left_out])
     if repeated := [n for n, k in names.items() if k > 1]:
         fail("tensors", f"has {repeated[0]!r} twice")
     _check_values(record.values, ranks)

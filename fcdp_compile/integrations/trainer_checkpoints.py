@@ -116,8 +116,10 @@ class TrainerCheckpoints(_Base):
         """`transformers.Trainer.train`; True resumes from the last checkpoint that was saved whole."""
         if resume_from_checkpoint is True:
             assert self.args.output_dir is not None, "a Trainer has an output folder"
-            found = [last_whole_checkpoint(Path(self.args.output_dir))]
-            resume_from_checkpoint = broadcast_object_list(found)[0]
+            found = [_last_whole(Path(self.args.output_dir))]
+            resume_from_checkpoint, problem = broadcast_object_list(found)[0]
+            if problem is not None:
+                raise CheckpointError(problem)
             if resume_from_checkpoint is None:
                 raise ValueError(
                     f"no checkpoint of {self.args.output_dir} was saved whole, so there is nothing to resume "
@@ -224,6 +226,14 @@ def last_whole_checkpoint(folder: Path) -> str | None:
         if (match := _CHECKPOINT.fullmatch(path.name)) and _has_state(path)
     }
     return str(found[max(found)]) if found else None
+
+
+def _last_whole(folder: Path) -> tuple[str | None, str | None]:
+    """The last checkpoint that is whole, or why nobody knows, which rank 0 must tell the others."""
+    try:
+        return last_whole_checkpoint(folder), None
+    except OSError as error:
+        return None, f"cannot look for checkpoints in {folder}: {error.strerror}"
 
 
 def _has_state(checkpoint: Path) -> bool:

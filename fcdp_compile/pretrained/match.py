@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.pretrained.conversion import Target, converted
-from fcdp_compile.pretrained.header import Stored
 from fcdp_compile.pretrained.huggingface import (
     Renamed,
     Renaming,
@@ -21,6 +20,7 @@ from fcdp_compile.pretrained.huggingface import (
 )
 from fcdp_compile.pretrained.names import Entry, Role, entries_of
 from fcdp_compile.pretrained.source import Leaf, Source
+from fcdp_compile.tensor_header import Stored
 
 _SHOWN = 12  # of tensors, by name
 
@@ -186,7 +186,7 @@ class _Matching:
             )
             return
         for stored in source.leaves:
-            if _kind(stored.dtype) != _kind(held.tensor.dtype):
+            if not _can_cast(stored.dtype, held.tensor.dtype):
                 self._refuse(
                     held,
                     f"tensor {_told(source)} is {stored.dtype}, of which no cast makes the model's "
@@ -219,10 +219,12 @@ def _told(source: Source) -> str:
     return f"{stored.name!r}{more} of {stored.file.name}"
 
 
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "complex"
-    return "float" if dtype.is_floating_point else "whole"
+def _can_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether a cast rounds at most: of whole numbers none may become another."""
+    if dtype.is_floating_point and to.is_floating_point:
+        return True
+    is_float = dtype.is_floating_point or to.is_floating_point or to.is_complex
+    return dtype == to or (not is_float and torch.promote_types(dtype, to) == to)
 
 
 def in_reading_order(assignments: Iterable[Assignment]) -> list[Assignment]:
