@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp_compile
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
@@ -106,15 +107,23 @@ def test_an_option_of_the_backend(
 
 
 def test_a_world_that_does_not_divide_into_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": 0, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 4}.items():
-        monkeypatch.setenv(name, str(value))
     make = fcdp_compile.make_mesh
-    _one_sentence(ValueError, make, "world size 6 cannot be split into nodes of 4 ranks")
-    _one_sentence(ValueError, lambda: make(nodes=4), "world size 6 cannot be split into 4 nodes")
-    _one_sentence(ValueError, lambda: make(nodes=0), "nodes must be a positive whole number")
-    _one_sentence(ValueError, lambda: make(nodes=2.0), "nodes must be a positive whole number")  # type: ignore[arg-type]
-    monkeypatch.delenv("RANK")
     _one_sentence(ValueError, lambda: make(nodes=2), "needs several processes and this is a single")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    dist.init_process_group("fake", rank=0, world_size=6, store=FakeStore())
+    try:
+        _one_sentence(ValueError, make, "world size 6 cannot be split into nodes of 4 ranks")
+        _one_sentence(
+            ValueError, lambda: make(nodes=4), "world size 6 cannot be split into 4 nodes"
+        )
+        for bad in (0, 2.0):
+            _one_sentence(
+                ValueError,
+                lambda: make(nodes=bad),  # type: ignore[arg-type]  # noqa: B023
+                "nodes must be a positive whole number",
+            )
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_optimizer_built_before_shard(caplog: pytest.LogCaptureFixture) -> None:
