@@ -249,7 +249,7 @@ def test_one_row_as_csv(run: Run) -> None:
         ({"model": "damaged.json"}, (), "damaged.json: is not a JSON file"),
         ({"model": "absent.json"}, (), "absent.json: No such file or directory"),
         ({"model": "wrong.json"}, (), "wrong.json: "),
-        ({"model": "vision.json"}, (), "no causal language model of type 'vit'"),
+        ({"model": "vision.json"}, (), "no causal or masked language model of type 'vit'"),
         ({"model": "vision.json"}, (), "give a function your_module:build_fn"),
         ({"model": "planned_models:alone"}, (), "its forward takes values, scale; return a pair"),
         ({"model": "planned_models:short"}, (), "missing a required argument: 'scale'"),
