@@ -47,6 +47,7 @@ def test_two_nodes_of_two() -> None:
     run(check_trials, trials, nodes=2, ranks_per_node=2)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one() -> None:
     trials = [
         Trial(case="llama-lora", is_checkpointed=True),
@@ -56,6 +57,7 @@ def test_two_nodes_of_one() -> None:
     run(check_trials, trials, nodes=2, ranks_per_node=1)
 
 
+@pytest.mark.slow
 def test_one_node_of_two() -> None:
     trials = [
         Trial(case="odd", is_checkpointed=True),

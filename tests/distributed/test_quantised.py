@@ -108,6 +108,7 @@ def _frozen(mesh: DeviceMesh) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+@pytest.mark.slow
 def test_frozen_weights_take_a_quarter_of_the_host_memory_and_stay_what_they_are() -> None:
     for full, quantised in run(_frozen, nodes=2, ranks_per_node=2):
         assert 3.5 < full / quantised < 4
@@ -142,6 +143,7 @@ def _converge(mesh: DeviceMesh) -> dict[str, float]:
     return {s: _train(mesh, s, 300) for s in ("fcdp", "fcdp+w8+g4")}
 
 
+@pytest.mark.slow
 def test_300_steps_come_to_the_same_loss() -> None:
     """Of int8 weights and int4 gradients, within 1 %; a control that something was learnt."""
     for losses in run(_converge, nodes=2, ranks_per_node=1):
