@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -23,7 +24,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch import nn
 
 import fcdp_compile
 from benchmarks.machine import Machine
-from fcdp_compile.pretrained.source import Files
+from fcdp_compile.pretrained import load as load_module
 from fcdp_compile.sharding import state_of
 from fcdp_compile.tensor_file import TensorFileWriter, TensorMeta
 
@@ -173,28 +173,22 @@ def _work(folder: Path, sizes: Sequence[tuple[int, int]], nodes: int, mode: str)
     with torch.device("meta"):
         model = Model(sizes)
     fcdp_compile.shard(model, mesh)
-    home = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[operator]
+    state = state_of(model)
+    home = sum(record.local().nbytes for record in state.records.values())
     if mesh.get_rank() == 0:
         _drop_page_cache(folder)
     dist.barrier()
-    requested: list[Any] = []
-    close = Files.close
-
-    def noting(self: Files) -> None:
-        requested.append(self.read_bytes)
-        close(self)
-
-    Files.close = noting  # type: ignore[method-assign]
+    told = Told()
     before_read = _delivered()
     with Sampling() as sampling:
         start = time.perf_counter()
         if mode == "whole":
             kept = _load_whole(folder)
-            requested.append(sum(t.nbytes for t in kept))
+            requested_bytes = sum(t.nbytes for t in kept)
         else:
             fcdp_compile.load_pretrained(model, folder)
+            requested_bytes = told.read_bytes
         seconds = time.perf_counter() - start
-    state = state_of(model)
     row = Row(
         node=state.topology.node,
         place=state.topology.place,
@@ -202,7 +196,7 @@ def _work(folder: Path, sizes: Sequence[tuple[int, int]], nodes: int, mode: str)
         largest_bytes=max(4 * a * b for a, b in sizes),
         anonymous_bytes=sampling.anonymous_bytes,
         mapped_bytes=sampling.mapped_bytes,
-        requested_bytes=sum(requested),
+        requested_bytes=requested_bytes,
         delivered_bytes=_delivered() - before_read,
         seconds=seconds,
     )
@@ -213,6 +207,21 @@ def _work(folder: Path, sizes: Sequence[tuple[int, int]], nodes: int, mode: str)
 
 def _load_whole(folder: Path) -> list[torch.Tensor]:
     return [t.clone() for f in sorted(folder.glob("*.safetensors")) for t in load_file(f).values()]
+
+
+class Told(logging.Handler):
+    """Hears what a load says that this rank has read."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.read_bytes = 0
+        logger = logging.getLogger(load_module.__name__)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert isinstance(record.args, tuple)
+        *_, self.read_bytes = record.args  # type: ignore[assignment]  # typed as any object; bytes come last
 
 
 class Sampling:

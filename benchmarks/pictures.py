@@ -89,6 +89,7 @@ def _page(folder: Path) -> bytes:
 
 def _photograph(browser: Browser, page: Path, scheme: str) -> bytes:
     """The page from its top to the end of the lanes, as PNG of few colours."""
+    # playwright types the scheme as one of its literals, which a command line's text is not.
     shown = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
     shown.goto(page.as_uri())
     shown.wait_for_selector("#figure[data-end]")

@@ -243,6 +243,7 @@ class _Loading:
         try:
             self._write(shown)
         except Exception as error:
+            # Whatever objects that take a state raise; what is half loaded must be said in any case.
             raise CheckpointError(
                 f"{str(error) or type(error).__name__}; the model, and what else was given, may hold a part "
                 f"of {self._folder} by now, so load again before going on"
