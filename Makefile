@@ -35,7 +35,7 @@ demo: $(STAMPS)/$(MODE)-examples  ## fine-tune with LoRA on 2 x 2 simulated rank
 test: $(STAMPS)/editable-test  ## run the tests, but for those marked slow
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-all: $(STAMPS)/editable-test  ## run all tests; takes twice as long
+test-all: $(STAMPS)/editable-test  ## run all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # What it needs is checked before anything big is installed.
