@@ -104,6 +104,7 @@ class ShardedModel:
         self._graphs = 0
         self.plans: dict[int, Plan] = {}  # by the number of the graph, for people
         self._has_warned = False
+        self._has_warned_of_given = False
         self._keys = {r.spec.name: key for key, r in self.records.items()}
         weakref.finalize(self, self.host_memory.end)
         me = weakref.ref(self)
@@ -248,11 +249,37 @@ class ShardedModel:
 
     # --- validity -----------------------------------------------------------------------------------------
 
-    def stale(self, buckets: Sequence[Bucket], about: About) -> list[Bucket]:
+    def not_its_own(self, shards: dict[str, Tensor]) -> list[str]:
+        """The names of the parameters, by key, in whose place a graph is given anything but the home shard.
+
+        An empty shard says nothing; another rank's does.
+        """
+        return [
+            self.records[key].spec.name
+            for key, shard in shards.items()
+            if not self.records[key].is_home(shard)
+        ]
+
+    def warn_of_given(self, names: Sequence[str]) -> None:
+        """Say once that a compiled function runs on other values than the model's own."""
+        if self._has_warned_of_given or not names:
+            return
+        self._has_warned_of_given = True
+        log.warning(
+            "a compiled function was given other values than the model's own for %r (one of %d parameters; by "
+            "torch.func.functional_call?): every parameter is then gathered by itself, between nodes "
+            "too, at every use; for a fixed second set of values, such as a teacher, shard a second model",
+            names[0],
+            len(names),
+        )
+
+    def stale(
+        self, buckets: Sequence[Bucket], about: About, *, is_given: bool = False
+    ) -> tuple[list[Bucket], bool]:
         """Agree with all ranks on what is about to run, and on which of these buckets are to be gathered.
 
         Those that the cache lacks or has outdated on any rank; where whole buckets may be kept, they agree on
-        those besides.
+        those besides.  The second result says whether any rank was given other values than the model's own.
 
         Raises: PlanMismatchError on every rank if ranks are about to run different plans, FcdpError on every
         rank if anything has no values yet.
@@ -269,14 +296,14 @@ class ShardedModel:
         ]
         choosing = [b for b in buckets if b.strategy.may_keep_full and b.ranks_per_node > 1]
         refused = [not self.cache.wants_in_full(b) for b in choosing]
-        agreed = any_rank(self.collectives, about, [*outdated, *refused])
+        *agreed, is_given = any_rank(self.collectives, about, [*outdated, *refused, is_given])
         for bucket, mine_too, is_stale in zip(buckets, outdated, agreed, strict=False):
             if is_stale and not mine_too:
                 # Another rank's shard changed: the copy here is as outdated as there.
                 self.generations.change(self.keys_of(bucket))
         for bucket, is_refused in zip(choosing, agreed[len(buckets) :], strict=True):
             self._settle_full(bucket, agreed=not is_refused)
-        return [b for b, is_stale in zip(buckets, agreed, strict=False) if is_stale]
+        return [b for b, is_stale in zip(buckets, agreed, strict=False) if is_stale], is_given
 
     def _settle_full(self, bucket: Bucket, *, agreed: bool) -> None:
         if agreed and not self.cache.keeps_in_full(bucket):

@@ -11,6 +11,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.home_shard import HomeShard, placements_of
 from fcdp_compile.mesh import INTER, INTRA
 from fcdp_compile.registry import ParamSpec, check_shard
+from fcdp_compile.torch_compat import storage_id
 
 
 class ParamRecord:
@@ -77,6 +78,17 @@ class ParamRecord:
                 f"{names}, but was sharded as {expected} over {(INTRA, INTER)}; assign its .data or load a "
                 "state dict without assign=True, which both keep the cut"
             )
+
+    def is_home(self, shard: Tensor) -> bool:
+        """Whether a tensor is this rank's home shard, or an alias of it; an empty one always is."""
+        parameter = self.parameter()
+        home = parameter.held if isinstance(parameter, HomeShard) else parameter
+        if isinstance(home, DTensor):
+            home = home._local_tensor
+        if shard is home or not shard.numel():
+            return True
+        layouts = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (shard, home)]
+        return storage_id(shard) == storage_id(home) and layouts[0] == layouts[1]
 
     def peek(self) -> Tensor:
         """This rank's home shard to read now: on the host if it was released, which it then stays."""
