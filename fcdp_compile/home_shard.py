@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import storage_id, storage_uses, tree_map_only, without_modes
@@ -299,3 +300,17 @@ def placements_of(layout: ParamLayout, home: Scope) -> tuple[Shard | Replicate, 
     if layout.dim is None or home is Scope.NONE:
         return (Replicate(), Replicate())
     return (Shard(layout.dim), Shard(layout.dim) if home is Scope.GLOBAL else Replicate())
+
+
+def check_cut(given: DTensor, key: str, expected: tuple[Shard | Replicate, ...]) -> None:
+    """Check that a DTensor in the place of the parameter `key` is cut as the home shard.
+
+    Raises: FcdpError.
+    """
+    names, placements = given.device_mesh.mesh_dim_names, tuple(given.placements)
+    if names != ("intra", "inter") or placements != expected:
+        raise FcdpError(
+            f"parameter {key.partition(':')[2]!r} is now cut as {placements} over mesh {names}, but was "
+            f"sharded as {expected} over ('intra', 'inter'); assign its .data or load a state dict without "
+            "assign=True, which both keep the cut"
+        )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
-from fcdp_compile.home_shard import Calls, HomeShard
+from fcdp_compile.home_shard import Calls, HomeShard, check_cut, placements_of
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.shardable import is_ignored
@@ -39,12 +39,17 @@ class Gate:
 
 
 class ModuleState:
-    """What a sharded module knows: its model, the keys of its own parameters, the gate."""
+    """What a sharded module knows: its model, the keys of its own parameters, the gate.
+
+    cuts: the placements of its own parameters.
+    """
 
     def __init__(self, model: ShardedModel, gate: Gate, keys: dict[str, str]) -> None:
         self.model = model
         self.gate = gate
         self.keys = keys
+        specs = {name: model.spec(key) for name, key in keys.items()}
+        self.cuts = {n: placements_of(s.layout, s.strategy.home) for n, s in specs.items()}
 
 
 def sharded_class(
@@ -83,6 +88,9 @@ def _gathering_property(name: str) -> property:
         if not torch.compiler.is_compiling() and state.keys[name] in state.model.whole:
             # As it would be gathered; no copy where that is the dtype of the home shards.
             return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
+        if isinstance(parameter, DTensor) and not isinstance(parameter, HomeShard):
+            # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.
+            check_cut(parameter, state.keys[name], state.cuts[name])
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         full: Tensor = UNSHARD(local, state.keys[name])
         return full

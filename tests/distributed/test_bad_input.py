@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp_compile
@@ -32,6 +33,21 @@ def _linear(weight: Tensor | None = None) -> nn.Module:
     return model
 
 
+def _keeping(keep: Callable[[nn.Module, Tensor], object]) -> nn.Module:
+    """A model that keeps its first weight in another place, too."""
+    model = _linear()
+    vars(model)["kept"] = keep(model, model[0].weight)
+    return model
+
+
+def _parametrise(model: nn.Module, weight: Tensor) -> None:
+    class Added(nn.Module):
+        def forward(self, own: Tensor) -> Tensor:
+            return own + weight
+
+    parametrize.register_parametrization(model.get_submodule("1"), "weight", Added())
+
+
 def _quantised() -> Tensor:
     return torch.quantize_per_tensor(torch.rand(4, 4), 0.1, 0, torch.qint8)
 
@@ -47,8 +63,23 @@ def _quantised() -> Tensor:
         (lambda: _linear(torch.rand(4, 4, dtype=torch.complex64)), "'0.weight' is complex"),
         (lambda: _linear(_quantised()), "'0.weight' is quantised"),
         (lambda: nn.LazyLinear(4), "'weight' is not initialised; run one forward"),
-        (lambda: nn.Sequential(nn.LSTM(4, 4)), "0 is of type LSTM"),
-        (lambda: nn.Sequential(nn.GRU(4, 4)), "0 is of type GRU"),
+        (
+            lambda: nn.Sequential(nn.LSTM(4, 4)),
+            r"0 keeps parameter '0.weight_ih_l0' in its _flat_weights\[0\]",
+        ),
+        (
+            lambda: _keeping(lambda m, w: [w]),
+            r"the model keeps parameter '0.weight' in its kept\[0\]",
+        ),
+        (lambda: _keeping(lambda m, w: {"w": (1, w)}), r"in its kept\['w'\]\[1\]"),
+        (lambda: _keeping(lambda m, w: lambda: w), "in its kept"),
+        (lambda: _keeping(lambda m, w: w.view(-1)), "in its kept"),
+        (lambda: _keeping(lambda m, w: m.register_buffer("b", w.data)), r"in its _buffers\['b'\]"),
+        (
+            lambda: _keeping(lambda m, w: m.register_forward_hook(lambda m, i, o: o + w.sum())),
+            "in its _forward_hooks",
+        ),
+        (lambda: _keeping(_parametrise), "1.parametrizations.weight.0 keeps .* in its forward"),
         (lambda: nn.ReLU(), "has no parameters"),
         (lambda: fcdp_compile.shard(_linear()), "is sharded already"),
         (lambda: nn.Sequential(fcdp_compile.shard(_linear())), "0 is sharded already"),

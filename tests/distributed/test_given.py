@@ -118,7 +118,9 @@ def _changed_before_backward(mesh: DeviceMesh, strategy: str) -> None:
     loss = given(values, _batch(0)).square().mean()
     with torch.no_grad():
         values["head.weight"].to_local().mul_(2)
-    with pytest.raises((StaleParameterError, RuntimeError), match="changed between|modified by an inplace"):
+    with pytest.raises(
+        (StaleParameterError, RuntimeError), match="changed between|modified by an inplace"
+    ):
         loss.backward()
 
 
