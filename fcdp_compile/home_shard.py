@@ -26,10 +26,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fcdp_compile.derived import Derived, averaging_full_tensor, derived, is_plain, refuse_plain
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import storage_id, storage_uses, tree_map_only, without_modes
+from fcdp_compile.torch_compat import (
+    storage_id,
+    storage_uses,
+    tree_map_only,
+    without_modes,
+)
 
 
 class Calls:
@@ -39,6 +45,17 @@ class Calls:
 
     def __init__(self) -> None:
         self.inside = False
+
+
+def _meeting(name: str) -> Callable[[HomeShard, Any], Any]:
+    """An operator of tensors that lets a home shard meet whole tensors (`derived`)."""
+    operator: Callable[[Tensor, Any], Any] = getattr(Tensor, name)
+
+    def operate(self: HomeShard, other: Any) -> Any:
+        is_met = is_plain(other) and not torch.compiler.is_compiling()
+        return operator(self.view_as(self) if is_met else self, other)
+
+    return operate
 
 
 class HomeShard(DTensor):
@@ -51,6 +68,8 @@ class HomeShard(DTensor):
 
     # Of the model that the shard is a parameter of; None for gradients and for what tracing makes.
     _calls: Calls | None = None
+    # The key of the parameter that the shard is of; None as above.
+    key: str | None = None
     # While released: who has the values, and how to get them.
     _away: _Away | None = None
 
@@ -63,6 +82,7 @@ class HomeShard(DTensor):
         requires_grad: bool,
         home: Scope = Scope.GLOBAL,
         calls: Calls | None = None,
+        key: str | None = None,
     ) -> HomeShard:
         """Wrap this rank's local shard as an `nn.Parameter` of the full shape."""
         shape = torch.Size(layout.shape)
@@ -73,6 +93,7 @@ class HomeShard(DTensor):
         shard = HomeShard._like(dtensor)
         shard.requires_grad_(requires_grad)
         shard._calls = calls
+        shard.key = key
         return shard
 
     @staticmethod
@@ -206,8 +227,10 @@ class HomeShard(DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(HomeShard, _as_dtensor, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        refuse_plain(func, args, kwargs)
+        args, kwargs = tree_map_only((HomeShard, Derived), _as_dtensor, (args, kwargs))
+        return derived(func, func(*args, **kwargs))
 
     def to_local(self, **options: Any) -> Tensor:
         """As DTensor's."""
@@ -219,10 +242,20 @@ class HomeShard(DTensor):
         self.bring_back()
         return super().redistribute(*args, **options)
 
-    def full_tensor(self, **options: Any) -> Tensor:
-        """As DTensor's."""
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """As DTensor's, but that gradients are averaged over the ranks unless grad_placements says more."""
         self.bring_back()
-        return super().full_tensor(**options)
+        if grad_placements is not None:
+            return super().full_tensor(grad_placements=grad_placements)
+        return averaging_full_tensor(self)
+
+    # Python asks these before it asks the plain tensor on the other side; torch's functions it does not ask.
+    __add__, __radd__ = _meeting("__add__"), _meeting("__radd__")
+    __sub__, __rsub__ = _meeting("__sub__"), _meeting("__rsub__")
+    __mul__, __rmul__ = _meeting("__mul__"), _meeting("__rmul__")
+    __truediv__, __rtruediv__ = _meeting("__truediv__"), _meeting("__rtruediv__")
+    __pow__, __rpow__ = _meeting("__pow__"), _meeting("__rpow__")
+    __matmul__, __rmatmul__ = _meeting("__matmul__"), _meeting("__rmatmul__")
 
     def __repr__(  # type: ignore[override]  # DTensor's is typed without Tensor's options
         self, *args: Any, **options: Any
@@ -271,7 +304,9 @@ def bring_back_inputs(values: Iterable[Any]) -> None:
                 shard.bring_back()
 
 
-def _as_dtensor(shard: HomeShard) -> DTensor:
+def _as_dtensor(shard: HomeShard | Derived) -> DTensor:
+    if isinstance(shard, Derived):
+        return DTensor(shard._local_tensor, shard._spec, requires_grad=shard.requires_grad)
     shard.bring_back()
     return DTensor(shard.held, shard._spec, requires_grad=shard.requires_grad)
 

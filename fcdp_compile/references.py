@@ -29,7 +29,7 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, Refere
 class Reference:
     """A tensor outside of the tables that is a parameter or shares its memory.
 
-    module: name of the module that has it, "" for the model.  path: where in the module, such as `weights[0]`.
+    module: name of the module that has it, "" for the model.  path: where in the module, like `weights[0]`.
     parameter: name of the parameter.  is_copy: whether it takes no part in training, like `weight.data`.
     """
 

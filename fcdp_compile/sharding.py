@@ -220,6 +220,7 @@ def _home_shard(
         requires_grad=parameter.requires_grad,
         home=scope,
         calls=calls,
+        key=spec.key,
     )
     _keep_marks(parameter, home)
     if parameter.grad is not None:

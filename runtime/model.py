@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -18,6 +19,7 @@ from torch.optim.optimizer import (
 
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
+from fcdp_compile.home_shard import HomeShard
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_home
 from fcdp_compile.plan import Bucket, Kind, Plan, Tier
@@ -266,8 +268,8 @@ class ShardedModel:
             return
         self._has_warned_of_given = True
         log.warning(
-            "a compiled function was given other values than the model's own for %r (one of %d parameters; by "
-            "torch.func.functional_call?): every parameter is then gathered by itself, between nodes "
+            "a compiled function was given other values than the model's own for %r (one of %d parameters), "
+            "as torch.func.functional_call does: every parameter is then gathered by itself, between nodes "
             "too, at every use; for a fixed second set of values, such as a teacher, shard a second model",
             names[0],
             len(names),
@@ -394,8 +396,16 @@ class ShardedModel:
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that lack what earlier micro-batches accumulated.
 
+        Gradients that are cut otherwise than their parameters are cut anew: DTensor's own backward, of what
+        the training loop computes of a parameter, leaves some so that torch's optimizers refuse.
+
         Raises: UnsynchronizedGradientError; FcdpError for parameters without values or that are whole.
         """
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                grad = p.grad if isinstance(p, HomeShard) else None
+                if isinstance(grad, DTensor) and grad.placements != p.placements:
+                    p.grad = grad.redistribute(placements=p.placements)
         names = self.accumulation.concerns()
         if not (names or self.without_values or self.whole):
             return

@@ -54,7 +54,7 @@ class ParamRecord:
                 "uses again, or untie them before fcdp_compile.shard"
             )
         if now and isinstance(now[0], DTensor):
-            # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on ("inter", "intra").
+            # A local shard of the right shape may hold other rows, as on ("inter", "intra").
             expected = placements_of(self.spec.layout, self.spec.strategy.home)
             check_cut(now[0], self.spec.key, expected)
         return now[0] if now else None

@@ -91,7 +91,7 @@ def _fast_weights(mesh: DeviceMesh, strategy: str) -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(2):
+    for _ in range(2):
         fast = {n: p * 0.5 for n, p in model.named_parameters()}
         given(fast, _batch(rank)).square().mean().backward()
         own(_batch(rank + 9)).square().mean().backward()
@@ -118,9 +118,7 @@ def _changed_before_backward(mesh: DeviceMesh, strategy: str) -> None:
     loss = given(values, _batch(0)).square().mean()
     with torch.no_grad():
         values["head.weight"].to_local().mul_(2)
-    with pytest.raises(
-        (StaleParameterError, RuntimeError), match="changed between|modified by an inplace"
-    ):
+    with pytest.raises((StaleParameterError, RuntimeError), match="changed between"):
         loss.backward()
 
 
