@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fcdp_compile.derived import Derived, averaging_full_tensor, derived, is_plain, refuse_plain
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.layout import ParamLayout
+from fcdp_compile.layout import ParamLayout, chunk_rows
 from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import (
     storage_id,
@@ -63,7 +63,8 @@ class HomeShard(DTensor):
 
     A plain DTensor takes `p.data = other` without complaint and keeps its old values, silently (torch 2.11
     to 2.13: assignment swaps the outer tensor, which has no storage).  Here `other` may be a DTensor of any
-    placements and mesh or a whole tensor of the full shape, of which this rank keeps its part.
+    placements and mesh or a whole tensor of the full shape, of which this rank keeps its part; so may that
+    of `p.copy_(other)`.
     """
 
     # Of the model that the shard is a parameter of; None for gradients and for what tracing makes.
@@ -72,6 +73,8 @@ class HomeShard(DTensor):
     key: str | None = None
     # While released: who has the values, and how to get them.
     _away: _Away | None = None
+    # Makes isinstance(shard, nn.Parameter) true for a tensor subclass.
+    _is_param = False
 
     @staticmethod
     def of(
@@ -105,9 +108,7 @@ class HomeShard(DTensor):
             dtensor._spec,
             requires_grad=dtensor.requires_grad,
         )
-        shard._is_param = (
-            True  # what makes isinstance(shard, nn.Parameter) true for a tensor subclass
-        )
+        shard._is_param = True
         return shard
 
     @staticmethod
@@ -121,9 +122,14 @@ class HomeShard(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The values without autograd, sharing memory."""
-        values: Tensor = _DATA.__get__(self)
-        return values
+        """The values without autograd, sharing memory; a home shard too, as it may be copied to."""
+        self.bring_back()
+        return HomeShard(self.held.data, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
+
+    def detach(self) -> HomeShard:  # type: ignore[override]  # Tensor's is typed as an attribute
+        """The values as autograd's constant, sharing memory: what `state_dict` holds."""
+        self.bring_back()
+        return HomeShard(self.held.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # as above
 
     @data.setter
     def data(self, other: Tensor) -> None:
@@ -136,16 +142,46 @@ class HomeShard(DTensor):
             # The same placements on another mesh, such as ("inter", "intra"), are other rows.
             other = other.full_tensor()
         if not isinstance(other, DTensor):
-            whole = DTensor.from_local(
-                other.detach().to(self._local_tensor.device),
-                self.device_mesh,
-                [Replicate()] * self.device_mesh.ndim,
-                run_check=False,
+            part = self.part_of(other.detach())
+            self._local_tensor = part.to(self.held.device).clone(
+                memory_format=torch.contiguous_format
             )
-            other = whole.redistribute(placements=self.placements)
-        elif tuple(other.placements) != tuple(self.placements):
+            return
+        if tuple(other.placements) != tuple(self.placements):
             other = other.redistribute(placements=self.placements)
         self._local_tensor = other._local_tensor.detach()
+
+    # --- whole tensors ------------------------------------------------------------------------------------
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor of the full shape; a view of it, on its device."""
+        for over, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                # As `layout`, [Note: chunk order], says: cut over the places, then over the nodes.
+                rows = chunk_rows(whole.shape[placement.dim], self.device_mesh.size(over))
+                mine = self.device_mesh.get_local_rank(over)
+                whole = whole.narrow(placement.dim, sum(rows[:mine]), rows[mine])
+        return whole
+
+    def cut(self, whole: Tensor) -> DTensor:
+        """A whole tensor of the full shape as a DTensor that is cut like this one; shares its memory."""
+        return DTensor(self.part_of(whole.detach()), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
+
+    def module_load(self, other: Tensor, assign: bool = False) -> HomeShard:
+        """This home shard again, for `load_state_dict` where `torch.__future__` makes it swap tensors."""
+        self.copy_(other)
+        loaded = self.detach()
+        vars(loaded).update(vars(self))
+        return loaded
+
+    def storage(self) -> NoReturn:
+        """Refuse: safetensors, for one, looks for the bytes of a whole tensor there."""
+        raise FcdpError(
+            f"a sharded parameter of shape {tuple(self.shape)} has no storage of its whole values, so this "
+            "rank alone cannot write the state dict; let every rank call "
+            "fcdp_compile.save_pretrained(model, folder) or fcdp_compile.save, or write it within a block of "
+            "fcdp_compile.gathered(model)"
+        )
 
     # --- releasing: [Note: released shards] ---------------------------------------------------------------
 
@@ -228,6 +264,8 @@ class HomeShard(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default and _is_whole_copy(*args[:2]):
+            args = (args[0], args[0].cut(args[1].expand(args[0].shape)), *args[2:])
         refuse_plain(func, args, kwargs)
         args, kwargs = tree_map_only((HomeShard, Derived), _as_dtensor, (args, kwargs))
         return derived(func, func(*args, **kwargs))
@@ -267,15 +305,16 @@ class HomeShard(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> HomeShard:
         if id(self) not in memo:
             self.bring_back()
-            copy = HomeShard._like(DTensor(self.held.clone(), self._spec, requires_grad=False))
+            copy = HomeShard(self.held.clone(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
             copy.requires_grad_(self.requires_grad)
+            copy._is_param = self._is_param
             memo[id(self)] = copy
         found: HomeShard = memo[id(self)]
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.bring_back()
-        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # Tensor's has no types
+        # As a plain DTensor, which `torch.load` can read.
+        return _as_dtensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # Tensor's has no types
 
 
 class _Away:
@@ -290,7 +329,6 @@ class _Away:
 
 
 _SLOT: Any = DTensor.__dict__["_local_tensor"]
-_DATA: Any = DTensor.data  # a descriptor, which torch's types do not tell
 
 _released: weakref.WeakValueDictionary[int, HomeShard] = weakref.WeakValueDictionary()
 """Every released shard of the process by its storage, which lives as long as it does."""
@@ -309,6 +347,11 @@ def _as_dtensor(shard: HomeShard | Derived) -> DTensor:
         return DTensor(shard._local_tensor, shard._spec, requires_grad=shard.requires_grad)
     shard.bring_back()
     return DTensor(shard.held, shard._spec, requires_grad=shard.requires_grad)
+
+
+def _is_whole_copy(target: Any, source: Any) -> bool:
+    """Whether `target.copy_(source)` gives a home shard the values of a tensor that is no DTensor."""
+    return isinstance(target, HomeShard) and not isinstance(source, DTensor)
 
 
 def _is_own(held: Tensor) -> bool:

@@ -19,7 +19,7 @@ from fcdp_compile import registry
 from fcdp_compile.assignment import assign
 from fcdp_compile.home_shard import Calls, HomeShard, rows_of
 from fcdp_compile.layout import ParamLayout
-from fcdp_compile.loads import notice_loads
+from fcdp_compile.loads import watch_loads
 from fcdp_compile.mesh import Topology, topology_of
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.replicas import agree_on_replicas
@@ -140,8 +140,7 @@ def shard(
     for record in records.values():
         registry.register(record.spec.key, state)
     root.register_load_state_dict_post_hook(_state_dict_loaded)
-    if state.without_values:
-        notice_loads(root, state)
+    watch_loads(root, state)
     state.agree_on_host_memory()  # now that the whole parameters are gone
     return model
 

@@ -96,8 +96,9 @@ def _mode_mismatch(modes: list[str]) -> str:
             for mode in (modes[0], modes[other])
         )
         return (
-            f"rank 0 {mine} and rank {other} {others}; let every rank use the same parameters in the same "
-            "order, whatever its data: a loop over the experts that got tokens, for one, must go over all"
+            f"rank 0 {mine} and rank {other} {others}; let every rank do the same in the same order, "
+            "whatever its number and data: load and save on every rank, and let a loop over the experts that "
+            "got tokens go over all of them"
         )
     return (
         f"rank 0 {modes[0]} the gradients of this forward and rank {other} {modes[other]} them; enter and "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,9 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
-from tests.distributed.beside import Beside, assert_close, whole
-from tests.distributed.jobs import WORKS, Job, Verdicts, run_jobs
-from tests.distributed.models import CASES
+from fcdp_compile.errors import FcdpError, PlanMismatchError
+from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.sharding import state_of
+from tests.distributed.beside import Beside, assert_close, named, whole
+from tests.distributed.jobs import WORKS, Job, Verdicts, message_of, run_jobs
+from tests.distributed.models import CASES, batch
 
 pytestmark = pytest.mark.distributed
 
@@ -149,7 +154,152 @@ def _clipping(mesh: DeviceMesh) -> None:
     pair.compare_gradients()
 
 
+Change = Callable[[nn.Module, dict[str, torch.Tensor]], object]
+
+
+def _swapping(model: nn.Module, values: dict[str, torch.Tensor], **options: Any) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(values, **options)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def _some_cut(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Half of the values as DTensors already."""
+    own = model.state_dict()
+    mixed: dict[str, Any] = dict(values)
+    for name in list(own)[::2]:
+        if isinstance(own[name], DTensor):
+            mixed[name] = own[name].clone().copy_(own[name])
+            mixed[name].to_local().copy_(named(model, name).part_of(values[name]))
+    model.load_state_dict(mixed)
+
+
+def _one_by_one(model: nn.Module, values: dict[str, torch.Tensor], *, data: bool) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            (parameter.data if data else parameter).copy_(values[name])
+
+
+_CHANGES: dict[str, Change] = {
+    "strict": lambda m, v: m.load_state_dict(v),
+    "assigned": lambda m, v: m.load_state_dict(v, assign=True),
+    "swapped": _swapping,
+    "swapped and assigned": partial(_swapping, assign=True),
+    "another dtype": lambda m, v: m.load_state_dict({n: t.double() for n, t in v.items()}),
+    "of parameters": lambda m, v: m.load_state_dict({n: nn.Parameter(t) for n, t in v.items()}),
+    "some cut": _some_cut,
+    "a scalar of one element": lambda m, v: m.load_state_dict(
+        {n: t.view(1) if t.dim() == 0 else t for n, t in v.items()}
+    ),
+    "below": lambda m, v: [
+        child.load_state_dict({n.removeprefix(p): t for n, t in v.items() if n.startswith(p)})
+        for p, child in ((f"{name}.", child) for name, child in m.named_children())
+    ],
+    "copied": partial(_one_by_one, data=False),
+    "copied to .data": partial(_one_by_one, data=True),
+}
+
+
+def _whole_tensors(mesh: DeviceMesh) -> None:
+    """Each rank takes its part of what it is given; the home shards stay, and copies of them go stale."""
+    pair = _pair(mesh)
+    before = [(p, p.requires_grad, p.dtype) for p in pair.model.parameters()]
+    for i, (name, change) in enumerate(_CHANGES.items()):
+        values = {n: v * 0.8 + 0.01 * i for n, v in pair.plain.state_dict().items()}
+        if name == "below":  # the root's own parameters are not in it
+            values |= {n: t for n, t in pair.plain.state_dict().items() if "." not in n}
+        pair.plain.load_state_dict(copy.deepcopy(values))
+        change(pair.model, values)
+        pair.compare_parameters()
+        now = [(p, p.requires_grad, p.dtype) for p in pair.model.parameters()]
+        assert all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(before, now, strict=True)), name
+        assert all(isinstance(p, HomeShard) for p in pair.model.parameters()), name
+        assert not any(isinstance(v, DTensor) for v in values.values()), (
+            "what was given stays whole"
+        )
+        pair.train(1)
+    pair.compare_parameters()
+    missing = pair.model.load_state_dict({"scale": torch.tensor(3.0)}, strict=False).missing_keys
+    assert "first.weight" in missing
+    assert whole(named(pair.model, "scale")).item() == 3.0
+    tied = fcdp_compile.shard(CASES["gpt2"].model(), mesh)
+    values = {n: torch.rand_like(v) for n, v in CASES["gpt2"].model().state_dict().items()}
+    for v in values.values():
+        dist.broadcast(v, 0)
+    tied.load_state_dict(values, assign=True)
+    for n, p in tied.named_parameters(remove_duplicate=False):
+        expected = "lm_head.weight" if n == "transformer.wte.weight" else n  # the last, as in torch
+        assert torch.equal(whole(p), values[expected]), n
+    assert tied.lm_head._parameters["weight"] is tied.transformer.wte._parameters["weight"]
+
+
+def _whole_tensors_on_meta(mesh: DeviceMesh) -> None:
+    values = {n: v + 1 for n, v in CASES["floats"].model().state_dict().items()}
+    for v in values.values():
+        dist.broadcast(v, 0)
+    for assign in (False, True):
+        with torch.device("meta"):
+            model = CASES["floats"].model()
+        fcdp_compile.shard(model, mesh)
+        model.load_state_dict(values, assign=assign)
+        assert not state_of(model).without_values
+        for name, value in model.state_dict().items():
+            assert torch.equal(whole(value), values[name]), name
+        assert all(isinstance(p, HomeShard) for p in model.parameters())
+
+
+def _whole_adapters(mesh: DeviceMesh) -> None:
+    """As PEFT loads them."""
+    torch.manual_seed(0)
+    plain = CASES["odd-lora"].model()
+    values = {n: v * 2 + 1 for n, v in peft.get_peft_model_state_dict(plain).items()}
+    for low_memory in (False, True):
+        torch.manual_seed(0)
+        model = fcdp_compile.shard(CASES["odd-lora"].model(), mesh)
+        for one in (model, plain):
+            given = copy.deepcopy(values)
+            peft.set_peft_model_state_dict(one, given, low_cpu_mem_usage=low_memory)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert isinstance(p, HomeShard), name
+            assert p.requires_grad == q.requires_grad, name
+            assert torch.equal(whole(p), q.detach()), name
+
+
+def _loads_that_are_refused(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = fcdp_compile.shard(CASES["odd"].model(), mesh)
+    values = {n: whole(p) for n, p in model.named_parameters()}
+    before = copy.deepcopy(values)
+    other = {n: v + (n == "norm.weight" and dist.get_rank() == 1) for n, v in values.items()}
+    told = message_of(FcdpError, lambda: model.load_state_dict(other))
+    assert "ranks 0 and 1 load different values into 'norm.weight'" in told, told
+
+    def load_alone() -> None:
+        if dist.get_rank() == 0:
+            model.load_state_dict(values)
+        else:
+            model(batch(CASES["odd"], step=0, rank=0))
+
+    told = message_of(PlanMismatchError, load_alone)
+    assert "rank 0 loads 9 whole tensors with load_state_dict, 'embedding.weight' first" in told, (
+        told
+    )
+    assert "rank 1 gathers parameter 'embedding.weight'" in told, told
+    bad = {**values, "norm.weight": torch.rand(8), "embedding.weight": torch.rand(3, 3)}
+    told = message_of(RuntimeError, lambda: model.load_state_dict(bad))
+    assert "size mismatch for embedding.weight" in told, told
+    assert "size mismatch for norm.weight" in told, told
+    for name, p in model.named_parameters():
+        assert torch.equal(whole(p), before[name]), name
+
+
 _JOBS: dict[str, Job] = {
+    "whole tensors": _whole_tensors,
+    "whole tensors on meta": _whole_tensors_on_meta,
+    "whole adapters": _whole_adapters,
+    "loads that are refused": _loads_that_are_refused,
     "names and flags": _names_and_flags,
     "full state dict": _full_state_dict,
     "compiled state dict": _compiled_state_dict,
