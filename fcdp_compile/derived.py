@@ -95,7 +95,7 @@ def refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
     plain = next((v for v in values if type(v) is Tensor), None)
     if plain is None or not (plain.ndim or torch.is_grad_enabled()):
         return
-    key = next((k for v in values if (k := getattr(v, "key", None)) is not None), None)
+    key = next((k for v in values if (k := getattr(v, "_fcdp_key", None)) is not None), None)
     name = (
         "a value of sharded parameters" if key is None else f"parameter {key.partition(':')[2]!r}"
     )

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fcdp_compile import registry
 from fcdp_compile.errors import UnshardedParameterError
-from fcdp_compile.home_shard import HomeShard, placements_of
+from fcdp_compile.home_shard import HomeShard, key_of, placements_of
 from fcdp_compile.mesh import process_count
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.read import read
@@ -27,13 +27,16 @@ def full(parameter: Tensor) -> Tensor:
     copy, nothing crosses between nodes.  Every rank must call it, in the same order.
 
     Returns the whole parameter in the dtype that the model computes in (`param_dtype`), in memory of its own.
-    A parameter that is whole anyway, in a single process or among ignored_params, is returned as it is.
+    A parameter that is whole anyway and of that dtype, in a single process or among ignored_params, is returned
+    itself.
 
     Raises: UnshardedParameterError for what is no parameter of a sharded model while several processes run;
     PlanMismatchError on every rank if ranks read different parameters.
     """
-    if isinstance(parameter, HomeShard) and (key := parameter.key) is not None:
-        whole: Tensor = _Full.apply(parameter, key, registry.spec_of(key).gather_dtype)
+    if (key := key_of(parameter)) is not None:
+        dtype = registry.spec_of(key).gather_dtype
+        is_whole = not isinstance(parameter, HomeShard)
+        whole: Tensor = parameter.to(dtype) if is_whole else _Full.apply(parameter, key, dtype)
         return whole
     if not isinstance(parameter, DTensor) and (process_count() == 1 or is_ignored(parameter)):
         return parameter

@@ -37,6 +37,12 @@ from fcdp_compile.torch_compat import (
     without_modes,
 )
 
+KEY = "_fcdp_key"
+"""The attribute of a sharded parameter that `key_of` reads."""
+
+REPLACED = "_fcdp_replaced"
+"""The attribute of what was a parameter before `shard`: its name."""
+
 
 class Calls:
     """Whether a model is being called, compiled or not; shared by all its shards."""
@@ -69,8 +75,8 @@ class HomeShard(DTensor):
 
     # Of the model that the shard is a parameter of; None for gradients and for what tracing makes.
     _calls: Calls | None = None
-    # The key of the parameter that the shard is of; None as above.
-    key: str | None = None
+    # The key of the parameter that the shard is of (`key_of`); None as above.
+    _fcdp_key: str | None = None
     # While released: who has the values, and how to get them.
     _away: _Away | None = None
     # Makes isinstance(shard, nn.Parameter) true for a tensor subclass.
@@ -96,7 +102,7 @@ class HomeShard(DTensor):
         shard = HomeShard._like(dtensor)
         shard.requires_grad_(requires_grad)
         shard._calls = calls
-        shard.key = key
+        shard._fcdp_key = key
         return shard
 
     @staticmethod
@@ -332,6 +338,12 @@ _SLOT: Any = DTensor.__dict__["_local_tensor"]
 
 _released: weakref.WeakValueDictionary[int, HomeShard] = weakref.WeakValueDictionary()
 """Every released shard of the process by its storage, which lives as long as it does."""
+
+
+def key_of(tensor: object) -> str | None:
+    """The key of a sharded parameter, also in a single process, where it is whole; None for anything else."""
+    key: str | None = getattr(tensor, KEY, None)
+    return key
 
 
 def bring_back_inputs(values: Iterable[Any]) -> None:

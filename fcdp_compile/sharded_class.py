@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
-from fcdp_compile.home_shard import Calls, HomeShard, check_cut, placements_of
+from fcdp_compile.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.shardable import is_ignored
@@ -108,7 +108,7 @@ def _forward_within_gate(
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_root and not torch.compiler.is_compiling():
-            _refuse_new_parameters(self)
+            refuse_new_parameters(self)
         gate = _state(self).gate
         was_inside = gate.inside
         gate.inside = True
@@ -173,13 +173,16 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
     return call
 
 
-def _refuse_new_parameters(root: nn.Module) -> None:
+def refuse_new_parameters(root: nn.Module) -> None:
+    """Check that every parameter of a sharded model was there when it was sharded.
+
+    Raises: UnshardedParameterError.
+    """
     model = _state(root).model
-    if model.topology.ranks == 1:
-        return
     whole = {model.spec(key).name for key in model.whole}
     for name, parameter in root.named_parameters():
-        if not (isinstance(parameter, DTensor) or is_ignored(parameter) or name in whole):
+        is_known = key_of(parameter) is not None or isinstance(parameter, DTensor)
+        if not (is_known or is_ignored(parameter) or name in whole):
             raise UnshardedParameterError(
                 f"parameter {name!r} was added or replaced after fcdp_compile.shard, so nothing would "
                 "average its gradient; finish the model's structure, adapters too, and shard it then"
@@ -199,9 +202,9 @@ def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Modul
     ) -> nn.Module:
         held = self._parameters
         for name, parameter in held.items():
-            if isinstance(parameter, HomeShard):
+            if parameter is not None and key_of(parameter) is not None:
                 _refuse_to_convert(f"{type(self).__name__}.{name}", parameter, convert)
-        homes = {n: p for n, p in held.items() if isinstance(p, HomeShard)}
+        homes = {n: p for n, p in held.items() if key_of(p) is not None}
         self._parameters = {n: p for n, p in held.items() if n not in homes}
         try:
             return inner(self, convert, *args, **kwargs)
@@ -212,9 +215,10 @@ def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Modul
 
 
 def _refuse_to_convert(
-    name: str, parameter: HomeShard, convert: Callable[[Tensor], Tensor]
+    name: str, parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]
 ) -> None:
-    local = parameter.to_local().detach()
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local.detach()
     converted = convert(local)
     if (converted.dtype, converted.device) != (local.dtype, local.device):
         raise FcdpError(

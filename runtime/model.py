@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
-from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.home_shard import REPLACED, HomeShard
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_home
 from fcdp_compile.plan import Bucket, Kind, Plan, Tier
@@ -67,8 +67,12 @@ class ShardedModel:
         device: torch.device,
         awaited: Iterable[str] = (),
         awaited_buffers: Iterable[str] = (),
+        *,
+        root: Callable[[], nn.Module | None] = lambda: None,
+        accumulates_elsewhere: bool = False,
     ) -> None:
         self.number = number
+        self.root = root
         self.topology = topology
         self.records = {r.spec.key: r for r in records}
         self.without_values = Awaited(
@@ -76,6 +80,10 @@ class ShardedModel:
         )
         self.strategies = tuple(dict.fromkeys(r.spec.strategy for r in self.records.values()))
         self.accumulates = any(strategy.accumulates_on for strategy in self.strategies)
+        # Of a mesh on which nothing accumulates: whether the last backward was told to, and on several nodes
+        # would have.
+        self.is_unsynchronised_elsewhere = False
+        self._accumulates_elsewhere = accumulates_elsewhere and not self.accumulates
         self.device = device
         self.counters = Counters()
         self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
@@ -115,6 +123,10 @@ class ShardedModel:
             register_optimizer_step_post_hook(_hook(me, ShardedModel.optimizer_stepped)),
         ):
             weakref.finalize(self, handle.remove)
+
+    def note_backward(self, *, accumulates: bool) -> None:
+        """A compiled backward begins whose forward was, or was not, within `no_sync`."""
+        self.is_unsynchronised_elsewhere = accumulates and self._accumulates_elsewhere
 
     def home_of(self, bucket: Bucket) -> Home:
         """Where this rank is among those that share one copy of a bucket."""
@@ -399,13 +411,21 @@ class ShardedModel:
         Gradients that are cut otherwise than their parameters are cut anew: DTensor's own backward, of what
         the training loop computes of a parameter, leaves some so that torch's optimizers refuse.
 
-        Raises: UnsynchronizedGradientError; FcdpError for parameters without values or that are whole.
+        Raises: UnsynchronizedGradientError; FcdpError for parameters without values, or that are whole, or
+        that `shard` has replaced.
         """
         for group in optimizer.param_groups:
             for p in group["params"]:
+                if (name := getattr(p, REPLACED, None)) is not None:
+                    raise FcdpError(
+                        f"{type(optimizer).__name__} was built before fcdp_compile.shard and holds parameter "
+                        f"{name!r} as it was then, so stepping it would train nothing; build the optimizer "
+                        "after sharding"
+                    )
                 grad = p.grad if isinstance(p, HomeShard) else None
                 if isinstance(grad, DTensor) and grad.placements != p.placements:
                     p.grad = grad.redistribute(placements=p.placements)
+        self._refuse_unsynchronised_elsewhere(optimizer)
         names = self.accumulation.concerns()
         if not (names or self.without_values or self.whole):
             return
@@ -422,11 +442,17 @@ class ShardedModel:
         mine = [n for n in names if any(id(p) in owned for p in by_name[n].places())]
         left = self.accumulation.settle() if mine else []
         if lacking := [n for n in mine if n in left]:
-            raise UnsynchronizedGradientError(
-                f"gradients of parameter {lacking[0]!r} (one of {len(lacking)}) were accumulated under "
-                "fcdp_compile.no_sync and are on no rank complete; run the last micro-batch, forward and "
-                "backward, outside of no_sync before optimizer.step()"
-            )
+            raise _unsynchronised(lacking[0], len(lacking))
+
+    def _refuse_unsynchronised_elsewhere(self, optimizer: Optimizer) -> None:
+        """Refuse here, where nothing waits, the step after `no_sync` alone that several nodes refuse."""
+        if not self.is_unsynchronised_elsewhere:
+            return
+        owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        for record in self.records.values():
+            for p in record.places():
+                if id(p) in owned and p.grad is not None and bool(p.grad.any()):
+                    raise _unsynchronised(record.spec.name, 1)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note which parameters an optimizer has just changed."""
@@ -436,6 +462,14 @@ class ShardedModel:
             self.generations.change(stepped)
         if mine:
             self.counters.end_step(optimizer)
+
+
+def _unsynchronised(name: str, count: int) -> UnsynchronizedGradientError:
+    return UnsynchronizedGradientError(
+        f"gradients of parameter {name!r} (one of {count}) were accumulated under fcdp_compile.no_sync and "
+        "are complete on no rank of several nodes; run the last micro-batch, forward and backward, outside "
+        "of no_sync before optimizer.step()"
+    )
 
 
 def _hook(

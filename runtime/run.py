@@ -42,6 +42,7 @@ class CompiledPlan:
         # Which input of a graph is the home shard of each key, with several ranks.
         self.shards: dict[Direction, dict[str, int]] = {}
         self._digest = plan.digest()
+        self._accumulates = False  # what the last forward was told
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
         self._gathers = _stored(plan)
         self._uncached = [b for b in plan.buckets if b.tier is Tier.NONE]
@@ -55,6 +56,7 @@ class CompiledPlan:
         """
         model = self.living_model()
         accumulates = direction is Direction.FORWARD and model.accumulation.is_on
+        self._accumulates = accumulates
         places = self.shards.get(direction, {})
         others = model.not_its_own({key: args[i] for key, i in places.items()})
         variant = self._prepare(model, accumulates=accumulates, is_given=bool(others))
@@ -71,6 +73,7 @@ class CompiledPlan:
         Raises: StaleParameterError if values that the forward was given have changed since.
         """
         model = self.living_model()
+        model.note_backward(accumulates=self._accumulates)
         cold = self.programs[Direction.BACKWARD, Variant.COLD]
         if given := cold.was_given(args):
             shards = [args[i] for i in self.shards[Direction.BACKWARD].values()]
