@@ -46,9 +46,8 @@ class Derived(DTensor):
         inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> Derived:
         # As HomeShard's.
-        return _of(
-            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        )
+        made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return Derived(made._local_tensor, made._spec, requires_grad=made.requires_grad)  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """As DTensor's, but that gradients are averaged over the ranks unless grad_placements says more."""
