@@ -27,7 +27,7 @@ def full(parameter: Tensor) -> Tensor:
     copy, nothing crosses between nodes.  Every rank must call it, in the same order.
 
     Returns the whole parameter in the dtype that the model computes in (`param_dtype`), in memory of its own.
-    A parameter that is whole and of that dtype, in a single process or among ignored_params, is returned itself.
+    A parameter that is whole and of that dtype, in one process or among ignored_params, is returned itself.
 
     Raises: UnshardedParameterError for what is no parameter of a sharded model while several processes run;
     PlanMismatchError on every rank if ranks read different parameters.
