@@ -99,7 +99,7 @@ def _forward_within_gate(
     # runs eagerly; without one the assignments cancel out and cost nothing.
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_root and not torch.compiler.is_compiling():
+        if is_root:
             _refuse_new_parameters(self)
         gate = _state(self).gate
         was_inside = gate.inside
@@ -165,6 +165,7 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
     return call
 
 
+@torch.compiler.assume_constant_result  # Dynamo calls it when it traces, and traces nothing of it
 def _refuse_new_parameters(root: nn.Module) -> None:
     model = _state(root).model
     if model.topology.ranks == 1:
