@@ -34,6 +34,7 @@ from fcdp_compile.runtime.gradients import Accumulation
 from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.host_memory import HostMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name
+from fcdp_compile.runtime.optimizer_loads import OptimizerLoads
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
@@ -93,6 +94,7 @@ class ShardedModel:
             reductions=self._reductions_of_waiting,
         )
         self.generations = Generations(self.records)
+        self.optimizer_loads = OptimizerLoads(self.collectives)
         self.whole: dict[str, WholeParameter] = {}
         self.fingerprints = Fingerprints()
         self.row_sources = RowSources()
@@ -369,6 +371,7 @@ class ShardedModel:
 
         Raises: UnsynchronizedGradientError; FcdpError for parameters without values or that are whole.
         """
+        self.optimizer_loads.watch(optimizer)
         names = self.accumulation.concerns()
         if not (names or self.without_values or self.whole):
             return
