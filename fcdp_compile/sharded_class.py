@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.home_shard import Calls, HomeShard
 from fcdp_compile.ops import UNSHARD
+from fcdp_compile.own_save import save_own
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.shardable import is_ignored
 from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
@@ -57,6 +58,8 @@ def sharded_class(
     members: dict[str, Any] = {name: _gathering_property(name) for name in names}
     members["__reduce_ex__"] = _refuse_to_copy
     members["_apply"] = _apply_to_buffers(cls._apply)
+    if callable(getattr(cls, "save_pretrained", None)):
+        members["save_pretrained"] = _saving(cls.save_pretrained)  # type: ignore[attr-defined]  # a library's
     if cls.forward is not nn.Module.forward:
         members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
     if is_root:
@@ -69,6 +72,14 @@ def _state(module: nn.Module) -> ModuleState:
     state: Any = module._fcdp  # nn.Module's attributes are typed as tensors and modules
     found: ModuleState = state
     return found
+
+
+def _saving(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return save_own(self, _state(self).model, inner, args, kwargs)
+
+    return save_pretrained
 
 
 def _gathering_property(name: str) -> property:
