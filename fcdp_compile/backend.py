@@ -44,7 +44,6 @@ from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder, clock_of
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.shardable import is_ignored
-from fcdp_compile.sharded_class import refuse_new_parameters
 from fcdp_compile.strategy import Cache
 from fcdp_compile.torch_compat import (
     FakeTensorMode,
@@ -78,8 +77,6 @@ def fcdp(
     checked = Options.parse({**(options or {}), **more})
     _refuse_unsharded(gm, example_inputs)
     refuse_writes(gm)
-    if (model := _model_of(gm)) is not None and (root := model.root()) is not None:
-        refuse_new_parameters(root)
     if settings:  # a mode is Inductor's, also where ATen's kernels are the default
         checked = replace(checked, compute=checked.compute or "inductor")
     return _Compilation(checked, example_inputs, settings).compile(gm, example_inputs)

@@ -9,18 +9,15 @@ torch.distributed.checkpoint's `set_model_state_dict` and PEFT's `set_peft_model
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.errors import FcdpError
 from fcdp_compile.home_shard import HomeShard
-from fcdp_compile.runtime.agreement import same_act
+from fcdp_compile.runtime.agreement import same_tensors
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.runtime.validity import fingerprint
 
 
 def watch_loads(root: nn.Module, state: ShardedModel) -> None:
@@ -111,24 +108,12 @@ def _cut(state: ShardedModel, module: nn.Module, state_dict: dict[str, Any], pre
     homes = dict(module.named_parameters(prefix.removesuffix("."), remove_duplicate=False))
     whole = {
         name: value.detach().view(homes[name].shape)
-        for name, value in sorted(state_dict.items())
+        for name, value in state_dict.items()
         if _is_whole(value, homes.get(name))
     }
     if not whole:
         return
-    names = list(whole)
-    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
-    same_act(
-        state.collectives,
-        f"loads {len(names)} whole tensors with load_state_dict, {names[0]!r} first ({digest})",
-    )
-    marks = [0 if t.is_meta else int(fingerprint([t])) for t in whole.values()]
-    for name, *found in zip(names, *state.collectives.agree(marks), strict=True):
-        if other := next((rank for rank, mark in enumerate(found) if mark != found[0]), None):
-            raise FcdpError(
-                f"ranks 0 and {other} load different values into {name!r}, so nothing was loaded; give "
-                "load_state_dict the same whole tensors on every rank"
-            )
+    same_tensors(state.collectives, "loads whole tensors into the model", whole)
     for name, value in whole.items():
         home = homes[name]
         assert isinstance(home, HomeShard), name

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
 from fcdp_compile.ops import UNSHARD
+from fcdp_compile.own_save import save_own
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.shardable import is_ignored
 from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
@@ -62,6 +63,8 @@ def sharded_class(
     members: dict[str, Any] = {name: _gathering_property(name) for name in names}
     members["__reduce_ex__"] = _refuse_to_copy
     members["_apply"] = _apply_to_buffers(cls._apply)
+    if callable(getattr(cls, "save_pretrained", None)):
+        members["save_pretrained"] = _saving(cls.save_pretrained)  # type: ignore[attr-defined]  # a library's
     if cls.forward is not nn.Module.forward:
         members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
     if is_root:
@@ -74,6 +77,14 @@ def _state(module: nn.Module) -> ModuleState:
     state: Any = module._fcdp  # nn.Module's attributes are typed as tensors and modules
     found: ModuleState = state
     return found
+
+
+def _saving(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return save_own(self, _state(self).model, inner, args, kwargs)
+
+    return save_pretrained
 
 
 def _gathering_property(name: str) -> property:
@@ -107,8 +118,8 @@ def _forward_within_gate(
     # runs eagerly; without one the assignments cancel out and cost nothing.
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_root and not torch.compiler.is_compiling():
-            refuse_new_parameters(self)
+        if is_root:
+            _refuse_new_parameters(self)
         gate = _state(self).gate
         was_inside = gate.inside
         gate.inside = True
@@ -173,11 +184,8 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
     return call
 
 
-def refuse_new_parameters(root: nn.Module) -> None:
-    """Check that every parameter of a sharded model was there when it was sharded.
-
-    Raises: UnshardedParameterError.
-    """
+@torch.compiler.assume_constant_result  # Dynamo calls it when it traces, and traces nothing of it
+def _refuse_new_parameters(root: nn.Module) -> None:
     model = _state(root).model
     whole = {model.spec(key).name for key in model.whole}
     for name, parameter in root.named_parameters():

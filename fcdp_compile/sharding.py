@@ -5,7 +5,6 @@ What the property does is in `sharded_class`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -124,7 +123,6 @@ def shard(
         device,
         awaited,
         awaited_buffers,
-        root=weakref.ref(root),
         accumulates_elsewhere=any(s.accumulates_on for s in assigned.values()),
     )
     description = [f"param_dtype {param_dtype}, reduce_dtype {reduce_dtype}, {buffer_dtype=}"]

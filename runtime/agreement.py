@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from fcdp_compile import plan_json
-from fcdp_compile.errors import PlanMismatchError
+from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.runtime.collectives import Collectives
+from fcdp_compile.runtime.validity import fingerprint
 
 _FIRST_WORDS = 7
 """Words of flags in the first message."""
@@ -66,6 +69,25 @@ def same_act(collectives: Collectives, act: str) -> None:
     rows = collectives.agree([head, *[0] * _FIRST_WORDS])
     if any(row[0] != head for row in rows):
         raise PlanMismatchError(_mode_mismatch(collectives.exchange_texts(act)))
+
+
+def same_tensors(collectives: Collectives, act: str, tensors: Mapping[str, Tensor]) -> None:
+    """Make sure that every rank is about to do `act` with the same tensors, which each has whole.
+
+    act: as in `same_act`.  tensors: by name; those on meta are not compared.
+
+    Raises: PlanMismatchError on every rank if one does something else or has tensors of other names,
+    FcdpError on every rank if values differ.
+    """
+    names = sorted(tensors)
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    same_act(collectives, f"{act}: {names[0]!r} and {len(names) - 1} more ({digest})")
+    marks = [0 if (t := tensors[name]).is_meta else int(fingerprint([t])) for name in names]
+    for name, *found in zip(names, *collectives.agree(marks), strict=True):
+        if other := next((rank for rank, mark in enumerate(found) if mark != found[0]), None):
+            raise FcdpError(
+                f"rank 0 {act}, and {name!r} has other values on rank {other}; give every rank the same"
+            )
 
 
 def _head(text: str) -> int:

@@ -36,6 +36,7 @@ from fcdp_compile.runtime.gradients import Accumulation
 from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.host_memory import HostMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name
+from fcdp_compile.runtime.optimizer_loads import OptimizerLoads
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
@@ -68,11 +69,9 @@ class ShardedModel:
         awaited: Iterable[str] = (),
         awaited_buffers: Iterable[str] = (),
         *,
-        root: Callable[[], nn.Module | None] = lambda: None,
         accumulates_elsewhere: bool = False,
     ) -> None:
         self.number = number
-        self.root = root
         self.topology = topology
         self.records = {r.spec.key: r for r in records}
         self.without_values = Awaited(
@@ -103,6 +102,7 @@ class ShardedModel:
             reductions=self._reductions_of_waiting,
         )
         self.generations = Generations(self.records)
+        self.optimizer_loads = OptimizerLoads(self.collectives)
         self.whole: dict[str, WholeParameter] = {}
         self.fingerprints = Fingerprints()
         self.row_sources = RowSources()
@@ -426,6 +426,7 @@ class ShardedModel:
                 if isinstance(grad, DTensor) and grad.placements != p.placements:
                     p.grad = grad.redistribute(placements=p.placements)
         self._refuse_unsynchronised_elsewhere(optimizer)
+        self.optimizer_loads.watch(optimizer)
         names = self.accumulation.concerns()
         if not (names or self.without_values or self.whole):
             return

@@ -51,8 +51,11 @@ LATE = {
     ),
     ("fcdp_compile.cli.plan", "fcdp_compile.planner.command"): "tracing needs torch",
     ("fcdp_compile.cli.simulate", "fcdp_compile.planner.command"): "tracing needs torch",
+    ("fcdp_compile.own_save", "fcdp_compile.pretrained.export"): (
+        "what saves reads models that shard has made, and needs packages that training does without"
+    ),
 }
-"""The imports of ours that may stand in a function, with the reason: made when a command has been chosen."""
+"""The imports of ours that may stand in a function, with the reason: made when it is known what is wanted."""
 
 PRIVATE_ALLOWED_IN = "fcdp_compile.torch_compat"
 PRIVATE_OF = ("torch", "functorch")

@@ -35,7 +35,6 @@ from fcdp_compile.pretrained.huggingface import has_adapters
 from fcdp_compile.pretrained.load import load_pretrained
 from fcdp_compile.sharding import state_of
 from fcdp_compile.together import together
-from fcdp_compile.whole import gathered
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -187,13 +186,8 @@ class TrainerCheckpoints(_Base):
         """Load the weights that `save_model` has written there, or another Trainer."""
         model = self.sharded_model()
         if isinstance(model, PeftModel):
-            # PEFT knows which file is which adapter's, and writes whole values.
-            trained = [
-                m for m in model.modules() if any(p.requires_grad for p in m.parameters(False))
-            ]
-            one = len(model.peft_config) == 1  # others may be frozen
-            with gathered(model, trained if one else None, writeback=True):
-                super()._load_from_checkpoint(checkpoint, model)
+            # PEFT knows which file is which adapter's, and loads whole values with `load_state_dict`.
+            super()._load_from_checkpoint(checkpoint, model)
         else:
             load_pretrained(model, checkpoint)
 

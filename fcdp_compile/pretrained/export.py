@@ -31,6 +31,7 @@ from fcdp_compile.pretrained.shard_files import TensorFile
 from fcdp_compile.pretrained.tape import Evaluation, metas_of
 from fcdp_compile.pretrained.transformers_contents import transformers_contents
 from fcdp_compile.pretrained.whole_values import WholeValues
+from fcdp_compile.runtime.agreement import same_act
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharded_class import STATE
 from fcdp_compile.sharding import model_of, state_of
@@ -83,6 +84,7 @@ def save_pretrained(
     state = state_of(root) if STATE in vars(root) or process_count() > 1 else None
     topology = topology_of(None) if state is None else state.topology
     if state is not None:
+        same_act(state.collectives, "calls save_pretrained")
         state.refuse_awaited("save_pretrained")
     contents = _agreed(topology, partial(_contents_of, root, state, folder, merge, max_shard_bytes))
     values = WholeValues(topology)

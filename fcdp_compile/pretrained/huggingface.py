@@ -21,6 +21,16 @@ def is_transformers_model(module: nn.Module) -> bool:
     return _is_a(module, "transformers.modeling_utils", "PreTrainedModel")
 
 
+def is_library_save(method: Callable[..., Any]) -> bool:
+    """Whether a function is the save_pretrained that Transformers or PEFT gives to its models."""
+    owners = (
+        ("transformers.modeling_utils", "PreTrainedModel"),
+        ("peft.peft_model", "PeftModel"),
+    )
+    classes = [getattr(sys.modules.get(home), name, None) for home, name in owners]
+    return any(method is getattr(kind, "save_pretrained", None) for kind in classes)
+
+
 def base_of(root: nn.Module) -> nn.Module:
     """The model that PEFT has wrapped; any other model itself."""
     if _is_a(root, "peft.peft_model", "PeftModel"):

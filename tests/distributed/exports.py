@@ -191,6 +191,16 @@ def compare(folder: Path, expected: Path) -> None:
             assert (folder / name).read_text() == (expected / name).read_text(), name
 
 
+def same_bytes(folder: Path, expected: Path) -> None:
+    """Both folders must hold the same files, byte for byte."""
+    found, wanted = (
+        {str(p.relative_to(f)): p.read_bytes() for p in f.rglob("*") if p.is_file()}
+        for f in (folder, expected)
+    )
+    assert sorted(found) == sorted(wanted)
+    assert [n for n, data in found.items() if data != wanted[n]] == []
+
+
 def compare_tensors(folder: Path, expected: Path) -> None:
     """Both folders must hold the same tensors, whichever files they are in."""
     found, wanted = (

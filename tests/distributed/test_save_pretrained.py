@@ -16,9 +16,10 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fcdp_compile
@@ -38,6 +39,7 @@ from tests.distributed.exports import (
     logits,
     make,
     mixtral,
+    same_bytes,
     saved,
     train,
 )
@@ -64,6 +66,7 @@ def _model(mesh: DeviceMesh | None, name: str, max_shard_bytes: int) -> None:
     folder, plain = _shared_folder(mesh), make(MODELS[name])
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
     fcdp_compile.save_pretrained(model, folder / "ours", max_shard_bytes=max_shard_bytes)
+    _same_by_own_method(mesh, model, folder, max_shard_size=max_shard_bytes)
     if _rank() == 0:
         theirs = saved(plain, folder / "theirs", max_shard_size=max_shard_bytes)
         if name in UNSTACKED and max_shard_bytes < 10**9:
@@ -80,6 +83,14 @@ def _model(mesh: DeviceMesh | None, name: str, max_shard_bytes: int) -> None:
             assert torch.equal(found, expected), key
 
 
+def _same_by_own_method(mesh: DeviceMesh | None, model: Any, folder: Path, **options: Any) -> None:
+    """`model.save_pretrained` writes the same; in one process it is what Transformers or PEFT wrote."""
+    if mesh is not None:
+        model.save_pretrained(str(folder / "own"), is_main_process=not _rank(), **options)
+        if _rank() == 0:
+            same_bytes(folder / "own", folder / "ours")
+
+
 def _adapter(mesh: DeviceMesh | None, name: str) -> None:
     """Trained for two steps, written, and read by PEFT into a base of its own."""
     folder, plain = _shared_folder(mesh), make(ADAPTED[name])
@@ -87,6 +98,7 @@ def _adapter(mesh: DeviceMesh | None, name: str) -> None:
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
     train(model, plain)
     fcdp_compile.save_pretrained(model, folder / "ours")
+    _same_by_own_method(mesh, model, folder)
     if _rank() == 0:
         compare(folder / "ours", saved(plain, folder / "theirs"))
         back = peft.PeftModel.from_pretrained(base, folder / "ours")
@@ -278,6 +290,65 @@ def _others_ask_for_another(mesh: DeviceMesh) -> None:
     assert "ranks 0 and 1 are about to export different tensors" in message_of(FcdpError, save)
 
 
+class _OwnFormat(Odd):
+    def save_pretrained(self, folder: Path) -> None:
+        torch.save(self.state_dict(), folder / "odd.pt")
+
+
+def _own_methods(mesh: DeviceMesh) -> None:
+    """What libraries offer to save with writes whole values or says what does."""
+    folder = _shared_folder(mesh)
+    model = fcdp_compile.shard(make(llama), mesh)
+    for told, save in {
+        "not push_to_hub or variant; leave": partial(
+            model.save_pretrained, folder, push_to_hub=True, variant="x"
+        ),
+        "not state_dict; leave": partial(
+            model.save_pretrained, folder, state_dict=model.state_dict()
+        ),
+        "such as '5GB', not 'much'": partial(model.save_pretrained, folder, max_shard_size="much"),
+        "_OwnFormat has a save_pretrained of its own": partial(
+            fcdp_compile.shard(make(_OwnFormat), mesh).save_pretrained, folder
+        ),
+        "this rank alone cannot write the state dict": partial(
+            save_file, model.state_dict(), folder / "f"
+        ),
+        "or write it within a block of fcdp_compile.gathered": partial(
+            save_model, model, folder / "m"
+        ),
+    }.items():
+        found = message_of(FcdpError, save)
+        assert told in found, found
+        assert "fcdp_compile.save_pretrained(model, folder)" in found, found
+    dist.barrier()
+    assert os.listdir(folder) == []
+
+    def save_alone() -> None:
+        if _rank() == 0:
+            model.save_pretrained(folder)
+        else:
+            model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+    found = message_of(FcdpError, save_alone)
+    assert "rank 0 calls save_pretrained and rank 1 gathers parameter" in found, found
+    assert "load and save on every rank" in found, found
+    assert os.listdir(folder) == []
+
+    fcdp_compile.save_pretrained(model, folder / "ours")
+    torch.save(model.state_dict(), folder / f"{_rank()}.pt")
+    cut = torch.load(folder / f"{_rank()}.pt")
+    for name, parameter in model.named_parameters():
+        assert type(cut[name]) is DTensor
+        assert torch.equal(cut[name].to_local(), parameter.to_local())
+    with fcdp_compile.gathered(model):
+        if _rank() == 0:
+            model.save_pretrained(folder / "own")
+            compare(folder / "own", folder / "ours")  # the order of tensors in the file may differ
+            save_model(model, folder / "whole.safetensors")
+            whole = load_file(folder / "whole.safetensors")
+            assert all(torch.equal(whole[n], p) for n, p in model.named_parameters())
+
+
 def _loaded_again(mesh: DeviceMesh | None) -> None:
     """What was written comes back into a sharded model that was built without values."""
     folder, plain = _shared_folder(mesh), make(mixtral)
@@ -321,6 +392,7 @@ SEVERAL: dict[str, Job] = {
     "other homes": _other_homes,
     "one rank fails": _one_rank_fails,
     "others ask for another": _others_ask_for_another,
+    "own methods": _own_methods,
 }
 MERGED = [name for name in ADAPTED if name not in PROMPTS]
 JOBS: dict[str, Job] = {
