@@ -62,7 +62,7 @@ class Derived(DTensor):
 def averaging_full_tensor(dtensor: DTensor) -> Tensor:
     """The whole tensor; each rank's gradient for it is averaged with those of the others."""
     replicated = dtensor.redistribute(placements=[Replicate()] * dtensor.device_mesh.ndim)
-    whole: Tensor = _Whole.apply(replicated)
+    whole: Tensor = _Whole.apply(replicated)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -75,8 +75,8 @@ class _Whole(Function):
         return replicated._local_tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor:  # type: ignore[override]
-        averaged = grad / ctx.mesh.size()
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        averaged = (grad / ctx.mesh.size()).contiguous()
         for group in ctx.mesh.get_all_groups():
             dist.all_reduce(averaged, group=group)
         placements = [Replicate()] * ctx.mesh.ndim
