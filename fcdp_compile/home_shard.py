@@ -152,7 +152,7 @@ class HomeShard(DTensor):
             other = other.redistribute(placements=self.placements)
         self._local_tensor = other._local_tensor.detach()
 
-    def detach(self) -> HomeShard:  # type: ignore[override]  # Tensor's is typed as an attribute
+    def detach(self) -> HomeShard:
         """The values as autograd's constant, sharing memory: what `state_dict` holds."""
         self.bring_back()
         return HomeShard(self.held.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
@@ -171,7 +171,7 @@ class HomeShard(DTensor):
 
     def cut(self, whole: Tensor) -> DTensor:
         """A whole tensor of the full shape as a DTensor that is cut like this one; shares its memory."""
-        return DTensor(self.part_of(whole.detach()), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
+        return DTensor(self.part_of(whole.detach()), self._spec, requires_grad=False)
 
     def module_load(self, other: Tensor, assign: bool = False) -> HomeShard:
         """This home shard again, for `load_state_dict` where `torch.__future__` makes it swap tensors."""
