@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fcdp_compile.errors import (
         CheckpointError,
         FcdpError,
+        LostRankError,
         PlanFormatError,
         PlanMismatchError,
         StaleParameterError,
@@ -40,6 +41,7 @@ __all__ = [
     "Explanation",
     "FcdpError",
     "Loaded",
+    "LostRankError",
     "Memory",
     "PendingSave",
     "PlanFormatError",
@@ -67,6 +69,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "Explanation": "explanation",
     "FcdpError": "errors",
+    "LostRankError": "errors",
     "Loaded": "checkpointing.loading",
     "Memory": "memory_report",
     "PendingSave": "checkpointing.saving",
