@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from fcdp_compile.errors import FcdpError
@@ -12,6 +14,8 @@ from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan_json import to_json
 from fcdp_compile.recording import ScheduleKey
 from fcdp_compile.runtime.agreement import ACCUMULATES, SYNCHRONISES, About
+from fcdp_compile.runtime.collectives import told_alone
+from fcdp_compile.runtime.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
@@ -48,18 +52,38 @@ class CompiledPlan:
         """
         model = self.living_model()
         accumulates = direction is Direction.FORWARD and model.accumulation.is_on
-        variant = self._prepare(model, accumulates=accumulates)
-        bring_back_inputs(args[i] for i in self.reads.get(direction, ()))
-        return self._run(model, (direction, variant), args, accumulates=accumulates)
+        with self._told(model, direction):
+            variant = self._prepare(model, accumulates=accumulates)
+            bring_back_inputs(args[i] for i in self.reads.get(direction, ()))
+            return self._run(model, (direction, variant), args, accumulates=accumulates)
 
     def backward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run the backward graph on `args`, which is emptied."""
         model = self.living_model()
-        bring_back_inputs(args[i] for i in self.reads.get(Direction.BACKWARD, ()))
-        variant = self._backward_variant(model, args)
-        if variant is not Variant.COLD and (Direction.BACKWARD, variant) not in self.programs:
-            self.add_accumulation()
-        return self._run(model, (Direction.BACKWARD, variant), args, accumulates=False)
+        with self._told(model, Direction.BACKWARD):
+            bring_back_inputs(args[i] for i in self.reads.get(Direction.BACKWARD, ()))
+            variant = self._backward_variant(model, args)
+            if variant is not Variant.COLD and (Direction.BACKWARD, variant) not in self.programs:
+                self.add_accumulation()
+            return self._run(model, (Direction.BACKWARD, variant), args, accumulates=False)
+
+    @contextmanager
+    def _told(self, model: ShardedModel, direction: Direction) -> Iterator[None]:
+        """Within, errors of collectives say which part of which step they belong to."""
+        model.collectives.during = partial(self._tell, direction, model.counters.steps + 1)
+        try:
+            yield
+        finally:
+            model.collectives.during = told_alone
+
+    def _tell(self, direction: Direction, step: int, name: str) -> str:
+        buckets = {range_name(kind, b): (kind, b) for b in self.plan.buckets for kind in Kind}
+        what = told_alone(name)
+        if name in buckets:
+            kind, bucket = buckets[name]
+            more = ", …" if len(bucket.params) > 1 else ""
+            what = f"{kind.value} of bucket {bucket.id} ({bucket.params[0].name}{more})"
+        return f"the {direction.value} pass of step {step}, {what}"
 
     def _run(
         self, model: ShardedModel, key: ScheduleKey, args: list[Any], *, accumulates: bool
