@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fcdp_compile.errors import (
         CheckpointError,
         FcdpError,
+        LostRankError,
         PlanFormatError,
         PlanMismatchError,
         StaleParameterError,
@@ -41,6 +42,7 @@ __all__ = [
     "Explanation",
     "FcdpError",
     "Loaded",
+    "LostRankError",
     "Memory",
     "PendingSave",
     "PlanFormatError",
@@ -69,6 +71,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "Explanation": "explanation",
     "FcdpError": "errors",
+    "LostRankError": "errors",
     "Loaded": "checkpointing.loading",
     "Memory": "memory_report",
     "PendingSave": "checkpointing.saving",
