@@ -286,7 +286,8 @@ class Program:
         buckets = [self._buckets[i] for i in ids]
         generations = [run.model.generation(b) for b in buckets]
         fingerprints = run.model.fingerprints_of_uncached(buckets)
-        return torch.tensor([[int(run.accumulates), *generations], [0, *fingerprints]])
+        rows = [[int(run.accumulates), *generations], [0, *fingerprints]]
+        return torch.tensor(rows, device="cpu")
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
         run: _Run = values[-1]

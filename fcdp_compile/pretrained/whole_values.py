@@ -61,13 +61,14 @@ class WholeValues:
                 self._send(self._part(record))
             return None
         room: list[Tensor] = []
-        self.attempt(lambda: room.append(torch.empty(layout.shape, dtype=record.spec.home_dtype)))
+        dtype = record.spec.home_dtype
+        self.attempt(lambda: room.append(torch.empty(layout.shape, dtype=dtype, device="cpu")))
         for owner in owners if layout.dim is not None else [here]:
             shape = layout.local_shape(*owner)
             into = (
                 _rows(room[0], layout, *owner)
                 if room
-                else torch.empty(shape, dtype=record.spec.home_dtype)
+                else torch.empty(shape, dtype=record.spec.home_dtype, device="cpu")
             )
             if owner == here:
                 into.copy_(self._part(record))
@@ -79,7 +80,11 @@ class WholeValues:
         parts: list[Tensor] = []
         self.attempt(lambda: parts.append(record.values().cpu()))
         spec = record.spec
-        return parts[0] if parts else torch.zeros(spec.local_shape, dtype=spec.home_dtype)
+        return (
+            parts[0]
+            if parts
+            else torch.zeros(spec.local_shape, dtype=spec.home_dtype, device="cpu")
+        )
 
     def _send(self, part: Tensor) -> None:
         if part.numel():
@@ -93,7 +98,7 @@ class WholeValues:
         if into.is_contiguous():
             dist.recv(_bytes(into), group=self._topology.control, group_src=rank)
             return
-        part = torch.empty(into.shape, dtype=into.dtype)
+        part = torch.empty(into.shape, dtype=into.dtype, device="cpu")
         dist.recv(_bytes(part), group=self._topology.control, group_src=rank)
         into.copy_(part)
 
