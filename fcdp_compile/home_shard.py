@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fcdp_compile.home_tensor import HomeTensor
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import storage_id, storage_uses, tree_map_only, without_modes
+from fcdp_compile.torch_compat import storage_id, storage_uses, without_modes
 
 
 class Calls:
@@ -40,7 +41,7 @@ class Calls:
         self.inside = False
 
 
-class HomeShard(DTensor):
+class HomeShard(HomeTensor):
     """A DTensor parameter whose `.data` can be assigned and whose memory can be released.
 
     A plain DTensor takes `p.data = other` without complaint and keeps its old values, silently (torch 2.11
@@ -125,6 +126,20 @@ class HomeShard(DTensor):
             other = other.redistribute(placements=self.placements)
         self._local_tensor = other._local_tensor.detach()
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, whose ops communicate as the parameter's do."""
+        grad: Tensor | None = HomeTensor.adopt(_GRAD.__get__(self))
+        return grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        _GRAD.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
     # --- releasing: [Note: released shards] ---------------------------------------------------------------
 
     @property
@@ -201,12 +216,10 @@ class HomeShard(DTensor):
         self.bring_back()
         return super().__tensor_flatten__()  # type: ignore[no-untyped-call]  # DTensor's has no types
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(HomeShard, _as_dtensor, (args, kwargs or {}))
-        return func(*args, **kwargs)
+    def present(self) -> Tensor:
+        """The local shard; a released one is brought back."""
+        self.bring_back()
+        return self.held
 
     def to_local(self, **options: Any) -> Tensor:
         """As DTensor's."""
@@ -241,7 +254,7 @@ class HomeShard(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.bring_back()
-        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # Tensor's has no types
+        return DTensor.__reduce_ex__(self, protocol)
 
 
 class _Away:
@@ -257,6 +270,7 @@ class _Away:
 
 _SLOT: Any = DTensor.__dict__["_local_tensor"]
 _DATA: Any = DTensor.data  # a descriptor, which torch's types do not tell
+_GRAD: Any = DTensor.grad
 
 _released: weakref.WeakValueDictionary[int, HomeShard] = weakref.WeakValueDictionary()
 """Every released shard of the process by its storage, which lives as long as it does."""
@@ -268,11 +282,6 @@ def bring_back_inputs(values: Iterable[Any]) -> None:
         for value in values:
             if type(value) is Tensor and (shard := _released.get(storage_id(value))) is not None:
                 shard.bring_back()
-
-
-def _as_dtensor(shard: HomeShard) -> DTensor:
-    shard.bring_back()
-    return DTensor(shard.held, shard._spec, requires_grad=shard.requires_grad)
 
 
 def _is_own(held: Tensor) -> bool:

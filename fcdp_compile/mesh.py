@@ -197,6 +197,7 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
     home_mesh = DeviceMesh.from_group(
         [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
     )
+    _keep_all_ranks(home_mesh, intra)
     return Topology(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -208,6 +209,43 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
         intra=_own(intra, mesh.device_type),
         control=dist.new_group(ranks, backend="gloo", use_local_synchronization=True),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class AllRanks:
+    """The mesh of one dimension over all ranks of a home mesh, for reductions of DTensors.
+
+    sent_bytes: what each node has sent to others for ops of DTensors.  The Python
+    thread communicates in the mesh's group ([Note: groups of our own]).
+    """
+
+    mesh: DeviceMesh
+    sent_bytes: int = 0
+
+
+def all_ranks_of(home_mesh: DeviceMesh) -> AllRanks | None:
+    """All ranks of a home mesh; None for any other mesh."""
+    return _all_ranks.get(id(home_mesh))
+
+
+_all_ranks: dict[int, AllRanks] = {}
+"""By the home mesh, as long as that lives."""
+
+
+def _keep_all_ranks(home_mesh: DeviceMesh, intra: dist.ProcessGroup) -> None:
+    ranks = sorted(home_mesh.mesh.flatten().tolist())
+    group = dist.group.WORLD
+    if len(ranks) < dist.get_world_size():
+        group = dist.new_group(
+            ranks,
+            timeout=gloo_timeout(intra),
+            backend=dist.get_backend(intra),
+            use_local_synchronization=True,
+        )
+    assert group is not None, "a mesh has process groups"
+    flat = DeviceMesh.from_group(group, home_mesh.device_type, mesh_dim_names=("all",))
+    _all_ranks[id(home_mesh)] = AllRanks(mesh=flat)
+    weakref.finalize(home_mesh, _all_ranks.pop, id(home_mesh), None).atexit = False
 
 
 def control_ranks(topology: Topology) -> dict[tuple[int, int], int]:
