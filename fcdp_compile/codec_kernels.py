@@ -103,7 +103,8 @@ def compile_codec(
     function = encode if encodes else decode
     # The same on every rank, and of a generator of its own: compiling must not change what users draw.
     numbers = torch.Generator().manual_seed(0)
-    values = torch.randn(rows, codec.blocks, BLOCK, generator=numbers).to(device, dtype)
+    values = torch.randn(rows, codec.blocks, BLOCK, generator=numbers, device="cpu")
+    values = values.to(device, dtype)
     inputs = [values] if encodes else list(encode_blocks(codec, values))
     kernel = compute.compile(_trace(function, inputs, compute))
     # Trusted after a look: with torch 2.13 on CPUs, Inductor can leave elements out of a loop, silently.

@@ -17,11 +17,15 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Replicate
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.home_tensor import HomeTensor
+from fcdp_compile.mesh import all_ranks_of
 from fcdp_compile.torch_compat import tree_leaves, tree_map_only, without_torch_function
 
 
-class Derived(DTensor):
+class Derived(HomeTensor):
     """A DTensor that was computed of home shards ([Note: meeting whole tensors])."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,10 +42,10 @@ class Derived(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         refuse_plain(func, args, kwargs)
-        args, kwargs = tree_map_only(Derived, _as_dtensor, (args, kwargs))
+        found = super().__torch_dispatch__(func, types, args, kwargs)
         if func is _aten.detach.default:  # a compiler wants the class that it gave
-            return _made(func(*args))
-        return derived(func, func(*args, **kwargs))
+            return _made(found)
+        return derived(func, found)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -77,8 +81,9 @@ class _Whole(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
         averaged = (grad / ctx.mesh.size()).contiguous()
-        for group in ctx.mesh.get_all_groups():
-            dist.all_reduce(averaged, group=group)
+        every = all_ranks_of(ctx.mesh)
+        assert every is not None, "home shards are on a home mesh"
+        dist.all_reduce(averaged, group=every.mesh.get_group())
         placements = [Replicate()] * ctx.mesh.ndim
         return DTensor.from_local(averaged, ctx.mesh, placements, run_check=False)
 
@@ -89,13 +94,14 @@ def is_plain(value: object) -> bool:
 
 
 def refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse that sharded values meet a whole tensor; a scalar is fine where nothing is trained.
+    """Refuse that sharded values meet a whole tensor where gradients are recorded.
 
     Raises: FcdpError.
     """
+    if not torch.is_grad_enabled():
+        return
     values = tree_leaves((args, kwargs))
-    plain = next((v for v in values if type(v) is Tensor), None)
-    if plain is None or not (plain.ndim or torch.is_grad_enabled()):
+    if (plain := next((v for v in values if type(v) is Tensor), None)) is None:
         return
     key = next((k for v in values if (k := getattr(v, "_fcdp_key", None)) is not None), None)
     name = (
@@ -111,7 +117,7 @@ def derived(func: Any, result: Any) -> Any:
     """The result of an operation on home shards or `Derived`, as such if it depends on their values."""
     if func in _INDEPENDENT or func._schema.is_mutable or torch.compiler.is_compiling():
         return result
-    return tree_map_only(DTensor, _of, result)
+    return tree_map_only(HomeTensor, _made_of, result)
 
 
 _aten = torch.ops.aten
@@ -132,15 +138,12 @@ _INDEPENDENT = (
 """Operations whose results stay DTensors, such as an optimizer's states."""
 
 
-def _of(dtensor: DTensor) -> Any:
-    if type(dtensor) is not DTensor or type(dtensor._local_tensor) is not Tensor:
-        return dtensor
-    return _made(dtensor)
+def _made_of(value: HomeTensor) -> HomeTensor:
+    return _made(value) if type(value) is HomeTensor else value
 
 
 def _made(dtensor: DTensor) -> Derived:
-    return Derived(dtensor._local_tensor, dtensor._spec, requires_grad=dtensor.requires_grad)  # type: ignore[no-untyped-call]
-
-
-def _as_dtensor(value: Derived) -> DTensor:
-    return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
+    """The same object, as `Derived`."""
+    dtensor.__class__ = Derived
+    assert isinstance(dtensor, Derived)
+    return dtensor

@@ -25,6 +25,10 @@ class UnshardedParameterError(FcdpError):
     """A compiled graph reads a parameter that `shard` has not seen while several processes run."""
 
 
+class MixedTensorsError(FcdpError, ValueError):
+    """An op got sharded tensors and plain ones, whose rows nothing tells."""
+
+
 class UnsynchronizedGradientError(FcdpError):
     """Gradients of micro-batches wait that no synchronising backward has reduced."""
 

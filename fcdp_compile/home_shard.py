@@ -26,16 +26,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fcdp_compile.derived import Derived, averaging_full_tensor, derived, is_plain, refuse_plain
+from fcdp_compile.derived import averaging_full_tensor, derived, is_plain, refuse_plain
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.home_tensor import HomeTensor
 from fcdp_compile.layout import ParamLayout, chunk_rows
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import (
-    storage_id,
-    storage_uses,
-    tree_map_only,
-    without_modes,
-)
+from fcdp_compile.torch_compat import storage_id, storage_uses, without_modes
 
 KEY = "_fcdp_key"
 """The attribute of a sharded parameter that `key_of` reads."""
@@ -64,7 +60,7 @@ def _meeting(name: str) -> Callable[[HomeShard, Any], Any]:
     return operate
 
 
-class HomeShard(DTensor):
+class HomeShard(HomeTensor):
     """A DTensor parameter whose `.data` can be assigned and whose memory can be released.
 
     A plain DTensor takes `p.data = other` without complaint and keeps its old values, silently (torch 2.11
@@ -189,6 +185,20 @@ class HomeShard(DTensor):
             "fcdp_compile.gathered(model)"
         )
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, whose ops communicate as the parameter's do."""
+        grad: Tensor | None = HomeTensor.adopt(_GRAD.__get__(self))
+        return grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        _GRAD.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
     # --- releasing: [Note: released shards] ---------------------------------------------------------------
 
     @property
@@ -273,8 +283,12 @@ class HomeShard(DTensor):
         if func is torch.ops.aten.copy_.default and _is_whole_copy(*args[:2]):
             args = (args[0], args[0].cut(args[1].expand(args[0].shape)), *args[2:])
         refuse_plain(func, args, kwargs)
-        args, kwargs = tree_map_only((HomeShard, Derived), _as_dtensor, (args, kwargs))
-        return derived(func, func(*args, **kwargs))
+        return derived(func, super().__torch_dispatch__(func, types, args, kwargs))
+
+    def present(self) -> Tensor:
+        """The local shard; a released one is brought back."""
+        self.bring_back()
+        return self.held
 
     def to_local(self, **options: Any) -> Tensor:
         """As DTensor's."""
@@ -320,7 +334,8 @@ class HomeShard(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As a plain DTensor, which `torch.load` can read.
-        return _as_dtensor(self).__reduce_ex__(protocol)
+        self.bring_back()
+        return super().__reduce_ex__(protocol)
 
 
 class _Away:
@@ -335,6 +350,7 @@ class _Away:
 
 
 _SLOT: Any = DTensor.__dict__["_local_tensor"]
+_GRAD: Any = DTensor.grad  # a descriptor, which torch's types do not tell
 
 _released: weakref.WeakValueDictionary[int, HomeShard] = weakref.WeakValueDictionary()
 """Every released shard of the process by its storage, which lives as long as it does."""
@@ -352,13 +368,6 @@ def bring_back_inputs(values: Iterable[Any]) -> None:
         for value in values:
             if type(value) is Tensor and (shard := _released.get(storage_id(value))) is not None:
                 shard.bring_back()
-
-
-def _as_dtensor(shard: HomeShard | Derived) -> DTensor:
-    if isinstance(shard, Derived):
-        return DTensor(shard._local_tensor, shard._spec, requires_grad=shard.requires_grad)
-    shard.bring_back()
-    return DTensor(shard.held, shard._spec, requires_grad=shard.requires_grad)
 
 
 def _is_whole_copy(target: Any, source: Any) -> bool:

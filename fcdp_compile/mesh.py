@@ -284,7 +284,8 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
             ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
         )
         own_inter, own_intra = (_own(g, mesh.device_type, timeout) for g in (inter, intra))
-    roll_call.covers([inter, intra, own_inter, own_intra, control])
+        every = _keep_all_ranks(home_mesh, intra, timeout)
+    roll_call.covers([inter, intra, own_inter, own_intra, control, every])
     return Topology(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -317,6 +318,46 @@ def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dis
             use_local_synchronization=True,
         )
     topology.roll_call.covers([group])
+    return group
+
+
+@dataclass(slots=True, kw_only=True)
+class AllRanks:
+    """The mesh of one dimension over all ranks of a home mesh, for reductions of DTensors.
+
+    sent_bytes: what each node has sent to others for ops of DTensors.  The Python
+    thread communicates in the mesh's group ([Note: groups of our own]).
+    """
+
+    mesh: DeviceMesh
+    sent_bytes: int = 0
+
+
+def all_ranks_of(home_mesh: DeviceMesh) -> AllRanks | None:
+    """All ranks of a home mesh; None for any other mesh."""
+    return _all_ranks.get(id(home_mesh))
+
+
+_all_ranks: dict[int, AllRanks] = {}
+"""By the home mesh, as long as that lives."""
+
+
+def _keep_all_ranks(
+    home_mesh: DeviceMesh, intra: dist.ProcessGroup, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    ranks = sorted(home_mesh.mesh.flatten().tolist())
+    group = dist.group.WORLD
+    if len(ranks) < dist.get_world_size():
+        group = dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=dist.get_backend(intra),
+            use_local_synchronization=True,
+        )
+    assert group is not None, "a mesh has process groups"
+    flat = DeviceMesh.from_group(group, home_mesh.device_type, mesh_dim_names=("all",))
+    _all_ranks[id(home_mesh)] = AllRanks(mesh=flat)
+    weakref.finalize(home_mesh, _all_ranks.pop, id(home_mesh), None).atexit = False
     return group
 
 

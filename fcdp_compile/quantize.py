@@ -93,8 +93,8 @@ class Codec:
         """The block of each value of a row, int64 [n]."""
         if device not in self._numbers:
             with torch.inference_mode(False):
-                lengths = torch.tensor(self._lengths)
-                numbers = torch.arange(len(self._lengths)).repeat_interleave(lengths)
+                lengths = torch.tensor(self._lengths, device="cpu")
+                numbers = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
                 self._numbers[device] = numbers.to(device)
         return self._numbers[device]
 

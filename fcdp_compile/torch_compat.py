@@ -32,6 +32,8 @@ from torch._logging._internal import trace_structured
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PicklerOptions
@@ -82,10 +84,12 @@ __all__ = [
     "skip_frame",
     "storage_id",
     "storage_uses",
+    "takes_plain_tensors",
     "trace_artifact",
     "tracing_mode",
     "tree_leaves",
     "tree_map_only",
+    "wanted_placements",
     "why_no_inductor",
     "without_code",
     "without_modes",
@@ -211,6 +215,36 @@ def rendezvous_store() -> Any:
     """The store by which the ranks of a job have found each other, over a connection of its own."""
     store: Any = _get_default_store()
     return store.clone() if hasattr(store, "clone") else store
+
+
+def takes_plain_tensors() -> bool:
+    """Whether DTensor takes plain tensors for whole ones (`torch…experimental.implicit_replication`)."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def wanted_placements(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[DTensor, tuple[Placement, ...]]]:
+    """The arguments that DTensor will redistribute before it runs an op, and to which placements."""
+    dispatcher = DTensor._op_dispatcher
+    call = dispatcher.unwrap_to_op_info(op, tuple(args), dict(kwargs))
+    assert call.schema is not None, op
+    try:
+        sharding: Any = dispatcher.sharding_propagator.propagate_op_sharding(call.schema)
+    except (NotImplementedError, RuntimeError):
+        return []  # DTensor has another way for this op, or will say why it has none
+    if not sharding.needs_redistribute or sharding.redistribute_schema is None:
+        return []
+    given, wanted = args, sharding.redistribute_schema.args_schema
+    if call.args_tree_spec is not None:
+        given, wanted = tree_leaves(given), tuple(tree_leaves(wanted))
+    return [
+        (tensor, spec.placements)
+        for tensor, spec in zip(given, wanted, strict=False)
+        if isinstance(tensor, DTensor)
+        and isinstance(spec, DTensorSpec)
+        and tensor.placements != spec.placements
+    ]
 
 
 def graph_module(root: nn.Module, graph: Graph, name: str = "GraphModule") -> GraphModule:

@@ -39,4 +39,4 @@ def to_device(out: Tensor, host: Tensor) -> None:
 
 def pinned(like: Tensor, elements: int) -> Tensor:
     """A pinned buffer."""
-    return torch.empty(elements, dtype=like.dtype, pin_memory=True)
+    return torch.empty(elements, dtype=like.dtype, device="cpu", pin_memory=True)

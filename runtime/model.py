@@ -37,6 +37,7 @@ from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.host_memory import HostMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name
 from fcdp_compile.runtime.optimizer_loads import OptimizerLoads
+from fcdp_compile.runtime.optimizer_steps import OptimizerSteps
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
@@ -105,6 +106,7 @@ class ShardedModel:
         self.optimizer_loads = OptimizerLoads(self.collectives)
         self.whole: dict[str, WholeParameter] = {}
         self.fingerprints = Fingerprints()
+        self._optimizer_steps = OptimizerSteps(topology)
         self.row_sources = RowSources()
         self._buckets: dict[str, list[Bucket]] = {}
         self.next_bucket = 0
@@ -427,6 +429,7 @@ class ShardedModel:
                     p.grad = grad.redistribute(placements=p.placements)
         self._refuse_unsynchronised_elsewhere(optimizer)
         self.optimizer_loads.watch(optimizer)
+        self._optimizer_steps.begin(optimizer)
         names = self.accumulation.concerns()
         if not (names or self.without_values or self.whole):
             return
@@ -457,11 +460,13 @@ class ShardedModel:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note which parameters an optimizer has just changed."""
+        self._optimizer_steps.end()
         owned = {id(p): (key, p) for key, r in self.records.items() for p in r.places()}
         mine = [owned[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in owned]
         if stepped := [key for key, p in mine if p.grad is not None]:
             self.generations.change(stepped)
         if mine:
+            self._optimizer_steps.report(optimizer)
             self.counters.end_step(optimizer)
 
 

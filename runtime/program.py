@@ -296,9 +296,8 @@ class Program:
         fingerprints = (
             [0] * len(buckets) if run.given else run.model.fingerprints_of_uncached(buckets)
         )
-        return torch.tensor(
-            [[int(run.accumulates), *generations], [run.given, *fingerprints]], device="cpu"
-        )
+        rows = [[int(run.accumulates), *generations], [run.given, *fingerprints]]
+        return torch.tensor(rows, device="cpu")
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
         run: _Run = values[-1]

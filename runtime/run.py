@@ -89,7 +89,8 @@ class CompiledPlan:
         given = self.programs[Direction.BACKWARD, Variant.COLD].was_given(args)
         if given:
             shards = [args[i] for i in self.shards[Direction.BACKWARD].values()]
-            if model.agree_on_any([] if _mark(shards) == given else [given]):
+            changed = [] if _mark(shards) == given else [given]
+            if model.agree_on_any(changed, "whether given values have changed"):
                 raise StaleParameterError(
                     "values that a compiled function was given in the place of parameters changed between "
                     "its forward and its backward; run the backward before anything writes to them"

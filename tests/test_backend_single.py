@@ -81,9 +81,10 @@ def test_a_sharded_one_trains_like_the_plain_one(strategy: str) -> None:
     fcdp_compile.shard(model, strategy=strategy)
     compiled = torch.compile(model, backend="fcdp", fullgraph=True)
     expected = losses(plain, list(plain.parameters()))
-    assert losses(compiled, list(model.parameters())) == expected
-    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
+    # AOTAutograd's backward is made of other ops than eager autograd's.
+    torch.testing.assert_close(losses(compiled, list(model.parameters())), expected)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_a_sharded_one_trains_under_inductor() -> None:
@@ -218,7 +219,7 @@ def test_a_script_that_ends_early_leaves_the_times_of_its_runs(tmp_path: Path) -
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), str(tmp_path)],
         check=True,
-        timeout=150,
+        timeout=900,
     )
     plan = read_plan(tmp_path / "graph-000.plan.json")
     ((name, recordings),) = read_recordings(tmp_path).items()

@@ -61,7 +61,7 @@ def run(python: str | Path, *arguments: str, cwd: Path, path: Path | None = None
     if path is not None:
         env["PYTHONPATH"] = str(path)
     done = subprocess.run(
-        [str(python), *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+        [str(python), *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
     return done.stdout

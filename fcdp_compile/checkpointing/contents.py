@@ -65,7 +65,7 @@ class Copies:
         """A copy of the tensor, which lasts until the next of that name."""
         kept = self._by_name.get(name)
         if kept is None or (kept.dtype, kept.shape) != (tensor.dtype, tensor.shape):
-            kept = self._by_name[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            kept = self._by_name[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return kept.copy_(tensor)
 
     def keep(self, names: Collection[str]) -> None:

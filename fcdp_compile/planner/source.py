@@ -144,7 +144,7 @@ def _build(
     seq: int,
 ) -> tuple[nn.Module, Inputs]:
     model = _made(transformers, name, config, options, seq)
-    ids = torch.zeros(batch, seq, dtype=torch.long)
+    ids = torch.zeros(batch, seq, dtype=torch.long, device="cpu")
     return model, {"input_ids": ids, "labels": ids.clone()}
 
 

@@ -149,7 +149,7 @@ def _are_equal(one: Source, other: Source, part: Part, files: Files) -> bool:
     begin = 0
     for block in blocks:
         at = (part.at[0] + begin, *part.at[1:]) if part.at else ()
-        ours, theirs = (torch.empty(block.shape, dtype=block.dtype) for _ in range(2))
+        ours, theirs = (torch.empty(block.shape, dtype=block.dtype, device="cpu") for _ in range(2))
         one.fill(ours, at, files)
         other.fill(theirs, at, files)
         if not torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):

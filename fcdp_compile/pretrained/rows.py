@@ -36,7 +36,7 @@ class CheckpointRows:
         """The home shard of the rank at that place of that node."""
         spec, source = self._sources[key]
         layout = spec.layout
-        out = torch.empty(layout.local_shape(node, place), dtype=spec.home_dtype)
+        out = torch.empty(layout.local_shape(node, place), dtype=spec.home_dtype, device="cpu")
         start = layout.local_start(node, place)
         at = tuple(start if dim == layout.dim else 0 for dim in range(out.ndim))
         source.fill(out, at, self._files)

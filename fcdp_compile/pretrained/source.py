@@ -235,7 +235,7 @@ class Rearranged:
 
     def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
         """Read the whole, rearrange it, and take the part."""
-        whole = torch.empty(self.of.shape, dtype=out.dtype)
+        whole = torch.empty(self.of.shape, dtype=out.dtype, device="cpu")
         self.of.fill(whole, (0,) * whole.ndim, files)
         part = tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))
         out.copy_(self.function(whole)[part])

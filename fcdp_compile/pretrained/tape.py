@@ -160,7 +160,7 @@ class Evaluation(Generic[S]):
             return tensor
         value = self._values[storage_id(tensor)]
         assert value is not None, "a value was asked for that was not fetched"
-        return torch.empty(0, dtype=tensor.dtype).set_(
+        return torch.empty(0, dtype=tensor.dtype, device=value.device).set_(
             value.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
         )
 
@@ -169,7 +169,9 @@ def _as_laid_out(value: Tensor, meta: Tensor) -> Tensor:
     """A value that lies in a storage of its own as its meta tensor does ([Note: by storage])."""
     if value.stride() == meta.stride() and value.storage_offset() == 0:
         return value
-    return torch.empty_strided(meta.shape, meta.stride(), dtype=value.dtype).copy_(value)
+    return torch.empty_strided(
+        meta.shape, meta.stride(), dtype=value.dtype, device=value.device
+    ).copy_(value)
 
 
 def metas_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorMeta]:

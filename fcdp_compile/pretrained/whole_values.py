@@ -64,13 +64,14 @@ class WholeValues:
                 self._send(self._part(record))
             return None
         room: list[Tensor] = []
-        self.attempt(lambda: room.append(torch.empty(layout.shape, dtype=record.spec.home_dtype)))
+        dtype = record.spec.home_dtype
+        self.attempt(lambda: room.append(torch.empty(layout.shape, dtype=dtype, device="cpu")))
         for owner in owners if layout.dim is not None else [here]:
             shape = layout.local_shape(*owner)
             into = (
                 _rows(room[0], layout, *owner)
                 if room
-                else torch.empty(shape, dtype=record.spec.home_dtype)
+                else torch.empty(shape, dtype=record.spec.home_dtype, device="cpu")
             )
             if owner == here:
                 into.copy_(self._part(record))
@@ -82,7 +83,11 @@ class WholeValues:
         parts: list[Tensor] = []
         self.attempt(lambda: parts.append(record.values().cpu()))
         spec = record.spec
-        return parts[0] if parts else torch.zeros(spec.local_shape, dtype=spec.home_dtype)
+        return (
+            parts[0]
+            if parts
+            else torch.zeros(spec.local_shape, dtype=spec.home_dtype, device="cpu")
+        )
 
     def _send(self, part: Tensor) -> None:
         if part.numel():
@@ -96,7 +101,9 @@ class WholeValues:
     def _receive(self, into: Tensor, rank: int) -> None:
         if not into.numel():
             return
-        part = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype)
+        part = into
+        if not into.is_contiguous():
+            part = torch.empty(into.shape, dtype=into.dtype, device="cpu")
         with naming_lost_ranks(self._topology.control, _DOING):
             dist.recv(_bytes(part), group=self._topology.control, group_src=rank)
         if part is not into:

@@ -19,8 +19,6 @@ from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
 
-_LIMIT_S = 60.0
-
 
 def _different_plans(mesh: DeviceMesh) -> list[str]:
     messages = []
@@ -38,7 +36,7 @@ def _different_plans(mesh: DeviceMesh) -> list[str]:
 
 
 def test_different_plans_stop_before_the_first_step() -> None:
-    for messages in run(_different_plans, nodes=2, ranks_per_node=2, timeout_s=_LIMIT_S):
+    for messages in run(_different_plans, nodes=2, ranks_per_node=2):
         for message in messages:
             assert message.startswith("ranks 0 and 1 compiled different plans; make every rank run")
             lines = message.splitlines()[1:]
@@ -59,7 +57,7 @@ def _frozen_on_one_rank(mesh: DeviceMesh) -> str:
 
 
 def test_freezing_on_one_rank_alone_is_found_before_the_next_step() -> None:
-    for message in run(_frozen_on_one_rank, nodes=2, ranks_per_node=2, timeout_s=_LIMIT_S):
+    for message in run(_frozen_on_one_rank, nodes=2, ranks_per_node=2):
         assert message.startswith("ranks 0 and 2 compiled different plans")
         assert "rank 2" in message.split("\n", 1)[1]
 
@@ -91,7 +89,7 @@ def _different_models(mesh: DeviceMesh) -> list[str]:
 
 def test_different_models_are_not_sharded() -> None:
     expected = ["layers.3", "float64", "requires_grad=False", "zero3", "bfloat16"]
-    for messages in run(_different_models, nodes=2, ranks_per_node=2, timeout_s=_LIMIT_S):
+    for messages in run(_different_models, nodes=2, ranks_per_node=2):
         for message, what in zip(messages, expected, strict=True):
             assert message.startswith(
                 "ranks 0 and 3 are about to shard different models; build the"
@@ -160,7 +158,7 @@ def _different_branches(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def test_branches_that_depend_on_the_data_stop_before_parameters_are_mixed_up() -> None:
-    for messages in run(_different_branches, nodes=2, ranks_per_node=2, timeout_s=_LIMIT_S):
+    for messages in run(_different_branches, nodes=2, ranks_per_node=2):
         assert messages["eager"].startswith(
             "rank 0 gathers parameter 'left.weight' and rank 2 gathers parameter 'right.weight'; let every"
         )

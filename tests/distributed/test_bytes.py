@@ -249,7 +249,7 @@ def measured(request: Any) -> tuple[int, int, list[dict[Key, Measured]]]:
     nodes, ranks_per_node = request.param
     keys = _SIZES[request.param]
     # At 2 x 2 some 25 models are trained, which takes a busy machine long.
-    results = run(_measure_all, keys, nodes=nodes, ranks_per_node=ranks_per_node, timeout_s=280.0)
+    results = run(_measure_all, keys, nodes=nodes, ranks_per_node=ranks_per_node)
     return nodes, ranks_per_node, results
 
 

@@ -302,11 +302,37 @@ def _loads_that_are_refused(mesh: DeviceMesh) -> None:
         assert torch.equal(whole(p), before[name]), name
 
 
+def _default_device(mesh: DeviceMesh) -> None:
+    """What fcdp makes for itself is on the CPU, whatever device a user builds another model on."""
+    pair = _pair(mesh)  # torch's optimizer takes the default device for its counts of steps
+    torch._dynamo.reset()
+    pair.net = pair.compiled(pair.model)
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders)
+    for step in (2, 3):
+        batch = pair.data(step)
+        pair.plain_backward(step)
+        torch.set_default_device("meta")
+        try:
+            pair.case.loss(pair.net, batch).backward()
+            pair.optimizer.step()
+            if step == 2:
+                fcdp_compile.save(folders[0], model=pair.model, optimizer=pair.optimizer).wait()
+                fcdp_compile.load(folders[0], model=pair.model, optimizer=pair.optimizer)
+        finally:
+            torch.set_default_device(None)
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.step()
+        pair.plain_optimizer.zero_grad()
+        pair.compare_parameters()
+
+
 _JOBS: dict[str, Job] = {
     "whole tensors": _whole_tensors,
     "whole tensors on meta": _whole_tensors_on_meta,
     "whole adapters": _whole_adapters,
     "loads that are refused": _loads_that_are_refused,
+    "default device": _default_device,
     "names and flags": _names_and_flags,
     "full state dict": _full_state_dict,
     "compiled state dict": _compiled_state_dict,

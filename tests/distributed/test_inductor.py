@@ -132,4 +132,4 @@ def test_autocast() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_nodes() -> None:
-    run(_check_all, nodes=2, ranks_per_node=1, timeout_s=280.0)
+    run(_check_all, nodes=2, ranks_per_node=1)

@@ -26,7 +26,7 @@ from tests.distributed import ranks
 pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 150.0
+TIMEOUT_S = 900.0
 KIB = 2**10
 
 
@@ -161,7 +161,7 @@ def test_what_goes_wrong_on_one_rank_ends_all(
     probing: Callable[[DeviceMesh], ProbeOutcome], expected: str
 ) -> None:
     """None waits for another that measures something else, or nothing."""
-    found = ranks.run(probing, nodes=1, ranks_per_node=2, timeout_s=60)
+    found = ranks.run(probing, nodes=1, ranks_per_node=2)
     assert all(expected in each.refusal for each in found), found
     assert [each.is_first for each in found] == [True, False]
 

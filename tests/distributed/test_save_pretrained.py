@@ -36,10 +36,10 @@ from tests.distributed.exports import (
     compare_tensors,
     llama,
     llama_tied,
-    logits,
     make,
     mixtral,
     same_bytes,
+    same_logits,
     saved,
     train,
 )
@@ -102,7 +102,7 @@ def _adapter(mesh: DeviceMesh | None, name: str) -> None:
     if _rank() == 0:
         compare(folder / "ours", saved(plain, folder / "theirs"))
         back = peft.PeftModel.from_pretrained(base, folder / "ours")
-        assert torch.equal(logits(back), logits(plain))
+        same_logits(back, plain)
 
 
 def _merged(mesh: DeviceMesh | None, name: str) -> None:
@@ -116,7 +116,7 @@ def _merged(mesh: DeviceMesh | None, name: str) -> None:
     if _rank() == 0:
         merged = copy.deepcopy(plain).merge_and_unload()
         compare(folder / "ours", saved(merged, folder / "theirs"))
-        assert torch.equal(logits(type(merged).from_pretrained(folder / "ours")), logits(merged))
+        same_logits(type(merged).from_pretrained(folder / "ours"), merged)
 
 
 def _prompts_are_not_merged(mesh: DeviceMesh | None) -> None:
@@ -136,7 +136,7 @@ def _embeddings_that_were_tied(mesh: DeviceMesh | None) -> None:
     fcdp_compile.save_pretrained(model, folder / "ours", merge=True)
     if _rank() == 0:
         back = type(plain.get_base_model()).from_pretrained(folder / "ours")
-        assert torch.equal(logits(back), logits(plain.merge_and_unload()))
+        same_logits(back, plain.merge_and_unload())
 
 
 def _plain_module(mesh: DeviceMesh | None) -> None:
@@ -158,7 +158,7 @@ def _own_tie(mesh: DeviceMesh | None) -> None:
     fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
     if _rank() == 0:
         back = type(plain).from_pretrained(folder / "ours")
-        assert torch.equal(logits(back), logits(plain))
+        same_logits(back, plain)
 
 
 def _other_homes(mesh: DeviceMesh) -> None:

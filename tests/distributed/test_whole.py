@@ -155,8 +155,9 @@ def _merged(mesh: DeviceMesh) -> None:
         with fcdp_compile.gathered(model, writeback=True):
             model.merge_adapter()
         plain.merge_adapter()
-        for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(whole(mine), other), name
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            # Products of matrices that begin elsewhere in memory may be rounded in another way.
+            torch.testing.assert_close(whole(mine), other)
         assert torch.allclose(model(input_ids=ids).logits, expected, atol=1e-5)
         with fcdp_compile.gathered(model, writeback=True):
             model.unmerge_adapter()
@@ -267,7 +268,7 @@ def _param_dtype(mesh: DeviceMesh) -> None:
         expected = model(ids)
         with fcdp_compile.gathered(model):
             assert model.first.weight.dtype == torch.float32
-            assert torch.equal(model(ids), expected)
+            torch.testing.assert_close(model(ids), expected)
 
 
 _JOBS: dict[str, Job] = {

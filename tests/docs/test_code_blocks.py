@@ -25,7 +25,7 @@ from tests.distributed.ranks import run
 from tests.docs.blocks import ROOT, BadMark, Block, Page, pages, read_page
 
 PAGES = pages()
-LIMIT_S = 120
+LIMIT_S = 900
 SHIMS = {"python": "", "fcdp": "-m fcdp_compile.cli", "torchrun": "-m torch.distributed.run"}
 """Commands that readers have on PATH and the tests' environment perhaps has not."""
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LIMIT_S = 150
+LIMIT_S = 900
 TINY = ("--layers=1", "--hidden=64", "--seq-len=32", "--batch-size=2")
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

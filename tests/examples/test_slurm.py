@@ -38,7 +38,7 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
         check=False,
     )
 

@@ -30,7 +30,7 @@ def _example(*command: str) -> str:
     split = len(TORCHRUN) if command[: len(TORCHRUN)] == TORCHRUN else 1
     done = subprocess.run(
         [*command[:split], str(EXAMPLE), *command[split:]],
-        capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

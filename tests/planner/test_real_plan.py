@@ -88,7 +88,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Plan]]:
         (trial, RANKS_PER_NODE * _estimate(trial).job.host_bytes_per_rank) for trial in TRIALS
     ]
     found: dict[str, list[Plan]] = run(
-        _all_plans, trials, str(machine), nodes=NODES, ranks_per_node=RANKS_PER_NODE, timeout_s=280
+        _all_plans, trials, str(machine), nodes=NODES, ranks_per_node=RANKS_PER_NODE
     )[0]
     return found
 

@@ -206,7 +206,7 @@ class Gather:
         self._may_arrive.set()
 
     def _run(self) -> None:
-        assert self._may_arrive.wait(30)
+        assert self._may_arrive.wait(300)
         if self._error is not None:
             raise self._error
         self._out.fill_(self._value)

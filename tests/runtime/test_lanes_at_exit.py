@@ -25,7 +25,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 
         def blocked():
             begun.set()
-            assert lanes.exiting.wait(40)
+            assert lanes.exiting.wait(300)
             print("gave up", flush=True)
             raise RuntimeError("exiting")
     """
@@ -34,7 +34,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "ignore", "-c", text],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=400,
         check=False,
     )
 

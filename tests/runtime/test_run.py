@@ -52,10 +52,18 @@ class Model:
         self.counters = Counters()
         self.collectives = SimpleNamespace()
 
-    def stale(self, buckets: list[Bucket], about: About) -> list[Bucket]:
+    def stale(
+        self, buckets: list[Bucket], about: About, *, is_given: bool
+    ) -> tuple[list[Bucket], bool]:
         self.modes.append(about.mode)
         self.asked = [b.id for b in buckets]
-        return [b for b in buckets if b.id in self.stale_ids]
+        return [b for b in buckets if b.id in self.stale_ids], is_given
+
+    def not_its_own(self, shards: dict[str, object]) -> list[str]:
+        return list(shards)
+
+    def note_backward(self, *, accumulates: bool) -> None:
+        pass
 
     def release_rivals(self, bucket: Bucket) -> None:
         self.replaced.append(bucket.id)
@@ -93,12 +101,16 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
     bound = CompiledPlan(plan, model)
 
     def program(name: str) -> Any:
-        def run(model: Model, args: list[Any], *, accumulates: bool = False) -> tuple[Any, ...]:
+        def run(
+            model: Model, args: list[Any], *, accumulates: bool = False, given: int = 0
+        ) -> tuple[Any, ...]:
+            assert not given, "no model has its parameters among the arguments here"
             ran.append(name)
             args.clear()
             return ()
 
         told = {"is_stamped": True, "shall_accumulate": lambda args: bool(args)}
+        told["was_given"] = lambda args: 0
         return SimpleNamespace(run=run, **told)
 
     for direction, variant in graphs:
@@ -196,7 +208,7 @@ def test_what_a_backward_does_with_gradients(
 
 
 def _note(
-    ran: list[str], name: str, model: Model, args: list[Any], *, accumulates: bool
+    ran: list[str], name: str, model: Model, args: list[Any], *, accumulates: bool, given: int
 ) -> tuple[Any, ...]:
     assert not accumulates, "that is a forward's"
     ran.append(name)

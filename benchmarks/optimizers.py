@@ -1,0 +1,287 @@
+"""Every optimizer on home shards of 2 x 2 ranks: right or refused, and what its step sends between nodes.
+
+    python -m benchmarks.optimizers               the table of docs/optimizers.md, on two nodes of two ranks
+
+The reference is the same model on one rank with the whole batch.  Bytes are those of the collectives in
+`step`, as rings send them: no part of a node's data leaves it twice.  Optimizers of packages that
+are not installed have no row.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import fcdp_compile
+from fcdp_compile.torch_compat import DispatchMode
+
+NODES, RANKS_PER_NODE = 2, 2
+STEPS = 4
+_LR = 1e-2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One optimizer with some of its options.
+
+    module: where its class is.  matrices_only: steps the parameters with two dimensions alone.
+    """
+
+    name: str
+    options: dict[str, Any]
+    module: str = "torch.optim"
+    matrices_only: bool = False
+
+    @property
+    def title(self) -> str:
+        """As the table calls it."""
+        given = ", ".join(f"{k}={v}" for k, v in self.options.items() if k not in _ALWAYS)
+        package = "" if self.module == "torch.optim" else self.module.split(".")[0] + " "
+        return f"{package}{self.name}" + (f" ({given})" if given else "")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Doubles where the optimizer takes them, so that only mistakes make a difference."""
+        return torch.float64 if self.module == "torch.optim" else torch.float32
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """The optimizer of some parameters."""
+        mine = [p for p in parameters if p.dim() == 2 or not self.matrices_only]
+        made: Optimizer = getattr(importlib.import_module(self.module), self.name)(
+            mine, **self.options
+        )
+        return made
+
+
+_ALWAYS = ("lr", "min_8bit_size", "max_iter")
+
+
+def _of_torch(name: str, *, matrices_only: bool = False, **options: Any) -> Case:
+    return Case(name=name, options={"lr": _LR, **options}, matrices_only=matrices_only)
+
+
+def _eight_bit(name: str, **options: Any) -> Case:
+    return Case(name=name, module="bitsandbytes.optim", options={"lr": _LR, **options})
+
+
+CASES = (
+    _of_torch("SGD", momentum=0.9),
+    _of_torch("SGD", momentum=0.9, fused=True),
+    _of_torch("Adam"),
+    _of_torch("AdamW"),
+    _of_torch("AdamW", foreach=False),
+    _of_torch("AdamW", fused=True),
+    _of_torch("AdamW", amsgrad=True),
+    _of_torch("Adagrad"),
+    _of_torch("Adagrad", fused=True),
+    _of_torch("Adadelta"),
+    _of_torch("Adamax"),
+    _of_torch("ASGD"),
+    _of_torch("NAdam"),
+    _of_torch("RAdam"),
+    _of_torch("RMSprop", momentum=0.9),
+    _of_torch("Rprop"),
+    _of_torch("Adafactor"),
+    _of_torch("Adafactor", foreach=True),
+    _of_torch("Muon", matrices_only=True),
+    _of_torch("LBFGS", lr=0.5, max_iter=2),
+    _of_torch("LBFGS", lr=0.5, max_iter=2, line_search_fn="strong_wolfe"),
+    _of_torch("SparseAdam"),
+    Case(name="Adafactor", module="transformers.optimization", options={}),
+    _eight_bit("Adam8bit", min_8bit_size=16),
+    _eight_bit("AdamW8bit", min_8bit_size=16),
+    _eight_bit("SGD8bit", momentum=0.9, min_8bit_size=16),
+    _eight_bit("RMSprop8bit", min_8bit_size=16),
+    _eight_bit("Lion8bit", min_8bit_size=16),
+    _eight_bit("AdEMAMix8bit", min_8bit_size=16),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Of one optimizer: the largest difference of a parameter, or who refuses it and why.
+
+    gap: relative to the largest change that a parameter of the reference saw.
+    inter_bytes, weight_bytes: what one step sends from one node to others, and W of what it steps.
+    """
+
+    gap: float | None
+    refusal: str | None
+    inter_bytes: int
+    weight_bytes: int
+
+
+def measure(mesh: DeviceMesh, case: Case) -> Outcome:
+    """Train with an optimizer on all ranks and on one; all ranks call it."""
+    reference, model = _model(case.dtype), _model(case.dtype)
+    before = [p.detach().clone() for p in reference.parameters()]
+    fcdp_compile.shard(model, mesh)
+    traffic = _Traffic(mesh)
+    stepped = [p for p in reference.parameters() if p.dim() == 2 or not case.matrices_only]
+    weight_bytes = sum(p.nbytes for p in stepped)
+    try:
+        plain, sharded = case.build(reference.parameters()), case.build(model.parameters())
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            batch = torch.randn(4 * dist.get_world_size(), 40, dtype=case.dtype)
+            mine = batch.view(dist.get_world_size(), 4, 40)[dist.get_rank()]
+            _step(plain, partial(_loss, reference, batch), None)
+            _step(sharded, partial(_loss, model, mine), traffic)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return Outcome(gap=None, refusal=why, inter_bytes=0, weight_bytes=weight_bytes)
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    gap = max(float((_whole(p) - q).detach().abs().max()) for p, q in pairs)
+    change = max(
+        float((q.detach() - b).abs().max())
+        for q, b in zip(reference.parameters(), before, strict=True)
+    )
+    return Outcome(
+        gap=gap / change,
+        refusal=None,
+        inter_bytes=traffic.inter_bytes // STEPS,
+        weight_bytes=weight_bytes,
+    )
+
+
+def _model(dtype: torch.dtype) -> nn.Sequential:
+    """Rows that four ranks share evenly, and rows that they do not."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 49), nn.Tanh(), nn.Linear(49, 33)
+    )
+    return layers.to(dtype)
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().mean()
+    return loss
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _step(optimizer: Optimizer, loss_of: Callable[[], Tensor], traffic: _Traffic | None) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's has no types
+        mean = loss.detach().clone()
+        if traffic is not None:  # a line search must see the same loss on every rank
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return mean
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        if traffic is None:
+            optimizer.step(closure)
+        else:
+            with traffic:
+                optimizer.step(closure)
+        return
+    closure()
+    if traffic is None:
+        optimizer.step()
+    else:
+        with traffic:
+            optimizer.step()
+
+
+class _Traffic(DispatchMode):
+    """Adds up the bytes of collectives that one of two nodes sends to the other."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self.inter_bytes = 0
+        groups = [mesh.get_group("inter"), mesh.get_group("intra"), dist.group.WORLD]
+        self._ranks = {
+            g.group_name: dist.get_process_group_ranks(g) for g in groups if g is not None
+        }
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # until it has become ops on local tensors
+        if func.overloadpacket in _COLLECTIVES:
+            self.inter_bytes += _inter_bytes(func.overloadpacket, args, self._ranks[args[-1]])
+        return func(*args, **(kwargs or {}))
+
+
+_FUNCTIONAL = torch.ops._c10d_functional
+_COLLECTIVES = {
+    _FUNCTIONAL.all_gather_into_tensor,
+    _FUNCTIONAL.all_reduce,
+    _FUNCTIONAL.all_to_all_single,
+    _FUNCTIONAL.reduce_scatter_tensor,
+}
+
+
+def _inter_bytes(collective: Any, args: Sequence[Any], ranks: Sequence[int]) -> int:
+    """What one node sends of a collective: each of the groups between nodes, or one group of all ranks."""
+    size = args[0].nbytes
+    nodes = {rank // RANKS_PER_NODE for rank in ranks}
+    if len(nodes) == 1:
+        return 0
+    groups = RANKS_PER_NODE if len(ranks) == len(nodes) else 1
+    whole = size * len(ranks) if collective is _FUNCTIONAL.all_gather_into_tensor else size
+    times = 2 if collective is _FUNCTIONAL.all_reduce else 1
+    return groups * times * whole * (len(ranks) - 1) // len(ranks)
+
+
+def table(outcomes: Sequence[tuple[Case, Outcome]]) -> str:
+    """The table of the documentation."""
+    rows = [
+        (
+            case.title,
+            "right" if found.refusal is None else "refused",
+            "" if found.gap is None else f"{found.gap:.0e}",
+            "" if found.gap is None else f"{found.inter_bytes / found.weight_bytes:.2f} W",
+            found.refusal or "",
+        )
+        for case, found in outcomes
+    ]
+    headers = ("optimizer", "result", "gap", "between nodes", "why")
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def main() -> None:
+    """Run every case on four ranks of this machine; rank 0 prints the table."""
+    if "RANK" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
+        command += ["-m", "benchmarks.optimizers", *sys.argv[1:]]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+    mesh = fcdp_compile.make_mesh(nodes=NODES)
+    assert mesh is not None, "four ranks run"
+    cases = [
+        c for c in CASES if _is_installed(c.module) and (not sys.argv[1:] or c.name in sys.argv[1:])
+    ]
+    outcomes = [(case, measure(mesh, case)) for case in cases]
+    if dist.get_rank() == 0:
+        print(table(outcomes))
+    dist.destroy_process_group()
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module.split(".")[0]) is not None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""The DTensor class of home shards, their gradients and optimizer states: fewer and larger collectives.
+
+A plain DTensor on the two-dimensional home mesh communicates once for each dimension, and says in a long
+warning that this is slow.  A mesh of one dimension is no way out: torch 2.13 then gathers the wrong rows of
+uneven shards, silently.  So a `HomeTensor` is a DTensor that
+
+* reduces a pending value (a norm, a sum) in one all-reduce over all ranks, once;
+* gathers rows over one mesh dimension after the other: first between nodes, where each row crosses once, then
+  within the node.  One flat all-gather would send 1.5 times as many bytes between two nodes of two ranks;
+* runs elementwise ops, such as an optimizer's, on the local tensors (`local_ops`).
+
+Results of ops on HomeTensors are HomeTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from fcdp_compile.errors import FcdpError, MixedTensorsError
+from fcdp_compile.local_ops import run_locally
+from fcdp_compile.mesh import all_ranks_of
+from fcdp_compile.torch_compat import storage_id, takes_plain_tensors, wanted_placements
+
+
+class HomeTensor(DTensor):
+    """A DTensor on the home mesh; see above."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def adopt(value: Any) -> Any:
+        """Make a DTensor on a home mesh a HomeTensor: the same object, with the same values."""
+        is_plain = type(value) is DTensor and type(value._local_tensor) is Tensor
+        if is_plain and all_ranks_of(value.device_mesh) is not None:
+            value.__class__ = HomeTensor
+        return value
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        # AOTAutograd rebuilds its inputs through this and then insists on the very class it was given.
+        made: DTensor = DTensor.__tensor_unflatten__(
+            inner_tensors, flatten_spec, outer_size, outer_stride
+        )
+        made.__class__ = HomeTensor
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def present(self) -> Tensor:
+        """The local tensor, with its memory and values."""
+        local: Tensor = self._local_tensor
+        return local
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """As DTensor's, with fewer collectives or fewer bytes between nodes."""
+        found: DTensor = self
+        if placements is not None and device_mesh in (None, self.device_mesh):
+            if _is_pending(self) and all(isinstance(p, Replicate) for p in placements):
+                _settle([self])
+            for step in _steps(self.placements, placements):
+                found = DTensor.redistribute(found, placements=step, **options)
+        found = DTensor.redistribute(found, device_mesh, placements, **options)
+        adopted: DTensor = HomeTensor.adopt(found)
+        return adopted
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As a DTensor: who reads it need not have fcdp.
+        return _plain(self).__reduce_ex__(protocol)
+
+
+class _Copy(HomeTensor):
+    """Gathered rows in the place of a view that shards cannot have, to read: what it gets nobody sees."""
+
+    __slots__ = ()
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return _unscale(func, *args)
+    if torch.Tag.inplace in func.tags and type(args[0]) is _Copy:
+        raise FcdpError(
+            f"{func} writes to a view of a sharded tensor that is a copy, because the rows of its shards do "
+            "not make such a view; write to the tensor itself"
+        )
+    done = run_locally(func, args, kwargs, _present)
+    if done is not NotImplemented:
+        return _adopted(done)
+    tensors: list[DTensor] = []
+    _mapped(tensors.append, (args, list(kwargs.values())))
+    is_traced = any(type(_held(t)) is not Tensor for t in tensors)
+    if not is_traced:
+        _refuse_mixture(func, args, kwargs, tensors[0])
+        if not _communicates_never(func, tensors):
+            args = _prepared(func, args, kwargs)
+    given: list[tuple[DTensor, HomeTensor]] = []
+
+    def plain(tensor: DTensor) -> DTensor:
+        if not isinstance(tensor, HomeTensor):
+            return tensor
+        given.append((_plain(tensor), tensor))
+        return given[-1][0]
+
+    values = dict(zip(kwargs, _mapped(plain, kwargs.values()), strict=True))
+    found = func(*_mapped(plain, args), **values)
+    # An op that writes to an argument returns it.
+    found = next((mine for made, mine in given if made is found), found)
+    if is_traced:
+        return found
+    found = _adopted(found)
+    copied = [storage_id(_held(mine)) for _, mine in given if type(mine) is _Copy]
+    if copied and type(found) is HomeTensor and storage_id(_held(found)) in copied:
+        found.__class__ = _Copy
+    return found
+
+
+def _refuse_mixture(func: Any, args: Any, kwargs: Any, sharded: DTensor) -> None:
+    """Refuse what DTensor would refuse in other words, before anything is communicated.
+
+    Raises: MixedTensorsError.
+    """
+    for value in (*args, *kwargs.values()):
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
+            if is_plain and tensor.numel() != 1 and not takes_plain_tensors():
+                raise MixedTensorsError(
+                    f"{func} got a sharded tensor of shape {tuple(sharded.shape)} and a plain one of shape "
+                    f"{tuple(tensor.shape)}; an optimizer that keeps plain tensors beside its parameters "
+                    "cannot step sharded ones (docs/optimizers.md lists those that can), and elsewhere "
+                    "fcdp_compile.full(parameter) gives the whole parameter"
+                )
+
+
+def _communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:
+    """Whether an op needs the local tensors alone, as is known without asking DTensor, which takes 40 us."""
+    if any(t.placements != tensors[0].placements for t in tensors):
+        return False
+    is_elementwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _LOCAL
+    return is_elementwise and not any(p.is_partial() for p in tensors[0].placements)
+
+
+def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments of an op, reduced or gathered where DTensor would do so once for each dimension."""
+    if func.overloadpacket in _VIEWS and _cuts_rows(args[0], args[1]):
+        args = [_whole(args[0]), *args[1:]]
+        args[0].__class__ = _Copy
+    change: dict[int, DTensor] = {}
+    pending: list[HomeTensor] = []
+    if torch.Tag.inplace in func.tags or func.overloadpacket is _aten._local_scalar_dense:
+        # DTensor cannot write to a partial value, and its `item` takes a partial value for the whole one.
+        _mapped(lambda t: pending.append(t) if _is_pending(t) else None, args)
+        _settle(pending)
+        pending = []
+    for tensor, placements in wanted_placements(func, args, kwargs):
+        if _is_pending(tensor) and not any(p.is_partial() for p in placements):
+            pending.append(tensor)
+        elif isinstance(tensor, HomeTensor) and not any(p.is_partial() for p in placements):
+            steps = _steps(tensor.placements, placements)
+            change[id(tensor)] = _redistributed(tensor, [*steps, placements])
+    _settle(pending)
+    return _mapped(lambda tensor: change.get(id(tensor), tensor), args)
+
+
+def _mapped(change: Callable[[DTensor], Any], values: Iterable[Any]) -> list[Any]:
+    """An op's arguments with something in the place of each DTensor, also of those in lists."""
+    return [
+        change(value)
+        if isinstance(value, DTensor)
+        else _mapped(change, value)
+        if isinstance(value, (list, tuple))
+        else value
+        for value in values
+    ]
+
+
+def _adopted(found: Any) -> Any:
+    if isinstance(found, (list, tuple)):
+        return type(found)(HomeTensor.adopt(value) for value in found)
+    return HomeTensor.adopt(found)
+
+
+def _held(tensor: DTensor) -> Tensor:
+    held: Tensor = _SLOT.__get__(tensor)
+    return held
+
+
+def _present(tensor: DTensor) -> Tensor:
+    if type(tensor) in (DTensor, HomeTensor):
+        return _held(tensor)
+    assert isinstance(tensor, HomeTensor), type(tensor)
+    return tensor.present()
+
+
+def _plain(tensor: HomeTensor) -> DTensor:
+    # Without DTensor.__init__, which does nothing and takes 5 us.
+    return DTensor.__new__(
+        DTensor, tensor.present(), tensor._spec, requires_grad=tensor.requires_grad
+    )
+
+
+_SLOT: Any = DTensor.__dict__["_local_tensor"]
+
+
+# --- reductions ---------------------------------------------------------------------------------------------
+
+
+def _is_pending(tensor: DTensor) -> TypeGuard[HomeTensor]:
+    """Whether a value is still to be reduced over ranks, each of which has a part of all elements."""
+    placements = tensor.placements
+    is_pending = any(p.is_partial() for p in placements) and not any(
+        p.is_shard() for p in placements
+    )
+    return is_pending and isinstance(tensor, HomeTensor)
+
+
+def _settle(tensors: Iterable[HomeTensor]) -> None:
+    """Reduce pending values over all ranks, those of one kind together; each tensor keeps its result."""
+    kinds: dict[tuple[tuple[Placement, ...], torch.dtype], dict[int, HomeTensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.placements, tensor.dtype), {})[id(tensor)] = tensor
+    for (placements, _), alike in kinds.items():
+        _settle_alike(placements, list(alike.values()))
+
+
+def _settle_alike(placements: Sequence[Placement], tensors: Sequence[HomeTensor]) -> None:
+    home_mesh = tensors[0].device_mesh
+    mesh = home_mesh
+    if (every := all_ranks_of(home_mesh)) is not None:
+        nodes = home_mesh.size(home_mesh.ndim - 1)
+        every.sent_bytes += sum(2 * t.numel() * t.itemsize for t in tensors) * (nodes - 1) // nodes
+        if len(set(placements)) == 1:
+            mesh, placements = every.mesh, placements[:1]
+    packed = torch.cat([_held(t).detach().reshape(-1) for t in tensors])
+    pending = DTensor.from_local(packed, mesh, placements, run_check=False)
+    reduced = pending.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+    parts = reduced.split([t.numel() for t in tensors])
+    everywhere = [Replicate()] * home_mesh.ndim
+    for tensor, part in zip(tensors, parts, strict=True):
+        whole = torch.empty_like(_held(tensor)).copy_(part.view(tensor.shape))
+        tensor._spec = DTensor.from_local(whole, home_mesh, everywhere, run_check=False)._spec
+        tensor._local_tensor = whole
+
+
+def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What a GradScaler does to gradients: all ranks learn of a value on any that is not finite."""
+    func(_mapped(_present, grads), found_inf, inv_scale)
+    sharded = next(g for g in grads if isinstance(g, DTensor))
+    if (every := all_ranks_of(sharded.device_mesh)) is not None:
+        here = DTensor.from_local(found_inf, every.mesh, [Partial("max")], run_check=False)
+        found_inf.copy_(here.redistribute(placements=[Replicate()]).to_local())
+
+
+# --- gathers ------------------------------------------------------------------------------------------------
+
+
+def _steps(placements: Sequence[Placement], wanted: Sequence[Placement]) -> list[list[Placement]]:
+    """The placements between, of rows that are to be gathered over several mesh dimensions."""
+    gathered = [
+        i
+        for i, (now, then) in enumerate(zip(placements, wanted, strict=True))
+        if now.is_shard() and then.is_replicate()
+    ]
+    between = list(placements)
+    steps = []
+    for i in reversed(gathered[1:]):
+        between[i] = Replicate()
+        steps.append(list(between))
+    return steps
+
+
+def _redistributed(tensor: DTensor, steps: Iterable[Sequence[Placement]]) -> DTensor:
+    """A tensor after some redistributions; a HomeTensor, and below autograd."""
+    if isinstance(tensor, HomeTensor):
+        tensor = _plain(tensor)
+    for step in steps:
+        _note_sent(tensor, step)
+        tensor = DTensor.redistribute(tensor, placements=step)
+    adopted: DTensor = HomeTensor.adopt(tensor)
+    return adopted
+
+
+def _note_sent(tensor: DTensor, placements: Sequence[Placement]) -> None:
+    """Count what a node sends to others as rows of a tensor are gathered or cut in another way."""
+    mesh = tensor.device_mesh
+    inter = mesh.ndim - 1
+    now, then = tensor.placements[inter], placements[inter]
+    if (every := all_ranks_of(mesh)) is not None and now.is_shard() and now != then:
+        every.sent_bytes += (
+            tensor.numel() * tensor.itemsize * (mesh.size(inter) - 1) // mesh.size(inter)
+        )
+
+
+def _whole(tensor: HomeTensor) -> DTensor:
+    everywhere = [Replicate()] * tensor.device_mesh.ndim
+    return _redistributed(tensor, [*_steps(tensor.placements, everywhere), everywhere])
+
+
+def _cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:
+    """Whether a view of a tensor is no view of each of its shards, which DTensor refuses."""
+    cut = {p.dim for p in tensor.placements if isinstance(p, Shard)}
+    if not cut or list(shape[: max(cut) + 1]) == list(tensor.shape[: max(cut) + 1]):
+        return False
+    return cut != {0} or bool(tensor.shape[0] % tensor.device_mesh.size())
+
+
+_aten = torch.ops.aten
+_VIEWS = {_aten.view, _aten._unsafe_view}
+_LOCAL = {_aten.linalg_vector_norm, _aten._foreach_norm, _aten.detach, _aten.zeros_like}
+
+
+def _look_at_whole(tensor: Any) -> list[Any]:
+    return [([Replicate()], [Replicate()])]
+
+
+# torch 2.13 has no rule for the ops by which `torch.autograd.detect_anomaly` looks for NaN.  All ranks must
+# come to one verdict: one that raised alone would leave the others waiting.
+register_sharding([_aten._is_any_true.default, _aten._is_all_true.default])(_look_at_whole)

@@ -1,0 +1,139 @@
+"""Ops on sharded tensors that need the local tensors alone.
+
+An elementwise op does if all of its tensors are cut alike, or hold one element that every rank has.  So do
+torch's elementwise ops on lists of tensors (`_foreach_…`) and its fused optimizers, also if some tensors of
+the lists are not distributed at all (`shard(ignored_params=…)`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+LocalOf = Callable[[DTensor], Tensor]
+
+_aten = torch.ops.aten
+
+_ON_LISTS = (
+    "abs add addcdiv addcmul ceil clamp_max clamp_min clone copy div erf exp expm1 floor frac lerp log log10 "
+    "log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sqrt sub tanh trunc zero"
+)
+_LIST_OPS = {
+    getattr(_aten, name)
+    for root in _ON_LISTS.split()
+    for name in (f"_foreach_{root}", f"_foreach_{root}_")
+    if hasattr(_aten, name)
+} | {_aten._fused_adagrad_, _aten._fused_adam_, _aten._fused_adamw_, _aten._fused_sgd_}
+
+_ALSO_ELEMENTWISE = {
+    _aten.copy_.default,
+    _aten.fill_.Scalar,
+    _aten.index_put_.default,  # with a mask of booleans
+    _aten.masked_fill_.Scalar,
+    _aten.zero_.default,
+}
+"""Without the tag that torch gives the others."""
+
+
+class _Elsewhere(Exception):
+    """An op needs more than the local tensors."""
+
+
+def run_locally(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], local_of: LocalOf
+) -> Any:
+    """Run an op on the local tensors; NotImplemented if the op needs more.
+
+    For ops that write to their first argument and for ops on lists.  Results of the latter are DTensors.
+    """
+    is_in_place, is_on_lists = _kind(func)
+    try:
+        if is_in_place:
+            main = args[0]
+            locals_ = [
+                _masks(value, main, local_of)
+                if isinstance(value, list)
+                else _local(value, main, local_of)
+                for value in args
+            ]
+            more = {name: _local(value, main, local_of) for name, value in kwargs.items()}
+            func(*locals_, **more)
+            return main
+        if is_on_lists:
+            mains = args[0]
+            lists = [_locals(value, mains, local_of) for value in args]
+            more = {name: _local(value, None, local_of) for name, value in kwargs.items()}
+            results = func(*lists, **more)
+            return results and [_like(r, m, local_of) for r, m in zip(results, mains, strict=True)]
+    except _Elsewhere:
+        pass
+    return NotImplemented
+
+
+@functools.cache
+def _kind(func: Any) -> tuple[bool, bool]:
+    """Whether an op is elementwise and writes to its first argument, and whether it is so on lists."""
+    is_elementwise = torch.Tag.pointwise in func.tags or func in _ALSO_ELEMENTWISE
+    is_in_place = torch.Tag.inplace in func.tags
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    return is_elementwise and is_in_place and not is_random, func.overloadpacket in _LIST_OPS
+
+
+def _masks(indices: list[Any], main: Any, local_of: LocalOf) -> list[Any]:
+    """Indices of `main` as local tensors; numbers of rows are other numbers in each shard."""
+    if not all(isinstance(i, DTensor) and i.dtype == torch.bool for i in indices):
+        raise _Elsewhere
+    return [_local(i, main, local_of) for i in indices]
+
+
+def _locals(value: Any, mains: Sequence[Any], local_of: LocalOf) -> Any:
+    """An argument of an op on lists as local tensors."""
+    if not isinstance(value, (list, tuple)):
+        return _local(value, None, local_of)
+    if not (value and isinstance(value[0], Tensor)):
+        return value
+    return [_local(v, main, local_of) for v, main in zip(value, mains, strict=True)]
+
+
+def _local(value: Any, main: Any, local_of: LocalOf) -> Any:
+    """An argument as a local tensor, beside the argument that is written to; None: there is none."""
+    if not isinstance(value, DTensor):
+        if isinstance(value, Tensor) and isinstance(main, DTensor) and value.dim():
+            raise _Elsewhere
+        return value
+    if value is main:
+        needed = not any(p.is_partial() for p in value.placements)
+    elif isinstance(main, DTensor) and _are_alike(value, main):
+        needed = True  # as that of `main`
+    else:
+        needed = not value.dim() and all(p.is_replicate() for p in value.placements)
+    if needed:
+        local = local_of(value)
+        if type(local) is Tensor:  # another class while a graph is traced
+            return local
+    raise _Elsewhere
+
+
+def _are_alike(one: DTensor, other: DTensor) -> bool:
+    return (
+        one.placements == other.placements
+        and one.device_mesh is other.device_mesh
+        and one.shape == other.shape
+    )
+
+
+def _like(result: Tensor, main: Any, local_of: LocalOf) -> Tensor:
+    """A result of an op on lists, cut as the tensor in the first list."""
+    if not isinstance(main, DTensor):
+        return result
+    if result.dtype == main.dtype and result.stride() == local_of(main).stride():
+        return DTensor(result, main._spec, requires_grad=False)
+    return DTensor.from_local(
+        result, main.device_mesh, main.placements, run_check=False,
+        shape=main.shape, stride=main.stride(),
+    )  # fmt: skip
