@@ -105,11 +105,6 @@ class HomeShard(DTensor):
         self.bring_back()
         return HomeShard(self.held.data, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
 
-    def detach(self) -> HomeShard:  # type: ignore[override]  # Tensor's is typed as an attribute
-        """The values as autograd's constant, sharing memory: what `state_dict` holds."""
-        self.bring_back()
-        return HomeShard(self.held.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # as above
-
     @data.setter
     def data(self, other: Tensor) -> None:
         if tuple(other.shape) != tuple(self.shape) or other.dtype != self.dtype:
@@ -130,6 +125,11 @@ class HomeShard(DTensor):
             other = other.redistribute(placements=self.placements)
         self._local_tensor = other._local_tensor.detach()
 
+    def detach(self) -> HomeShard:
+        """The values as autograd's constant, sharing memory: what `state_dict` holds."""
+        self.bring_back()
+        return HomeShard(self.held.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
+
     # --- whole tensors ------------------------------------------------------------------------------------
 
     def part_of(self, whole: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class HomeShard(DTensor):
 
     def cut(self, whole: Tensor) -> DTensor:
         """A whole tensor of the full shape as a DTensor that is cut like this one; shares its memory."""
-        return DTensor(self.part_of(whole.detach()), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
+        return DTensor(self.part_of(whole.detach()), self._spec, requires_grad=False)
 
     def module_load(self, other: Tensor, assign: bool = False) -> HomeShard:
         """This home shard again, for `load_state_dict` where `torch.__future__` makes it swap tensors."""
@@ -281,7 +281,7 @@ class HomeShard(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As a plain DTensor, which `torch.load` can read.
-        return _as_dtensor(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # Tensor's has no types
+        return _as_dtensor(self).__reduce_ex__(protocol)
 
 
 class _Away:
