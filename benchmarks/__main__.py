@@ -12,8 +12,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.arguments import Arguments, parse
+from benchmarks.cluster.nodes import why_not
 from benchmarks.job import Job
-from benchmarks.launch import ROOT, run_job, why_not
+from benchmarks.launch import ROOT, run_job
 from benchmarks.machine import Machine
 from benchmarks.matrix import Costs, Schedule, Skipped, all_cells, plan
 from benchmarks.plots import draw

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import fcdp_compile
-from benchmarks.launch import ROOT, cluster_command, why_not
+from benchmarks.cluster.nodes import why_not
+from benchmarks.launch import ROOT, cluster_command
 from benchmarks.network import NETWORKS, cap, sent_bytes
 from fcdp_compile.cost import MACHINES, Link, Machine, assembled_bytes, simulate
 from fcdp_compile.gathering import Algorithm

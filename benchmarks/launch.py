@@ -12,30 +12,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.cluster.nodes import why_not
 from benchmarks.job import Job
 from benchmarks.rows import Failure, Row, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
-_TOOL = Path(os.environ.get("FCDP_CLUSTER_TOOL", ROOT.parent / "shared" / "tools" / "cluster.py"))
-_GRACE_S = 60.0  # for the tool's own clean-up after a timeout
-
-
-def why_not() -> str | None:
-    """Why no job can be started here, in one sentence, or None."""
-    if os.geteuid() != 0:
-        return "the benchmark needs root, to make network namespaces"
-    if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
-        return f"the benchmark needs {' and '.join(missing)}; install iproute2"
-    if not _TOOL.is_file():
-        return f"there is no cluster tool at {_TOOL}; set FCDP_CLUSTER_TOOL to its path"
-    return None
+_CLEAN_UP_S = 60.0  # for the nodes to be removed after a timeout
 
 
 def cluster_command(nodes: int, ranks_per_node: int, *, timeout_s: float, logs: Path) -> list[str]:
-    """The beginning of a command line that runs a script on every rank; the script comes behind."""
-    command = [sys.executable, str(_TOOL), "--nodes", str(nodes)]
-    command += ["--gpus-per-node", str(ranks_per_node), "--timeout", str(int(timeout_s))]
-    return [*command, "--log-dir", str(logs), "--python", sys.executable, "--"]
+    """The beginning of a command line that runs a script on every rank; the script comes behind.
+
+    It runs in ROOT, or with ROOT in PYTHONPATH.
+    """
+    command = [sys.executable, "-m", "benchmarks.cluster", "--nodes", str(nodes)]
+    command += ["--ranks-per-node", str(ranks_per_node), "--timeout", str(int(timeout_s))]
+    return [*command, "--log-dir", str(logs), "--"]
 
 
 def run_job(job: Job, *, folder: Path, timeout_s: float) -> list[Row] | Failure:
@@ -52,14 +44,14 @@ def run_job(job: Job, *, folder: Path, timeout_s: float) -> list[Row] | Failure:
     command += [str(ROOT / "benchmarks" / "worker.py"), str(job_file), str(rows_file)]
     output = folder / f"{name}.log"
     with output.open("w", encoding="utf-8") as out:
-        # Killing the tool outright would leave its namespaces behind; its own timeout cleans up.
+        # Killing the launcher outright would leave its nodes behind; its own timeout removes them.
         done = subprocess.run(
             command,
             env=_environment(folder),
             stdout=out,
             stderr=subprocess.STDOUT,
             check=False,
-            timeout=timeout_s + _GRACE_S,
+            timeout=timeout_s + _CLEAN_UP_S,
         )
     if done.returncode == 0 and (rows := read_rows(rows_file)):
         return rows

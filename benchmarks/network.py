@@ -1,6 +1,6 @@
 """The networks between the nodes: their names, speeds, and how a running node is put on another one.
 
-The cluster tool caps a network for a whole job.  Here a job starts uncapped and changes the cap between
+`benchmarks.cluster` limits links for a whole job.  Here a job starts uncapped and changes the cap between
 steps, so that the same processes are measured on every network in turn: no second start, no second
 compilation, and whatever else slows the machine slows all networks alike.  With two nodes, what one sends is
 what the other receives, so capping the senders caps both ways.
@@ -12,6 +12,8 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.cluster.rates import token_bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +37,17 @@ NETWORKS = {
     )
 }
 
-# As the cluster tool sets them: above the largest offloaded packet (64 KiB), and a queue of 200 ms.
-_BURST, _QUEUE = "128kb", "200ms"
-
 
 def card() -> str:
     """The name of this node's network card.
 
-    Raises: RuntimeError outside of the cluster tool.
+    Raises: RuntimeError on a machine that is no node of `benchmarks.cluster`.
     """
     name = os.environ.get("CLUSTER_IFNAME")
     if not name:
-        raise RuntimeError("CLUSTER_IFNAME is not set; start the worker with the cluster tool")
+        raise RuntimeError(
+            "CLUSTER_IFNAME is not set; start the worker with `python -m benchmarks.cluster`"
+        )
     return name
 
 
@@ -61,5 +62,5 @@ def cap(network: Network) -> None:
     # `del` fails where nothing is capped; what follows is the same either way.
     subprocess.run(["tc", "qdisc", "del", *device], capture_output=True, check=False)
     if network.bits_per_s is not None:
-        limit = ["rate", f"{network.bits_per_s}bit", "burst", _BURST, "latency", _QUEUE]
-        subprocess.run(["tc", "qdisc", "add", *device, "tbf", *limit], check=True)
+        limit = token_bucket(network.bits_per_s)
+        subprocess.run(["tc", "qdisc", "add", *device, *limit], check=True)

@@ -1,4 +1,4 @@
-"""Train one system on this rank and measure it; started by torchrun under the cluster tool.
+"""Train one system on this rank and measure it; started by torchrun on nodes of `benchmarks.cluster`.
 
     worker.py JOB.json ROWS.json
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UnsynchronizedGradientError,
     )
     from fcdp_compile.explanation import Explanation, explain
+    from fcdp_compile.full import full
     from fcdp_compile.memory_report import Memory, memory
     from fcdp_compile.mesh import make_mesh
     from fcdp_compile.pretrained.export import save_pretrained
@@ -50,6 +51,7 @@ __all__ = [
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
     "explain",
+    "full",
     "gathered",
     "load",
     "load_pretrained",
@@ -78,6 +80,7 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
+    "full": "full",
     "gathered": "whole",
     "load": "checkpointing.loading",
     "load_pretrained": "pretrained.load",

@@ -34,6 +34,8 @@ from fcdp_compile.passes.choose_tiers import place_steps
 from fcdp_compile.passes.context import PassContext, use_of
 from fcdp_compile.passes.inline import Inliner
 from fcdp_compile.passes.partition import partition
+from fcdp_compile.passes.segment import segment
+from fcdp_compile.passes.set_apart import set_apart, shard_inputs
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Bucket, Direction, Plan, Tier, Variant
@@ -44,6 +46,7 @@ from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.shardable import is_ignored
 from fcdp_compile.strategy import Cache
 from fcdp_compile.torch_compat import (
+    FakeTensorMode,
     aot_autograd,
     as_boxed,
     detect_fake_mode,
@@ -129,7 +132,7 @@ class _Compilation:
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
         fw, bw = partition(
-            self._compute.prepare_joint(joint),
+            self._compute.prepare_joint(set_apart(joint)),
             joint_inputs,
             num_fwd_outputs=num_fwd_outputs,
             partitioner=min_cut_rematerialization_partition,
@@ -220,6 +223,10 @@ class _Compilation:
                     self._options.record, clock_of(model.device), self._dump.write_recordings
                 )
         model.plans[plan.graph] = plan
+        if model.topology.ranks > 1:
+            kept = {direction: clone(gm) for direction, gm in graphs.items()}
+            self._bound.shards = {d: _shard_places(gm) for d, gm in kept.items()}
+            self._bound.add_given = partial(self._add_given, self._bound, kept)
         backward = graphs.get(Direction.BACKWARD)
         if backward is not None and any(b.strategy.accumulates_on for b in plan.buckets):
             ctx = replace(
@@ -242,12 +249,10 @@ class _Compilation:
         """Lower and compile the variants of a backward that most users never run."""
         schedules = []
         base = fit_on_host(bound.living_model(), backward, base)
-        mode = detect_fake_mode([n.meta.get("val") for n in backward.graph.nodes])
-        assert mode is not None, "graphs are traced with fake tensors"
         for variant in (Variant.ACCUMULATE, Variant.COLLECT):
             ctx = replace(base, variant=variant)
             # As while AOTAutograd calls the passes: what they make of sizes alone is fake, too.
-            with mode:
+            with _fake_mode(backward):
                 lowered, described = lower_variant(backward, ctx)
             self._lowered[Direction.BACKWARD, variant] = lowered
             schedules.append(place_steps(described, bound.plan.buckets))
@@ -256,9 +261,18 @@ class _Compilation:
         bound.living_model().plans[bound.plan.graph] = bound.plan
         self._show(bound.plan, again=True)
 
+    def _add_given(self, bound: CompiledPlan, graphs: Mapping[Direction, GraphModule]) -> None:
+        """Compile what runs where other values than the model's own are given; nothing of it is planned."""
+        for direction, gm in graphs.items():
+            with _fake_mode(gm):
+                self._lowered[direction, Variant.GIVEN] = segment(set_apart(gm, every=True))
+            self._bind(bound, direction, Variant.GIVEN)
+
     # --- compiling ----------------------------------------------------------------------------------------
 
     def _compile(self, direction: Direction, gm: GraphModule, inputs: Any) -> Callable[..., Any]:
+        if direction is Direction.INFERENCE:
+            set_apart(gm)
         model = _model_of(gm)
         if model is not None and direction is Direction.INFERENCE:
             self._bucket(model, direction, gm)
@@ -281,7 +295,7 @@ class _Compilation:
         model = bound.living_model()
         compile_codecs(lowered, buckets, model.codecs, self._compute, model.device)
         bound.programs[direction, variant] = Program(lowered, segments, buckets)
-        bound.reads[direction] = _union(bound.reads.get(direction, ()), _read_inputs(lowered))
+        bound.reads[direction, variant] = _read_inputs(lowered)
 
 
 def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -300,8 +314,16 @@ def _read_inputs(lowered: GraphModule) -> tuple[int, ...]:
     return tuple(i for i, n in enumerate(inputs) if any(u.op != "output" for u in n.users))
 
 
-def _union(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted({*left, *right}))
+def _shard_places(gm: GraphModule) -> dict[str, int]:
+    """Which of a graph's inputs is the home shard of each key."""
+    places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    return {key: places[n] for key, n in shard_inputs(gm.graph).items() if n is not None}
+
+
+def _fake_mode(gm: GraphModule) -> FakeTensorMode:
+    mode: FakeTensorMode | None = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
+    assert mode is not None, "graphs are traced with fake tensors"
+    return mode
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:

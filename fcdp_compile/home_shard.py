@@ -26,10 +26,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fcdp_compile.derived import Derived, averaging_full_tensor, derived, is_plain, refuse_plain
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.layout import ParamLayout, chunk_rows
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import storage_id, storage_uses, tree_map_only, without_modes
+from fcdp_compile.torch_compat import (
+    storage_id,
+    storage_uses,
+    tree_map_only,
+    without_modes,
+)
+
+KEY = "_fcdp_key"
+"""The attribute of a sharded parameter that `key_of` reads."""
+
+REPLACED = "_fcdp_replaced"
+"""The attribute of what was a parameter before `shard`: its name."""
 
 
 class Calls:
@@ -39,6 +51,17 @@ class Calls:
 
     def __init__(self) -> None:
         self.inside = False
+
+
+def _meeting(name: str) -> Callable[[HomeShard, Any], Any]:
+    """An operator of tensors that lets a home shard meet whole tensors (`derived`)."""
+    operator: Callable[[Tensor, Any], Any] = getattr(Tensor, name)
+
+    def operate(self: HomeShard, other: Any) -> Any:
+        is_met = is_plain(other) and not torch.compiler.is_compiling()
+        return operator(self.view_as(self) if is_met else self, other)
+
+    return operate
 
 
 class HomeShard(DTensor):
@@ -52,6 +75,8 @@ class HomeShard(DTensor):
 
     # Of the model that the shard is a parameter of; None for gradients and for what tracing makes.
     _calls: Calls | None = None
+    # The key of the parameter that the shard is of (`key_of`); None as above.
+    _fcdp_key: str | None = None
     # While released: who has the values, and how to get them.
     _away: _Away | None = None
     # Makes isinstance(shard, nn.Parameter) true for a tensor subclass.
@@ -66,6 +91,7 @@ class HomeShard(DTensor):
         requires_grad: bool,
         home: Scope = Scope.GLOBAL,
         calls: Calls | None = None,
+        key: str | None = None,
     ) -> HomeShard:
         """Wrap this rank's local shard as an `nn.Parameter` of the full shape."""
         shape = torch.Size(layout.shape)
@@ -76,6 +102,7 @@ class HomeShard(DTensor):
         shard = HomeShard._like(dtensor)
         shard.requires_grad_(requires_grad)
         shard._calls = calls
+        shard._fcdp_key = key
         return shard
 
     @staticmethod
@@ -242,10 +269,12 @@ class HomeShard(DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and _is_whole_copy(*args[:2]):
             args = (args[0], args[0].cut(args[1].expand(args[0].shape)), *args[2:])
-        args, kwargs = tree_map_only(HomeShard, _as_dtensor, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        refuse_plain(func, args, kwargs)
+        args, kwargs = tree_map_only((HomeShard, Derived), _as_dtensor, (args, kwargs))
+        return derived(func, func(*args, **kwargs))
 
     def to_local(self, **options: Any) -> Tensor:
         """As DTensor's."""
@@ -257,10 +286,20 @@ class HomeShard(DTensor):
         self.bring_back()
         return super().redistribute(*args, **options)
 
-    def full_tensor(self, **options: Any) -> Tensor:
-        """As DTensor's."""
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """As DTensor's, but that gradients are averaged over the ranks unless grad_placements says more."""
         self.bring_back()
-        return super().full_tensor(**options)
+        if grad_placements is not None:
+            return super().full_tensor(grad_placements=grad_placements)
+        return averaging_full_tensor(self)
+
+    # Python asks these before it asks the plain tensor on the other side; torch's functions it does not ask.
+    __add__, __radd__ = _meeting("__add__"), _meeting("__radd__")
+    __sub__, __rsub__ = _meeting("__sub__"), _meeting("__rsub__")
+    __mul__, __rmul__ = _meeting("__mul__"), _meeting("__rmul__")
+    __truediv__, __rtruediv__ = _meeting("__truediv__"), _meeting("__rtruediv__")
+    __pow__, __rpow__ = _meeting("__pow__"), _meeting("__rpow__")
+    __matmul__, __rmatmul__ = _meeting("__matmul__"), _meeting("__rmatmul__")
 
     def __repr__(  # type: ignore[override]  # DTensor's is typed without Tensor's options
         self, *args: Any, **options: Any
@@ -301,6 +340,12 @@ _released: weakref.WeakValueDictionary[int, HomeShard] = weakref.WeakValueDictio
 """Every released shard of the process by its storage, which lives as long as it does."""
 
 
+def key_of(tensor: object) -> str | None:
+    """The key of a sharded parameter, also in a single process, where it is whole; None for anything else."""
+    key: str | None = getattr(tensor, KEY, None)
+    return key
+
+
 def bring_back_inputs(values: Iterable[Any]) -> None:
     """Bring back the released shards among the tensors that a graph is about to read."""
     if _released:
@@ -309,7 +354,9 @@ def bring_back_inputs(values: Iterable[Any]) -> None:
                 shard.bring_back()
 
 
-def _as_dtensor(shard: HomeShard) -> DTensor:
+def _as_dtensor(shard: HomeShard | Derived) -> DTensor:
+    if isinstance(shard, Derived):
+        return DTensor(shard._local_tensor, shard._spec, requires_grad=shard.requires_grad)
     shard.bring_back()
     return DTensor(shard.held, shard._spec, requires_grad=shard.requires_grad)
 
@@ -343,3 +390,17 @@ def placements_of(layout: ParamLayout, home: Scope) -> tuple[Shard | Replicate, 
     if layout.dim is None or home is Scope.NONE:
         return (Replicate(), Replicate())
     return (Shard(layout.dim), Shard(layout.dim) if home is Scope.GLOBAL else Replicate())
+
+
+def check_cut(given: DTensor, key: str, expected: tuple[Shard | Replicate, ...]) -> None:
+    """Check that a DTensor in the place of the parameter `key` is cut as the home shard.
+
+    Raises: FcdpError.
+    """
+    names, placements = given.device_mesh.mesh_dim_names, tuple(given.placements)
+    if names != ("intra", "inter") or placements != expected:
+        raise FcdpError(
+            f"parameter {key.partition(':')[2]!r} is now cut as {placements} over mesh {names}, but was "
+            f"sharded as {expected} over ('intra', 'inter'); assign its .data or load a state dict without "
+            "assign=True, which both keep the cut"
+        )

@@ -1,8 +1,10 @@
 """The ops of fcdp: two that tracing sees, and the explicit ones that the passes put in their place.
 
 `fcdp::unshard` and `fcdp::reduce_grad` are real ops: correct when run eagerly, so that a graph break, a
-skipped frame or an uncompiled model is slow and never wrong.  The explicit ops mark places in a lowered
-graph; only the executor gives them meaning, so calling one is an error.
+skipped frame or an uncompiled model is slow and never wrong.  `fcdp::unshard_given` and
+`fcdp::reduce_given` do the same, and no pass replaces them: a graph has them where it reads other values
+than the model's own (`passes.set_apart`).  The explicit ops mark places in a lowered graph; only the
+executor gives them meaning, so calling one is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def unshard(shard: Tensor, key: str) -> Tensor:
 
 
 @unshard.register_fake
-def _(shard: Tensor, key: str) -> Tensor:
+def _fake_unshard(shard: Tensor, key: str) -> Tensor:
     spec = registry.spec_of(key)
     registry.check_shard(spec, shard)
     return shard.new_empty(spec.layout.shape, dtype=spec.gather_dtype)
@@ -39,7 +41,7 @@ def reduce_grad(grad: Tensor, key: str) -> Tensor:
 
 
 @reduce_grad.register_fake
-def _(grad: Tensor, key: str) -> Tensor:
+def _fake_reduce_grad(grad: Tensor, key: str) -> Tensor:
     spec = registry.spec_of(key)
     return grad.new_empty(spec.local_shape, dtype=spec.home_dtype)
 
@@ -54,8 +56,31 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 unshard.register_autograd(_backward, setup_context=_setup)
 
+
+@torch.library.custom_op("fcdp::unshard_given", mutates_args=())
+def unshard_given(shard: Tensor, key: str) -> Tensor:
+    """Gather a value of the parameter `key` that is not the model's own from every rank's `shard`."""
+    spec = registry.spec_of(key)
+    registry.check_shard(spec, shard)
+    return registry.owner_of(key).gather(key, shard, spec.gather_dtype)
+
+
+@torch.library.custom_op("fcdp::reduce_given", mutates_args=())
+def reduce_given(grad: Tensor, key: str) -> Tensor:
+    """Average the full gradient of such a value over all ranks; returns this rank's shard of it."""
+    return registry.owner_of(key).reduce_eagerly(key, grad)
+
+
+unshard_given.register_fake(_fake_unshard)
+reduce_given.register_fake(_fake_reduce_grad)
+
 UNSHARD = torch.ops.fcdp.unshard.default
 REDUCE_GRAD = torch.ops.fcdp.reduce_grad.default
+GIVEN = {
+    UNSHARD: torch.ops.fcdp.unshard_given.default,
+    REDUCE_GRAD: torch.ops.fcdp.reduce_given.default,
+}
+"""For each op that passes replace, the one that they leave alone."""
 
 
 def _only_in_a_graph(name: str) -> NoReturn:
@@ -140,8 +165,9 @@ def accumulate(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
 def stamp(buckets: tuple[int, ...]) -> Tensor:
     """What this forward uses, saved for its backward: int64 [2, 1 + len(buckets)] on the CPU.
 
-    First column: whether the backward shall accumulate gradients; 0.  Then of each bucket its generation, and
-    the fingerprint of its shards if no tier keeps them.
+    First column: whether the backward shall accumulate gradients; the fingerprint of the shards that the
+    forward was given if they are not the model's own, else 0.  Then of each bucket its generation, and the
+    fingerprint of its shards if no tier keeps them.
     """
     _only_in_a_graph("stamp")
 

@@ -100,12 +100,16 @@ class Variant(Enum):
 
     Of a backward, cold: reduce gradients to the home shards; accumulate: keep them at the strategy's scope,
     as within `no_sync`; collect: reduce them with what was accumulated before.
+
+    Of both, given: gather what the graph is given, which is not the model's own, past buckets and caches; no
+    plan has it (`passes.set_apart`).
     """
 
     COLD = "cold"
     WARM = "warm"
     ACCUMULATE = "accumulate"
     COLLECT = "collect"
+    GIVEN = "given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,9 @@ class Owner(Protocol):
     def gather_eagerly(self, key: str, shard: torch.Tensor) -> torch.Tensor:
         """Gather one parameter now."""
 
+    def gather(self, key: str, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Gather any value of one parameter now, in a dtype."""
+
     def reduce_eagerly(self, key: str, grad: torch.Tensor) -> torch.Tensor:
         """Reduce one gradient now."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Collection, Iterable
 
 import torch
@@ -13,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from fcdp_compile.references import find_references
 from fcdp_compile.torch_compat import FakeTensor
+
+log = logging.getLogger(__name__)
 
 _IGNORED = "_fcdp_ignored"
 
@@ -32,7 +36,8 @@ def check_model(
 
     Raises: TypeError if it is no module or a dtype no floating point dtype; ValueError for a model that is
     wrapped or sharded already, has no parameters, or has one on another device than the mesh's (`meta` is
-    fine, but for ignored ones), uninitialised, sparse, complex, quantised, or sharing memory with another.
+    fine, but for ignored ones), uninitialised, sparse, complex, quantised, or sharing memory with another, or
+    for a module that holds a parameter in a list, closure or the like (`references`).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -49,11 +54,6 @@ def check_model(
             raise ValueError(
                 f"{name or 'the model'} is sharded already; shard a model once, after its structure is final"
             )
-        if isinstance(module, nn.RNNBase):
-            raise ValueError(
-                f"{name or 'the model'} is of type {type(module).__name__}, which keeps a list of its own "
-                "parameters that sharding cannot reach; use a cell-based or attention-based module"
-            )
     parameters = {n: p for n, p in model.named_parameters() if n not in ignored}
     if not parameters:
         raise ValueError("the model has no parameters; there is nothing to shard")
@@ -67,6 +67,7 @@ def check_model(
                 " give it values before shard"
             )
     _check_memory({n: p for n, p in parameters.items() if not p.is_meta})
+    _check_references(model, parameters)
 
 
 def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
@@ -101,6 +102,20 @@ def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
 def is_ignored(parameter: object) -> bool:
     """Whether `shard` was told to leave a parameter alone."""
     return getattr(parameter, _IGNORED, False)
+
+
+def _check_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse what would go on using a parameter's old values, and warn of what may."""
+    for found in find_references(model, parameters):
+        where = (
+            f"{found.module or 'the model'} keeps parameter {found.parameter!r} in its {found.path}"
+        )
+        if not found.is_copy:
+            raise ValueError(
+                f"{where}, where shard cannot replace it: what reads it there would never be trained; read "
+                "the parameter through the module that it belongs to (self.layer.weight) where it is used"
+            )
+        log.warning("%s, which shares memory with it now and will not after shard", where)
 
 
 def _check_memory(parameters: dict[str, nn.Parameter]) -> None:

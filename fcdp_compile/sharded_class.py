@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
-from fcdp_compile.home_shard import Calls, HomeShard
+from fcdp_compile.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.own_save import save_own
 from fcdp_compile.runtime.model import ShardedModel
@@ -40,12 +40,17 @@ class Gate:
 
 
 class ModuleState:
-    """What a sharded module knows: its model, the keys of its own parameters, the gate."""
+    """What a sharded module knows: its model, the keys of its own parameters, the gate.
+
+    cuts: the placements of its own parameters.
+    """
 
     def __init__(self, model: ShardedModel, gate: Gate, keys: dict[str, str]) -> None:
         self.model = model
         self.gate = gate
         self.keys = keys
+        specs = {name: model.spec(key) for name, key in keys.items()}
+        self.cuts = {n: placements_of(s.layout, s.strategy.home) for n, s in specs.items()}
 
 
 def sharded_class(
@@ -94,6 +99,9 @@ def _gathering_property(name: str) -> property:
         if not torch.compiler.is_compiling() and state.keys[name] in state.model.whole:
             # As it would be gathered; no copy where that is the dtype of the home shards.
             return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
+        if isinstance(parameter, DTensor) and not isinstance(parameter, HomeShard):
+            # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.
+            check_cut(parameter, state.keys[name], state.cuts[name])
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         full: Tensor = UNSHARD(local, state.keys[name])
         return full
@@ -180,11 +188,10 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _refuse_new_parameters(root: nn.Module) -> None:
     model = _state(root).model
-    if model.topology.ranks == 1:
-        return
     whole = {model.spec(key).name for key in model.whole}
     for name, parameter in root.named_parameters():
-        if not (isinstance(parameter, DTensor) or is_ignored(parameter) or name in whole):
+        is_known = key_of(parameter) is not None or isinstance(parameter, DTensor)
+        if not (is_known or is_ignored(parameter) or name in whole):
             raise UnshardedParameterError(
                 f"parameter {name!r} was added or replaced after fcdp_compile.shard, so nothing would "
                 "average its gradient; finish the model's structure, adapters too, and shard it then"
@@ -204,9 +211,9 @@ def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Modul
     ) -> nn.Module:
         held = self._parameters
         for name, parameter in held.items():
-            if isinstance(parameter, HomeShard):
+            if parameter is not None and key_of(parameter) is not None:
                 _refuse_to_convert(f"{type(self).__name__}.{name}", parameter, convert)
-        homes = {n: p for n, p in held.items() if isinstance(p, HomeShard)}
+        homes = {n: p for n, p in held.items() if key_of(p) is not None}
         self._parameters = {n: p for n, p in held.items() if n not in homes}
         try:
             return inner(self, convert, *args, **kwargs)
@@ -217,9 +224,10 @@ def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Modul
 
 
 def _refuse_to_convert(
-    name: str, parameter: HomeShard, convert: Callable[[Tensor], Tensor]
+    name: str, parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]
 ) -> None:
-    local = parameter.to_local().detach()
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local.detach()
     converted = convert(local)
     if (converted.dtype, converted.device) != (local.dtype, local.device):
         raise FcdpError(

@@ -5,19 +5,16 @@ What the property does is in `sharded_class`.
 
 from __future__ import annotations
 
-import gc
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from fcdp_compile import registry
 from fcdp_compile.assignment import assign
-from fcdp_compile.home_shard import Calls, HomeShard, rows_of
+from fcdp_compile.home_shard import KEY, REPLACED, Calls, HomeShard, rows_of
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.loads import watch_loads
 from fcdp_compile.mesh import Topology, topology_of
@@ -30,8 +27,6 @@ from fcdp_compile.shardable import check_model, ignore
 from fcdp_compile.sharded_class import STATE, Gate, ModuleState, gated_forward, sharded_class
 from fcdp_compile.specs import Home, fit_strategy, param_spec
 from fcdp_compile.strategy import Strategy
-
-log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -121,7 +116,15 @@ def shard(
     buffers = list(root.named_buffers())
     awaited = [r.spec.key for p, r in records.items() if p.is_meta]
     awaited_buffers = [name for name, b in buffers if b.is_meta]
-    state = ShardedModel(number, topology, records.values(), device, awaited, awaited_buffers)
+    state = ShardedModel(
+        number,
+        topology,
+        records.values(),
+        device,
+        awaited,
+        awaited_buffers,
+        accumulates_elsewhere=any(s.accumulates_on for s in assigned.values()),
+    )
     description = [f"param_dtype {param_dtype}, reduce_dtype {reduce_dtype}, {buffer_dtype=}"]
     description += [f"{name}: ignored" for name in ignored]
     description += [f"{r.spec.name}: {r.spec.strategy}" for r in records.values()]
@@ -133,7 +136,6 @@ def shard(
     present = [(name, t) for name, t in [*named, *buffers] if not t.is_meta]
     agree_on_replicas(topology, state.collectives, description, present)
     state.make_groups()
-    _warn_of_older_optimizers(list(names))
     _install(root, state, records, param_dtype)
     if buffer_dtype is not None:
         _cast_buffers(root, buffer_dtype)
@@ -180,6 +182,7 @@ def _install(
         for name, parameter in held.items():
             module._parameters[name] = homes[parameter]
             records[parameter].add_place(module, name)
+            setattr(parameter, REPLACED, records[parameter].spec.name)
         keys = {name: records[p].spec.key for name, p in held.items()}
         kind = (type(module), tuple(keys), module is root)
         if kind not in classes:
@@ -206,7 +209,7 @@ def _home_shard(
 ) -> nn.Parameter:
     layout, scope = spec.layout, spec.strategy.home
     if topology.home_mesh is None:
-        return _allocated(parameter, device) if parameter.is_meta else parameter
+        return _whole(parameter, spec.key, device)
     where = topology.home(scope)
     if parameter.is_meta:
         local = torch.empty(spec.local_shape, dtype=parameter.dtype, device=device)
@@ -219,6 +222,7 @@ def _home_shard(
         requires_grad=parameter.requires_grad,
         home=scope,
         calls=calls,
+        key=spec.key,
     )
     _keep_marks(parameter, home)
     if parameter.grad is not None:
@@ -227,12 +231,18 @@ def _home_shard(
     return cast(nn.Parameter, home)  # isinstance says so too (HomeShard._is_param)
 
 
-def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter on `device` like one on meta, without values."""
-    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    _keep_marks(parameter, made)
-    return made
+def _whole(parameter: nn.Parameter, key: str, device: torch.device) -> nn.Parameter:
+    """The home of a parameter in a single process: another one with the same values.
+
+    Another one, so that what does not work on several ranks does not work here: an optimizer that was built
+    before `shard`, for one.
+    """
+    values = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach()
+    home = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    _keep_marks(parameter, home)
+    setattr(home, KEY, key)
+    home.grad = parameter.grad
+    return home
 
 
 def _keep_marks(parameter: nn.Parameter, home: Tensor) -> None:
@@ -257,17 +267,3 @@ def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
 
 def _state_dict_loaded(module: nn.Module, incompatible: Any) -> None:
     state_of(module).values_loaded()
-
-
-def _warn_of_older_optimizers(parameters: list[nn.Parameter]) -> None:
-    """Warn if a living optimizer owns parameters that are about to be replaced."""
-    replaced = {id(p) for p in parameters}
-    for candidate in gc.get_objects():
-        if isinstance(type(candidate), type) and issubclass(type(candidate), Optimizer):
-            owned = (p for group in candidate.param_groups for p in group["params"])
-            if any(id(p) in replaced for p in owned):
-                log.warning(
-                    "%s was built before fcdp_compile.shard: its parameters are no longer the model's and "
-                    "stepping it changes nothing; build the optimizer after sharding",
-                    type(candidate).__name__,
-                )

@@ -85,6 +85,7 @@ __all__ = [
     "why_no_inductor",
     "without_code",
     "without_modes",
+    "without_torch_function",
 ]
 
 
@@ -151,6 +152,12 @@ def without_modes() -> Iterator[None]:
     """Run tensor operations for real and unseen: no tracing, gradients or inference mode."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Call torch's functions themselves, past the `__torch_function__` of tensor subclasses."""
+    entered: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return entered
 
 
 def every_thread() -> _ExperimentalConfig:

@@ -16,7 +16,7 @@ from fcdp_compile.packing import pack_home, unpack_full
 from fcdp_compile.passes.context import META, Packing, PassContext, Source, use_of
 from fcdp_compile.passes.explicit import explicit, wait_for
 from fcdp_compile.passes.inline import fake_flat
-from fcdp_compile.passes.views import copy_returned
+from fcdp_compile.passes.views import copy_returned, same_values
 from fcdp_compile.plan import Bucket, Tier
 
 
@@ -29,9 +29,7 @@ def gather_params(
 
     Returns the gathered buffer; None if it needs no gathering: with one rank.
     """
-    shards = {
-        ctx.specs[str(n.args[1])].name: _placeholder_of(n.all_input_nodes[0]) for n in unshards
-    }
+    shards = {ctx.specs[str(n.args[1])].name: same_values(n.all_input_nodes[0]) for n in unshards}
     layouts = [p.layout for p in bucket.params]
     with graph.inserting_before(unshards[0]):
         started = _start(graph, bucket, use_of(unshards[0]).source, shards, stores, ctx)
@@ -141,13 +139,6 @@ class _Steps:
     @property
     def _own_bytes(self) -> int:
         return (self.bucket.ranks_per_node - 1) * self.bucket.slot_bytes
-
-
-def _placeholder_of(node: Node) -> Node:
-    """The graph input that a shard argument is; `to_local` leaves a view of the same shape between."""
-    while node.op != "placeholder":
-        (node,) = node.all_input_nodes
-    return node
 
 
 def _pack(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -> Node:

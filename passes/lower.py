@@ -43,7 +43,7 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     reductions after its last gradient.  With one rank in a group the node of that group is left out; with
     one rank in all nothing is left (`lower_alone`).
 
-    Requires: every `unshard` has a `Use` with a source; equal keys read equal shards.
+    Requires: every `unshard` has a `Use` with a source; equal keys read the same shard (`set_apart`).
     Leaves: no `unshard`, no `reduce_grad`; a `free` after the last use of each gathered bucket; a `StepMeta`
     on every explicit node.  A loaded bucket has no inter-node all-gather in this graph.
     """

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
+from fcdp_compile.passes.views import changes_nothing, same_values
 from fcdp_compile.torch_compat import CheckpointPolicy, is_opaque, saved_output_descriptor
 
 Partitioner = Callable[..., tuple[GraphModule, GraphModule]]
@@ -17,13 +18,6 @@ Partitioner = Callable[..., tuple[GraphModule, GraphModule]]
 _RECOMPUTE_FIRST = 1 << 30
 """An `ac_graph_id` above every checkpointed region's: torch saves a recomputed node that a later region
 uses, and later means a larger number."""
-
-_SAME_ORDER = (
-    torch.ops.aten.view.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.detach.default,
-)
-"""Views whose elements are in the same order as before."""
 
 
 def partition(
@@ -103,15 +97,10 @@ def _reduction_behind(node: Node) -> Node | None:
     while len(node.users) == 1:
         if node.target is REDUCE_GRAD:
             return node
-        if node.target not in _SAME_ORDER or not _keeps_shape(node):
+        if not changes_nothing(node):
             return None
         node = node.all_input_nodes[0]
     return None
-
-
-def _keeps_shape(node: Node) -> bool:
-    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
-    return tuple(before.shape) == tuple(after.shape)
 
 
 def _erase_chain(node: Node) -> None:
@@ -222,9 +211,7 @@ def _save_inputs(fw: Graph, num_fwd_outputs: int) -> None:
 
 
 def _input_behind(saved: Node) -> Node:
-    node = saved
-    while node.op == "call_function" and node.target in _SAME_ORDER and _keeps_shape(node):
-        node = node.all_input_nodes[0]
+    node = same_values(saved)
     return node if node.op == "placeholder" else saved
 
 

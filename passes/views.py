@@ -22,6 +22,29 @@ def is_view(node: Node) -> bool:
     return any(r.alias_info is not None for r in node.target._schema.returns)
 
 
+_SAME_ORDER = (
+    torch.ops.aten.view.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+)
+"""Views whose elements are in the same order as before."""
+
+
+def changes_nothing(node: Node) -> bool:
+    """Whether a node is a view of the shape and order of what it views, such as `to_local`'s."""
+    if node.op != "call_function" or node.target not in _SAME_ORDER:
+        return False
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return tuple(before.shape) == tuple(after.shape)
+
+
+def same_values(node: Node) -> Node:
+    """The value that a node is, behind views that change nothing."""
+    while changes_nothing(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def copy_returned(graph: Graph, parameters: Collection[Node]) -> None:
     """Let a graph return copies of parameters and of views of them: whoever receives one may write to it."""
     output = graph.output_node()

@@ -34,7 +34,7 @@ class Alone:
         layouts = [spec.layout]
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
         if max(sizes) > 1:
-            same_act(self._collectives, f"gathers parameter {spec.name!r}")
+            same_act(self._collectives, gathers(spec))
         pending = Pending(pack_home([shard], layouts, dtype))
         for kind, size in zip((Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER), sizes, strict=True):
             if size > 1:
@@ -58,6 +58,11 @@ class Alone:
         whole = pending.wait()
         shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
+
+
+def gathers(spec: ParamSpec) -> str:
+    """What a rank says that it is about to do."""
+    return f"gathers parameter {spec.name!r}"
 
 
 def _range_name(kind: Kind, spec: ParamSpec) -> str:

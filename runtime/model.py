@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -18,6 +19,7 @@ from torch.optim.optimizer import (
 
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
+from fcdp_compile.home_shard import REPLACED, HomeShard
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_home
 from fcdp_compile.plan import Bucket, Kind, Plan, Tier
@@ -66,6 +68,8 @@ class ShardedModel:
         device: torch.device,
         awaited: Iterable[str] = (),
         awaited_buffers: Iterable[str] = (),
+        *,
+        accumulates_elsewhere: bool = False,
     ) -> None:
         self.number = number
         self.topology = topology
@@ -75,6 +79,10 @@ class ShardedModel:
         )
         self.strategies = tuple(dict.fromkeys(r.spec.strategy for r in self.records.values()))
         self.accumulates = any(strategy.accumulates_on for strategy in self.strategies)
+        # Of a mesh on which nothing accumulates: whether the last backward was told to, and on several nodes
+        # would have.
+        self.is_unsynchronised_elsewhere = False
+        self._accumulates_elsewhere = accumulates_elsewhere and not self.accumulates
         self.device = device
         self.counters = Counters()
         self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
@@ -106,6 +114,7 @@ class ShardedModel:
         self._graphs = 0
         self.plans: dict[int, Plan] = {}  # by the number of the graph, for people
         self._has_warned = False
+        self._has_warned_of_given = False
         self._keys = {r.spec.name: key for key, r in self.records.items()}
         weakref.finalize(self, self.host_memory.end)
         me = weakref.ref(self)
@@ -114,6 +123,10 @@ class ShardedModel:
             register_optimizer_step_post_hook(_hook(me, ShardedModel.optimizer_stepped)),
         ):
             weakref.finalize(self, handle.remove)
+
+    def note_backward(self, *, accumulates: bool) -> None:
+        """A compiled backward begins whose forward was, or was not, within `no_sync`."""
+        self.is_unsynchronised_elsewhere = accumulates and self._accumulates_elsewhere
 
     def home_of(self, bucket: Bucket) -> Home:
         """Where this rank is among those that share one copy of a bucket."""
@@ -250,11 +263,37 @@ class ShardedModel:
 
     # --- validity -----------------------------------------------------------------------------------------
 
-    def stale(self, buckets: Sequence[Bucket], about: About) -> list[Bucket]:
+    def not_its_own(self, shards: dict[str, Tensor]) -> list[str]:
+        """The names of the parameters, by key, in whose place a graph is given anything but the home shard.
+
+        An empty shard says nothing; another rank's does.
+        """
+        return [
+            self.records[key].spec.name
+            for key, shard in shards.items()
+            if not self.records[key].is_home(shard)
+        ]
+
+    def warn_of_given(self, names: Sequence[str]) -> None:
+        """Say once that a compiled function runs on other values than the model's own."""
+        if self._has_warned_of_given or not names:
+            return
+        self._has_warned_of_given = True
+        log.warning(
+            "a compiled function was given other values than the model's own for %r (one of %d parameters), "
+            "as torch.func.functional_call does: every parameter is then gathered by itself, between nodes "
+            "too, at every use; for a fixed second set of values, such as a teacher, shard a second model",
+            names[0],
+            len(names),
+        )
+
+    def stale(
+        self, buckets: Sequence[Bucket], about: About, *, is_given: bool = False
+    ) -> tuple[list[Bucket], bool]:
         """Agree with all ranks on what is about to run, and on which of these buckets are to be gathered.
 
         Those that the cache lacks or has outdated on any rank; where whole buckets may be kept, they agree on
-        those besides.
+        those besides.  The second result says whether any rank was given other values than the model's own.
 
         Raises: PlanMismatchError on every rank if ranks are about to run different plans, FcdpError on every
         rank if anything has no values yet.
@@ -271,14 +310,14 @@ class ShardedModel:
         ]
         choosing = [b for b in buckets if b.strategy.may_keep_full and b.ranks_per_node > 1]
         refused = [not self.cache.wants_in_full(b) for b in choosing]
-        agreed = any_rank(self.collectives, about, [*outdated, *refused])
+        *agreed, is_given = any_rank(self.collectives, about, [*outdated, *refused, is_given])
         for bucket, mine_too, is_stale in zip(buckets, outdated, agreed, strict=False):
             if is_stale and not mine_too:
                 # Another rank's shard changed: the copy here is as outdated as there.
                 self.generations.change(self.keys_of(bucket))
         for bucket, is_refused in zip(choosing, agreed[len(buckets) :], strict=True):
             self._settle_full(bucket, agreed=not is_refused)
-        return [b for b, is_stale in zip(buckets, agreed, strict=False) if is_stale]
+        return [b for b, is_stale in zip(buckets, agreed, strict=False) if is_stale], is_given
 
     def _settle_full(self, bucket: Bucket, *, agreed: bool) -> None:
         if agreed and not self.cache.keeps_in_full(bucket):
@@ -369,8 +408,24 @@ class ShardedModel:
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Refuse a step with gradients that lack what earlier micro-batches accumulated.
 
-        Raises: UnsynchronizedGradientError; FcdpError for parameters without values or that are whole.
+        Gradients that are cut otherwise than their parameters are cut anew: DTensor's own backward, of what
+        the training loop computes of a parameter, leaves some so that torch's optimizers refuse.
+
+        Raises: UnsynchronizedGradientError; FcdpError for parameters without values, or that are whole, or
+        that `shard` has replaced.
         """
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if (name := getattr(p, REPLACED, None)) is not None:
+                    raise FcdpError(
+                        f"{type(optimizer).__name__} was built before fcdp_compile.shard and holds parameter "
+                        f"{name!r} as it was then, so stepping it would train nothing; build the optimizer "
+                        "after sharding"
+                    )
+                grad = p.grad if isinstance(p, HomeShard) else None
+                if isinstance(grad, DTensor) and grad.placements != p.placements:
+                    p.grad = grad.redistribute(placements=p.placements)
+        self._refuse_unsynchronised_elsewhere(optimizer)
         self.optimizer_loads.watch(optimizer)
         names = self.accumulation.concerns()
         if not (names or self.without_values or self.whole):
@@ -388,11 +443,17 @@ class ShardedModel:
         mine = [n for n in names if any(id(p) in owned for p in by_name[n].places())]
         left = self.accumulation.settle() if mine else []
         if lacking := [n for n in mine if n in left]:
-            raise UnsynchronizedGradientError(
-                f"gradients of parameter {lacking[0]!r} (one of {len(lacking)}) were accumulated under "
-                "fcdp_compile.no_sync and are on no rank complete; run the last micro-batch, forward and "
-                "backward, outside of no_sync before optimizer.step()"
-            )
+            raise _unsynchronised(lacking[0], len(lacking))
+
+    def _refuse_unsynchronised_elsewhere(self, optimizer: Optimizer) -> None:
+        """Refuse here, where nothing waits, the step after `no_sync` alone that several nodes refuse."""
+        if not self.is_unsynchronised_elsewhere:
+            return
+        owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        for record in self.records.values():
+            for p in record.places():
+                if id(p) in owned and p.grad is not None and bool(p.grad.any()):
+                    raise _unsynchronised(record.spec.name, 1)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note which parameters an optimizer has just changed."""
@@ -402,6 +463,14 @@ class ShardedModel:
             self.generations.change(stepped)
         if mine:
             self.counters.end_step(optimizer)
+
+
+def _unsynchronised(name: str, count: int) -> UnsynchronizedGradientError:
+    return UnsynchronizedGradientError(
+        f"gradients of parameter {name!r} (one of {count}) were accumulated under fcdp_compile.no_sync and "
+        "are complete on no rank of several nodes; run the last micro-batch, forward and backward, outside "
+        "of no_sync before optimizer.step()"
+    )
 
 
 def _hook(

@@ -38,13 +38,15 @@ class _Run:
     """The last place of a run's values: its model, and the generations its forward stamped by bucket id.
 
     accumulates: of a forward, whether its backward shall accumulate gradients.
+    given: the mark of the values that it was given if they are not the model's own, else 0.
     """
 
-    __slots__ = ("accumulates", "generations", "model")
+    __slots__ = ("accumulates", "generations", "given", "model")
 
-    def __init__(self, model: ShardedModel, *, accumulates: bool) -> None:
+    def __init__(self, model: ShardedModel, *, accumulates: bool, given: int) -> None:
         self.model = model
         self.accumulates = accumulates
+        self.given = given
         self.generations: dict[int, int] = {}
 
     def generation(self, bucket: Bucket) -> int:
@@ -100,21 +102,27 @@ class Program:
         """Whether the forward of a backward that is about to run on `args` was told to accumulate."""
         return any(bool(args[i][0, 0]) for i in self._stamps)
 
+    def was_given(self, args: list[Any]) -> int:
+        """The mark of the other values that the forward of a backward was given; 0 if it had the own."""
+        return max((int(args[i][1, 0]) for i in self._stamps), key=abs, default=0)
+
     def run(
         self,
         model: ShardedModel,
         args: list[Any],
         *,
         accumulates: bool = False,
+        given: int = 0,
         around: Around | None = None,
     ) -> tuple[Any, ...]:
         """Run on `args`, which is emptied.
 
         accumulates: of a forward, whether its backward shall accumulate gradients.
+        given: the mark of the values that it runs on if they are not the model's own.
         around: of a run that is recorded.
         """
         instructions = self._instructions if around is None else self._with(around)
-        values = self._start(_Run(model, accumulates=accumulates), args)
+        values = self._start(_Run(model, accumulates=accumulates, given=given), args)
         try:
             for call, place, dead in instructions:
                 values[place] = call(values)
@@ -285,11 +293,17 @@ class Program:
         run: _Run = values[-1]
         buckets = [self._buckets[i] for i in ids]
         generations = [run.model.generation(b) for b in buckets]
-        fingerprints = run.model.fingerprints_of_uncached(buckets)
-        return torch.tensor([[int(run.accumulates), *generations], [0, *fingerprints]])
+        fingerprints = (
+            [0] * len(buckets) if run.given else run.model.fingerprints_of_uncached(buckets)
+        )
+        return torch.tensor(
+            [[int(run.accumulates), *generations], [run.given, *fingerprints]], device="cpu"
+        )
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
         run: _Run = values[-1]
+        if run.given:  # compared before the program began
+            return
         generations, fingerprints = values[first][:, 1:].tolist()
         # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
         run.generations.update(zip(ids, generations, strict=True))

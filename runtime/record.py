@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.home_shard import HomeShard, placements_of
-from fcdp_compile.mesh import INTER, INTRA
+from fcdp_compile.home_shard import HomeShard, check_cut, placements_of
 from fcdp_compile.registry import ParamSpec, check_shard
+from fcdp_compile.torch_compat import storage_id
 
 
 class ParamRecord:
@@ -54,7 +54,9 @@ class ParamRecord:
                 "uses again, or untie them before fcdp_compile.shard"
             )
         if now and isinstance(now[0], DTensor):
-            self._check_home(now[0])
+            # A local shard of the right shape may hold other rows, as on ("inter", "intra").
+            expected = placements_of(self.spec.layout, self.spec.strategy.home)
+            check_cut(now[0], self.spec.key, expected)
         return now[0] if now else None
 
     def places(self) -> list[nn.Parameter]:
@@ -67,16 +69,16 @@ class ParamRecord:
         modules = [(ref(), name) for ref, name in self._places]
         return [(m, name) for m, name in modules if m is not None]
 
-    def _check_home(self, parameter: DTensor) -> None:
-        # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on ("inter", "intra").
-        expected = placements_of(self.spec.layout, self.spec.strategy.home)
-        names = parameter.device_mesh.mesh_dim_names
-        if names != (INTRA, INTER) or tuple(parameter.placements) != expected:
-            raise FcdpError(
-                f"parameter {self.spec.name!r} is now cut as {tuple(parameter.placements)} over mesh "
-                f"{names}, but was sharded as {expected} over {(INTRA, INTER)}; assign its .data or load a "
-                "state dict without assign=True, which both keep the cut"
-            )
+    def is_home(self, shard: Tensor) -> bool:
+        """Whether a tensor is this rank's home shard, or an alias of it; an empty one always is."""
+        parameter = self.parameter()
+        home = parameter.held if isinstance(parameter, HomeShard) else parameter
+        if isinstance(home, DTensor):
+            home = home._local_tensor
+        if shard is home or not shard.numel():
+            return True
+        layouts = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (shard, home)]
+        return storage_id(shard) == storage_id(home) and layouts[0] == layouts[1]
 
     def peek(self) -> Tensor:
         """This rank's home shard to read now: on the host if it was released, which it then stays."""

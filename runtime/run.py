@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from fcdp_compile.errors import FcdpError
+from torch import Tensor
+
+from fcdp_compile.errors import FcdpError, StaleParameterError
 from fcdp_compile.home_shard import bring_back_inputs
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan_json import to_json
@@ -15,6 +17,7 @@ from fcdp_compile.runtime.agreement import ACCUMULATES, SYNCHRONISES, About
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
+from fcdp_compile.runtime.validity import fingerprint
 from fcdp_compile.torch_compat import backward_number
 
 
@@ -31,10 +34,15 @@ class CompiledPlan:
         self.programs: dict[ScheduleKey, Program] = {}
         # Lowers what `no_sync` needs besides, the first time that it is needed.
         self.add_accumulation: Callable[[], None] = _nothing
+        # Compiles what runs on other values than the model's own, the first time that they are given.
+        self.add_given: Callable[[], None] = _nothing
         self.recorder: Recorder | None = None
-        # Which inputs a graph computes with in any variant: released home shards among them come back first.
-        self.reads: dict[Direction, tuple[int, ...]] = {}
+        # Which inputs a program computes with: released home shards among them come back first.
+        self.reads: dict[ScheduleKey, tuple[int, ...]] = {}
+        # Which input of a graph is the home shard of each key, with several ranks.
+        self.shards: dict[Direction, dict[str, int]] = {}
         self._digest = plan.digest()
+        self._accumulates = False  # what the last forward was told
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
         self._gathers = _stored(plan)
         self._uncached = [b for b in plan.buckets if b.tier is Tier.NONE]
@@ -48,25 +56,53 @@ class CompiledPlan:
         """
         model = self.living_model()
         accumulates = direction is Direction.FORWARD and model.accumulation.is_on
-        variant = self._prepare(model, accumulates=accumulates)
-        bring_back_inputs(args[i] for i in self.reads.get(direction, ()))
-        return self._run(model, (direction, variant), args, accumulates=accumulates)
+        self._accumulates = accumulates
+        places = self.shards.get(direction, {})
+        others = model.not_its_own({key: args[i] for key, i in places.items()})
+        variant = self._prepare(model, accumulates=accumulates, is_given=bool(others))
+        if variant is not Variant.GIVEN:
+            return self._run(model, (direction, variant), args, accumulates=accumulates)
+        model.warn_of_given(others)
+        used_again = self.shards.get(Direction.BACKWARD, {})
+        mark = _mark([args[places[key]] for key in used_again])
+        return self._run(model, (direction, variant), args, accumulates=False, given=mark)
 
     def backward(self, args: list[Any]) -> tuple[Any, ...]:
-        """Run the backward graph on `args`, which is emptied."""
+        """Run the backward graph on `args`, which is emptied.
+
+        Raises: StaleParameterError if values that the forward was given have changed since.
+        """
         model = self.living_model()
-        bring_back_inputs(args[i] for i in self.reads.get(Direction.BACKWARD, ()))
-        variant = self._backward_variant(model, args)
-        if variant is not Variant.COLD and (Direction.BACKWARD, variant) not in self.programs:
-            self.add_accumulation()
-        return self._run(model, (Direction.BACKWARD, variant), args, accumulates=False)
+        model.note_backward(accumulates=self._accumulates)
+        cold = self.programs[Direction.BACKWARD, Variant.COLD]
+        if given := cold.was_given(args):
+            shards = [args[i] for i in self.shards[Direction.BACKWARD].values()]
+            if model.agree_on_any([] if _mark(shards) == given else [given]):
+                raise StaleParameterError(
+                    "values that a compiled function was given in the place of parameters changed between "
+                    "its forward and its backward; run the backward before anything writes to them"
+                )
+            variant = Variant.GIVEN
+        else:
+            variant = self._backward_variant(model, args)
+        return self._run(model, (Direction.BACKWARD, variant), args, given=given)
 
     def _run(
-        self, model: ShardedModel, key: ScheduleKey, args: list[Any], *, accumulates: bool
+        self,
+        model: ShardedModel,
+        key: ScheduleKey,
+        args: list[Any],
+        *,
+        accumulates: bool = False,
+        given: int = 0,
     ) -> tuple[Any, ...]:
+        if key not in self.programs:
+            add = self.add_given if key[1] is Variant.GIVEN else self.add_accumulation
+            add()
+        bring_back_inputs(args[i] for i in self.reads.get(key, ()))
         program = self.programs[key]
-        if self.recorder is None:
-            return program.run(model, args, accumulates=accumulates)
+        if self.recorder is None or given:
+            return program.run(model, args, accumulates=accumulates, given=given)
         with self.recorder.run(self.plan, key, program, model.lanes) as around:
             return program.run(model, args, accumulates=accumulates, around=around)
 
@@ -89,15 +125,20 @@ class CompiledPlan:
             raise FcdpError("the sharded model no longer exists; its compiled function outlived it")
         return model
 
-    def _prepare(self, model: ShardedModel, *, accumulates: bool) -> Variant:
-        """Agree with the other ranks, refresh what must be valid before the start, choose the variant."""
+    def _prepare(self, model: ShardedModel, *, accumulates: bool, is_given: bool) -> Variant:
+        """Agree with the other ranks, refresh what must be valid before the start, choose the variant.
+
+        is_given: whether this rank was given other values than the model's own.
+        """
         relevant = [self._buckets[i] for i in (*self.plan.refresh, *self._gathers)]
         about = About(
             digest=self._digest,
             mode=ACCUMULATES if accumulates else SYNCHRONISES,
             describe=lambda: to_json(self.plan),
         )
-        stale = model.stale(relevant, about)
+        stale, is_given = model.stale(relevant, about, is_given=is_given)
+        if is_given:
+            return Variant.GIVEN
         if not self._is_resident:
             return Variant.COLD
         # What goes with the backward is gathered in any variant.
@@ -121,6 +162,12 @@ class CompiledPlan:
 
 def _nothing() -> None:
     return None
+
+
+def _mark(shards: list[Tensor]) -> int:
+    """A number that tells whether given shards are still the same; never 0."""
+    bring_back_inputs(shards)
+    return int(fingerprint(shards)) or 1 if shards else 1
 
 
 def _stored(plan: Plan) -> tuple[int, ...]:

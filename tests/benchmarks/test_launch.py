@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
-import pytest
-
-from benchmarks import launch
 from benchmarks.job import Job, Timed
-from benchmarks.launch import run_job, why_not
+from benchmarks.launch import run_job
 from benchmarks.rows import Failure, Row
 from benchmarks.shape import Shape
 from benchmarks.summary import summarise
+from tests.cluster.simulated import needs_nodes
+
+pytestmark = needs_nodes
 
 _TINY = Shape(layers=1, width=64, vocabulary=32, batch=1, length=8)
-_needs_nodes = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def _job(system: str) -> Job:
@@ -33,8 +30,6 @@ def _job(system: str) -> Job:
     )
 
 
-@pytest.mark.cluster
-@_needs_nodes
 def test_two_systems_on_two_nodes_agree(tmp_path: Path) -> None:
     rows: list[Row] = []
     for system in ("ddp", "fcdp"):
@@ -59,27 +54,7 @@ def test_two_systems_on_two_nodes_agree(tmp_path: Path) -> None:
     assert capped.step_s >= 0.5 * capped.transfer_s, "the cap was in place"
 
 
-@pytest.mark.cluster
-@_needs_nodes
 def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
     found = run_job(_job("nonsense"), folder=tmp_path, timeout_s=60)
     assert isinstance(found, Failure)
     assert "KeyError: 'nonsense'" in found.why
-
-
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert why_not() == "the benchmark needs root, to make network namespaces"
-
-
-def test_without_iproute2_or_tool_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/bin/{name}")
-    assert why_not() == "the benchmark needs tc; install iproute2"
-    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(launch, "_TOOL", tmp_path / "cluster.py")
-    assert "no cluster tool at" in str(why_not())
-    (tmp_path / "cluster.py").touch()
-    assert why_not() is None

@@ -1,32 +1,43 @@
-"""Simulated nodes: the tool that makes them, and whether this machine can have them."""
+"""Nodes that live on this machine: how a job is started on them, and whether this machine can have them."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from benchmarks.cluster.nodes import why_not
+
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = Path(os.environ.get("FCDP_CLUSTER_TOOL", ROOT.parent / "shared" / "tools" / "cluster.py"))
 
+_reason = why_not()
 
-def _missing() -> str | None:
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if not all(shutil.which(tool) for tool in ("ip", "tc")):
-        return "ip and tc (iproute2) are not installed"
-    if not TOOL.is_file():
-        return f"no cluster tool at {TOOL}; set FCDP_CLUSTER_TOOL"
-    return None
-
-
-_reason = _missing()
-
-# Simulated nodes exist on Linux, for root, with the tool alone; the reason says what is missing.
 needs_nodes = [
     pytest.mark.cluster,
     pytest.mark.skipif(_reason is not None, reason=_reason or "nothing is missing"),
 ]
-"""Marks of tests on simulated nodes."""
+"""Marks of tests on simulated nodes, which need root and iproute2; the reason says what is missing."""
+
+
+def command(*arguments: object) -> list[str]:
+    """The command line of `python -m benchmarks.cluster`."""
+    return [sys.executable, "-m", "benchmarks.cluster", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    """This process's, for jobs that import the checkout from any folder."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run_on_nodes(arguments: Sequence[object]) -> subprocess.CompletedProcess[str]:
+    """Run a job to its end.
+
+    It needs a --timeout of its own: killing the launcher outright would leave its nodes behind.
+    """
+    return subprocess.run(
+        command(*arguments), env=environment(), capture_output=True, text=True, check=False
+    )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from fcdp_compile.cluster import Measured, find_profile
-from tests.cluster.simulated import ROOT, TOOL, needs_nodes
+from tests.cluster.simulated import needs_nodes, run_on_nodes
 
 pytestmark = needs_nodes
 
@@ -18,13 +15,10 @@ _LIMIT_BYTES_PER_S = 200e6 / 8
 def test_a_limited_card_is_found(tmp_path: Path) -> None:
     """A token bucket lets no more pass; headers, and messages that peers wait for, take a tenth of it."""
     path = tmp_path / "cluster.json"
-    command = [sys.executable, str(TOOL), "--nodes", "2", "--gpus-per-node", "2"]
-    command += ["--bandwidth", "200mbit", "--timeout", "200", "--python", sys.executable, "--"]
-    command += ["-m", "fcdp_compile.cli", "probe", "--output", str(path)]
-    command += ["--max-size", "1MiB", "--seconds", "25", "--name", "limited"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    # Killing the tool outright would leave its namespaces behind; its own timeout cleans up.
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    job = ["--nodes", 2, "--ranks-per-node", 2, "--bandwidth", "200mbit", "--timeout", 200, "--"]
+    job += ["-m", "fcdp_compile.cli", "probe", "--output", path]
+    job += ["--max-size", "1MiB", "--seconds", "25", "--name", "limited"]
+    done = run_on_nodes(job)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)  # noqa: T201
     profile = find_profile(str(path))

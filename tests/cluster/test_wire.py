@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import formulas
-from tests.cluster.simulated import ROOT, TOOL, needs_nodes
+from tests.cluster.simulated import needs_nodes, run_on_nodes
 from tests.cluster.wire_worker import STRATEGIES
 
 pytestmark = needs_nodes
@@ -53,12 +50,8 @@ def _run(mode: str, folder: Path) -> list[Wire]:
 
 def _reports(mode: str, folder: Path) -> list[dict[str, Any]]:
     worker = Path(__file__).with_name("wire_worker.py")
-    command = [sys.executable, str(TOOL), "--nodes", str(_NODES)]
-    command += ["--gpus-per-node", str(_RANKS_PER_NODE), "--timeout", "240", "--python"]
-    command += [sys.executable, "--", str(worker), str(folder), mode]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    # Killing the tool outright would leave its namespaces behind; its own timeout cleans up.
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    job = ["--nodes", _NODES, "--ranks-per-node", _RANKS_PER_NODE, "--timeout", 240]
+    done = run_on_nodes([*job, "--", worker, folder, mode])
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"{mode}-{node}.json").read_text()) for node in range(_NODES)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp_compile
-from fcdp_compile.errors import FcdpError, UnshardedParameterError
+from fcdp_compile.errors import FcdpError, UnshardedParameterError, UnsynchronizedGradientError
 from tests.distributed.models import CASES, batch, with_lora
 from tests.distributed.ranks import run
 
@@ -30,6 +31,21 @@ def _linear(weight: Tensor | None = None) -> nn.Module:
     if weight is not None:
         model[0].weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
     return model
+
+
+def _keeping(keep: Callable[[nn.Module, Tensor], object]) -> nn.Module:
+    """A model that keeps its first weight in another place, too."""
+    model = _linear()
+    vars(model)["kept"] = keep(model, model[0].weight)
+    return model
+
+
+def _parametrise(model: nn.Module, weight: Tensor) -> None:
+    class Added(nn.Module):
+        def forward(self, own: Tensor) -> Tensor:
+            return own + weight
+
+    parametrize.register_parametrization(model.get_submodule("1"), "weight", Added())
 
 
 def _quantised() -> Tensor:
@@ -47,8 +63,23 @@ def _quantised() -> Tensor:
         (lambda: _linear(torch.rand(4, 4, dtype=torch.complex64)), "'0.weight' is complex"),
         (lambda: _linear(_quantised()), "'0.weight' is quantised"),
         (lambda: nn.LazyLinear(4), "'weight' is not initialised; run one forward"),
-        (lambda: nn.Sequential(nn.LSTM(4, 4)), "0 is of type LSTM"),
-        (lambda: nn.Sequential(nn.GRU(4, 4)), "0 is of type GRU"),
+        (
+            lambda: nn.Sequential(nn.LSTM(4, 4)),
+            r"0 keeps parameter '0.weight_ih_l0' in its _flat_weights\[0\]",
+        ),
+        (
+            lambda: _keeping(lambda m, w: [w]),
+            r"the model keeps parameter '0.weight' in its kept\[0\]",
+        ),
+        (lambda: _keeping(lambda m, w: {"w": (1, w)}), r"in its kept\['w'\]\[1\]"),
+        (lambda: _keeping(lambda m, w: lambda: w), "in its kept"),
+        (lambda: _keeping(lambda m, w: w.view(-1)), "in its kept"),
+        (lambda: _keeping(lambda m, w: m.register_buffer("b", w.data)), r"in its _buffers\['b'\]"),
+        (
+            lambda: _keeping(lambda m, w: m.register_forward_hook(lambda m, i, o: o + w.sum())),
+            "in its _forward_hooks",
+        ),
+        (lambda: _keeping(_parametrise), "1.parametrizations.weight.0 keeps .* in its forward"),
         (lambda: nn.ReLU(), "has no parameters"),
         (lambda: fcdp_compile.shard(_linear()), "is sharded already"),
         (lambda: nn.Sequential(fcdp_compile.shard(_linear())), "0 is sharded already"),
@@ -126,14 +157,71 @@ def test_a_world_that_does_not_divide_into_nodes(monkeypatch: pytest.MonkeyPatch
         dist.destroy_process_group()
 
 
-def test_an_optimizer_built_before_shard(caplog: pytest.LogCaptureFixture) -> None:
-    """In one process parameters stay what they are, and nothing is to be warned of."""
-    model = _linear()
+def _late_layer(model: nn.Module) -> None:
+    model.append(nn.Linear(4, 4))
+
+
+def _replaced(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(torch.rand(4, 4))
+
+
+def _late_adapter(model: nn.Module) -> None:
+    get_peft_model(model, LoraConfig(target_modules=["0"]))
+
+
+def _only_no_sync(model: nn.Module) -> None:
+    net = torch.compile(model, backend="fcdp")
+    with fcdp_compile.no_sync(model):
+        net(torch.rand(2, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "what"),
+    [
+        (_late_layer, UnshardedParameterError, "'2.weight' was added or replaced after"),
+        (_replaced, UnshardedParameterError, "'0.weight' was added or replaced after"),
+        (_late_adapter, UnshardedParameterError, "'0.lora_A.default.weight' was added or replaced"),
+        (nn.Module.half, FcdpError, "cannot become torch.float16 on cpu; convert the model before"),
+        (_only_no_sync, UnsynchronizedGradientError, "run the last micro-batch"),
+    ],
+)
+def test_what_several_ranks_refuse_one_process_refuses(
+    act: Callable[[nn.Module], Any], error: type[Exception], what: str
+) -> None:
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        model = fcdp_compile.shard(_linear())
+        net = torch.compile(model, backend="fcdp") if is_compiled else model
+        with pytest.raises(Exception, match=what) as raised:
+            _ = act(model), net(torch.rand(2, 4))
+        assert error.__name__ in f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_step_after_a_cleared_no_sync_is_fine() -> None:
+    model = fcdp_compile.shard(_linear())
+    net = torch.compile(model, backend="fcdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with caplog.at_level(logging.WARNING):
-        fcdp_compile.shard(model)
-    kept = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert kept == {id(p) for p in model.parameters()} or "SGD was built before" in caplog.text
+    with fcdp_compile.no_sync(model):
+        net(torch.rand(2, 4)).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    net(torch.rand(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def _step_an_older_optimizer(mesh: DeviceMesh | None) -> None:
+    model = _linear()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fcdp_compile.shard(model, mesh)
+    torch.optim.AdamW(model.parameters()).step()
+    _one_sentence(
+        FcdpError, optimizer.step, "AdamW was built before .*build the optimizer after sharding"
+    )
+
+
+def test_an_optimizer_built_before_shard() -> None:
+    _step_an_older_optimizer(None)
 
 
 def test_a_sharded_model_is_not_copied() -> None:
@@ -257,34 +345,6 @@ def test_bad_input_with_several_processes(
     )
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def _old_optimizer(mesh: DeviceMesh) -> list[str]:
-    heard = _Lines()
-    logging.getLogger("fcdp_compile").addHandler(heard)
-    model = _linear()
-    optimizer = torch.optim.AdamW(model.parameters())
-    torch.manual_seed(0)
-    fcdp_compile.shard(model, mesh)
-    del optimizer
-    return heard.lines
-
-
-@distributed
-def test_an_optimizer_built_before_shard_is_warned_of() -> None:
-    for lines in run(_old_optimizer, nodes=2, ranks_per_node=1):
-        (line,) = [x for x in lines if "AdamW" in x]
-        assert "was built before fcdp_compile.shard" in line
-        assert "build the optimizer after sharding" in line
-
-
 def _converted(mesh: DeviceMesh) -> float:
     """`to` that changes nothing is allowed, and does nothing."""
     model = fcdp_compile.shard(CASES["odd"].model(), mesh).to("cpu", torch.float32)
@@ -297,6 +357,11 @@ def _converted(mesh: DeviceMesh) -> float:
     return loss.item()
 
 
+def _allowed_and_not(mesh: DeviceMesh) -> float:
+    _step_an_older_optimizer(mesh)
+    return _converted(mesh)
+
+
 @distributed
-def test_a_conversion_to_what_it_is() -> None:
-    assert all(isinstance(x, float) for x in run(_converted, nodes=2, ranks_per_node=1))
+def test_a_conversion_to_what_it_is_and_an_older_optimizer() -> None:
+    assert all(isinstance(x, float) for x in run(_allowed_and_not, nodes=2, ranks_per_node=1))

@@ -1,0 +1,124 @@
+"""Find what holds a parameter of a model besides the modules' own tables of parameters.
+
+`shard` puts another tensor in the place of each parameter.  A list, a closure or a buffer that holds the old
+one, or a view of it, would go on reading values that nobody trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ReferenceType
+
+import torch
+from torch import Tensor, nn
+
+from fcdp_compile.torch_compat import storage_id
+
+_TABLES = ("_parameters", "_modules")
+"""What `shard` looks through itself."""
+
+_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, ReferenceType)
+"""What holds no tensor of a model, or is shared by all models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A tensor outside of the tables that is a parameter or shares its memory.
+
+    module: name of the module that has it, "" for the model.  path: where in the module, like `weights[0]`.
+    parameter: name of the parameter.  is_copy: whether it takes no part in training, like `weight.data`.
+    """
+
+    module: str
+    path: str
+    parameter: str
+    is_copy: bool
+
+
+def find_references(model: nn.Module, parameters: Mapping[str, Tensor]) -> list[Reference]:
+    """Everything in a model that holds one of these parameters, or its memory, outside of its place.
+
+    parameters: by name.
+    Looked through are attributes and buffers of the modules, hooks among them, and what these contain: lists,
+    dictionaries, objects, functions with what they close over.
+    """
+    owners = {storage_id(p): name for name, p in parameters.items()}
+    # Modules of the model have a turn of their own, under their own name.
+    walk = _Walk(owners, {id(m) for m in model.modules()})
+    found = []
+    for name, module in model.named_modules():
+        own = [(k, v) for k, v in vars(module).items() if k not in _TABLES]
+        for key, value in [*own, *_methods(module)]:
+            for path, tensor in walk.visit(value, key):
+                owner = owners[storage_id(tensor)]
+                is_copy = not (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+                is_copy = is_copy and key != "_buffers"
+                found.append(Reference(module=name, path=path, parameter=owner, is_copy=is_copy))
+    return found
+
+
+def _methods(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The methods of a module's classes that close over something; torch's own are left out."""
+    for cls in type(module).__mro__:
+        if not cls.__module__.startswith("torch."):
+            for name, value in vars(cls).items():
+                if isinstance(value, FunctionType) and value.__closure__:
+                    yield name, value
+
+
+class _Walk:
+    """Looks at every object once.
+
+    owners: names of parameters by their storage.  seen: ids of what need not be looked at.
+    """
+
+    def __init__(self, owners: Mapping[int, str], seen: set[int]) -> None:
+        self._owners = owners
+        self._seen = seen
+        # Ids are those of living objects: what is made on the way must not be freed and its id used again.
+        self._kept: list[object] = []
+
+    def visit(self, value: object, path: str) -> Iterator[tuple[str, Tensor]]:
+        """The tensors with memory of a parameter that are below a value, which lies at `path`."""
+        todo = [(value, path)]
+        while todo:
+            value, path = todo.pop()
+            if isinstance(value, Tensor):
+                if value.layout is torch.strided and storage_id(value) in self._owners:
+                    yield path, value
+                continue
+            if isinstance(value, _LEAVES) or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            self._kept.append(value)
+            todo += reversed(list(_parts(value, path)))
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[object, str]]:
+    """What a value holds, each with its path."""
+    if isinstance(value, Mapping):
+        yield from ((v, f"{path}[{k!r}]") for k, v in list(value.items()))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((v, f"{path}[{i}]") for i, v in enumerate(value))
+    elif isinstance(value, partial):
+        yield from ((v, path) for v in (value.func, value.args, value.keywords))
+    elif isinstance(value, MethodType):
+        yield from ((v, path) for v in (value.__self__, value.__func__))
+    elif isinstance(value, FunctionType):
+        held = (value.__closure__ or (), value.__defaults__ or (), value.__kwdefaults__ or {})
+        yield from ((v, path) for v in held)
+    elif isinstance(value, CellType):
+        yield from ((v, path) for v in _content(value))
+    else:
+        yield from ((v, f"{path}.{k}") for k, v in list(getattr(value, "__dict__", {}).items()))
+
+
+def _content(cell: CellType) -> Iterator[object]:
+    try:
+        yield cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return

@@ -1,0 +1,63 @@
+"""Keep the reads of values that are not the model's own out of buckets and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch.fx import Graph, GraphModule, Node
+
+from fcdp_compile.ops import GIVEN, REDUCE_GRAD, UNSHARD
+from fcdp_compile.passes.views import same_values
+
+
+def set_apart(gm: GraphModule, *, every: bool = False) -> GraphModule:
+    """Let parameters that a graph reads with other values than the model's own be gathered by themselves.
+
+        functional_call(model, {"w": 0.5 * w}, x)     unshard(mul(w, 0.5))  ->  unshard_given(mul(w, 0.5))
+        model(x) + functional_call(model, ema, x)     unshard(w), unshard(e), both with the key of w
+                                                      ->  unshard_given(w), unshard_given(e)
+
+    A bucket is filled from the model's home shards, so it may serve only what is one of them.  Whether an
+    input of the graph is one is known when the graph runs (`runtime.run`); here are found the keys that no
+    single input stands for.  The gradients of such a key are reduced one by one, too: accumulated ones belong
+    to the parameter, not to a value in its place.
+
+    every: set all keys apart, each gather moved before its first use.  What runs where a graph is given
+    other values.
+
+    Requires: nothing.
+    Leaves: every `unshard` reads an input of the graph, and equal keys read the same input.
+    """
+    shards = shard_inputs(gm.graph)
+    keys = {key for key, source in shards.items() if every or source is None}
+    if keys:
+        _retarget(gm.graph, keys)
+        if every:
+            _sink(gm.graph)
+        gm.graph.lint()
+        gm.recompile()
+    return gm
+
+
+def shard_inputs(graph: Graph) -> dict[str, Node | None]:
+    """The input that each key of a graph reads; None for a computed value, and where there are several."""
+    found: dict[str, Node | None] = {}
+    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+        key, source = str(node.args[1]), same_values(node.all_input_nodes[0])
+        is_input = source.op == "placeholder" and found.get(key, source) is source
+        found[key] = source if is_input else None
+    return found
+
+
+def _retarget(graph: Graph, keys: Collection[str]) -> None:
+    for target in (UNSHARD, REDUCE_GRAD):
+        for node in graph.find_nodes(op="call_function", target=target):
+            if node.args[1] in keys:
+                node.target = GIVEN[target]
+
+
+def _sink(graph: Graph) -> None:
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    for node in graph.find_nodes(op="call_function", target=GIVEN[UNSHARD]):
+        if node.users:
+            min(node.users, key=order.__getitem__).prepend(node)
