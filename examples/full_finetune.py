@@ -11,7 +11,7 @@ machines as slurm.sbatch starts it:
     python examples/full_finetune.py --model FOLDER --data TEXTS --output trained
 
 With --checkpoint it saves as it goes, and goes on from there when it is started again, on any number of
-nodes.
+nodes.  torchrun starts it again by itself when a rank dies: torchrun --max-restarts=2 ….
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fcdp_compile.errors import (
         CheckpointError,
         FcdpError,
+        LostRankError,
         PlanFormatError,
         PlanMismatchError,
         StaleParameterError,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         UnsynchronizedGradientError,
     )
     from fcdp_compile.explanation import Explanation, explain
-    from fcdp_compile.full import full
+    from fcdp_compile.full_parameter import full
     from fcdp_compile.memory_report import Memory, memory
     from fcdp_compile.mesh import make_mesh
     from fcdp_compile.pretrained.export import save_pretrained
@@ -41,6 +42,7 @@ __all__ = [
     "Explanation",
     "FcdpError",
     "Loaded",
+    "LostRankError",
     "Memory",
     "PendingSave",
     "PlanFormatError",
@@ -69,6 +71,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "Explanation": "explanation",
     "FcdpError": "errors",
+    "LostRankError": "errors",
     "Loaded": "checkpointing.loading",
     "Memory": "memory_report",
     "PendingSave": "checkpointing.saving",
@@ -80,7 +83,7 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
-    "full": "full",
+    "full": "full_parameter",
     "gathered": "whole",
     "load": "checkpointing.loading",
     "load_pretrained": "pretrained.load",

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.home_shard import rows_of
 from fcdp_compile.initialisation import lost_attributes, steps_of, tied_to_others
+from fcdp_compile.messages import broadcast_first
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.validity import fingerprint
 from fcdp_compile.sharding import model_of, state_of
@@ -301,7 +301,7 @@ def _as_rank_0(state: ShardedModel) -> Iterator[None]:
     firsts = [s.clone() for s in mine]
     if group is not None:
         for generator in firsts:
-            dist.broadcast(generator, group=group, group_src=0)
+            broadcast_first(generator, group, "rank 0's random numbers for all ranks")
     set_generators(firsts, device)
     try:
         yield

@@ -39,6 +39,8 @@ class Derived(DTensor):
         kwargs = kwargs or {}
         refuse_plain(func, args, kwargs)
         args, kwargs = tree_map_only(Derived, _as_dtensor, (args, kwargs))
+        if func is _aten.detach.default:  # a compiler wants the class that it gave
+            return _made(func(*args))
         return derived(func, func(*args, **kwargs))
 
     @staticmethod
@@ -46,8 +48,9 @@ class Derived(DTensor):
         inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> Derived:
         # As HomeShard's.
-        made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        return Derived(made._local_tensor, made._spec, requires_grad=made.requires_grad)  # type: ignore[no-untyped-call]
+        return _made(
+            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        )
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """As DTensor's, but that gradients are averaged over the ranks unless grad_placements says more."""
@@ -59,7 +62,7 @@ class Derived(DTensor):
 def averaging_full_tensor(dtensor: DTensor) -> Tensor:
     """The whole tensor; each rank's gradient for it is averaged with those of the others."""
     replicated = dtensor.redistribute(placements=[Replicate()] * dtensor.device_mesh.ndim)
-    whole: Tensor = _Whole.apply(replicated)
+    whole: Tensor = _Whole.apply(replicated)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -72,8 +75,8 @@ class _Whole(Function):
         return replicated._local_tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor:  # type: ignore[override]
-        averaged = grad / ctx.mesh.size()
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        averaged = (grad / ctx.mesh.size()).contiguous()
         for group in ctx.mesh.get_all_groups():
             dist.all_reduce(averaged, group=group)
         placements = [Replicate()] * ctx.mesh.ndim
@@ -132,7 +135,11 @@ _INDEPENDENT = (
 def _of(dtensor: DTensor) -> Any:
     if type(dtensor) is not DTensor or type(dtensor._local_tensor) is not Tensor:
         return dtensor
-    return Derived(dtensor._local_tensor, dtensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return _made(dtensor)
+
+
+def _made(dtensor: DTensor) -> Derived:
+    return Derived(dtensor._local_tensor, dtensor._spec, requires_grad=dtensor.requires_grad)  # type: ignore[no-untyped-call]
 
 
 def _as_dtensor(value: Derived) -> DTensor:

@@ -5,6 +5,10 @@ class FcdpError(RuntimeError):
     """Base of the errors that are not plain misuse of an argument (those are ValueError, TypeError)."""
 
 
+class LostRankError(FcdpError):
+    """A collective has failed because other ranks did not come; the message names it and the ranks."""
+
+
 class StaleParameterError(FcdpError):
     """A gathered copy no longer belongs to the values that a computation was started with."""
 

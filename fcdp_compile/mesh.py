@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.constants import default_pg_nccl_timeout
+from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile.lost_ranks import RollCall, naming_lost_ranks, world
+from fcdp_compile.rendezvous import initialise
 from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import gloo_timeout
+from fcdp_compile.torch_compat import gloo_timeout, nccl_timeout
 
 INTER, INTRA = "inter", "intra"
 
@@ -41,6 +45,8 @@ class Topology:
     inter: dist.ProcessGroup | None
     intra: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
+    timeout: timedelta | None = None
+    roll_call: RollCall | None = None
 
     @property
     def ranks(self) -> int:
@@ -62,16 +68,22 @@ class Topology:
         )
 
 
-def make_mesh(nodes: int | None = None) -> DeviceMesh | None:
+def make_mesh(
+    nodes: int | None = None, *, timeout: timedelta | float | None = None
+) -> DeviceMesh | None:
     """Make the ("inter", "intra") mesh from torchrun's environment.
 
     Initialises torch.distributed if torchrun started this process and nobody has done so.  In a single
     process without torchrun it returns None, which `shard` takes as one node of one rank.
 
     nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
+    timeout: how long a rank waits for others before it raises LostRankError, in seconds or as a timedelta;
+    by default as long as the default process group does.  It holds for all groups that fcdp makes for this
+    mesh, and for the default group if it is initialised here.
 
     Raises: ValueError on all ranks if they cannot be divided into nodes, or would not be alike.
     """
+    chosen = _checked_timeout(timeout)
     if not dist.is_initialized() and "RANK" not in os.environ:
         if nodes not in (None, 1):
             raise ValueError(
@@ -84,14 +96,81 @@ def make_mesh(nodes: int | None = None) -> DeviceMesh | None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     had_groups = dist.is_initialized()
     if not had_groups:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        initialise(backend, chosen)
     try:
-        count = _agreed_count(world, nodes)
+        with naming_lost_ranks(None, "make_mesh"):
+            count = _agreed_count(world, nodes)
     except ValueError:
         if not had_groups:
             dist.destroy_process_group()
         raise
-    return init_device_mesh(device_type, (count, world // count), mesh_dim_names=(INTER, INTRA))
+    return _make_mesh(device_type, count, world // count, _timeout_of_new_groups(chosen))
+
+
+def _checked_timeout(timeout: timedelta | float | None) -> timedelta | None:
+    if timeout is None or isinstance(timeout, timedelta):
+        chosen = timeout
+    elif isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be seconds or a timedelta, not {timeout!r}")
+    else:
+        chosen = timedelta(seconds=timeout)
+    if chosen is not None and chosen <= timedelta(0):
+        raise ValueError(f"timeout must be longer than 0 s, not {timeout!r}")
+    return chosen
+
+
+def _timeout_of_new_groups(chosen: timedelta | None) -> timedelta | None:
+    """The timeout of groups that fcdp makes: the one given to make_mesh, else the default group's."""
+    default = world()
+    return timeout_like(
+        chosen,
+        gloo=gloo_timeout(default),
+        nccl=nccl_timeout(default),
+        nccl_default=default_pg_nccl_timeout,
+    )
+
+
+def timeout_like(
+    chosen: timedelta | None,
+    *,
+    gloo: timedelta | None,
+    nccl: timedelta | None,
+    nccl_default: timedelta | None,
+) -> timedelta | None:
+    """The timeout that groups should have beside a default group with these; None: torch's own default.
+
+    A default group of NCCL alone whose timeout nobody chose says nothing about Gloo groups, which torch lets
+    wait longer.
+    """
+    if chosen is not None:
+        return chosen
+    if gloo is not None:
+        return gloo
+    return None if nccl == nccl_default else nccl
+
+
+def _make_mesh(
+    device_type: str, nodes: int, ranks_per_node: int, timeout: timedelta | None
+) -> DeviceMesh:
+    # Not torch's init_device_mesh, whose groups have torch's timeout, whatever the default group has.
+    ranks = torch.arange(nodes * ranks_per_node, device="cpu").view(nodes, ranks_per_node)
+    with naming_lost_ranks(None, "make_mesh, as groups are made"):
+        inter, intra = (
+            dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
+            for rows in (ranks.T, ranks)
+        )
+    mesh = DeviceMesh.from_group(
+        [inter, intra], device_type, mesh=ranks, mesh_dim_names=(INTER, INTRA)
+    )
+    _timeouts[inter] = timeout
+    return mesh
+
+
+_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta | None] = (
+    weakref.WeakKeyDictionary()
+)
+"""The timeout of the groups of a mesh that `make_mesh` made, by its inter group."""
 
 
 def _agreed_count(world: int, nodes: int | None) -> int:
@@ -197,6 +276,15 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
     home_mesh = DeviceMesh.from_group(
         [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
     )
+    timeout = _timeouts[inter] if inter in _timeouts else _timeout_of_new_groups(None)
+    roll_call = RollCall(ranks)
+    roll_call.begin()
+    with naming_lost_ranks(None, "shard, as groups are made"):
+        control = dist.new_group(
+            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
+        own_inter, own_intra = (_own(g, mesh.device_type, timeout) for g in (inter, intra))
+    roll_call.covers([inter, intra, own_inter, own_intra, control])
     return Topology(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -204,10 +292,32 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
         place=mesh.get_local_rank(INTRA),
         device_type=mesh.device_type,
         home_mesh=home_mesh,
-        inter=_own(inter, mesh.device_type),
-        intra=_own(intra, mesh.device_type),
-        control=dist.new_group(ranks, backend="gloo", use_local_synchronization=True),
+        inter=own_inter,
+        intra=own_intra,
+        control=control,
+        timeout=timeout,
+        roll_call=roll_call,
     )
+
+
+def new_control_group(topology: Topology) -> dist.ProcessGroup | None:
+    """Another CPU group over all ranks of a mesh, which all of them must make; None for a single process."""
+    if topology.control is None:
+        return None
+    return _new_group(topology, dist.get_process_group_ranks(topology.control), "gloo")
+
+
+def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
+    assert topology.roll_call is not None, "several processes have one"
+    with naming_lost_ranks(topology.control, "shard, as groups are made"):
+        group: dist.ProcessGroup = dist.new_group(
+            ranks,
+            timeout=topology.timeout,
+            backend=backend,
+            use_local_synchronization=True,
+        )
+    topology.roll_call.covers([group])
+    return group
 
 
 def control_ranks(topology: Topology) -> dict[tuple[int, int], int]:
@@ -246,12 +356,7 @@ def _make_flat_group(topology: Topology) -> FlatGroup:
     assert topology.inter is not None, "several nodes have groups between them"
     on_stream = topology.device_type == "cuda" and has_nccl(topology.inter)
     positions = _positions(topology.home_mesh.mesh.T)
-    group = dist.new_group(
-        sorted(positions),
-        timeout=None if on_stream else gloo_timeout(topology.inter),
-        backend=None if on_stream else "gloo",
-        use_local_synchronization=True,
-    )
+    group = _new_group(topology, sorted(positions), None if on_stream else "gloo")
     ranks = dist.get_process_group_ranks(group)
     successor = ranks[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
     return FlatGroup(
@@ -271,13 +376,15 @@ def _positions(mesh: Tensor) -> dict[int, tuple[int, int]]:
     }
 
 
-def _own(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+def _own(
+    group: dist.ProcessGroup, device_type: str, timeout: timedelta | None
+) -> dist.ProcessGroup:
     """A group of the same ranks for the lanes ([Note: groups of our own])."""
     if dist.get_world_size(group) == 1 or (device_type == "cuda" and has_nccl(group)):
         return group
     own: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
-        timeout=gloo_timeout(group),
+        timeout=timeout,
         backend="gloo",
         use_local_synchronization=True,
     )

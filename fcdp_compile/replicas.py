@@ -8,10 +8,10 @@ import logging
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.mesh import Topology
+from fcdp_compile.messages import broadcast_first
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.validity import fingerprint
 
@@ -54,7 +54,9 @@ def agree_on_replicas(
     ]
     for _, tensor in differing:
         on_host = tensor.detach().cpu().contiguous()
-        dist.broadcast(on_host.view(-1).view(torch.uint8), group=topology.control, group_src=0)
+        assert topology.control is not None, "several processes have one"
+        doing = "shard, as rank 0's values go to all ranks"
+        broadcast_first(on_host.view(-1).view(torch.uint8), topology.control, doing)
         with torch.no_grad():
             tensor.detach().copy_(on_host)
     if differing and topology.node == topology.place == 0:

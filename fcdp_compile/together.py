@@ -8,20 +8,24 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.messages import gather_objects
 
 T = TypeVar("T")
 
 
 def together(
-    group: dist.ProcessGroup | None, act: Callable[[], T], error: type[FcdpError] = FcdpError
+    group: dist.ProcessGroup | None,
+    act: Callable[[], T],
+    error: type[FcdpError] = FcdpError,
+    doing: str = "an agreement of all ranks",
 ) -> list[T]:
     """Call `act` on every rank and return what each rank's gave, by rank in the group.
 
     act: without collectives of its own; its result is picklable and small.  group: a CPU group, such as
-    `Topology.control`; None in a single process.
+    `Topology.control`; None in a single process.  doing: what the error says if a rank does not come.
 
-    Raises: `error` on every rank of the group if `act` raises on any, with the message of the first that did
-    and how many more.
+    Raises: LostRankError if a rank does not come; `error` on every rank of the group if `act` raises on any,
+    with the message of the first that did and how many more.
     """
     cause: Exception | None = None
     try:
@@ -31,8 +35,7 @@ def together(
         mine, cause = (False, str(raised) or type(raised).__name__), raised
     everyone: list[tuple[bool, T | str]] = [mine]
     if group is not None:
-        everyone = [mine] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group=group)
+        everyone = gather_objects(mine, group, doing)
     problems = {rank: str(value) for rank, (works, value) in enumerate(everyone) if not works}
     if problems:
         raise error(_told(problems, len(everyone))) from cause

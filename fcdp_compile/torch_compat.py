@@ -31,6 +31,7 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging._internal import trace_structured
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PicklerOptions
@@ -58,6 +59,7 @@ __all__ = [
     "detect_fake_mode",
     "every_thread",
     "fx_graph_cache_hits",
+    "gloo_context_count",
     "gloo_timeout",
     "graph_break_places",
     "graph_breaks",
@@ -74,6 +76,8 @@ __all__ = [
     "make_dynamic",
     "min_cut_rematerialization_partition",
     "name_thread",
+    "nccl_timeout",
+    "rendezvous_store",
     "saved_output_descriptor",
     "skip_frame",
     "storage_id",
@@ -171,10 +175,42 @@ def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:
 
 
 def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a group's collectives on CPU tensors wait for their peers; None if it does not say."""
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
-    found: timedelta | None = getattr(options, "_timeout", None)
+    """How long a group's Gloo collectives wait for their peers; None if it has none."""
+    return _timeout(_backend(group, "cpu", "gloo"))
+
+
+def nccl_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group's NCCL collectives may take; None if it has none."""
+    return _timeout(_backend(group, "cuda", "nccl"))
+
+
+def _timeout(backend: Any) -> timedelta | None:
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return found
+
+
+def gloo_context_count(group: dist.ProcessGroup) -> int:
+    """How many sets of connections a group has: one for each network interface that Gloo uses; 0 without."""
+    backend = _backend(group, "cpu", "gloo")
+    return 0 if backend is None else len(getattr(backend.options, "_devices", "1"))
+
+
+def _backend(group: dist.ProcessGroup, device: str, name: str) -> Any:
+    """What runs a group's collectives on a device, if that is the backend of this name, else None.
+
+    Works for a group that was taken down, too.
+    """
+    try:
+        backend: Any = group._get_backend(torch.device(device))
+    except RuntimeError:  # nothing runs them
+        return None
+    return backend if backend.name() == name else None
+
+
+def rendezvous_store() -> Any:
+    """The store by which the ranks of a job have found each other, over a connection of its own."""
+    store: Any = _get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def graph_module(root: nn.Module, graph: Graph, name: str = "GraphModule") -> GraphModule:

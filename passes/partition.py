@@ -84,7 +84,8 @@ def _merge_reductions(graph: Graph) -> None:
             continue
         with graph.inserting_before(add):
             total = graph.call_function(torch.ops.aten.add.Tensor, (left.args[0], right.args[0]))
-            total.meta = dict(left.all_input_nodes[0].meta)
+            summands = [reduction.all_input_nodes[0].meta["val"] for reduction in (left, right)]
+            total.meta = {**left.all_input_nodes[0].meta, "val": torch.add(*summands)}
             reduced = graph.call_function(REDUCE_GRAD, (total, left.args[1]))
             reduced.meta = dict(left.meta)
         add.replace_all_uses_with(reduced)

@@ -20,6 +20,8 @@ FLAGS_OF_A_WORD = 60
 """Words are int64, and have no sign."""
 
 
+_ON_PLANS = "the agreement on the plan and on what is stale"
+
 SYNCHRONISES, ACCUMULATES = "synchronises", "accumulates"
 """What the backward of a forward will do with gradients."""
 
@@ -44,7 +46,7 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
     head = _head(f"{about.digest} {about.mode}")
     words = packed(flags)
     padded = words[:_FIRST_WORDS] + [0] * (_FIRST_WORDS - len(words))
-    first = collectives.agree([head, *padded])
+    first = collectives.agree([head, *padded], _ON_PLANS)
     if any(row[0] != head for row in first):
         modes = collectives.exchange_texts(about.mode)
         raise PlanMismatchError(
@@ -52,7 +54,7 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
         )
     rows = [row[1:] for row in first]
     if len(words) > _FIRST_WORDS:
-        more = collectives.agree(words[_FIRST_WORDS:])
+        more = collectives.agree(words[_FIRST_WORDS:], _ON_PLANS)
         rows = [a + b for a, b in zip(rows, more, strict=True)]
     return raised_by_any(rows, len(flags))
 
@@ -66,7 +68,7 @@ def same_act(collectives: Collectives, act: str) -> None:
     """
     head = _head(act)
     # As long as what `any_rank` sends first, which may be what another rank is doing.
-    rows = collectives.agree([head, *[0] * _FIRST_WORDS])
+    rows = collectives.agree([head, *[0] * _FIRST_WORDS], f"the agreement before a rank {act}")
     if any(row[0] != head for row in rows):
         raise PlanMismatchError(_mode_mismatch(collectives.exchange_texts(act)))
 

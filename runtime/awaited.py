@@ -45,7 +45,12 @@ class Awaited:
         """
         if self._is_settled:
             return
-        counts = [row[0] for row in collectives.agree([len(self.names())])]
+        counts = [
+            row[0]
+            for row in collectives.agree(
+                [len(self.names())], "the agreement on what has no values yet"
+            )
+        ]
         if not any(counts):
             self._is_settled = True
             return

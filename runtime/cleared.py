@@ -120,7 +120,8 @@ def _agreed(
     collectives: Collectives, cleared: list[bool], changed: list[int]
 ) -> tuple[list[bool], list[int]]:
     """What any rank sees cleared, and the first that one sees changed, if any."""
-    rows = collectives.agree([changed[0] if changed else -1, *packed(cleared)])
+    words = [changed[0] if changed else -1, *packed(cleared)]
+    rows = collectives.agree(words, "the agreement on gradients that were cleared")
     seen = [row[0] for row in rows if row[0] >= 0]
     return raised_by_any([row[1:] for row in rows], len(cleared)), seen[:1]
 

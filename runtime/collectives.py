@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.mesh import FlatGroup, Topology, flat_group, has_nccl
+from fcdp_compile.messages import gather_at_once, gather_objects
 from fcdp_compile.plan import LANES, Kind
 from fcdp_compile.quantize import Codec
 from fcdp_compile.reduction import INTER_KINDS, all_reduce_bytes
 from fcdp_compile.runtime.counters import AGREE, FLAT_WITHIN, Counters
 from fcdp_compile.runtime.gathers import (
     gather,
-    gather_at_once,
     gather_encoded,
     gather_flat,
     gather_own,
@@ -24,6 +25,7 @@ from fcdp_compile.runtime.gathers import (
 from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.reductions import all_reduce, reduce_encoded, reduce_scatter
+from fcdp_compile.waiting import Wait
 
 
 class Collectives:
@@ -31,6 +33,9 @@ class Collectives:
 
     Every collective on the two groups goes through the lanes, also those that are waited for at once: two
     threads that use one group would mix up the order that ranks meet in.
+
+    during: tells of a collective, by the name of its profiler's range, what it is a part of just now; for
+    the error if a rank does not come to it.
 
     Shapes: all-gather [n] -> [size*n]; reduce-scatter [size*n] -> [n], size being the group's.
     """
@@ -41,6 +46,10 @@ class Collectives:
         self._lanes = lanes
         self._flat: FlatGroup | None = None
         self._order: Tensor | None = None
+        self.during: Callable[[str], str] = told_alone
+
+    def _wait(self, name: str) -> Wait:
+        return Wait(partial(self.during, name), self._lanes.exiting)
 
     def _group(self, kind: Kind) -> tuple[dist.ProcessGroup | None, int]:
         t = self._topology
@@ -68,10 +77,10 @@ class Collectives:
         if not own.nbytes:
             return Pending(out)
         if codec is None:
-            run = partial(gather, out, own, group, self._lanes.exiting)
+            run = partial(gather, out, own, group, self._wait(name))
             return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
         encoded = _empty(own, size * sent_bytes, torch.uint8)
-        run = partial(gather_encoded, out, encoded, own, codec, group, self._lanes.exiting)
+        run = partial(gather_encoded, out, encoded, own, codec, group, self._wait(name))
         pending = self._lanes.start(LANES[kind], run, out=out, reads=[send, encoded], name=name)
         pending.encoded = encoded
         return pending
@@ -90,7 +99,7 @@ class Collectives:
         out = _empty(own, size * own.numel())
         if not own.nbytes:
             return Pending(out)
-        run = partial(gather_own, out, own, codec, group, self._lanes.exiting)
+        run = partial(gather_own, out, own, codec, group, self._wait(name))
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def rest_all_gather(
@@ -104,7 +113,7 @@ class Collectives:
         if not node_shard.nbytes:
             return Pending(out)
         node = self._topology.node
-        run = partial(gather_rest, out, node_shard, mine, node, group, self._lanes.exiting)
+        run = partial(gather_rest, out, node_shard, mine, node, group, self._wait(name))
         return self._lanes.start(LANES[kind], run, out=out, reads=[send, own], name=name)
 
     def make_flat_group(self) -> None:
@@ -130,8 +139,8 @@ class Collectives:
             # Made once: copying from memory that is not pinned waits for the stream, and so for gathers.
             with torch.inference_mode(False):
                 self._order = torch.tensor(self._flat.order, device=own.device)
-        group, order, exiting = self._flat.group, self._order, self._lanes.exiting
-        run = partial(gather_flat, out, own, codec, group, order, exiting)
+        group, order = self._flat.group, self._order
+        run = partial(gather_flat, out, own, codec, group, order, self._wait(name))
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduce_scatter(
@@ -152,9 +161,9 @@ class Collectives:
         if not whole.nbytes:
             return Pending(out)
         if codec is None:
-            run = partial(reduce_scatter, out, whole, group, size, self._lanes.exiting)
+            run = partial(reduce_scatter, out, whole, group, size, self._wait(name))
         else:
-            run = partial(reduce_encoded, out, whole, codec, group, size, self._lanes.exiting)
+            run = partial(reduce_encoded, out, whole, codec, group, size, self._wait(name))
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def all_reduce(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
@@ -170,7 +179,7 @@ class Collectives:
             return Pending(own, done=send.done if isinstance(send, Pending) else None)
         parts = _empty(own, -(-own.numel() // size) * size)
         out = parts.narrow(0, 0, own.numel())
-        run = partial(all_reduce, parts, own, group, size, self._lanes.exiting)
+        run = partial(all_reduce, parts, own, group, size, self._wait(name))
         return self._lanes.start(LANES[kind], run, out=out, reads=[send, parts], name=name)
 
     def reduction(
@@ -186,16 +195,22 @@ class Collectives:
             return self.all_gather(kind, send, name)
         return self.reduce_scatter(kind, send, name, codec=codec)
 
-    def agree(self, words: list[int]) -> list[list[int]]:
-        """Every rank's `words`, the same number on every rank; all ranks of the mesh must call it."""
+    def agree(self, words: list[int], what: str = "an agreement of all ranks") -> list[list[int]]:
+        """Every rank's `words`, the same number on every rank; all ranks of the mesh must call it.
+
+        what: they agree on.
+
+        Raises: LostRankError.
+        """
         t = self._topology
         if t.ranks == 1:
             return [words]
+        assert t.control is not None, "several processes have one"
         # Whatever the default device is: a user may be building another model on meta.
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         self._counters.add(AGREE, (t.ranks - 1) * mine.nbytes)
         everyone = torch.empty(t.ranks * len(words), dtype=torch.int64, device="cpu")
-        gather_at_once(everyone, mine, t.control)
+        gather_at_once(everyone, mine, t.control, self.during(what))
         rows: list[list[int]] = everyone.view(t.ranks, -1).tolist()
         return rows
 
@@ -204,9 +219,15 @@ class Collectives:
         t = self._topology
         if t.ranks == 1:
             return [text]
-        texts: list[str] = [""] * t.ranks
-        dist.all_gather_object(texts, text, group=t.control)
-        return texts
+        assert t.control is not None, "several processes have one"
+        return gather_objects(
+            text, t.control, self.during("a comparison of what ranks are about to do")
+        )
+
+
+def told_alone(name: str) -> str:
+    """Tell of a collective that is no part of anything."""
+    return name.removeprefix("fcdp::")
 
 
 def are_blocking(topology: Topology) -> bool:

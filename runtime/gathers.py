@@ -5,29 +5,21 @@ Each fills `out`, which its caller has allocated, and returns what is left to do
 
 from __future__ import annotations
 
-from threading import Event
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.mesh import has_nccl
+from fcdp_compile.messages import all_gather
 from fcdp_compile.quantize import Codec
-from fcdp_compile.runtime.group_work import finish, now_or_later, on_host, pinned, to_device
+from fcdp_compile.runtime.group_work import now_or_later, on_host, pinned, to_device
 from fcdp_compile.runtime.tasks import Begun
+from fcdp_compile.waiting import Wait, finish
 
 _Group = dist.ProcessGroup | None
 
-# torch 2.13 renamed it and warns of the older name, the only one of 2.11.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-
-def gather_at_once(out: Tensor, send: Tensor, group: _Group) -> None:
-    """Gather small CPU tensors on the caller's thread."""
-    _all_gather(out, send, group=group)
-
-
-def gather(out: Tensor, send: Tensor, group: _Group, exiting: Event) -> Begun | None:
+def gather(out: Tensor, send: Tensor, group: _Group, wait: Wait) -> Begun | None:
     """[n] of every rank -> [size*n]."""
     if send.is_cuda and has_nccl(group):
         _start(out, send, group).wait()  # makes the current stream wait
@@ -37,7 +29,7 @@ def gather(out: Tensor, send: Tensor, group: _Group, exiting: Event) -> Begun | 
     work = _start(arrived, staged, group)
 
     def end() -> None:
-        finish(work, exiting)
+        finish(work, group, wait)
         if arrived is not out:
             to_device(out, arrived)
 
@@ -45,10 +37,10 @@ def gather(out: Tensor, send: Tensor, group: _Group, exiting: Event) -> Begun | 
 
 
 def gather_encoded(
-    out: Tensor, encoded: Tensor, send: Tensor, codec: Codec, group: _Group, exiting: Event
+    out: Tensor, encoded: Tensor, send: Tensor, codec: Codec, group: _Group, wait: Wait
 ) -> Begun | None:
     """[n] of every rank -> [size*n], and the same in `encoded` as it travelled, [size*bytes]."""
-    left = gather(encoded, codec.encode(send.view(1, -1)).view(-1), group, exiting)
+    left = gather(encoded, codec.encode(send.view(1, -1)).view(-1), group, wait)
 
     def decode() -> None:
         rows = codec.decode(encoded.view(-1, codec.bytes), out.dtype)
@@ -58,16 +50,16 @@ def gather_encoded(
 
 
 def gather_own(
-    out: Tensor, send: Tensor, codec: Codec | None, group: _Group, exiting: Event
+    out: Tensor, send: Tensor, codec: Codec | None, group: _Group, wait: Wait
 ) -> Begun | None:
     """[S] of every rank of a node -> [g*S], as it would have come from another node."""
     if codec is not None:
         send = codec.decode(codec.encode(send.view(1, -1)), send.dtype).view(-1)
-    return gather(out, send, group, exiting)
+    return gather(out, send, group, wait)
 
 
 def gather_rest(
-    out: Tensor, node_shard: Tensor, own: Tensor, node: int, group: _Group, exiting: Event
+    out: Tensor, node_shard: Tensor, own: Tensor, node: int, group: _Group, wait: Wait
 ) -> Begun | None:
     """[N*S] of every rank of a node, which is number `node`, and all of that node's own [g*S] -> [g*N*S]."""
     slot = own.numel() * node_shard.numel() // out.numel()
@@ -77,7 +69,7 @@ def gather_rest(
     else:
         others = torch.cat([rows[:node], rows[node + 1 :]])
     arrived = torch.empty_like(out[: out.numel() - own.numel()])
-    left = gather(arrived, others.reshape(-1), group, exiting)
+    left = gather(arrived, others.reshape(-1), group, wait)
 
     def assemble() -> None:
         full = out.view(-1, len(rows), slot)
@@ -90,15 +82,15 @@ def gather_rest(
 
 
 def gather_flat(
-    out: Tensor, send: Tensor, codec: Codec | None, group: _Group, order: Tensor, exiting: Event
+    out: Tensor, send: Tensor, codec: Codec | None, group: _Group, order: Tensor, wait: Wait
 ) -> Begun | None:
     """[S] of every rank of the mesh -> [G*S]; order: the rank in the group that has each part."""
     if codec is None:
         arrived = torch.empty_like(out)
-        left = gather(arrived, send, group, exiting)
+        left = gather(arrived, send, group, wait)
     else:
         arrived = out.new_empty(len(order) * codec.bytes, dtype=torch.uint8)
-        left = gather(arrived, codec.encode(send.view(1, -1)).view(-1), group, exiting)
+        left = gather(arrived, codec.encode(send.view(1, -1)).view(-1), group, wait)
 
     def assemble() -> None:
         rows = arrived.view(len(order), -1)
@@ -111,7 +103,7 @@ def gather_flat(
 
 def _start(out: Tensor, send: Tensor, group: _Group) -> dist.Work:
     # Bytes travel, whatever the dtype.  Views taken here, as the caller's inference mode would spoil them.
-    work: dist.Work = _all_gather(
+    work: dist.Work = all_gather(
         out.view(torch.uint8), send.view(torch.uint8), group=group, async_op=True
     )
     return work

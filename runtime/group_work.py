@@ -1,31 +1,13 @@
-"""What collectives of any kind need on a lane: waiting for blocking ones, and staging for Gloo."""
+"""What collectives of any kind need on a lane: work in two parts, and staging for Gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
-from threading import Event
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.runtime.tasks import Begun
-
-_LOOK = timedelta(seconds=0.25)
-"""How often a blocked collective looks whether the interpreter ends."""
-
-
-def finish(work: dist.Work, exiting: Event) -> None:
-    """Wait for a collective that blocks; until the interpreter ends, for which see `thread_lane`."""
-    while not work.is_completed():
-        try:
-            work.wait(_LOOK)
-        except RuntimeError:
-            # Either it took longer, or failed, or was done right after: only the work itself can tell.
-            if exiting.is_set():
-                raise
-    work.wait()
 
 
 def now_or_later(last: Callable[[], None], left: Begun | None) -> Begun | None:

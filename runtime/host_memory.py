@@ -74,7 +74,8 @@ class HostMemory:
         available = min(UNLIMITED, found.bytes + in_use)
         self._pool = pool
         ended = sum(m._has_ended << i for i, m in enumerate(self._together[:FLAGS_OF_A_WORD]))
-        rows = collectives.agree([available, _LIMITS.index(found.limit), lockable, ended])
+        words = [available, _LIMITS.index(found.limit), lockable, ended]
+        rows = collectives.agree(words, "the agreement on host memory")
         gone = functools.reduce(operator.and_, (row[3] for row in rows))
         self._together[:] = [m for i, m in enumerate(self._together) if not gone >> i & 1]
         least = min(rows, key=lambda row: row[0])

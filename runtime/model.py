@@ -343,9 +343,9 @@ class ShardedModel:
         )
         return [whole.get(b.id, known.get(b.id, 0)) for b in buckets]
 
-    def agree_on_any(self, found: Sequence[object]) -> bool:
-        """Whether any rank found something; all ranks must ask."""
-        return any(row[0] for row in self.collectives.agree([len(found)]))
+    def agree_on_any(self, found: Sequence[object], what: str) -> bool:
+        """Whether any rank found something; all ranks must ask.  what: it is they agree on."""
+        return any(row[0] for row in self.collectives.agree([len(found)], what))
 
     def refresh(self, bucket: Bucket) -> None:
         """Gather a bucket between nodes straight into the cache; within the node too if it is kept whole."""

@@ -315,7 +315,10 @@ class Program:
             )
             if seen != now
         ]
-        if all(b.tier is not Tier.NONE for b in buckets) or not run.model.agree_on_any(changed):
+        what = "the agreement on parameters that changed since the forward"
+        if all(b.tier is not Tier.NONE for b in buckets) or not run.model.agree_on_any(
+            changed, what
+        ):
             return
         where = (
             f"bucket {changed[0].id} ({changed[0].params[0].name}, …)"

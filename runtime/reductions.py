@@ -5,8 +5,6 @@ Each fills `out`, which its caller has allocated, and returns what is left to do
 
 from __future__ import annotations
 
-from threading import Event
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,8 +13,9 @@ from fcdp_compile.mesh import has_nccl
 from fcdp_compile.packing import padded
 from fcdp_compile.quantize import Codec
 from fcdp_compile.runtime.gathers import gather
-from fcdp_compile.runtime.group_work import finish, now_or_later, on_host, to_device
+from fcdp_compile.runtime.group_work import now_or_later, on_host, to_device
 from fcdp_compile.runtime.tasks import Begun
+from fcdp_compile.waiting import Wait, finish
 
 _Group = dist.ProcessGroup | None
 
@@ -24,9 +23,7 @@ _Group = dist.ProcessGroup | None
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def reduce_scatter(
-    out: Tensor, send: Tensor, group: _Group, size: int, exiting: Event
-) -> Begun | None:
+def reduce_scatter(out: Tensor, send: Tensor, group: _Group, size: int, wait: Wait) -> Begun | None:
     """[size*n] of every rank -> the average of its part [n]."""
     if send.is_cuda and has_nccl(group):
         _reduce_scatter(out, send, op=dist.ReduceOp.AVG, group=group, async_op=True).wait()
@@ -38,7 +35,7 @@ def reduce_scatter(
     work = dist.all_to_all_single(parts, staged, group=group, async_op=True)
 
     def end() -> None:
-        finish(work, exiting)
+        finish(work, group, wait)
         wide = torch.promote_types(parts.dtype, torch.float32)
         average = parts.view(size, -1).sum(0, dtype=wide).div_(size)
         if out.is_cuda:
@@ -49,18 +46,18 @@ def reduce_scatter(
     return Begun(end)
 
 
-def all_reduce(out: Tensor, send: Tensor, group: _Group, size: int, exiting: Event) -> Begun | None:
+def all_reduce(out: Tensor, send: Tensor, group: _Group, size: int, wait: Wait) -> Begun | None:
     """The average of [n] in `out`, which is as long as n rounded up to a multiple of the group's size."""
     whole = padded(send, size)
     mine = torch.empty_like(out[: out.numel() // size])
-    left = reduce_scatter(mine, whole, group, size, exiting)
+    left = reduce_scatter(mine, whole, group, size, wait)
     if left is not None:
         left.finish()  # here: what another thread began would meet the next collective out of order
-    return gather(out, mine, group, exiting)
+    return gather(out, mine, group, wait)
 
 
 def reduce_encoded(
-    out: Tensor, send: Tensor, codec: Codec, group: _Group, size: int, exiting: Event
+    out: Tensor, send: Tensor, codec: Codec, group: _Group, size: int, wait: Wait
 ) -> Begun | None:
     """[size*n] of every rank -> the average of its part [n], encoded once and summed once decoded."""
     on_stream = send.is_cuda and has_nccl(group)
@@ -76,4 +73,4 @@ def reduce_encoded(
         rows = codec.decode(parts.view(size, -1).to(out.device), wide)
         out.copy_(rows.sum(0).div_(size))
 
-    return now_or_later(average, None if on_stream else Begun(lambda: finish(work, exiting)))
+    return now_or_later(average, None if on_stream else Begun(lambda: finish(work, group, wait)))

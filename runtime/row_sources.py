@@ -66,7 +66,8 @@ class RowSources:
             return None
         found = self._checked(bucket, specs, home, at)
         mark = 0 if found is None else int(fingerprint([found]))
-        rows = collectives.agree([found is not None, at.place, mark])
+        words = [found is not None, at.place, mark]
+        rows = collectives.agree(words, "the agreement on who reads a checkpoint")
         marks = {place: m for _, place, m in rows}
         if all(is_found and marks[place] == m for is_found, place, m in rows):
             return found

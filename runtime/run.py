@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +16,8 @@ from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan_json import to_json
 from fcdp_compile.recording import ScheduleKey
 from fcdp_compile.runtime.agreement import ACCUMULATES, SYNCHRONISES, About
+from fcdp_compile.runtime.collectives import told_alone
+from fcdp_compile.runtime.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
@@ -57,15 +61,16 @@ class CompiledPlan:
         model = self.living_model()
         accumulates = direction is Direction.FORWARD and model.accumulation.is_on
         self._accumulates = accumulates
-        places = self.shards.get(direction, {})
-        others = model.not_its_own({key: args[i] for key, i in places.items()})
-        variant = self._prepare(model, accumulates=accumulates, is_given=bool(others))
-        if variant is not Variant.GIVEN:
-            return self._run(model, (direction, variant), args, accumulates=accumulates)
-        model.warn_of_given(others)
-        used_again = self.shards.get(Direction.BACKWARD, {})
-        mark = _mark([args[places[key]] for key in used_again])
-        return self._run(model, (direction, variant), args, accumulates=False, given=mark)
+        with self._told(model, direction):
+            places = self.shards.get(direction, {})
+            others = model.not_its_own({key: args[i] for key, i in places.items()})
+            variant = self._prepare(model, accumulates=accumulates, is_given=bool(others))
+            if variant is not Variant.GIVEN:
+                return self._run(model, (direction, variant), args, accumulates=accumulates)
+            model.warn_of_given(others)
+            used_again = self.shards.get(Direction.BACKWARD, {})
+            mark = _mark([args[places[key]] for key in used_again])
+            return self._run(model, (direction, variant), args, given=mark)
 
     def backward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run the backward graph on `args`, which is emptied.
@@ -74,18 +79,40 @@ class CompiledPlan:
         """
         model = self.living_model()
         model.note_backward(accumulates=self._accumulates)
-        cold = self.programs[Direction.BACKWARD, Variant.COLD]
-        if given := cold.was_given(args):
+        with self._told(model, Direction.BACKWARD):
+            given = self._given(model, args)
+            variant = Variant.GIVEN if given else self._backward_variant(model, args)
+            return self._run(model, (Direction.BACKWARD, variant), args, given=given)
+
+    def _given(self, model: ShardedModel, args: list[Any]) -> int:
+        """The mark of the values that a backward's forward was given; 0 if they were the model's own."""
+        given = self.programs[Direction.BACKWARD, Variant.COLD].was_given(args)
+        if given:
             shards = [args[i] for i in self.shards[Direction.BACKWARD].values()]
             if model.agree_on_any([] if _mark(shards) == given else [given]):
                 raise StaleParameterError(
                     "values that a compiled function was given in the place of parameters changed between "
                     "its forward and its backward; run the backward before anything writes to them"
                 )
-            variant = Variant.GIVEN
-        else:
-            variant = self._backward_variant(model, args)
-        return self._run(model, (Direction.BACKWARD, variant), args, given=given)
+        return given
+
+    @contextmanager
+    def _told(self, model: ShardedModel, direction: Direction) -> Iterator[None]:
+        """Within, errors of collectives say which part of which step they belong to."""
+        model.collectives.during = partial(self._tell, direction, model.counters.steps + 1)
+        try:
+            yield
+        finally:
+            model.collectives.during = told_alone
+
+    def _tell(self, direction: Direction, step: int, name: str) -> str:
+        buckets = {range_name(kind, b): (kind, b) for b in self.plan.buckets for kind in Kind}
+        what = told_alone(name)
+        if name in buckets:
+            kind, bucket = buckets[name]
+            more = ", …" if len(bucket.params) > 1 else ""
+            what = f"{kind.value} of bucket {bucket.id} ({bucket.params[0].name}{more})"
+        return f"the {direction.value} pass of step {step}, {what}"
 
     def _run(
         self,

@@ -9,9 +9,8 @@ finished at once: what they leave on the lane's stream has to be in order.
 [Note: end of the interpreter] A rank that fails in a step leaves tasks behind that wait for its peers.  The
 threads are daemons, because their peers may never come.  But a daemon that comes back from C++ while the
 interpreter ends is killed inside of it, and the whole process aborts in place of its own exit code.  So
-before the interpreter ends (atexit), `exiting` is set, tasks that block look at it now and then and give up,
-and those that have not begun are cancelled.  What was given up is still under way, and its process group
-would wait for it when it goes, as long as the peers live: so the thread stays, and holds it.
+before the interpreter ends (atexit), `exiting` is set, tasks that block look at it now and then and close
+their group (`lost_ranks`, [Note: closed groups]), and those that have not begun are cancelled.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ class _Task:
         self._future = future
         self.is_begun = is_begun
 
-    def settle(self, exiting: Event) -> _Task | BaseException | None:
-        """Make the call; returns what is left to do if it has only begun, or its error if it was given up."""
+    def settle(self) -> _Task | None:
+        """Make the call; returns what is left to do if it has only begun."""
         call, future = self._call, self._future
         # The call holds buffers, and whoever waits may count on them being gone.
         del self._call, self._future
@@ -118,13 +117,11 @@ class _Task:
             left = call()
         except BaseException as error:  # handed to whoever waits
             del call
-            is_given_up = exiting.is_set()
-            if not is_given_up:
-                # Frames of the task hold buffers too.  A waiter's frame that holds the future closes a
-                # circle, so without this they would be there until the garbage collector comes.
-                clear_frames(error.__traceback__)
+            # Frames of the task hold buffers too.  A waiter's frame that holds the future closes a circle,
+            # so without this they would be there until the garbage collector comes.
+            clear_frames(error.__traceback__)
             future.set_exception(error)
-            return error if is_given_up else None
+            return None
         del call
         if isinstance(left, Begun):
             return _Task(left.finish, future, is_begun=True)
@@ -173,21 +170,16 @@ def _work(
     tasks: _Tasks, name: str, exiting: Event, is_quiet: Event, finisher: _Finisher | None
 ) -> None:
     name_thread(name)
-    given_up: list[BaseException] = []  # their frames hold the groups
     with torch.no_grad():
         while (task := tasks.get()) is not None:
             if exiting.is_set() and not task.is_begun:
                 task.cancel()
                 continue
-            left = task.settle(exiting)
-            if isinstance(left, _Task):
+            left = task.settle()
+            if left is not None:
                 assert finisher is not None, "what finishes a task has begun another"
                 finisher.put(left)
-            elif left is not None:
-                given_up.append(left)
             del left
     if finisher is not None:
         finisher.end()
     is_quiet.set()
-    if given_up:
-        Event().wait()  # for ever: [Note: end of the interpreter]

@@ -42,13 +42,13 @@ from fcdp_compile.checkpointing.record import (
 from fcdp_compile.checkpointing.rng import set_rng_state
 from fcdp_compile.checkpointing.saving import end_of_saves, refuse_whole
 from fcdp_compile.checkpointing.tree import Reference, decode
-from fcdp_compile.checkpointing.writing import in_step
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.home_shard import placements_of
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding import model_of, state_of
 from fcdp_compile.tensor_header import Stored
+from fcdp_compile.together import together
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def load(
         refuse_whole(state)
         return loading.look(), loading.marks
 
-    looks = in_step(control, look, doing)
+    looks = together(control, look, CheckpointError, doing)
     if len({digest for digest, _ in looks}) > 1:
         raise CheckpointError(
             f"ranks are about to load different things from {folder}; give the same arguments on every rank, "
@@ -116,9 +116,9 @@ def load(
         )
     loading.check_marks([marks for _, marks in looks])
     with bar("loading", loading.size_bytes, shown=shows) as shown:
-        in_step(control, lambda: loading.verify(shown), doing)
+        together(control, lambda: loading.verify(shown), CheckpointError, doing)
         try:
-            in_step(control, lambda: loading.write(shown), doing)
+            together(control, lambda: loading.write(shown), CheckpointError, doing)
         except BaseException:
             # Some ranks may have written; caches must go stale on all of them alike.
             state.values_loaded()

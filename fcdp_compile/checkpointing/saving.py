@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from fcdp_compile.checkpointing.contents import Contents, Copies, Job, contents_of
 from fcdp_compile.checkpointing.disk import Disk
 from fcdp_compile.checkpointing.progress import need_bar
-from fcdp_compile.checkpointing.writing import Write, in_step
+from fcdp_compile.checkpointing.writing import Write
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.mesh import Topology
+from fcdp_compile.mesh import Topology, new_control_group
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding import model_of, state_of
-from fcdp_compile.torch_compat import gloo_timeout
+from fcdp_compile.together import together
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +80,8 @@ class _Saver:
 
     def group(self, topology: Topology) -> dist.ProcessGroup | None:
         """A group that nobody else uses; made the first time, with all ranks of the mesh."""
-        if self._group is None and topology.control is not None:
-            self._group = dist.new_group(
-                dist.get_process_group_ranks(topology.control),
-                timeout=gloo_timeout(topology.control),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+        if self._group is None:
+            self._group = new_control_group(topology)
         return self._group
 
 
@@ -144,8 +139,8 @@ def save(
 
     Raises: on every rank, CheckpointError if something cannot be saved or written, ranks would save
     different things, or gradients that `no_sync` accumulated wait; FcdpError if parameters lack values
-    so far, or for a progress bar without tqdm; ValueError if the model is not sharded.  What fails in the
-    writing of an asynchronous save is raised by `wait`, and logged.
+    so far, or for a progress bar without tqdm; LostRankError if a rank does not come; ValueError if the
+    model is not sharded.  What fails in the writing of an asynchronous save is raised by `wait`, and logged.
     """
     job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
     return save_on(
@@ -195,7 +190,7 @@ def save_on(
         return digest_of(_lines(found[0], step, asynchronous=asynchronous))
 
     control = state.topology.control
-    digests = in_step(control, look, f"saving to {folder}")
+    digests = together(control, look, CheckpointError, f"saving to {folder}")
     (contents,) = found
     if len(set(digests)) > 1:
         _raise_difference(state, _lines(contents, step, asynchronous=asynchronous))

@@ -29,24 +29,12 @@ from fcdp_compile.checkpointing.record import (
     folder_of,
     seal,
 )
-from fcdp_compile.errors import CheckpointError, FcdpError
+from fcdp_compile.errors import CheckpointError
 from fcdp_compile.specs import Home
 from fcdp_compile.tensor_file import TensorMeta
 from fcdp_compile.together import together
 
 T = TypeVar("T")
-
-
-def in_step(group: dist.ProcessGroup | None, act: Callable[[], T], doing: str) -> list[T]:
-    """`together`, in which a rank that is gone is a CheckpointError too; doing: such as "saving to …"."""
-    try:
-        return together(group, act, CheckpointError)
-    except FcdpError:
-        raise
-    except RuntimeError as error:  # of the group
-        raise CheckpointError(
-            f"{doing} has failed as another rank has ended or does not answer: {error}"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +86,8 @@ class Write:
 
     def _step(self, act: Callable[[], T]) -> list[T]:
         """Act on every rank; what each has given, in the order of the mesh, which may not be the group's."""
-        everyone = in_step(self.group, lambda: (self.rank, act()), f"saving to {self.folder}")
+        doing = f"saving to {self.folder}"
+        everyone = together(self.group, lambda: (self.rank, act()), CheckpointError, doing)
         return [value for _, value in sorted(everyone, key=lambda given: given[0])]
 
     def _sweep(self) -> None:

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.layout import ParamLayout
+from fcdp_compile.lost_ranks import naming_lost_ranks
 from fcdp_compile.mesh import Topology, control_ranks
 from fcdp_compile.runtime.record import ParamRecord
+
+_DOING = "whole parameters on their way to the rank that writes them"
 
 
 class WholeValues:
@@ -83,19 +86,21 @@ class WholeValues:
 
     def _send(self, part: Tensor) -> None:
         if part.numel():
-            dist.send(
-                _bytes(part.contiguous()), group=self._topology.control, group_dst=self._ranks[0, 0]
-            )
+            with naming_lost_ranks(self._topology.control, _DOING):
+                dist.send(
+                    _bytes(part.contiguous()),
+                    group=self._topology.control,
+                    group_dst=self._ranks[0, 0],
+                )
 
     def _receive(self, into: Tensor, rank: int) -> None:
         if not into.numel():
             return
-        if into.is_contiguous():
-            dist.recv(_bytes(into), group=self._topology.control, group_src=rank)
-            return
-        part = torch.empty(into.shape, dtype=into.dtype)
-        dist.recv(_bytes(part), group=self._topology.control, group_src=rank)
-        into.copy_(part)
+        part = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype)
+        with naming_lost_ranks(self._topology.control, _DOING):
+            dist.recv(_bytes(part), group=self._topology.control, group_src=rank)
+        if part is not into:
+            into.copy_(part)
 
 
 def _rows(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor:

@@ -40,6 +40,32 @@ def run(
     Function and arguments must be picklable: module-level functions.  Each rank is a fresh process with one
     thread, a gloo group and a mesh of nodes x ranks_per_node; all are killed when one fails or is late.
     """
+    processes, pipes = start(function, *args, nodes=nodes, ranks_per_node=ranks_per_node)
+    try:
+        results, errors, late = _collect(pipes, timeout_s)
+        for rank in late:
+            _ask_where(processes[rank])
+            errors[rank] = "did not answer in time; where it was is on stderr"
+        if errors:
+            raise RankError(
+                "\n".join(f"--- rank {r}\n{text}" for r, text in sorted(errors.items()))
+            )
+        return [results[rank] for rank in range(nodes * ranks_per_node)]
+    finally:
+        kill(processes)
+
+
+def start(
+    function: Callable[..., Any],
+    *args: Any,
+    nodes: int,
+    ranks_per_node: int,
+    wait_s: float | None = None,
+) -> tuple[list[BaseProcess], list[Connection]]:
+    """Start the ranks of `run`; each sends one pair: whether it raised, and its traceback or its result.
+
+    wait_s: how long they wait for each other.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with socket.socket() as probe:
@@ -59,26 +85,20 @@ def run(
             "OMP_NUM_THREADS": "1",
         }
         process = context.Process(
-            target=_rank, args=(theirs, environment, nodes, function, args), daemon=True
+            target=_rank, args=(theirs, environment, nodes, wait_s, function, args), daemon=True
         )
         process.start()
         theirs.close()
         processes.append(process)
         pipes.append(ours)
-    try:
-        results, errors, late = _collect(pipes, timeout_s)
-        for rank in late:
-            _ask_where(processes[rank])
-            errors[rank] = "did not answer in time; where it was is on stderr"
-        if errors:
-            raise RankError(
-                "\n".join(f"--- rank {r}\n{text}" for r, text in sorted(errors.items()))
-            )
-        return [results[rank] for rank in range(world)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(10)
+    return processes, pipes
+
+
+def kill(processes: list[BaseProcess]) -> None:
+    """End ranks, whatever they are doing."""
+    for process in processes:
+        process.kill()
+        process.join(10)
 
 
 def _collect(
@@ -113,6 +133,7 @@ def _rank(
     pipe: Connection,
     environment: dict[str, str],
     nodes: int,
+    wait_s: float | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -120,7 +141,7 @@ def _rank(
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     try:
-        mesh: DeviceMesh | None = fcdp_compile.make_mesh(nodes=nodes)
+        mesh: DeviceMesh | None = fcdp_compile.make_mesh(nodes=nodes, timeout=wait_s)
         pipe.send((False, function(mesh, *args)))
     except BaseException:
         pipe.send((True, traceback.format_exc()))

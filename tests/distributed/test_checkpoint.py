@@ -19,7 +19,7 @@ import fcdp_compile
 from fcdp_compile.checkpointing.contents import Job as Given
 from fcdp_compile.checkpointing.disk import Disk
 from fcdp_compile.checkpointing.saving import save_on
-from fcdp_compile.errors import CheckpointError
+from fcdp_compile.errors import CheckpointError, LostRankError
 from tests.distributed.jobs import WORKS, Verdicts, message_of, run_jobs
 from tests.distributed.jobs_checkpoint import Job, Noisy, assert_same
 from tests.distributed.models import CASES
@@ -285,7 +285,7 @@ def _with_a_rank_that_dies(mesh: DeviceMesh, folder: str) -> None:
     job = Job(mesh)
     job.save(f"{folder}/saved")
     error = message_of(
-        CheckpointError,
+        LostRankError,
         lambda: save_on(Deadly(), Path(folder, "saved"), job.model, _given(job), 9),
     )
     Path(folder, f"rank-{dist.get_rank()}").write_text(error)
@@ -295,6 +295,6 @@ def _with_a_rank_that_dies(mesh: DeviceMesh, folder: str) -> None:
 def test_a_rank_that_dies_stops_the_others_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1\n"):
         run(_with_a_rank_that_dies, str(tmp_path), nodes=1, ranks_per_node=2)
-    assert "another rank has ended or does not answer" in (tmp_path / "rank-0").read_text()
+    assert ": rank 1 did not come" in (tmp_path / "rank-0").read_text()
     assert Job(None, strategy="zero3").load(str(tmp_path / "saved")).step == 0
     assert len(list((tmp_path / "saved").iterdir())) == 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -22,18 +24,22 @@ from fcdp_compile.runtime.lanes import Lanes
 
 rank, port, leaves = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+lanes = Lanes(torch.device("cpu"), is_blocking=True)
+group = dist.new_group([0, 1], backend="gloo")  # nobody else holds it
+world = SimpleNamespace(inter=group, control=group, intra=None, nodes=2, ranks_per_node=1, ranks=2)
+collectives = Collectives(world, Counters(), lanes)
 print("here", flush=True)
 if rank == 1:
     time.sleep(120)  # it never comes to the collective
-lanes = Lanes(torch.device("cpu"), is_blocking=True)
-world = SimpleNamespace(inter=dist.group.WORLD, intra=None, nodes=2, ranks_per_node=1)
-collectives = Collectives(world, Counters(), lanes)
 gather = collectives.all_gather(Kind.INTER_ALL_GATHER, torch.ones(4), "gather")
 lanes.start(Lane.D2H, lambda: None, out=torch.ones(1), reads=[gather], name="store")
 time.sleep(1.0)  # the gather is under way, and has looked around more than once
 assert not lanes.exiting.is_set()
 
 print("leaving", flush=True)
+del group, world
+if leaves == "is interrupted":
+    collectives.agree([0])
 if leaves == "destroys the group":
     dist.destroy_process_group()
     sys.exit(3)
@@ -43,9 +49,16 @@ raise SystemExit(3) if leaves == "exits" else ValueError("the user's")
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("leaves", "code"), [("exits", 3), ("raises", 1), ("destroys the group", 3)]
+    ("leaves", "code", "peer_lives"),
+    [
+        ("exits", 3, True),
+        ("raises", 1, True),
+        ("raises", 1, False),
+        ("destroys the group", 3, True),
+        ("destroys the group", 3, False),
+        ("is interrupted", 1, True),  # torch prints uncaught errors itself, KeyboardInterrupt too
+    ],
 )
-@pytest.mark.parametrize("peer_lives", [True, False])
 def test_it_ends_with_its_own_exit_code(leaves: str, code: int, peer_lives: bool) -> None:
     """While its peer lives; and when that one goes too, just then."""
     with socket.socket() as probe:
@@ -63,6 +76,9 @@ def test_it_ends_with_its_own_exit_code(leaves: str, code: int, peer_lives: bool
         assert failing.stdout is not None
         assert failing.stdout.readline() == "here\n"
         assert failing.stdout.readline() == "leaving\n"
+        if leaves == "is interrupted":
+            time.sleep(1.0)
+            failing.send_signal(signal.SIGINT)
         if not peer_lives:
             peer.kill()
         _, errors = failing.communicate(timeout=60)

@@ -62,6 +62,65 @@ def test_full_fine_tuning_saves_exports_and_goes_on(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight" in changed
 
 
+DIES = """
+import os, signal, sys
+import full_finetune
+
+save, saves = full_finetune.save, []
+
+def save_or_die(job, folder, step):
+    if step == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        saves[-1].wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    saves.append(save(job, folder, step))
+    return saves[-1]
+
+if "dies" in sys.argv:
+    sys.argv.remove("dies")
+    full_finetune.save = save_or_die
+sys.exit(full_finetune.main())
+"""
+
+
+def test_torchrun_starts_it_again_when_a_rank_dies(tmp_path: Path) -> None:
+    """It ends with the weights of a run that nobody disturbed, to the bit, and so had its losses."""
+    script = tmp_path / "job.py"
+    script.write_text(DIES)
+    runs = {}
+    for name in ("dies", "undisturbed"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--max-restarts=2", "--nproc-per-node=2", str(script)]
+        command += ["--nodes=2", "--steps=6", "--save-every=2", *TINY]
+        command += ["--checkpoint", str(tmp_path / name / "checkpoint")]
+        command += [
+            "--output",
+            str(tmp_path / name / "output"),
+            *(["dies"] if name == "dies" else []),
+        ]
+        runs[name] = subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    try:
+        outputs = {
+            name: process.communicate(timeout=LIMIT_S + 100) for name, process in runs.items()
+        }
+    finally:
+        for process in runs.values():
+            process.kill()
+    assert [process.returncode for process in runs.values()] == [0, 0], outputs
+    assert "going on after step 2" in outputs["dies"][0]
+    assert "going on" not in outputs["undisturbed"][0]
+    expected, found = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "output").state_dict()
+        for name in ("undisturbed", "dies")
+    )
+    assert [name for name, value in found.items() if not value.equal(expected[name])] == []
+
+
 def test_a_run_resumes_elsewhere() -> None:
     out = succeed("resume_elsewhere.py", "--steps=2")
     assert "losses go on alike on 4 x 1, 1 x 1" in out

@@ -390,6 +390,16 @@ def test_only_sums_of_one_key_are_merged() -> None:
     assert second.target is aten.add.Tensor
 
 
+def test_a_merged_gradient_is_laid_out_as_the_sum_is() -> None:
+    def build(b: GraphBuilder, t: Node) -> tuple[Node, Node]:
+        scalar = b.call(aten.sum.default, t)
+        expanded = b.reduce_grad(b.call(aten.expand.default, scalar, [3, 3]), "w")
+        return b.call(aten.add.Tensor, expanded, b.reduce_grad(b.call(aten.neg.default, t), "w")), t
+
+    (total,) = calls(merged(joint(build)), aten.add.Tensor)
+    assert total.meta["val"].stride() == (3, 1), "as a compiler expects it in memory"
+
+
 def test_a_reduction_that_is_read_elsewhere_is_kept() -> None:
     def build(b: GraphBuilder, t: Node) -> tuple[Node, Node]:
         one, two = (b.reduce_grad(b.call(aten.mul.Tensor, t, i), "w") for i in (1, 2))

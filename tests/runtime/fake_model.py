@@ -84,7 +84,7 @@ def fake_model(strategy: str = "fcdp") -> Any:
     model.fingerprints_of_uncached = lambda buckets: [
         model.current if b.tier is Tier.NONE else 0 for b in buckets
     ]
-    model.agree_on_any = bool
+    model.agree_on_any = lambda found, what: bool(found)
     return model
 
 

@@ -44,7 +44,7 @@ class Peers:
         self.agreed = 0
         self.say: Callable[[list[int]], list[int]] = list
 
-    def agree(self, words: list[int]) -> list[list[int]]:
+    def agree(self, words: list[int], what: str = "") -> list[list[int]]:
         self.agreed += 1
         return [words, self.say(words)]
 

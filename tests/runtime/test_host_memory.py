@@ -54,7 +54,7 @@ def agree(
     memory: HostMemory, *others: list[int], pool_bytes: int = 0, pinned: bool = False
 ) -> None:
     """Together with ranks that found other numbers; registering works up to `pool_bytes`."""
-    collectives: Any = SimpleNamespace(agree=lambda words: [words, *others])
+    collectives: Any = SimpleNamespace(agree=lambda words, what: [words, *others])
     pool: Any = SimpleNamespace(can_register=lambda size: size <= pool_bytes, slab_bytes=0)
     memory.agree(collectives, pool, is_pinned=pinned)
 

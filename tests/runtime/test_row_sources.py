@@ -68,7 +68,7 @@ class FakeCollectives:
         self.other_node, self.other_place = other_node, other_place
         self.asked: list[list[int]] = []
 
-    def agree(self, words: list[int]) -> list[list[int]]:
+    def agree(self, words: list[int], what: str = "") -> list[list[int]]:
         self.asked.append(words)
         mark = words[2] if self.other_node is None else self.other_node
         neighbours = [[1, 1, self.other_place], [1, 1, self.other_place]]

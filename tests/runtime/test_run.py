@@ -14,6 +14,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Plan, Variant
 from fcdp_compile.runtime.agreement import About
+from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Strategy
 
@@ -48,6 +49,8 @@ class Model:
         self.released: list[int] = []
         self.modes: list[str] = []
         self.accumulation = Accumulation()
+        self.counters = Counters()
+        self.collectives = SimpleNamespace()
 
     def stale(self, buckets: list[Bucket], about: About) -> list[Bucket]:
         self.modes.append(about.mode)

@@ -28,7 +28,7 @@ class Others:
         self.clock_s = 0.0
         self.agreements = 0
 
-    def agree(self, words: list[int]) -> list[list[int]]:
+    def agree(self, words: list[int], what: str = "") -> list[list[int]]:
         self.agreements += 1
         if len(words) == 1:
             return [words, words]

@@ -34,8 +34,9 @@ def full(parameter: Tensor) -> Tensor:
     """
     if (key := key_of(parameter)) is not None:
         dtype = registry.spec_of(key).gather_dtype
-        is_whole = not isinstance(parameter, HomeShard)
-        whole: Tensor = parameter.to(dtype) if is_whole else _Full.apply(parameter, key, dtype)
+        if not isinstance(parameter, HomeShard):
+            return parameter.to(dtype)
+        whole: Tensor = _Full.apply(parameter, key, dtype)  # type: ignore[no-untyped-call]
         return whole
     if not isinstance(parameter, DTensor) and (process_count() == 1 or is_ignored(parameter)):
         return parameter
@@ -57,7 +58,7 @@ class _Full(Function):
         return read(model, key, parameter.values().to(model.device), dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         spec = registry.spec_of(ctx.key)
         shard = registry.owner_of(ctx.key).reduce_eagerly(ctx.key, grad)
         scattered = DTensor.from_local(

@@ -1,0 +1,94 @@
+"""Find the other ranks of one attempt of a job that torchrun may start several times.
+
+torchrun (torch 2.13) keeps its store when it starts the ranks again, with the addresses that the attempt
+before wrote there.  A rank that reads such an address waits for a process that is gone.  So the ranks first
+agree on a name that no attempt had before, and write under that.
+
+    rank r                             rank 0
+    hello/r = its word          ─▶     reads it, perhaps an old one first
+    reads welcome/its word      ◀─     welcome/word = the name, for every word it sees
+    thanks/the name/r           ─▶     until all ranks have thanked
+
+Words and the name are random: nobody listens to the answer to an old word, or gives thanks for an old name.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from fcdp_compile.errors import LostRankError
+
+_LOOK_S = 0.02
+
+
+def initialise(backend: str, timeout: timedelta | None) -> None:
+    """Initialise torch.distributed with the ranks that torchrun has started.
+
+    Raises: LostRankError if others do not come.
+    """
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_kept or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, ranks = next(rendezvous("env://"))
+    name = name_of_attempt(store, rank, ranks, timeout or default_pg_timeout)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(name, store),
+        rank=rank,
+        world_size=ranks,
+        timeout=timeout,
+    )
+
+
+def name_of_attempt(store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
+    """A name that all ranks of this attempt share, and no attempt before had.
+
+    Raises: LostRankError.
+    """
+    looks = _looks(timeout)
+    if rank == 0:
+        name = secrets.token_hex(8)
+        missing = list(range(1, ranks))
+        while missing:
+            for other in missing:
+                if store.check([f"fcdp/hello/{other}"]):
+                    word = store.get(f"fcdp/hello/{other}").decode()
+                    store.set(f"fcdp/welcome/{word}", name)
+            missing = [r for r in missing if not store.check([f"fcdp/thanks/{name}/{r}"])]
+            _look(looks, missing, timeout)
+        return name
+    word = secrets.token_hex(8)
+    store.set(f"fcdp/hello/{rank}", word)
+    while not store.check([f"fcdp/welcome/{word}"]):
+        _look(looks, [0], timeout)
+    found: str = store.get(f"fcdp/welcome/{word}").decode()
+    store.set(f"fcdp/thanks/{found}/{rank}", "")
+    return found
+
+
+def _looks(timeout: timedelta) -> Iterator[None]:
+    """One item for each look at the store until time is up."""
+    until_s = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+        yield
+
+
+def _look(looks: Iterator[None], missing: Sequence[int], timeout: timedelta) -> None:
+    if missing and next(looks, False) is False:
+        shown = ", ".join(map(str, missing[:8]))
+        raise LostRankError(
+            f"make_mesh: rank {shown} did not come in {timeout.total_seconds():.0f} s; see why, and start "
+            "the job again"
+        )

@@ -1,0 +1,33 @@
+"""The soak runs, for a few steps: what thousands of them show is read by people."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.distributed
+def test_a_few_steps_print_what_the_process_holds() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.soak", "--steps=6", "--every=3", "--save-every=2"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if re.match(r" *\d+ ", line)]
+    assert [row[0] for row in rows] == ["3", "6"], done.stdout
+    _, loss, rss, trimmed, threads, files, slabs, seconds = map(float, rows[-1])
+    assert 0 < loss < 10
+    assert 50 < trimmed <= rss < 5000
+    assert min(threads, files, slabs, seconds) > 0

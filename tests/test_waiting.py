@@ -1,0 +1,81 @@
+"""Waiting for a collective that blocks: looking now and then must never change what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Event
+from typing import Any
+
+import pytest
+
+from fcdp_compile import waiting
+from fcdp_compile.errors import LostRankError
+from fcdp_compile.waiting import Wait, finish
+
+
+class Work:
+    """A collective that is done after some looks, in the middle of one or right after it."""
+
+    def __init__(self, looks: int, error: str | None = None, on_look: Callable[[], object] = int):
+        self._left = looks
+        self._error = error
+        self._on_look = on_look
+
+    def is_completed(self) -> bool:
+        return self._left <= 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._on_look()
+        if self._left > 0:
+            assert timeout is not None, "it would block"
+            self._left -= 1  # done right after this look, which does not know it
+            raise RuntimeError("Operation timed out!")
+        if self._error is not None:
+            raise RuntimeError(self._error)
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The groups that were closed; failures of this group say nothing of other ranks."""
+    groups: list[str] = []
+    monkeypatch.setattr(waiting, "close", groups.append)
+    monkeypatch.setattr(
+        waiting, "lost_rank_error", lambda _, doing, cause: LostRankError(f"{doing}: {cause}")
+    )
+    return groups
+
+
+GROUP: Any = "the group"
+WAIT = Wait(lambda: "a gather")
+
+
+@pytest.mark.parametrize("looks", [0, 1, 3])
+def test_a_collective_that_is_done_right_after_a_look_has_not_failed(
+    looks: int, closed: list[str]
+) -> None:
+    finish(Work(looks), GROUP, WAIT)  # type: ignore[arg-type]
+    assert closed == []
+
+
+@pytest.mark.parametrize("looks", [0, 1, 3])
+def test_a_failure_is_told_with_what_the_collective_was_for(looks: int, closed: list[str]) -> None:
+    with pytest.raises(LostRankError, match="a gather: closed by peer"):
+        finish(Work(looks, "closed by peer"), GROUP, WAIT)  # type: ignore[arg-type]
+    assert closed == [], "whoever finds out which ranks are lost closes more than this group"
+
+
+def test_it_gives_up_and_closes_the_group_when_the_interpreter_ends(closed: list[str]) -> None:
+    exiting = Event()
+    with pytest.raises(RuntimeError, match="timed out"):
+        finish(Work(1000, on_look=exiting.set), GROUP, Wait(lambda: "", exiting))  # type: ignore[arg-type]
+    assert closed == [GROUP]
+
+
+def test_ctrl_c_ends_the_wait_and_closes_the_group(closed: list[str]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        finish(Work(1000, on_look=interrupt), GROUP, WAIT)  # type: ignore[arg-type]
+    assert closed == [GROUP]
