@@ -410,6 +410,6 @@ def check_cut(given: DTensor, key: str, expected: tuple[Shard | Replicate, ...])
     if names != ("intra", "inter") or placements != expected:
         raise FcdpError(
             f"parameter {key.partition(':')[2]!r} is now cut as {placements} over mesh {names}, but was "
-            f"sharded as {expected} over ('intra', 'inter'); assign its .data or load a state dict without "
-            "assign=True, which both keep the cut"
+            f"sharded as {expected} over ('intra', 'inter'); assign its .data or load a state dict, which "
+            "both keep the cut"
         )

@@ -184,7 +184,8 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
     return call
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo calls it when it traces, and traces nothing of it
+# Dynamo calls it when it traces, and traces nothing of it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _refuse_new_parameters(root: nn.Module) -> None:
     model = _state(root).model
     whole = {model.spec(key).name for key in model.whole}

@@ -85,7 +85,9 @@ def same_tensors(collectives: Collectives, act: str, tensors: Mapping[str, Tenso
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
     same_act(collectives, f"{act}: {names[0]!r} and {len(names) - 1} more ({digest})")
     marks = [0 if (t := tensors[name]).is_meta else int(fingerprint([t])) for name in names]
-    for name, *found in zip(names, *collectives.agree(marks), strict=True):
+    for name, *found in zip(
+        names, *collectives.agree(marks, "the comparison of what is loaded"), strict=True
+    ):
         if other := next((rank for rank, mark in enumerate(found) if mark != found[0]), None):
             raise FcdpError(
                 f"rank 0 {act}, and {name!r} has other values on rank {other}; give every rank the same"

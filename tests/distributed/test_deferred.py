@@ -207,6 +207,17 @@ class TestLoading:
         inputs = torch.rand(3, 4)
         torch.testing.assert_close(model(inputs), plain(inputs))
 
+    def test_with_assign_writes_to_the_parameters(self) -> None:
+        """As on several ranks; torch would put others in their places, which no optimizer has."""
+        model, plain = self._pair()
+        before = list(model.parameters())
+        model.load_state_dict({k: v.double() for k, v in plain.state_dict().items()}, assign=True)
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+        assert not state_of(model).without_values
+
     def test_that_fails_gives_none(self) -> None:
         model, plain = self._pair()
         bad = plain.state_dict() | {"0.weight": torch.zeros(9)}
