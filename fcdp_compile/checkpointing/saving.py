@@ -22,6 +22,7 @@ from fcdp_compile.checkpointing.disk import Disk
 from fcdp_compile.checkpointing.progress import need_bar
 from fcdp_compile.checkpointing.writing import Write, in_step
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.mesh import Topology
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding import model_of, state_of
@@ -102,8 +103,8 @@ def end_of_saves(state: ShardedModel) -> None:
 
 def save(
     folder: str | os.PathLike[str],
-    *,
     model: nn.Module,
+    *,
     optimizer: Optimizer | None = None,
     scheduler: Any = None,
     scaler: Any = None,
@@ -142,15 +143,17 @@ def save(
 
     Returns: what waits for the end; in a synchronous save that has come.
 
-    Raises: on every rank, CheckpointError if something cannot be saved or written, ranks would save
+    Raises: ArgumentError if folder and model are swapped.
+    On every rank, CheckpointError if something cannot be saved or written, ranks would save
     different things, or gradients that `no_sync` accumulated wait; FcdpError if parameters lack values
     so far, or for a progress bar without tqdm; ValueError if the model is not sharded.  What fails in the
     writing of an asynchronous save is raised by `wait`, and logged.
     """
+    refuse_swapped(folder, model, "save(folder, model)")
     job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
     return save_on(
         Disk(),
-        Path(folder),
+        folder,
         model,
         job,
         step,
@@ -162,7 +165,7 @@ def save(
 
 def save_on(
     disk: Disk,
-    folder: Path,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     job: Job,
     step: int | None,
@@ -172,7 +175,7 @@ def save_on(
     progress: bool = False,
 ) -> PendingSave:
     """`save` to a disk that may be watched."""
-    folder = folder.absolute()  # a thread may write when the process works elsewhere
+    path = Path(folder).absolute()  # a thread may write when the process works elsewhere
     root, state = model_of(model), state_of(model)
     saver = _savers.setdefault(state, _Saver())
     saver.pending.end()
@@ -181,6 +184,7 @@ def save_on(
     found: list[Contents] = []
 
     def look() -> str:
+        refuse_nameless(folder)
         need_bar(shown=progress)
         if state.accumulation.is_on:
             raise CheckpointError(
@@ -195,7 +199,7 @@ def save_on(
         return digest_of(_lines(found[0], step, asynchronous=asynchronous))
 
     control = state.topology.control
-    digests = in_step(control, look, f"saving to {folder}")
+    digests = in_step(control, look, f"saving to {path}")
     (contents,) = found
     if len(set(digests)) > 1:
         _raise_difference(state, _lines(contents, step, asynchronous=asynchronous))
@@ -203,7 +207,7 @@ def save_on(
     mesh = state.topology.position
     group = saver.group(state.topology) if asynchronous else control
     write = Write(
-        contents=contents, folder=folder, mesh=mesh, group=group, disk=disk, progress=progress
+        contents=contents, folder=path, mesh=mesh, group=group, disk=disk, progress=progress
     )
     if asynchronous:
         saver.pending = pending
