@@ -1,5 +1,7 @@
 """Hierarchical, HO-Ring and flat ring: gathers of one bucket, and of a model's, one after the other.
 
+On simulated lanes also reduce-scatters, hierarchical and as HO-Ring would do them.
+
     python -m benchmarks.gathering                 measured on 2 x 2 ranks between simulated nodes
     python -m benchmarks.gathering --simulate      16 x 8 ranks on simulated lanes
 
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,6 +50,7 @@ from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.lanes import Lanes
 from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.strategy import PRESETS
 from fcdp_compile.wire import Format
 
 ALGORITHMS = (Algorithm.HIERARCHICAL, Algorithm.HO_RING, Algorithm.RING)
@@ -185,42 +189,38 @@ def _simulated() -> str:
                 memory_bytes_per_s=base.memory_bytes_per_s,
             )
             for layers, how in ((1, "alone"), (LAYERS, "in a row")):
-                times = [_lane_time_s(a, layers, machine) / layers for a in ALGORITHMS]
-                shown = [f"{1e3 * t:.2f} ms ({t / times[0]:.3f})" for t in times]
-                rows.append([f"{gbit} Gbit/s, {gbyte} GB/s", how, *shown])
+                gathers = [schedule_of(_add_gather, a, layers) for a in ALGORITHMS]
+                reductions = [schedule_of(_add_reduction, a, layers) for a in ALGORITHMS[:2]]
+                row = [f"{gbit} Gbit/s, {gbyte} GB/s", how]
+                for schedules in (gathers, reductions):
+                    times = [
+                        simulate(x, machine, RANKS_PER_NODE).total_s / layers for x in schedules
+                    ]
+                    row += [f"{1e3 * t:.2f} ms ({t / times[0]:.3f})" for t in times]
+                rows.append(row)
     headers = ["between nodes, within", "a layer", *(a.value for a in ALGORITHMS)]
+    headers += [f"reduce-scatter, {a.value}" for a in ALGORITHMS[:2]]
     return tabulate(rows, headers=headers, tablefmt="github")
 
 
-def _lane_time_s(algorithm: Algorithm, layers: int, machine: Machine) -> float:
+def schedule_of(
+    add: Callable[[list[Step], Algorithm], None], algorithm: Algorithm, layers: int
+) -> Schedule:
+    """Collectives of so many layers in a row, on lanes."""
     steps: list[Step] = []
     for _ in range(layers):
-        _add_gather(steps, algorithm)
-    schedule = Schedule(
+        add(steps, algorithm)
+    return Schedule(
         direction=Direction.FORWARD, variant=Variant.COLD, steps=tuple(steps), in_flight_bytes=0
     )
-    return simulate(schedule, machine, RANKS_PER_NODE).total_s
 
 
 def _add_gather(steps: list[Step], algorithm: Algorithm) -> None:
     bucket = _layer(algorithm)
     between, within = NODES - 1, RANKS_PER_NODE - 1
-    own, copied = bucket.slot_bytes, assembled_bytes(bucket, NODES, RANKS_PER_NODE)
+    own, copied = bucket.slot_bytes, assembled_bytes(bucket)
 
-    def add(kind: Kind, sent: int, *waits: int, copied: int = 0) -> int:
-        steps.append(
-            Step(
-                index=len(steps),
-                kind=kind,
-                lane=LANES[kind],
-                bucket=0,
-                bytes=sent,
-                waits=waits,
-                accessed_bytes=copied,
-            )
-        )
-        return len(steps) - 1
-
+    add = partial(_add, steps)
     if algorithm is Algorithm.RING:
         sent = (NODES * RANKS_PER_NODE - 1) * own
         add(Kind.FLAT_ALL_GATHER, sent, copied=copied)
@@ -233,10 +233,44 @@ def _add_gather(steps: list[Step], algorithm: Algorithm) -> None:
     add(Kind.INTRA_REST_ALL_GATHER, within * between * own, inter, mine, copied=copied)
 
 
+def _add_reduction(steps: list[Step], algorithm: Algorithm) -> None:
+    """Gradients within the node and then between nodes; HO-Ring is a gather by HO-Ring the other way round.
+
+    What other nodes own is summed within the node first and crosses, while the node's own part is summed.
+    The sum of that part with what has come from other nodes reads both, and writes one.
+    """
+    bucket = _layer(algorithm)
+    between, within, own = NODES - 1, RANKS_PER_NODE - 1, bucket.slot_bytes
+    add = partial(_add, steps)
+    if algorithm is Algorithm.HIERARCHICAL:
+        whole = add(Kind.INTRA_REDUCE_SCATTER, within * NODES * own)
+        add(Kind.INTER_REDUCE_SCATTER, between * own, whole)
+        return
+    others = add(Kind.INTRA_REDUCE_SCATTER, within * between * own)
+    add(Kind.INTER_REDUCE_SCATTER, between * own, others)
+    add(Kind.INTRA_REDUCE_SCATTER, within * own, copied=3 * own)
+
+
+def _add(steps: list[Step], kind: Kind, sent: int, *waits: int, copied: int = 0) -> int:
+    steps.append(
+        Step(
+            index=len(steps),
+            kind=kind,
+            lane=LANES[kind],
+            bucket=0,
+            bytes=sent,
+            waits=waits,
+            accessed_bytes=copied,
+        )
+    )
+    return len(steps) - 1
+
+
 def _layer(algorithm: Algorithm) -> Bucket:
     layout = ParamLayout.of((LAYER_BYTES // 2 // 4096, 4096), NODES, RANKS_PER_NODE)
     return Bucket(
         id=0,
+        strategy=PRESETS["zero3"],
         params=(BucketParam(name="layer", layout=layout, offset=0),),
         dtype="bfloat16",
         itemsize=2,

@@ -9,6 +9,7 @@ Training" (Park et al.) as a torch.compile backend.
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from fcdp_compile.strategy import Strategy
     from fcdp_compile.traffic_report import Traffic, traffic
     from fcdp_compile.whole import gathered
+
+__version__: str
+"""As pip knows it."""
 
 __all__ = [
     "CheckpointError",
@@ -100,11 +104,20 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use: the `fcdp` command reads plans without torch, which takes seconds to import.
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fcdp")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that pip has not installed
+        return "unknown"
 
 
 def __dir__() -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
 from fcdp_compile.strategy import Strategy
+from fcdp_compile.suggestion import did_you_mean
 
 
 def assign(
@@ -71,8 +71,7 @@ def matching(pattern: str, modules: Iterable[str], option: str) -> list[str]:
     parts = pattern.split(".")
     found = [m for m in modules if m and _matches(parts, m.split("."))]
     if not found:
-        near = difflib.get_close_matches(pattern, modules, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(pattern, modules)
         raise ValueError(f"{option} names {pattern!r}, but the model has no such module{hint}")
     return found
 

@@ -6,7 +6,6 @@ of it.
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -15,6 +14,7 @@ from pathlib import Path
 from fcdp_compile.cost import Link, Machine
 from fcdp_compile.errors import FcdpError, ProfileError
 from fcdp_compile.json_records import RecordFormat, fail
+from fcdp_compile.suggestion import did_you_mean
 
 SCHEMA = "fcdp.cluster/1"
 
@@ -150,8 +150,7 @@ def find_profile(name: str) -> ClusterProfile:
         return CLUSTERS[name]
     if os.sep in name or name.endswith(".json") or Path(name).exists():
         return read_profile(name)
-    near = difflib.get_close_matches(name, CLUSTERS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, CLUSTERS)
     raise FcdpError(
         f"unknown cluster {name!r}; give a file that fcdp probe wrote, or one of {', '.join(CLUSTERS)}{hint}"
     )

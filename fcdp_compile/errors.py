@@ -33,6 +33,14 @@ class UnsynchronizedGradientError(FcdpError):
     """Gradients of micro-batches wait that no synchronising backward has reduced."""
 
 
+class ArgumentError(FcdpError, ValueError, TypeError):
+    """An argument is not what a function takes; the message says what it takes."""
+
+
+class MissingExtraError(FcdpError, ImportError):
+    """A library is missing that comes with an extra; the message says with which."""
+
+
 class ProfileError(FcdpError, ValueError):
     """A file is not a cluster profile, or a damaged one; the message names the file and the field."""
 

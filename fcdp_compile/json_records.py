@@ -69,8 +69,8 @@ class RecordFormat(Generic[R]):
     """A kind of file: what it holds and how it says that it is one.
 
     what: in messages, such as "plan".  remedy: what a user with a bad file should do.  error: what is raised.
-    check: of a whole record, raising Fault.  check_fields: of dataclasses within it, before one is made, with
-    its fields and `path`.
+    check: of a whole record, raising Fault.  check_text: of the file's text, before its fields are looked at.
+    check_fields: of dataclasses within it, before one is made, with its fields and `path`.
     """
 
     record: type[R]
@@ -79,6 +79,7 @@ class RecordFormat(Generic[R]):
     remedy: str
     error: type[FcdpError]
     check: Callable[[R], None] = _nothing
+    check_text: Callable[[str], None] = _nothing
     check_fields: Mapping[type, Callable[..., None]] = field(default_factory=dict)
 
     def to_json(self, record: R) -> str:
@@ -93,7 +94,7 @@ class RecordFormat(Generic[R]):
         Raises: `error`, with one line that names the source, the field and the fault.
         """
         try:
-            return self._read_document(_parse(text))
+            return self._read_document(_parse(text), text)
         except Fault as fault:
             raise self._error(source, str(fault)) from None
 
@@ -131,7 +132,7 @@ class RecordFormat(Generic[R]):
     def _error(self, source: object, problem: str) -> FcdpError:
         return self.error(one_line(f"{source}: {problem}; {self.remedy}"))
 
-    def _read_document(self, document: object) -> R:
+    def _read_document(self, document: object, text: str) -> R:
         if isinstance(document, _Repeated):
             fail(_join("", document.key), "appears twice")
         if not isinstance(document, dict):
@@ -141,6 +142,7 @@ class RecordFormat(Generic[R]):
         schema = document["schema"]
         if schema != self.schema:
             fail("schema", f'is {describe(schema)}, but this version of fcdp reads "{self.schema}"')
+        self.check_text(text)
         values = {k: v for k, v in document.items() if k != "schema"}
         record: R = _Reader(self.check_fields).record(self.record, values, "")
         self.check(record)
@@ -263,13 +265,28 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _read_any(value: object, path: str) -> object:
     """Any JSON value, for the format's own checks; whole numbers beyond MAX_INT are not what was written."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+        elif isinstance(item, _Repeated):
+            _fail_at_repeated(value, path)
+    return value
+
+
+def _fail_at_repeated(value: object, path: str) -> None:
+    """Find the path, which would take long to keep for each of millions of values."""
     if isinstance(value, _Repeated):
         fail(_join(path, value.key), "appears twice")
     if isinstance(value, dict):
-        return {key: _read_any(item, _join(path, key)) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_read_any(item, f"{path}[{i}]") for i, item in enumerate(value)]
-    return value
+        for key, item in value.items():
+            _fail_at_repeated(item, _join(path, key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _fail_at_repeated(item, f"{path}[{i}]")
 
 
 def _read_enum(enum: type[Enum], value: object, path: str) -> Enum:

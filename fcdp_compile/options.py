@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,6 +12,7 @@ from fcdp_compile.cluster import read_profile
 from fcdp_compile.cost import MACHINES, Machine, machine_from
 from fcdp_compile.errors import ProfileError
 from fcdp_compile.quantities import parse_bytes
+from fcdp_compile.suggestion import did_you_mean
 
 _RECORDED_RUNS = 3  # the median of fewer could be a run that something else disturbed
 _MAX_RECORDED_RUNS = 1000  # a thousand steps fill 40 MB
@@ -79,8 +79,7 @@ class Options:
         given = dict(options or {})
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(str(name), known)
                 raise ValueError(
                     f"unknown option {name!r} of backend 'fcdp'; known are {', '.join(known)}{hint}"
                 )

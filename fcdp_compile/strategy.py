@@ -9,13 +9,13 @@ FCDP (Park et al.).
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
 from fcdp_compile.gathering import Algorithm
+from fcdp_compile.suggestion import did_you_mean
 from fcdp_compile.wire import Format
 
 
@@ -265,8 +265,7 @@ class Strategy:
                 return _modified(preset, name[len(known) + 1 :].split("+"), name)
         if (code := _PARO.match(name)) is not None:
             raise ValueError(_why_no_paro(name, code[1]))
-        near = difflib.get_close_matches(name.lower().partition("+")[0] or name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name.lower().partition("+")[0] or name, names)
         raise ValueError(f"unknown strategy {name!r}; choose one of {', '.join(names)}{hint}")
 
 
@@ -346,8 +345,7 @@ def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
     chosen: dict[str, Any] = {}
     for modifier in modifiers:
         if modifier not in MODIFIERS:
-            near = difflib.get_close_matches(modifier.lower(), MODIFIERS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(modifier.lower(), MODIFIERS)
             raise ValueError(
                 f"strategy {name!r} has an unknown modifier {modifier!r}; choose from "
                 f"{', '.join(MODIFIERS)}{hint}"

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ def _graph(
         "sharding": tell_sharding(plan),
         "peak_bytes": plan.peak_bytes,
         "memory_limit_bytes": plan.memory_limit_bytes,
-        "buckets": {b.id: _bucket(b) for b in plan.buckets},
+        "buckets": _buckets(plan),
         "schedules": [
             _schedule(plan, s, machine, measured.get((s.direction, s.variant)))
             for s in plan.schedules
@@ -148,9 +149,21 @@ def _graph(
     }
 
 
-def _bucket(bucket: Bucket) -> Json:
+def _buckets(plan: Plan) -> dict[int, Json]:
+    """Buckets by id; the beginning that all their titles share is left out of what bars are called."""
+    titles = [one_line(_title(b)) for b in plan.buckets]
+    columns = zip(*(title.split(".")[:-1] for title in titles), strict=False)
+    shared = list(takewhile(lambda column: len(set(column)) == 1, columns))
     return {
-        "title": one_line(_title(bucket)),
+        bucket.id: _bucket(bucket, title, ".".join(title.split(".")[len(shared) :]))
+        for bucket, title in zip(plan.buckets, titles, strict=True)
+    }
+
+
+def _bucket(bucket: Bucket, title: str, short: str) -> Json:
+    return {
+        "title": title,
+        "short": short,
         "parameters": [one_line(line) for line in fold_params(bucket.params)],
         "strategy": one_line(bucket.strategy.name),
         "dtype": bucket.dtype,

@@ -74,5 +74,7 @@ def _storage(node: Node) -> StorageWeakRef | None:
 
 
 def _line(node: Node) -> str:
-    trace = (node.meta.get("stack_trace") or "").strip().split("\n")
-    return trace[-1].strip() or str(node.target)
+    """The last line of source in the stack; Python may mark a part of it in a line of its own."""
+    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    source = [line for line in trace if line.strip("^~ ")]
+    return source[-1] if source else str(node.target)

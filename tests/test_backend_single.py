@@ -131,6 +131,8 @@ def test_nothing_moves_and_every_step_is_counted() -> None:
     moved = fcdp_compile.traffic(model)
     assert moved.steps == 3
     assert [row[2] for row in moved.total.rows] == [0] * len(moved.total.rows)
+    title = "Sent to others (inter, intra) or copied (d2h, h2d) by rank 0 of 1 alone"
+    assert str(moved) == f"{title}: nothing so far"
 
 
 def test_evaluation_after_training() -> None:

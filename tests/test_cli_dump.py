@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import fcdp_compile
 from builders_plan import make_bucket, make_plan
 from commands import cells, refusal
 from fcdp_compile.cli import main
@@ -64,9 +66,9 @@ def test_sizes_are_those_of_each_buckets_strategy(
     write_plan(tmp_path / "graph-000.plan.json", plan)
     assert main(["dump", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert cells(out, "0")[3:6] == ["0.250", "0.500", "1.000"]
-    assert cells(out, "1")[3:6] == ["0.500", "0.500", "1.000"]
-    assert cells(out, "2")[3:6] == ["1.000", "1.000", "1.000"]
+    assert cells(out, "0")[2:5] == ["0.250", "0.500", "1.000"]
+    assert cells(out, "1")[2:5] == ["0.500", "0.500", "1.000"]
+    assert cells(out, "2")[2:5] == ["1.000", "1.000", "1.000"]
     assert cells(out, "total")[2:5] == ["1.750", "2.000", "3.000"]
 
 
@@ -81,8 +83,9 @@ def test_table_of_buckets(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     frozen, adapters = make_plan().buckets
     mib = [frozen.slot_bytes / 2**20, frozen.node_bytes / 2**20, frozen.full_bytes / 2**20]
     row = cells(out, "0")
-    assert row[3:7] == ["8", *(f"{x:.3f}" for x in mib)]
-    assert row[7:] == ["bfloat16", "float32", "yes", "fcdp", "host", "frozen", "together"]
+    assert row[1:5] == ["8", *(f"{x:.3f}" for x in mib)]
+    assert row[5:] == ["bfloat16", "float32", "yes", "fcdp", "host"]
+    assert "\nbucket 0: frozen together\n" in out
     total = (frozen.slot_bytes + adapters.slot_bytes) / 2**20
     assert cells(out, "total") == ["total", "24", *(f"{total * k:.3f}" for k in (1, 2, 4))]
     assert "refresh before a forward: 0\n" in out
@@ -171,7 +174,7 @@ def test_something_small_is_never_printed_as_nothing(
     )
     write_plan(tmp_path / "graph-000.plan.json", plan)
     main(["dump", str(tmp_path)])
-    assert cells(capsys.readouterr().out, "0")[3:6] == ["<0.001"] * 3
+    assert cells(capsys.readouterr().out, "0")[2:5] == ["<0.001"] * 3
 
 
 def test_names_cannot_break_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,6 +255,33 @@ def test_one_damaged_plan_stops_it_all(
 def test_a_plan_that_is_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "graph-001.plan.json").mkdir()
     assert "is not a regular file" in refusal(capsys, "dump", str(folder))
+
+
+def test_tables_fit_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """120 letters, with the names and reasons that models with adapters have."""
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight"
+    bucket = make_bucket(0, [(name.format(i), (8, 8)) for i in range(12)])
+    bucket = dataclasses.replace(bucket, why="3 x 14 parameters that repeat; " * 9)
+    plan = make_plan()
+    buckets = (bucket, *plan.buckets[1:])
+    step = plan.schedules[0].steps[-1]
+    steps = (*plan.schedules[0].steps[:-1], dataclasses.replace(step, label="segment " * 20))
+    schedules = (dataclasses.replace(plan.schedules[0], steps=steps), *plan.schedules[1:])
+    plan = dataclasses.replace(plan, buckets=buckets, schedules=schedules)
+    write_plan(tmp_path / "graph-000.plan.json", plan)
+    assert main(["dump", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"\n  {name.format('{0-11}')}  x12\n" in out
+    assert "bucket 0: 3 x 14 parameters that repeat" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    version = metadata.version("fcdp")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"fcdp {version}\n")
+    assert fcdp_compile.__version__ == version
 
 
 def test_help_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:

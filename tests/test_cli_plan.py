@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from builders_planner import make_profile
 from fcdp_compile.cli import main
+from fcdp_compile.cli.job_arguments import add_job_arguments
 from fcdp_compile.cluster import write_profile
 
 ROW = [
@@ -144,6 +147,33 @@ def test_a_table(run: Run) -> None:
     assert out.rstrip().endswith(".")
 
 
+def test_progress_where_a_person_looks(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    code, _, err = run("plan", "--strategy", "zero3,fcdp")
+    told = [line.split(" s  ")[1] for line in err.splitlines()]
+    assert code == 0
+    assert told[:3] == [
+        "building the model without weights",
+        "tracing its forward",
+        "tracing the backward of graph 1",
+    ]
+    assert told[-2:] == ["planning zero3 (1 of 2)", "planning fcdp (2 of 2)"]
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_help_tells_every_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split()).partition(" options: ")[2]
+    parser = argparse.ArgumentParser()
+    add_job_arguments(parser)
+    for action in parser._actions[1:]:
+        told = text.partition(f" {action.option_strings[0]} ")[2].partition(" --")[0]
+        assert action.required or action.nargs == 0 or "default: " in told, action.dest
+
+
 def test_json(run: Run, place: Path) -> None:
     """Of a configuration whose trace is kept: the second plan finds it."""
     code, out, _ = run("plan", "--format", "json", "--strategy", "zero3,fcdp", model="gpt.json")
@@ -267,6 +297,7 @@ def test_one_row_as_csv(run: Run) -> None:
         ({}, ("--batch", "-1"), "'-1' is not a whole number above 0"),
         ({}, ("--strategy", "fcpd"), "unknown strategy 'fcpd'"),
         ({}, ("--strategy", "fcpd"), "did you mean 'fcdp'?"),
+        ({}, ("--strategy", "zero3,fdcp"), "did you mean 'fcdp'?"),
         ({"nodes": "1"}, ("--strategy", "mics"), "there is one node; use 'zero3'"),
     ],
 )

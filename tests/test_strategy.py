@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -123,9 +124,22 @@ def test_nothing_cached_is_not_resident() -> None:
     assert not strategy.is_resident
 
 
-@pytest.mark.parametrize("name", ["FCDP", "fcpd", "zero33", "zero+"])
-def test_an_unknown_name_lists_the_known_ones_and_the_nearest(name: str) -> None:
-    with pytest.raises(ValueError, match=r"choose one of ddp, zero1, zero2, .*; did you mean"):
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("FCDP", "fcdp"),
+        ("fcpd", "fcdp"),
+        ("fdcp", "fcdp"),
+        ("fcdpp", "fcdp"),
+        ("fdsp", "fsdp"),
+        ("zeor3", "zero3"),
+        ("zero33", "zero3"),
+        ("zero+", "zero3"),
+    ],
+)
+def test_an_unknown_name_lists_the_known_ones_and_the_nearest(name: str, meant: str) -> None:
+    why = rf"choose one of ddp, zero1, zero2, .*; did you mean '{re.escape(meant)}'\?"
+    with pytest.raises(ValueError, match=why):
         Strategy.parse(name)
 
 

@@ -416,3 +416,25 @@ def test_a_plan_on_the_gpu_moves_nothing_over_the_bus(show: Any) -> None:
     assert backward.locator('[data-flow="weights_from_host"]').get_attribute("data-bytes") == "0"
     opened.bar(Kind.LOAD, part=1).first.hover(force=True)
     assert "nothing: it is where it is used" in opened.page.locator("#tooltip").inner_text()
+
+
+def test_a_narrow_screen_and_long_names(show: Any) -> None:
+    """Headings of parts do not overlap; bars are called by what differs, not by what all names begin with."""
+    plan = gpt_plan(6, hidden=1024)
+    adapted = [
+        replace(b, params=tuple(replace(p, name=f"base_model.model.{p.name}") for p in b.params))
+        for b in plan.buckets
+    ]
+    opened = show(replace(plan, buckets=tuple(adapted)))
+    captions = opened.page.locator("#plot .caption")
+    texts = set(captions.all_text_contents())
+    assert len(texts) > 3, texts
+    assert not any(text.startswith("base") for text in texts)
+    opened.page.set_viewport_size({"width": 390, "height": 800})
+    opened.settle()
+    boxes = opened.page.locator("#plot .part").evaluate_all(
+        "all => all.map(e => e.getBoundingClientRect()).map(r => [r.left, r.right])"
+    )
+    assert len(boxes) == 2
+    assert boxes[0][1] < boxes[1][0]
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390

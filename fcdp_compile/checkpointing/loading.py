@@ -43,6 +43,7 @@ from fcdp_compile.checkpointing.rng import set_rng_state
 from fcdp_compile.checkpointing.saving import end_of_saves, refuse_whole
 from fcdp_compile.checkpointing.tree import Reference, decode
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.home_shard import placements_of
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime.model import ShardedModel
@@ -63,8 +64,8 @@ class Loaded:
 
 def load(
     folder: str | os.PathLike[str],
-    *,
     model: nn.Module,
+    *,
     optimizer: Optimizer | None = None,
     scheduler: Any = None,
     scaler: Any = None,
@@ -92,10 +93,12 @@ def load(
     be left out.
     progress: show a bar on rank 0, of what that reads.
 
-    Raises: CheckpointError on every rank, naming the file, the tensors or the groups, if there is no
+    Raises: ArgumentError if folder and model are swapped.
+    CheckpointError on every rank, naming the file, the tensors or the groups, if there is no
     checkpoint, or a damaged one, or one of another model or optimizer; FcdpError for a progress bar without
     tqdm; ValueError if the model is not sharded.
     """
+    refuse_swapped(folder, model, "load(folder, model)")
     job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
     state = state_of(model)
     end_of_saves(state)
@@ -104,6 +107,7 @@ def load(
     shows = progress and state.topology.node == state.topology.place == 0
 
     def look() -> tuple[str, list[int]]:
+        refuse_nameless(folder)
         need_bar(shown=progress)
         refuse_whole(state)
         return loading.look(), loading.marks

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.extras import require
 
 
 class Bar(Protocol):
@@ -25,15 +24,10 @@ class _NoBar:
 def need_bar(*, shown: bool) -> None:
     """Make sure that a bar can be shown, where one shall be.
 
-    Raises: FcdpError if tqdm is not installed.
+    Raises: MissingExtraError if tqdm is not installed.
     """
     if shown:
-        try:
-            importlib.import_module("tqdm")
-        except ImportError:
-            raise FcdpError(
-                "progress=True needs tqdm; install it with pip install 'fcdp[checkpoint]'"
-            ) from None
+        require("tqdm", "progress=True")
 
 
 @contextmanager
@@ -42,7 +36,7 @@ def bar(text: str, total_bytes: int, *, shown: bool) -> Iterator[Bar]:
     if not shown:
         yield _NoBar()
         return
-    tqdm = importlib.import_module("tqdm").tqdm
+    tqdm = require("tqdm", "progress=True").tqdm
     with tqdm(
         desc=text, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024
     ) as shown_bar:

@@ -22,7 +22,12 @@ from fcdp_compile.checkpointing.disk import Disk
 from fcdp_compile.checkpointing.progress import need_bar
 from fcdp_compile.checkpointing.writing import Write
 from fcdp_compile.errors import CheckpointError
+<<<<<<< HEAD
 from fcdp_compile.mesh import Topology, new_control_group
+=======
+from fcdp_compile.folder_argument import refuse_nameless, refuse_swapped
+from fcdp_compile.mesh import Topology
+>>>>>>> outside
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding import model_of, state_of
 from fcdp_compile.together import together
@@ -97,8 +102,8 @@ def end_of_saves(state: ShardedModel) -> None:
 
 def save(
     folder: str | os.PathLike[str],
-    *,
     model: nn.Module,
+    *,
     optimizer: Optimizer | None = None,
     scheduler: Any = None,
     scaler: Any = None,
@@ -137,15 +142,17 @@ def save(
 
     Returns: what waits for the end; in a synchronous save that has come.
 
-    Raises: on every rank, CheckpointError if something cannot be saved or written, ranks would save
+    Raises: ArgumentError if folder and model are swapped.
+    On every rank, CheckpointError if something cannot be saved or written, ranks would save
     different things, or gradients that `no_sync` accumulated wait; FcdpError if parameters lack values
     so far, or for a progress bar without tqdm; LostRankError if a rank does not come; ValueError if the
     model is not sharded.  What fails in the writing of an asynchronous save is raised by `wait`, and logged.
     """
+    refuse_swapped(folder, model, "save(folder, model)")
     job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
     return save_on(
         Disk(),
-        Path(folder),
+        folder,
         model,
         job,
         step,
@@ -157,7 +164,7 @@ def save(
 
 def save_on(
     disk: Disk,
-    folder: Path,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     job: Job,
     step: int | None,
@@ -167,7 +174,7 @@ def save_on(
     progress: bool = False,
 ) -> PendingSave:
     """`save` to a disk that may be watched."""
-    folder = folder.absolute()  # a thread may write when the process works elsewhere
+    path = Path(folder).absolute()  # a thread may write when the process works elsewhere
     root, state = model_of(model), state_of(model)
     saver = _savers.setdefault(state, _Saver())
     saver.pending.end()
@@ -176,6 +183,7 @@ def save_on(
     found: list[Contents] = []
 
     def look() -> str:
+        refuse_nameless(folder)
         need_bar(shown=progress)
         if state.accumulation.is_on:
             raise CheckpointError(
@@ -190,7 +198,11 @@ def save_on(
         return digest_of(_lines(found[0], step, asynchronous=asynchronous))
 
     control = state.topology.control
+<<<<<<< HEAD
     digests = together(control, look, CheckpointError, f"saving to {folder}")
+=======
+    digests = in_step(control, look, f"saving to {path}")
+>>>>>>> outside
     (contents,) = found
     if len(set(digests)) > 1:
         _raise_difference(state, _lines(contents, step, asynchronous=asynchronous))
@@ -198,7 +210,7 @@ def save_on(
     mesh = state.topology.position
     group = saver.group(state.topology) if asynchronous else control
     write = Write(
-        contents=contents, folder=folder, mesh=mesh, group=group, disk=disk, progress=progress
+        contents=contents, folder=path, mesh=mesh, group=group, disk=disk, progress=progress
     )
     if asynchronous:
         saver.pending = pending

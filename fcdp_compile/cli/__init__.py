@@ -6,17 +6,18 @@ Exit codes: 0 fine, 1 the answer is "no", 2 bad input, told in one line.
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
+import fcdp_compile
 from fcdp_compile.cli import dump, plan, probe, simulate, strategies
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.json_records import one_line
+from fcdp_compile.suggestion import did_you_mean
 
 
 class _Command(Protocol):
@@ -81,6 +82,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog='Exit codes: 0 fine, 1 the answer is "no", 2 bad input.',
         allow_abbrev=False,
     )
+    version = f"fcdp {fcdp_compile.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in _COMMANDS.items():
         sub = subparsers.add_parser(
@@ -92,8 +95,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if named in _ON_EVERY_RANK:
         parser.is_silent = subparsers.choices[named].is_silent
     if named is not None and named not in _COMMANDS:
-        near = difflib.get_close_matches(named.lower(), _COMMANDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(named.lower(), _COMMANDS)
         parser.error(f"unknown command {named!r}; choose one of {', '.join(_COMMANDS)}{hint}")
     options = parser.parse_args(argv)
     if options.command is None:

@@ -27,26 +27,37 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, are_nodes_required: bo
         metavar="PROFILE",
         help=f"a file that fcdp probe wrote, or one of {', '.join(CLUSTERS)}",
     )
-    parser.add_argument("--nodes", type=whole, required=are_nodes_required, metavar="N")
+    parser.add_argument(
+        "--nodes", type=whole, required=are_nodes_required, metavar="N", help="of the cluster"
+    )
     parser.add_argument(
         "--gpus-per-node",
         type=whole,
         metavar="g",
-        help="default: as many as a node of the cluster has",
+        help="ranks of each node (default: as many as a node of the cluster has)",
     )
     parser.add_argument(
-        "--batch", type=whole, default=1, metavar="SAMPLES", help="of a micro-batch, on each GPU"
+        "--batch",
+        type=whole,
+        default=1,
+        metavar="SAMPLES",
+        help="of a micro-batch, on each GPU (default: 1)",
     )
-    parser.add_argument("--seq", type=whole, default=1024, metavar="TOKENS")
     parser.add_argument(
-        "--lora", type=whole, metavar="r", help="train adapters of this rank on a frozen model"
+        "--seq", type=whole, default=1024, metavar="TOKENS", help="of a sample (default: 1024)"
+    )
+    parser.add_argument(
+        "--lora",
+        type=whole,
+        metavar="r",
+        help="train adapters of this rank on a frozen model (default: no adapters)",
     )
     parser.add_argument(
         "--accumulate",
         type=whole,
         default=1,
         metavar="s",
-        help="micro-batches of an optimizer step",
+        help="micro-batches of an optimizer step (default: 1)",
     )
     parser.add_argument(
         "--dtype",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fcdp_compile.cli.schedule_table import format_schedule
-from fcdp_compile.cli.table import mib, table
+from fcdp_compile.cli.table import mib, table, wrapped
 from fcdp_compile.cli.times import Measured
 from fcdp_compile.cost import Machine, simulate
 from fcdp_compile.fold import fold_numbers, fold_params
@@ -13,7 +13,6 @@ from fcdp_compile.plan import Bucket, Plan
 _BUCKET_HEADERS = (
     "bucket",
     "parameters",
-    "count",
     "slot MiB",
     "node MiB",
     "full MiB",
@@ -22,7 +21,6 @@ _BUCKET_HEADERS = (
     "frozen",
     "strategy",
     "tier",
-    "why",
 )
 
 
@@ -53,17 +51,23 @@ def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured:
 
 
 def _format_buckets(plan: Plan) -> str:
+    """The table of buckets, and below it what is in each and why; names are too long for a column."""
     rows = [_bucket_row(bucket) for bucket in plan.buckets]
     count = sum(len(bucket.params) for bucket in plan.buckets)
-    rows.append(("total", "", str(count), *_sizes(*plan.buckets), "", "", "", "", "", ""))
-    align = ("right", "left", "right", "right", "right", "right", *["left"] * 6)
-    return table(_BUCKET_HEADERS, rows, align)
+    rows.append(("total", str(count), *_sizes(*plan.buckets), "", "", "", "", ""))
+    align = ("right", "right", "right", "right", "right", *["left"] * 5)
+    contents = [line for bucket in plan.buckets for line in _contents(bucket)]
+    return "\n".join([table(_BUCKET_HEADERS, rows, align), *contents])
+
+
+def _contents(bucket: Bucket) -> list[str]:
+    names = [f"  {one_line(line)}" for line in fold_params(bucket.params)]
+    return ["", wrapped(f"bucket {bucket.id}: {one_line(bucket.why)}"), *names]
 
 
 def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
     return (
         str(bucket.id),
-        "\n".join(one_line(line) for line in fold_params(bucket.params)),
         str(len(bucket.params)),
         *_sizes(bucket),
         bucket.dtype,
@@ -71,7 +75,6 @@ def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
         "yes" if bucket.frozen else "no",
         one_line(bucket.strategy.name),
         bucket.tier.value,
-        one_line(bucket.why),
     )
 
 

@@ -30,7 +30,7 @@ def _format_steps(schedule: Schedule, times: dict[str, Timeline]) -> str:
     total = ("total", f"{len(schedule.steps)} steps", "", "", str(moved), "", *[""] * len(times))
     rows.append((*total, ""))
     align = ("right", "left", "left", "right", "right", "left", *["right"] * len(times), "left")
-    return table(headers, rows, align)
+    return table(headers, rows, align, flexible=len(headers) - 1)
 
 
 def _step_row(step: Step) -> tuple[str, ...]:

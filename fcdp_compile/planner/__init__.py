@@ -6,6 +6,7 @@ model -> trace (or one that was saved) -> estimate of each strategy -> ranking
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from fcdp_compile.planner.estimate import Estimate, estimate
 from fcdp_compile.planner.job import Job
@@ -35,14 +36,18 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 
-def traced_model(source: Source, options: ModelOptions) -> TracedModel:
+def traced_model(
+    source: Source, options: ModelOptions, *, note: Callable[[str], None] = lambda what: None
+) -> TracedModel:
     """The trace of a model, kept from an earlier plan or made now.
+
+    note: told what begins.
 
     Raises: FcdpError for a model that cannot be traced without data.
     """
     traced = None if source.identity is None else load(source.identity)
     if traced is None:
-        traced = trace(source.build, seq=options.seq, param_dtype=options.dtype)
+        traced = trace(source.build, seq=options.seq, param_dtype=options.dtype, note=note)
         if source.identity is not None:
             save(traced, source.identity)
     if unread := traced.unread:

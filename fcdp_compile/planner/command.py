@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,8 @@ from fcdp_compile.planner.traced import TracedModel
 from fcdp_compile.simulator import Collectives, Conditions
 from fcdp_compile.strategy import Strategy
 
+_BEGAN_S = time.monotonic()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
@@ -49,8 +52,7 @@ def plan(options: argparse.Namespace) -> Answer:
     """
     found = asked(options)
     strategies = found.strategies or sensible(found.job)
-    note = lambda name: tell(f"planning {name}")  # noqa: E731
-    ranking = rank(estimates(found.traced, strategies, found.job, note=note))
+    ranking = rank(estimates(found.traced, strategies, found.job, note=tell))
     code = 0 if ranking.recommended else 1
     if options.format == "json":
         return Answer(json.dumps(ranking_record(ranking), indent=1), code)
@@ -134,11 +136,12 @@ def asked(options: argparse.Namespace) -> Asked:
         attention=options.attention,
     )
     source = find_source(options.model, model_options)
-    tell(f"tracing {source.name}, unless it was traced before")
-    return Asked(traced=traced_model(source, model_options), job=job, strategies=options.strategy)
+    traced = traced_model(source, model_options, note=tell)
+    return Asked(traced=traced, job=job, strategies=options.strategy)
 
 
 def tell(text: str) -> None:
-    """Say what takes its time, where a person is looking."""
+    """Say what begins, and how long the process has run, where a person is looking."""
     if sys.stderr is not None and sys.stderr.isatty():
-        print(f"fcdp: {text} ...", file=sys.stderr, flush=True)  # noqa: T201
+        since_s = time.monotonic() - _BEGAN_S
+        print(f"fcdp: {since_s:5.1f} s  {text}", file=sys.stderr, flush=True)  # noqa: T201

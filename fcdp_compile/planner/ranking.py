@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fcdp_compile.errors import FcdpError
@@ -77,19 +77,19 @@ def sensible(job: Job) -> list[Strategy]:
 
 def estimates(
     traced: TracedModel,
-    strategies: Iterable[Strategy],
+    strategies: Sequence[Strategy],
     job: Job,
-    note: Callable[[str], None] = lambda name: None,
+    note: Callable[[str], None] = lambda what: None,
 ) -> list[Estimate]:
     """Plan each strategy.
 
-    note: told each name before its turn.
+    note: told what begins.
 
     Raises: FcdpError for a strategy that makes no sense for the job.
     """
     found, inliner = [], Inliner()
-    for strategy in strategies:
-        note(strategy.name)
+    for number, strategy in enumerate(strategies, 1):
+        note(f"planning {strategy.name} ({number} of {len(strategies)})")
         try:
             found.append(estimate(traced, strategy, job, inliner))
         except ValueError as error:

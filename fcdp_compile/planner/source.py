@@ -7,7 +7,6 @@ Models are built by whoever traces, on fake tensors: no weights, no memory.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.metadata
@@ -25,10 +24,12 @@ import torch
 from torch import nn
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.extras import require
 from fcdp_compile.model_table import MODELS
 from fcdp_compile.passes import partition
 from fcdp_compile.planner import traced
 from fcdp_compile.planner.traced import Build, Inputs
+from fcdp_compile.suggestion import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +78,7 @@ def find_source(model: str, options: ModelOptions) -> Source:
         return _of_config(model, _read_config(path), options)
     if ":" in model:
         return Source(name=model, build=partial(_call, _function(model), model))
-    near = difflib.get_close_matches(model, MODELS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(model, MODELS)
     raise FcdpError(
         f"unknown model {model!r}; give a Hugging Face config.json, a function as your_module:build_fn, or "
         f"one of {', '.join(MODELS)}{hint}"
@@ -101,9 +101,9 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _of_config(name: str, config: Mapping[str, Any], options: ModelOptions) -> Source:
-    transformers = _library("transformers", "configurations of models")
+    transformers = require("transformers", f"the configuration of {name}")
     if options.lora is not None:
-        _library("peft", "--lora")
+        require("peft", "--lora")
     described = {
         "config": config,
         "options": [repr(options)],
@@ -123,16 +123,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _library(name: str, what: str) -> Any:
-    # An extra, which whoever plans with a function of their own need not have.
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise FcdpError(
-            f"{what} needs {name}, which cannot be imported ({error}); pip install 'fcdp[examples]'"
-        ) from None
 
 
 def _build(
@@ -158,7 +148,7 @@ def _made(
     _allow_positions(made, seq)
     model = _model(transformers, name, made, options.attention)
     if options.lora is not None:
-        peft = _library("peft", "--lora")
+        peft = require("peft", "--lora")
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=options.lora, target_modules="all-linear")
         )

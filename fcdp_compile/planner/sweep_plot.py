@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.extras import require
 from fcdp_compile.planner.ranking import Row
 from fcdp_compile.planner.ranking_table import Point
 
@@ -26,7 +25,7 @@ def check_plot(path: str) -> None:
         raise FcdpError(f"--plot {path}: must end in {' or '.join(_FORMATS)}")
     if not file.parent.is_dir():
         raise FcdpError(f"--plot {path}: there is no folder {file.parent}")
-    _figures()
+    require("matplotlib.figure", "--plot")
 
 
 def draw(
@@ -36,7 +35,7 @@ def draw(
 
     Raises: OSError where it cannot be written.
     """
-    figure = _figures().Figure(figsize=(8, 5), layout="constrained")
+    figure = require("matplotlib.figure", "--plot").Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     order = sorted(range(len(values)), key=lambda i: values[i])  # a line goes from left to right
     points = [points[i] for i in order]
@@ -63,13 +62,3 @@ def draw(
 
 def _row_of(point: Point, name: str) -> Row | None:
     return next((row for row in point.ranking.rows if row.strategy == name), None)
-
-
-def _figures() -> Any:
-    # An extra, which whoever reads tables need not have.
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise FcdpError(
-            f"--plot needs matplotlib, which cannot be imported ({error}); pip install 'fcdp[bench]'"
-        ) from None

@@ -9,9 +9,13 @@ mesh change are sizes of home shards, which `retarget` puts in.  The batch stays
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -124,8 +128,16 @@ def _with_batch(value: int, batch: int) -> int:
     return value if rest else per_sample * batch
 
 
-def trace(build: Build, *, seq: int, param_dtype: torch.dtype | None) -> TracedModel:
+def trace(
+    build: Build,
+    *,
+    seq: int,
+    param_dtype: torch.dtype | None,
+    note: Callable[[str], None] = lambda what: None,
+) -> TracedModel:
     """Trace the training step of a model.
+
+    note: told what begins.
 
     Clears all that torch.compile has compiled and learnt in this process (`torch.compiler.reset`), before
     and after, so that the next call of a compiled model compiles it again: call it in a process that trains
@@ -136,10 +148,11 @@ def trace(build: Build, *, seq: int, param_dtype: torch.dtype | None) -> TracedM
     Raises: FcdpError for a model that cannot be traced without data, or that gives no loss to train with.
     """
     with tracing_mode():
+        note("building the model without weights")
         model, inputs = _built(build, seq)
         _check_inputs(model, inputs)
         shard(model, param_dtype=param_dtype)
-        graphs = _graphs_of(model, inputs)
+        graphs = _graphs_of(model, inputs, note)
     params = tuple(
         TracedParam(
             key=spec.key,
@@ -209,7 +222,9 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs), {}
 
 
-def _graphs_of(model: nn.Module, inputs: Inputs) -> tuple[TracedGraph, ...]:
+def _graphs_of(
+    model: nn.Module, inputs: Inputs, note: Callable[[str], None]
+) -> tuple[TracedGraph, ...]:
     args, kwargs = _arguments(inputs)
     for value in [*args, *kwargs.values()]:
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == TRACED_BATCH:
@@ -217,8 +232,10 @@ def _graphs_of(model: nn.Module, inputs: Inputs) -> tuple[TracedGraph, ...]:
     found: list[TracedGraph] = []
     torch.compiler.reset()
     model.train()
+    note("tracing its forward")
     try:
-        torch.compile(model, backend=partial(_capture, found))(*args, **kwargs)
+        with _without_dynamos_warnings():
+            torch.compile(model, backend=partial(_capture, found, note))(*args, **kwargs)
     except FcdpError:
         raise
     except Exception as error:
@@ -229,12 +246,37 @@ def _graphs_of(model: nn.Module, inputs: Inputs) -> tuple[TracedGraph, ...]:
     return tuple(found)
 
 
+@contextmanager
+def _without_dynamos_warnings() -> Iterator[None]:
+    """Leave out Dynamo's pages on graph breaks, unless TORCH_LOGS asks for more than warnings.
+
+    A break is no fault in a plan; one that is gets a sentence of ours.
+    """
+    dynamo = logging.getLogger("torch._dynamo")
+    before = dynamo.level
+    if dynamo.getEffectiveLevel() >= logging.WARNING:
+        dynamo.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        dynamo.setLevel(before)
+
+
 def _why_untraceable(error: Exception) -> str:
+    why = f"{_first_line(error)}{_place(error)}"
     return (
-        f"the model cannot be traced without data ({_first_line(error)}); if it needs an input "
-        "that it did not get, give --model a function your_module:build_fn that returns the model and a "
-        "mapping of all its inputs; what depends on values of inputs must be turned off"
+        f"the model cannot be traced without data ({why}); if it needs an input that it did not "
+        "get, give --model a function your_module:build_fn that returns the model and a mapping of all its "
+        "inputs; what depends on values of inputs must be turned off"
     )
+
+
+def _place(error: BaseException) -> str:
+    """Where in the model's code an error arose: the last line outside of torch and fcdp, if there is one."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [frame for frame in frames if not frame.filename.startswith(ours)]
+    return f", at {found[-1].filename}:{found[-1].lineno}" if found else ""
 
 
 def _first_line(error: Exception) -> str:
@@ -243,9 +285,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _capture(
-    found: list[TracedGraph], gm: GraphModule, example_inputs: Sequence[Any]
+    found: list[TracedGraph],
+    note: Callable[[str], None],
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     """A backend that keeps the partitioned graphs, and runs them as they are."""
+    note(f"tracing the backward of graph {len(found) + 1}")
 
     def cut(
         joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.mesh import Topology, process_count, topology_of
 from fcdp_compile.pretrained.adapter_contents import adapter_contents, attached_adapter_contents
 from fcdp_compile.pretrained.contents import Contents, Leaves, Source, plain_contents
@@ -64,7 +65,8 @@ def save_pretrained(
     max_shard_bytes: weights that are larger are written to several files, with an index.
     progress: show a bar on the rank that writes.
 
-    Raises: FcdpError on every rank, and the folder is as it was: where it cannot be written, where ranks ask
+    Raises: ArgumentError if folder and model are swapped.
+    FcdpError on every rank, and the folder is as it was: where it cannot be written, where ranks ask
     for different exports, for values that have never been loaded, for adapters that cannot be merged, and
     for a whole Transformers model where an adapter is, which `from_pretrained` would add to it.
     ValueError for a max_shard_bytes that is not positive, and in several processes for a model that is not
@@ -78,7 +80,8 @@ def save_pretrained(
         raise ValueError(
             f"max_shard_bytes must be a positive whole number, not {max_shard_bytes!r}"
         )
-    folder = Path(folder).absolute()
+    refuse_swapped(folder, model, "save_pretrained(model, folder)")
+    path = Path(folder).absolute()
     root = model_of(model)
     # Of a model that is not sharded, several processes would all write one.
     state = state_of(root) if STATE in vars(root) or process_count() > 1 else None
@@ -86,14 +89,19 @@ def save_pretrained(
     if state is not None:
         same_act(state.collectives, "calls save_pretrained")
         state.refuse_awaited("save_pretrained")
-    contents = _agreed(topology, partial(_contents_of, root, state, folder, merge, max_shard_bytes))
+
+    def prepare() -> Contents:
+        refuse_nameless(folder)
+        return _contents_of(root, state, path, merge, max_shard_bytes)
+
+    contents = _agreed(topology, prepare)
     values = WholeValues(topology)
-    aside = Aside(folder)
+    aside = Aside(path)
     meet = partial(_meet, topology, values)
 
     def begin() -> None:
         if merge or is_transformers_model(root):
-            _refuse_beside_adapter(folder, contents)
+            _refuse_beside_adapter(path, contents)
         aside.make()
 
     try:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.errors import CheckpointError, FcdpError
+from fcdp_compile.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.pretrained.destination import Destinations, Part
 from fcdp_compile.pretrained.folder import open_checkpoint, refuse
 from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match, told
@@ -51,10 +52,12 @@ def load_pretrained(
     base model (`base_model_prefix`) may be missing, and stays as it is, and another head is passed over.
     progress: show a bar on rank 0.
 
-    Raises: ValueError if the model is not sharded; CheckpointError on every rank, with the model as it was,
+    Raises: ArgumentError if folder and model are swapped.
+    ValueError if the model is not sharded; CheckpointError on every rank, with the model as it was,
     for a checkpoint that is damaged, lacks tensors, has others besides or other shapes, is a pickle, or
     is not the same for all ranks; FcdpError if reading fails on the way, which leaves the model half loaded.
     """
+    refuse_swapped(folder, model, "load_pretrained(model, folder)")
     root, state = model_of(model), state_of(model)
     control = state.topology.control
     path = Path(folder)
@@ -62,6 +65,7 @@ def load_pretrained(
     found: list[Matched] = []
 
     def check() -> tuple[str, bool]:
+        refuse_nameless(folder)
         if state.whole:
             refuse(
                 path, ["its parameters are whole: leave the block of fcdp_compile.gathered first"]

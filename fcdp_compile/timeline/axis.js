@@ -70,12 +70,16 @@ function drawAxis(layer) {
     const [left, right] = [toX(part.offset), toX(part.offset + part.length)];
     if (right < 0 || left > view.width) continue;
     if (part.index) layer.append(drawn("line", { class: "edge", x1: left, x2: left, y1: 0, y2: view.height }));
-    const name = `${NAMES[part.direction]} \u00b7 ${nameOf(part.schedule)[0]}`;
+    const direction = drawn("tspan", { class: "direction" }, NAMES[part.direction]);
+    const variant = drawn("tspan", { class: "direction" }, ` \u00b7 ${nameOf(part.schedule)[0]}`);
     const note = drawn("tspan", { dx: 10 }, crossing(part.schedule.flows));
-    const text = drawn("text", { class: "part", x: Math.max(left, 0) + 8, y: 17 }, name, note);
+    const text = drawn("text", { class: "part", x: Math.max(left, 0) + 8, y: 17 }, direction, variant, note);
     layer.append(text);
     // A part narrower than its text would write over the next one.
-    if (text.getComputedTextLength() > Math.min(right, view.width) - Math.max(left, 0) - 12) note.remove();
+    const room = Math.min(right, view.width) - Math.max(left, 0) - 12;
+    for (const last of [note, variant, direction]) {
+      if (text.getComputedTextLength() > room) last.remove();
+    }
   }
   if (!isWhole()) {
     const whole = total();

@@ -80,14 +80,27 @@ function barNode(bar, box, captions) {
     "data-part": bar.part.index,
     "data-step": bar.step,
   });
-  const bucket = width > 34 && bar.kind !== "wait" ? bucketOf(bar.part, bar.step) : null;
+  const bucket = width > 22 && bar.kind !== "wait" ? bucketOf(bar.part, bar.step) : null;
   const letters = Math.floor((width - 10) / 6.4);
-  if (bucket && letters > 1) {
-    const name = bucket.title.length > letters ? `${bucket.title.slice(0, letters - 1)}\u2026` : bucket.title;
+  const name = bucket ? captionOf(bucket, letters) : "";
+  if (name) {
     const y = box.y + box.height / 2 + 4;
     captions.append(drawn("text", { class: "caption", x: left + 5, y }, name));
   }
   return node;
+}
+
+// As much of the end of a bucket's name as fits and tells it from other names; else its number.
+function captionOf(bucket, letters) {
+  const parts = bucket.short.split(".");
+  const names = Object.values(graph().buckets).map((other) => other.short);
+  for (let i = 0; i < parts.length; i += 1) {
+    const end = parts.slice(i).join(".");
+    const isOthers = names.some((name) => name !== bucket.short && `.${name}`.endsWith(`.${end}`));
+    if (end.length <= letters && !isOthers) return end;
+  }
+  const number = `#${bucket.id}`;
+  return number.length <= letters ? number : "";
 }
 
 function barClass(bar) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -201,9 +202,36 @@ def test_a_record_that_says_something_twice_is_refused(
     path = tmp_path / "forged/checkpoint.json"
     text = path.read_text()
     assert '"best": 1.5' in text
-    path.write_text(text.replace('"best": 1.5', '"best": 1.5, "best": 2.5'))
-    with pytest.raises(CheckpointError, match=r"best: appears twice"):
+    path.write_text(_sealed(text.replace('"best": 1.5', '"best": 1.5, "best": 2.5')))
+    with pytest.raises(CheckpointError, match=r"values\[\d\]\.tree.*best: appears twice"):
         Small(2).load(tmp_path / "forged")
+
+
+@pytest.mark.timeout(60)
+def test_a_huge_record_is_refused_without_looking_at_its_values(
+    saved: tuple[Path, Small], tmp_path: Path
+) -> None:
+    """25 MB of empty lists, which used to take two minutes; also where the checksum is right."""
+    shutil.copytree(saved[0], tmp_path / "huge")
+    path = tmp_path / "huge/checkpoint.json"
+    lists = "[" + "[], " * 6_250_000 + "[]]"
+    text = path.read_text().replace('"best": 1.5', f'"best": {lists}')
+    assert len(text) > 25e6
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match="checksum: is not that of the rest"):
+        read_record(tmp_path / "huge")
+    text = text.replace("[], " * 6_000_000, "").replace('"nodes": 1', '"nodes": 3')
+    path.write_text(_sealed(text))
+    with pytest.raises(CheckpointError, match="files: are 1, but 3 ranks have written"):
+        read_record(tmp_path / "huge")
+
+
+def _sealed(text: str) -> str:
+    """A record's text with its own checksum."""
+    before, mark, after = text.partition('"checksum": "')
+    after = after[64:]
+    checksum = hashlib.sha256((before + mark + after).encode()).hexdigest()
+    return before + mark + checksum + after
 
 
 def _sums(path: Path):  # type: ignore[no-untyped-def]

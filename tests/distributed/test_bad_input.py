@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,6 +234,33 @@ def test_a_sharded_model_is_not_copied() -> None:
 
 def test_traffic_of_a_model_that_is_not_sharded() -> None:
     _one_sentence(ValueError, lambda: fcdp_compile.traffic(_linear()), "not sharded")
+
+
+def test_folders_and_models_that_are_swapped_or_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, folder = fcdp_compile.shard(_linear()), str(tmp_path / "saved")
+    given = "as the folder and str as the model, which are swapped; a folder is a path"
+    for call, swapped in (
+        ("save(folder, model)", lambda: fcdp_compile.save(model, folder)),
+        ("save(folder, model)", lambda: fcdp_compile.save(model, model=folder)),
+        ("load(folder, model)", lambda: fcdp_compile.load(model, folder)),
+        ("save_pretrained(model, folder)", lambda: fcdp_compile.save_pretrained(folder, model)),
+        ("load_pretrained(model, folder)", lambda: fcdp_compile.load_pretrained(folder, model)),
+    ):
+        for error in (fcdp_compile.FcdpError, TypeError, ValueError):
+            _one_sentence(error, swapped, f"fcdp_compile.{re.escape(call)} was given .*{given}")
+    for nameless in (
+        lambda: fcdp_compile.save("", model),
+        lambda: fcdp_compile.load("", model),
+        lambda: fcdp_compile.save_pretrained(model, ""),
+        lambda: fcdp_compile.load_pretrained(model, ""),
+    ):
+        _one_sentence(fcdp_compile.FcdpError, nameless, "the folder is an empty string")
+    assert not list(tmp_path.iterdir())
+    fcdp_compile.save(folder, model)
+    fcdp_compile.load(folder, model=model)
 
 
 def _one_sentence(error: type[Exception], call: Callable[[], Any], what: str) -> None:

@@ -199,6 +199,14 @@ def _check_traffic(pair: Beside, last: formulas.Moved) -> None:
         assert shown.last_step.bytes(link, kind) == last.bytes.get(f"{link}_{kind}", 0)
     assert shown.last_step.bytes("d2h", "store") == last.bytes.get("store", 0)
     assert shown.last_step.bytes("h2d", "load") == last.bytes.get("load", 0)
+    title, _, headers, _, *rows = str(shown).splitlines()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    assert title.endswith(f" by rank {rank} of {ranks} alone:")
+    assert headers.endswith("what")
+    moved = [row for row in shown.total.rows if row[2]]
+    assert [row.split()[:2] for row in rows] == [[link, kind] for link, kind, _ in moved]
+    assert len(moved) < len(shown.total.rows)
+    assert "ranks agree on a plan" in str(shown)
 
 
 Key = tuple[str, str, bool]

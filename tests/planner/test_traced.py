@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import os
 from pathlib import Path
 
@@ -235,8 +237,19 @@ def test_a_model_that_needs_data() -> None:
     def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
         return Peeks(), (torch.zeros(batch, 8), torch.zeros(batch))
 
-    with pytest.raises(FcdpError, match=r"cannot be traced without data.*values of inputs"):
-        trace(build, seq=1, param_dtype=None)
+    dynamo, pages = logging.getLogger("torch._dynamo"), logging.handlers.BufferingHandler(1000)
+    dynamo.addHandler(pages)
+    began: list[str] = []
+    line = Peeks.forward.__code__.co_firstlineno + 1
+    why = rf"cannot be traced without data \(.*, at .*test_traced\.py:{line}\).*values of inputs"
+    try:
+        with pytest.raises(FcdpError, match=why):
+            trace(build, seq=1, param_dtype=None, note=began.append)
+        assert not pages.buffer, "Dynamo's page on the graph break"
+        assert dynamo.isEnabledFor(logging.WARNING), "as it was before"
+    finally:
+        dynamo.removeHandler(pages)
+    assert began[:2] == ["building the model without weights", "tracing its forward"]
 
 
 class Invents(nn.Module):

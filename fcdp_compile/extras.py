@@ -1,0 +1,34 @@
+"""Libraries that come with one of the package's extras, not with the package itself."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from fcdp_compile.errors import MissingExtraError
+
+_EXTRA_OF = {
+    "safetensors": "checkpoint",
+    "tqdm": "checkpoint",
+    "transformers": "hf",
+    "peft": "hf",
+    "accelerate": "hf",
+    "matplotlib": "bench",
+}
+"""The smallest extra of pyproject.toml that brings each library."""
+
+
+def require(library: str, what: str) -> Any:
+    """Import a library and return it, which may also be a module within one.
+
+    what: needs it, for the message.
+
+    Raises: MissingExtraError with the extra to install.
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        extra = _EXTRA_OF[library.partition(".")[0]]
+        raise MissingExtraError(
+            f"{what} needs {library}, which cannot be imported ({error}); pip install 'fcdp[{extra}]'"
+        ) from None

@@ -1,0 +1,65 @@
+"""A library of an extra that is missing: one sentence with what to install, wherever it is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fcdp_compile import extras
+from fcdp_compile.checkpointing.progress import need_bar
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.planner.source import ModelOptions, find_source
+from fcdp_compile.planner.sweep_plot import check_plot
+
+ROOT = Path(__file__).parents[1]
+
+_IMPORTS = """
+import sys
+import fcdp_compile
+sys.modules |= dict.fromkeys(("safetensors", "transformers"))
+for wanted in ("load_pretrained", "save_pretrained"):
+    try:
+        getattr(fcdp_compile, wanted)
+    except fcdp_compile.FcdpError as error:
+        print(error)
+try:
+    import fcdp_compile.integrations.transformers
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_public_names_that_need_an_extra() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    needs = "needs {0}, which cannot be imported (import of {0} halted; None in sys.modules); "
+    files = "reading and writing checkpoints of Hugging Face " + needs.format("safetensors")
+    trainer = "fcdp in the Trainer of Hugging Face " + needs.format("transformers")
+    assert done.stdout.splitlines() == [
+        files + "pip install 'fcdp[checkpoint]'",
+        files + "pip install 'fcdp[checkpoint]'",
+        trainer + "pip install 'fcdp[hf]'",
+    ]
+
+
+def test_arguments_that_need_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("tqdm", "transformers", "matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(FcdpError, match=r"progress=True needs tqdm.*'fcdp\[checkpoint\]'"):
+        need_bar(shown=True)
+    with pytest.raises(FcdpError, match=r"--plot needs matplotlib.*'fcdp\[bench\]'"):
+        check_plot("sweep.svg")
+    with pytest.raises(FcdpError, match=r"gpt-10b needs transformers.*'fcdp\[hf\]'"):
+        find_source("gpt-10b", ModelOptions(seq=8))
+
+
+def test_extras_bring_what_they_are_named_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for library, extra in extras._EXTRA_OF.items():
+        wanted = project["optional-dependencies"][extra]
+        assert any(line.startswith(library) for line in wanted), (library, extra)
