@@ -22,12 +22,8 @@ from fcdp_compile.checkpointing.disk import Disk
 from fcdp_compile.checkpointing.progress import need_bar
 from fcdp_compile.checkpointing.writing import Write
 from fcdp_compile.errors import CheckpointError
-<<<<<<< HEAD
-from fcdp_compile.mesh import Topology, new_control_group
-=======
 from fcdp_compile.folder_argument import refuse_nameless, refuse_swapped
-from fcdp_compile.mesh import Topology
->>>>>>> outside
+from fcdp_compile.mesh import Topology, new_control_group
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding import model_of, state_of
 from fcdp_compile.together import together
@@ -198,11 +194,7 @@ def save_on(
         return digest_of(_lines(found[0], step, asynchronous=asynchronous))
 
     control = state.topology.control
-<<<<<<< HEAD
-    digests = together(control, look, CheckpointError, f"saving to {folder}")
-=======
-    digests = in_step(control, look, f"saving to {path}")
->>>>>>> outside
+    digests = together(control, look, CheckpointError, f"saving to {path}")
     (contents,) = found
     if len(set(digests)) > 1:
         _raise_difference(state, _lines(contents, step, asynchronous=asynchronous))
