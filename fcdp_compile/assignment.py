@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.suggestion import did_you_mean
 
@@ -26,7 +27,7 @@ def assign(
     `Strategy.parse` raises.
     """
     if not isinstance(by_module, Mapping) or not all(isinstance(n, str) for n in by_module):
-        raise TypeError(
+        raise ArgumentError(
             "module_strategies must map names of modules to strategies, such as "
             f"{{'model.embed_tokens': 'ddp'}}, not {by_module!r}"
         )
@@ -37,7 +38,7 @@ def assign(
         for module in matching(pattern, modules, "module_strategies"):
             other, its = given.setdefault(module, (pattern, strategy))
             if its != strategy:
-                raise ValueError(
+                raise ArgumentError(
                     f"module {module!r} gets strategy '{its}' from {other!r} and '{strategy}' from "
                     f"{pattern!r} in module_strategies; give it one"
                 )
@@ -50,7 +51,7 @@ def assign(
                 continue
             other, its = found.setdefault(parameter, (name, strategy))
             if its != strategy:
-                raise ValueError(
+                raise ArgumentError(
                     f"parameters {other!r} and {name!r} are tied, but module_strategies gives them "
                     f"'{its}' and '{strategy}'; give both modules the same, or untie them"
                 )
@@ -65,14 +66,14 @@ def matching(pattern: str, modules: Iterable[str], option: str) -> list[str]:
     Raises: ValueError if there are none, and for the model itself, which has no name.
     """
     if not pattern:
-        raise ValueError(
+        raise ArgumentError(
             f"{option} names '', the model itself, which is meant where {option} names nothing"
         )
     parts = pattern.split(".")
     found = [m for m in modules if m and _matches(parts, m.split("."))]
     if not found:
         hint = did_you_mean(pattern, modules)
-        raise ValueError(f"{option} names {pattern!r}, but the model has no such module{hint}")
+        raise ArgumentError(f"{option} names {pattern!r}, but the model has no such module{hint}")
     return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from fcdp_compile.errors import ArgumentError
+
 MIN_BYTES = 1 << 17
 """Below, the executor's own work for each bucket would count."""
 
@@ -27,7 +29,7 @@ def bucket_bytes(total_bytes: int, *, latency_s: float, bytes_per_s: float) -> i
     Raises: ValueError if the link's numbers are not finite, the latency below or the bandwidth not above 0.
     """
     if not (0 <= latency_s < math.inf and 0 < bytes_per_s < math.inf):
-        raise ValueError(
+        raise ArgumentError(
             f"a link of latency {latency_s} s and {bytes_per_s} B/s cannot size buckets; both must be "
             "finite, the bandwidth above zero"
         )

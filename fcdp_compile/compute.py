@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fcdp_compile import torch_compat
+from fcdp_compile.errors import ArgumentError
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +88,10 @@ def inductor_settings(mode: str | None) -> dict[str, Any]:
     if mode is None or mode in working:
         return modes[mode] if mode else {}
     if mode not in modes:
-        raise ValueError(f"unknown mode {mode!r}; backend 'fcdp' takes {', '.join(working)}")
+        raise ArgumentError(f"unknown mode {mode!r}; backend 'fcdp' takes {', '.join(working)}")
     near = f"{mode}-no-cudagraphs"
     instead = f"mode={near!r}" if near in working else "mode='default'"
-    raise ValueError(
+    raise ArgumentError(
         f"mode {mode!r} records CUDA graphs, which cannot hold the collectives and copies of backend 'fcdp'; "
         f"use {instead}"
     )

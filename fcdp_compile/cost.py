@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
 
@@ -26,7 +27,7 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (0 <= self.latency_s < math.inf and 0 < self.bytes_per_s < math.inf):
-            raise ValueError(
+            raise ArgumentError(
                 f"a link needs finite latency_s >= 0 and bytes_per_s > 0, not {self.latency_s} and "
                 f"{self.bytes_per_s}"
             )
@@ -56,7 +57,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "memory_bytes_per_s"):
             if not getattr(self, name) > 0:
-                raise ValueError(
+                raise ArgumentError(
                     f"machine's {name!r} must be above zero, not {getattr(self, name)}"
                 )
 
@@ -127,16 +128,16 @@ def machine_from(description: Mapping[str, Any], base: Machine) -> Machine:
     values: dict[str, Any] = {name: getattr(base, name) for name in Machine.__slots__}
     for name, value in description.items():
         if name not in values:
-            raise ValueError(f"a machine has no {name!r}; it has {', '.join(values)}")
+            raise ArgumentError(f"a machine has no {name!r}; it has {', '.join(values)}")
         if not isinstance(values[name], Link):
             values[name] = _number(name, value)
             continue
         if not isinstance(value, Mapping):
-            raise TypeError(f"machine's {name!r} must be a mapping, not {type(value).__name__}")
+            raise ArgumentError(f"machine's {name!r} must be a mapping, not {type(value).__name__}")
         parts = {part: getattr(values[name], part) for part in Link.__slots__}
         for part, number in value.items():
             if part not in parts:
-                raise ValueError(f"a link has no {part!r}; it has {', '.join(parts)}")
+                raise ArgumentError(f"a link has no {part!r}; it has {', '.join(parts)}")
             parts[part] = _number(f"{name}.{part}", number)
         values[name] = Link(**parts)
     return Machine(**values)
@@ -144,7 +145,7 @@ def machine_from(description: Mapping[str, Any], base: Machine) -> Machine:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"machine's {name!r} must be a number, not {type(value).__name__}")
+        raise ArgumentError(f"machine's {name!r} must be a number, not {type(value).__name__}")
     return float(value)
 
 

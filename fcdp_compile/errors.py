@@ -2,7 +2,7 @@
 
 
 class FcdpError(RuntimeError):
-    """Base of the errors that are not plain misuse of an argument (those are ValueError, TypeError)."""
+    """Base of every refusal of fcdp."""
 
 
 class LostRankError(FcdpError):

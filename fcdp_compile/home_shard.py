@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fcdp_compile.derived import averaging_full_tensor, derived, is_plain, refuse_plain
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.home_tensor import HomeTensor
 from fcdp_compile.layout import ParamLayout, chunk_rows
 from fcdp_compile.strategy import Scope
@@ -131,7 +131,7 @@ class HomeShard(HomeTensor):
     @data.setter
     def data(self, other: Tensor) -> None:
         if tuple(other.shape) != tuple(self.shape) or other.dtype != self.dtype:
-            raise ValueError(
+            raise ArgumentError(
                 f"cannot assign {other.dtype} {tuple(other.shape)} to the .data of a sharded parameter of "
                 f"{self.dtype} {tuple(self.shape)}; assign a tensor of the same dtype and full shape"
             )

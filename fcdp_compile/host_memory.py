@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
 
+from fcdp_compile.errors import ArgumentError
+
 UNLIMITED = 2**63 - 1
 """Bytes where nothing limits them: the largest number that ranks can exchange."""
 
@@ -36,7 +38,7 @@ class HostBudget:
 
     def __post_init__(self) -> None:
         if self.bytes < 0:
-            raise ValueError(f"a budget cannot be {self.bytes} bytes; it must be at least 0")
+            raise ArgumentError(f"a budget cannot be {self.bytes} bytes; it must be at least 0")
 
 
 def detect(*, ranks_on_machine: int, ranks_in_group: int, root: Path = _ROOT) -> HostBudget:

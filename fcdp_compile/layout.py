@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fcdp_compile.errors import ArgumentError
+
 
 def chunk_rows(rows: int, chunks: int) -> list[int]:
     """Rows of each of `chunks` pieces, cut as `torch.chunk` cuts but always `chunks` long."""
@@ -75,13 +77,13 @@ class ParamLayout:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"layout needs at least one rank, not {self.nodes} x {self.ranks_per_node}"
             )
         if (self.dim is None) != (not self.shape) or not (
             self.dim is None or 0 <= self.dim < len(self.shape)
         ):
-            raise ValueError(f"dimension {self.dim} does not exist in shape {self.shape}")
+            raise ArgumentError(f"dimension {self.dim} does not exist in shape {self.shape}")
 
     @staticmethod
     def of(shape: Sequence[int], nodes: int, ranks_per_node: int) -> ParamLayout:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fcdp_compile.cost import Link
+from fcdp_compile.errors import ArgumentError
 
 # One size that went wrong (another job's burst, a change of protocol inside the library) must not decide:
 # it is left out if without it the line is off by less than a quarter of what it is off by at that size.
@@ -38,10 +39,10 @@ def fit_link(times: Sequence[Timed]) -> Link:
     Raises: ValueError without times, and for bytes or seconds that are not above zero.
     """
     if not times:
-        raise ValueError("a link needs times to be fitted to, and there are none")
+        raise ArgumentError("a link needs times to be fitted to, and there are none")
     for bytes_, seconds in times:
         if not (bytes_ > 0 and 0 < seconds < math.inf):
-            raise ValueError(
+            raise ArgumentError(
                 f"a link is fitted to positive sizes and times, not to {bytes_} bytes in {seconds} s"
             )
     link = _line(times)

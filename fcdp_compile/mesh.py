@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_nccl_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.lost_ranks import RollCall, naming_lost_ranks, world
 from fcdp_compile.rendezvous import initialise
 from fcdp_compile.specs import Home
@@ -86,7 +87,7 @@ def make_mesh(
     chosen = _checked_timeout(timeout)
     if not dist.is_initialized() and "RANK" not in os.environ:
         if nodes not in (None, 1):
-            raise ValueError(
+            raise ArgumentError(
                 f"nodes={nodes} needs several processes and this is a single one; start it with torchrun"
             )
         return None
@@ -112,11 +113,11 @@ def _checked_timeout(timeout: timedelta | float | None) -> timedelta | None:
     if timeout is None or isinstance(timeout, timedelta):
         chosen = timeout
     elif isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout must be seconds or a timedelta, not {timeout!r}")
+        raise ArgumentError(f"timeout must be seconds or a timedelta, not {timeout!r}")
     else:
         chosen = timedelta(seconds=timeout)
     if chosen is not None and chosen <= timedelta(0):
-        raise ValueError(f"timeout must be longer than 0 s, not {timeout!r}")
+        raise ArgumentError(f"timeout must be longer than 0 s, not {timeout!r}")
     return chosen
 
 
@@ -188,10 +189,10 @@ def _agreed_count(world: int, nodes: int | None) -> int:
         dist.all_gather_object(everyone, mine)
     for found in everyone:
         if isinstance(found, str):
-            raise ValueError(found)
+            raise ArgumentError(found)
     counts = [int(found) for found in everyone]
     if (other := next((r for r, n in enumerate(counts) if n != counts[0]), None)) is not None:
-        raise ValueError(
+        raise ArgumentError(
             f"rank 0 makes {counts[0]} nodes of {world} ranks and rank {other} makes {counts[other]}; start "
             "the same number of ranks on every node, or pass the same nodes=… on all"
         )
@@ -201,16 +202,16 @@ def _agreed_count(world: int, nodes: int | None) -> int:
 def _count_nodes(world: int, nodes: int | None) -> int:
     if nodes is not None:
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-            raise ValueError(f"nodes must be a positive whole number, not {nodes!r}")
+            raise ArgumentError(f"nodes must be a positive whole number, not {nodes!r}")
         if world % nodes:
-            raise ValueError(
+            raise ArgumentError(
                 f"world size {world} cannot be split into {nodes} nodes; "
                 f"pass nodes=… so that it divides {world}"
             )
         return nodes
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % per_node:
-        raise ValueError(
+        raise ArgumentError(
             f"world size {world} cannot be split into nodes of {per_node} ranks (LOCAL_WORLD_SIZE); "
             f"start the same number of ranks on every node or pass nodes=… so that it divides {world}"
         )
@@ -232,7 +233,7 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
     """
     if mesh is None:
         if (world := process_count()) > 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"{world} processes run but shard got no mesh; pass fcdp_compile.make_mesh()"
             )
         return Topology(
@@ -240,15 +241,15 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
             home_mesh=None, inter=None, intra=None, control=None,
         )  # fmt: skip
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh or None, not {type(mesh).__name__}")
+        raise ArgumentError(f"mesh must be a DeviceMesh or None, not {type(mesh).__name__}")
     names = mesh.mesh_dim_names or ()
     if tuple(names) != (INTER, INTRA):
-        raise ValueError(
+        raise ArgumentError(
             f"mesh has dimensions {tuple(names) or 'without names'}, expected ('inter', 'intra'); "
             "make it with fcdp_compile.make_mesh()"
         )
     if len(set(_positions(mesh.mesh).values())) < mesh.mesh.numel():
-        raise ValueError(
+        raise ArgumentError(
             f"mesh {mesh.mesh.tolist()} gives two ranks one position, as torch sorts the ranks of a group; "
             "number the ranks of the nodes in one order, or make it with fcdp_compile.make_mesh()"
         )

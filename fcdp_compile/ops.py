@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fcdp_compile import registry
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Kind
 
 
@@ -84,7 +85,7 @@ GIVEN = {
 
 
 def _only_in_a_graph(name: str) -> NoReturn:
-    raise RuntimeError(f"{name} is a step of a lowered graph; only the executor can run it")
+    raise FcdpError(f"{name} is a step of a lowered graph; only the executor can run it")
 
 
 def inter_all_gather(home: Tensor, bucket: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fcdp_compile.cluster import read_profile
 from fcdp_compile.cost import MACHINES, Machine, machine_from
-from fcdp_compile.errors import ProfileError
+from fcdp_compile.errors import ArgumentError, ProfileError
 from fcdp_compile.quantities import parse_bytes
 from fcdp_compile.suggestion import did_you_mean
 
@@ -80,7 +80,7 @@ class Options:
         for name in given:
             if name not in known:
                 hint = did_you_mean(str(name), known)
-                raise ValueError(
+                raise ArgumentError(
                     f"unknown option {name!r} of backend 'fcdp'; known are {', '.join(known)}{hint}"
                 )
         dump = _folder(given.get("dump", os.environ.get("FCDP_DUMP") or None))
@@ -101,19 +101,19 @@ def _compute(value: Any) -> str | None:
     if value in (None, "inductor", "eager"):
         return None if value is None else str(value)
     if not isinstance(value, str):
-        raise TypeError(
+        raise ArgumentError(
             f"option 'compute' must be 'inductor' or 'eager', not {type(value).__name__}"
         )
-    raise ValueError(f"option 'compute' must be 'inductor' or 'eager', not {value!r}")
+    raise ArgumentError(f"option 'compute' must be 'inductor' or 'eager', not {value!r}")
 
 
 def _folder(value: Any) -> Path | None:
     if value is None:
         return None
     if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"option 'dump' must be a folder's path, not {type(value).__name__}")
+        raise ArgumentError(f"option 'dump' must be a folder's path, not {type(value).__name__}")
     if not str(value):
-        raise ValueError("option 'dump' is empty; give the path of a folder or leave it out")
+        raise ArgumentError("option 'dump' is empty; give the path of a folder or leave it out")
     return Path(value)
 
 
@@ -121,14 +121,16 @@ def _runs(value: Any, dump: Path | None) -> int:
     if value is None:
         return 0
     if not isinstance(value, int):
-        raise TypeError(
+        raise ArgumentError(
             f"option 'record' must be true, false or a number of runs, not {type(value).__name__}"
         )
     runs = _RECORDED_RUNS if value is True else int(value)
     if not 0 <= runs <= _MAX_RECORDED_RUNS:
-        raise ValueError(f"option 'record' must be between 0 and {_MAX_RECORDED_RUNS}, not {value}")
+        raise ArgumentError(
+            f"option 'record' must be between 0 and {_MAX_RECORDED_RUNS}, not {value}"
+        )
     if runs and dump is None:
-        raise ValueError(
+        raise ArgumentError(
             "option 'record' needs the option 'dump' (or FCDP_DUMP), the folder that it writes to"
         )
     return runs
@@ -138,9 +140,9 @@ def _size(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"option {name!r} must be a number of MiB, not {type(value).__name__}")
+        raise ArgumentError(f"option {name!r} must be a number of MiB, not {type(value).__name__}")
     if not 0 < value < 2**20:
-        raise ValueError(f"option {name!r} must be between 0 and {2**20} MiB, not {value}")
+        raise ArgumentError(f"option {name!r} must be between 0 and {2**20} MiB, not {value}")
     return float(value)
 
 
@@ -150,7 +152,7 @@ def _machine(value: Any) -> Machine | Mapping[str, Any]:
     if isinstance(value, str | os.PathLike):
         return _measured_machine(Path(value))
     if not isinstance(value, Mapping):
-        raise TypeError(
+        raise ArgumentError(
             "option 'machine' must be a mapping such as {'inter': {'bytes_per_s': 125e6}} or the path of a "
             f"cluster profile, not {type(value).__name__}"
         )
@@ -172,9 +174,11 @@ def _measured_machine(path: Path) -> Machine:
 
 def _part(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"option 'memory_threshold' must be a number, not {type(value).__name__}")
+        raise ArgumentError(
+            f"option 'memory_threshold' must be a number, not {type(value).__name__}"
+        )
     if not 0 < value <= 1:
-        raise ValueError(f"option 'memory_threshold' must be above 0 and at most 1, not {value}")
+        raise ArgumentError(f"option 'memory_threshold' must be above 0 and at most 1, not {value}")
     return float(value)
 
 
@@ -182,7 +186,7 @@ def _bytes(name: str, value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(
+        raise ArgumentError(
             f"option {name!r} must be a number of bytes or a text such as '64GiB', not "
             f"{type(value).__name__}"
         )
@@ -192,7 +196,9 @@ def _bytes(name: str, value: Any) -> int | None:
         try:
             size = parse_bytes(value)
         except ValueError as error:
-            raise ValueError(f"option {name!r} {error}") from None
+            raise ArgumentError(f"option {name!r} {error}") from None
     if not 0 <= size < 2**62:
-        raise ValueError(f"option {name!r} must be between 0 and {2**62 - 1} bytes, not {value!r}")
+        raise ArgumentError(
+            f"option {name!r} must be between 0 and {2**62 - 1} bytes, not {value!r}"
+        )
     return size

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from fcdp_compile.errors import ArgumentError
+
 UNITS = {
     "B": 1,
     **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
@@ -26,7 +28,7 @@ def parse_bytes(text: str) -> int:
     Raises: ValueError for anything else.
     """
     if (parts := _SIZE.fullmatch(text)) is None:
-        raise ValueError(
+        raise ArgumentError(
             f"must be a number with one of the units {', '.join(UNITS)}, such as '64GiB', not {text!r}"
         )
     return int(Fraction(parts[1]) * UNITS[parts[2]])
@@ -38,11 +40,11 @@ def parse_bytes_per_s(text: str) -> float:
     Raises: ValueError for anything else, and for none.
     """
     if (parts := _BANDWIDTH.fullmatch(text)) is None:
-        raise ValueError(
+        raise ArgumentError(
             f"must be a bandwidth such as 10G (bits per second), 10Gbit/s or 1.25GB/s, not {text!r}"
         )
     factor = 1000 ** " KMGT".index(parts[2].upper() or " ")
     found = float(Fraction(parts[1]) * factor / (1 if parts[3] else 8))
     if not 0 < found < 1e15:
-        raise ValueError(f"must be above 0 and below 1e15 bytes per second, not {text!r}")
+        raise ArgumentError(f"must be above 0 and below 1e15 bytes per second, not {text!r}")
     return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fcdp_compile.cost import Slot, Timeline
-from fcdp_compile.errors import RecordingError
+from fcdp_compile.errors import ArgumentError, RecordingError
 from fcdp_compile.json_records import RecordFormat, one_line
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Variant
 
@@ -38,10 +38,10 @@ class RecordedRun:
 
     def __post_init__(self) -> None:
         if len(self.starts_s) != len(self.ends_s):
-            raise ValueError(f"{len(self.starts_s)} starts for {len(self.ends_s)} ends")
+            raise ArgumentError(f"{len(self.starts_s)} starts for {len(self.ends_s)} ends")
         for i, (start_s, end_s) in enumerate(zip(self.starts_s, self.ends_s, strict=True)):
             if not 0 <= start_s <= end_s < math.inf:
-                raise ValueError(f"step {i} lasts from {start_s} s to {end_s} s")
+                raise ArgumentError(f"step {i} lasts from {start_s} s to {end_s} s")
 
     @property
     def total_s(self) -> float:
@@ -66,9 +66,9 @@ class Recording:
 
     def __post_init__(self) -> None:
         if not self.runs:
-            raise ValueError("it has no runs")
+            raise ArgumentError("it has no runs")
         if len(counts := sorted({len(run.ends_s) for run in self.runs})) > 1:
-            raise ValueError(f"some runs have {counts[0]} steps and others {counts[-1]}")
+            raise ArgumentError(f"some runs have {counts[0]} steps and others {counts[-1]}")
 
     @property
     def key(self) -> ScheduleKey:
@@ -89,7 +89,7 @@ class RecordingFile:
         keys = [r.key for r in self.recordings]
         for direction, variant in keys:
             if keys.count((direction, variant)) > 1:
-                raise ValueError(f"{direction.value} {variant.value} was recorded twice")
+                raise ArgumentError(f"{direction.value} {variant.value} was recorded twice")
 
 
 _FORMAT = RecordFormat(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.mesh import Topology
 from fcdp_compile.messages import broadcast_first
 from fcdp_compile.runtime.collectives import Collectives
@@ -39,7 +40,7 @@ def agree_on_replicas(
             texts[0].split("\n"), texts[other].split("\n"), "rank 0", f"rank {other}", "", "", 0, ""
         )
         shown = "\n  ".join(itertools.islice(lines, 12))
-        raise ValueError(
+        raise ArgumentError(
             f"ranks 0 and {other} are about to shard different models; build the same model with the same "
             f"settings on every rank:\n  {shown}"
         )

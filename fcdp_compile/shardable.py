@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.references import find_references
 from fcdp_compile.torch_compat import FakeTensor
 
@@ -40,29 +41,29 @@ def check_model(
     for a module that holds a parameter in a list, closure or the like (`references`).
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"shard needs an nn.Module, not {type(model).__name__}")
+        raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
     options = ("param_dtype", "reduce_dtype", "buffer_dtype")
     for option, dtype in zip(options, dtypes, strict=True):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"{option} must be a floating point torch.dtype, not {dtype!r}")
+            raise ArgumentError(f"{option} must be a floating point torch.dtype, not {dtype!r}")
     for name, module in model.named_modules():
         if isinstance(module, _WRAPPERS):
-            raise ValueError(
+            raise ArgumentError(
                 f"{name or 'the model'} is wrapped in {type(module).__name__}; pass the bare module to shard"
             )
         if "_fcdp" in vars(module):
-            raise ValueError(
+            raise ArgumentError(
                 f"{name or 'the model'} is sharded already; shard a model once, after its structure is final"
             )
     parameters = {n: p for n, p in model.named_parameters() if n not in ignored}
     if not parameters:
-        raise ValueError("the model has no parameters; there is nothing to shard")
+        raise ArgumentError("the model has no parameters; there is nothing to shard")
     for name, parameter in parameters.items():
         if (problem := _problem(parameter, mesh)) is not None:
-            raise ValueError(f"parameter {name!r} {problem}")
+            raise ArgumentError(f"parameter {name!r} {problem}")
     for name, parameter in model.named_parameters():
         if name in ignored and parameter.is_meta:
-            raise ValueError(
+            raise ArgumentError(
                 f"parameter {name!r} is among ignored_params and on meta, where nothing would give it values;"
                 " give it values before shard"
             )
@@ -84,11 +85,11 @@ def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
     marked = list(parameters)
     for parameter in marked:
         if not isinstance(parameter, nn.Parameter):
-            raise TypeError(
+            raise ArgumentError(
                 f"ignored_params must be parameters of the model, not {type(parameter).__name__}"
             )
         if id(parameter) not in names:
-            raise ValueError(
+            raise ArgumentError(
                 f"ignored_params has a parameter of shape {tuple(parameter.shape)} that the model does not "
                 "have; give those of the model as it is now"
             )
@@ -111,7 +112,7 @@ def _check_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> 
             f"{found.module or 'the model'} keeps parameter {found.parameter!r} in its {found.path}"
         )
         if not found.is_copy:
-            raise ValueError(
+            raise ArgumentError(
                 f"{where}, where shard cannot replace it: what reads it there would never be trained; read "
                 "the parameter through the module that it belongs to (self.layer.weight) where it is used"
             )
@@ -125,7 +126,7 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
         if p.numel() and not isinstance(p, FakeTensor):  # which has no memory
             elements = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
             if elements < p.numel():
-                raise ValueError(
+                raise ArgumentError(
                     f"parameter {name!r} of shape {tuple(p.shape)} holds each value several times (expand); "
                     "make it contiguous, or keep the smaller tensor as the parameter"
                 )
@@ -133,7 +134,7 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
     spans.sort()
     for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
         if device == other_device and start < end:
-            raise ValueError(
+            raise ArgumentError(
                 f"parameters {name!r} and {other!r} share memory but are two parameters; tie them "
                 "(assign one nn.Parameter to both) or give one of them memory of its own (clone)"
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fcdp_compile.errors import FcdpError, UnshardedParameterError
+from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterError
 from fcdp_compile.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.own_save import save_own
@@ -237,7 +237,7 @@ def _refuse_to_convert(
 
 
 def _refuse_to_copy(self: nn.Module, protocol: Any) -> NoReturn:
-    raise TypeError(
+    raise ArgumentError(
         f"a sharded {type(self).__name__} cannot be copied or pickled, its copy would share caches with it; "
         "save its state_dict with torch.distributed.checkpoint instead"
     )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile import registry
 from fcdp_compile.assignment import assign
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.home_shard import KEY, REPLACED, Calls, HomeShard, rows_of
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.loads import watch_loads
@@ -81,7 +82,7 @@ def shard(
     ignored = ignore(root, ignored_params)
     check_model(root, ignored, (param_dtype, reduce_dtype, buffer_dtype), mesh)
     if reshard_after_forward is not None and chosen != Strategy.parse("fsdp"):
-        raise ValueError(
+        raise ArgumentError(
             f"reshard_after_forward is an option of strategy 'fsdp', not of {chosen.name!r}, which says "
             "itself what is kept; leave it out"
         )
@@ -159,7 +160,7 @@ def state_of(model: nn.Module) -> ShardedModel:
     """
     state = vars(model_of(model)).get(STATE)
     if state is None:
-        raise ValueError("the model is not sharded; call fcdp_compile.shard(model, mesh) first")
+        raise ArgumentError("the model is not sharded; call fcdp_compile.shard(model, mesh) first")
     found: ShardedModel = state.model
     return found
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.registry import ParamSpec
@@ -49,7 +50,7 @@ def fit_strategy(strategy: Strategy, mesh: Home) -> Strategy:
         is_whole = mesh.of(strategy.home).ranks == 1
         return strategy.on_whole_copies() if is_whole else strategy
     if strategy.home is Scope.INTRA and mesh.ranks > 1:
-        raise ValueError(
+        raise ArgumentError(
             f"strategy {strategy.name!r} shards within a node and replicates over nodes, but there is one "
             "node; use 'zero3', which shards over all ranks, or make_mesh(nodes=…)"
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.suggestion import did_you_mean
 from fcdp_compile.wire import Format
@@ -87,7 +88,7 @@ class Strategy:
         self._check_formats()
         self._check_algorithm()
         if self.gradient is Scope.GLOBAL and self.gradient_on is GradientOn.HOST:
-            raise ValueError(
+            raise ArgumentError(
                 f"strategy {self.name!r} reduces every micro-batch's gradients to the home shards, so none "
                 "wait on the host; use gradient_on='auto', or a strategy that accumulates, such as 'fcdp'"
             )
@@ -106,7 +107,7 @@ class Strategy:
     def _check_scopes(self) -> None:
         widths = list(Scope)
         if widths.index(self.gradient) > widths.index(self.home):
-            raise ValueError(
+            raise ArgumentError(
                 f"strategy {self.name!r} shards gradients ({self.gradient.value}) over more ranks than what "
                 f"the optimizer steps ({self.home.value}); PaRO's Principle 1 rules it out"
             )
@@ -116,7 +117,7 @@ class Strategy:
             Scope.GLOBAL: list(Cache),
         }
         if self.cache not in useful[self.home]:
-            raise ValueError(
+            raise ArgumentError(
                 f"strategy {self.name!r} keeps what is gathered ({self.cache.value}) although home shards "
                 f"({self.home.value}) are no less; use cache none"
             )
@@ -125,25 +126,25 @@ class Strategy:
         if self.home is not Scope.GLOBAL and (
             (self.weight_format, self.gradient_format) != (Format.FULL, Format.FULL)
         ):
-            raise ValueError(
+            raise ArgumentError(
                 f"strategy {self.name!r} keeps whole copies on every node, between which nothing is gathered "
                 "or scattered that a format could shorten; use one that shards over all ranks, such as 'fcdp'"
             )
         if self.weight_format is Format.INT4 or self.host_format is Format.INT4:
-            raise ValueError(
+            raise ArgumentError(
                 f"strategy {self.name!r} would send or keep weights in 4 bits, which is for gradients alone; "
                 "use int8"
             )
         if self.host_format is Format.FULL:
             return
         if not self.keeps_on_host:
-            raise ValueError(
+            raise ArgumentError(
                 f"strategy {self.name!r} keeps no node shards on the host, so no format for them can be "
                 "chosen; leave 'c8' out, or use 'fcdp'"
             )
         if self.weight_format is Format.FULL:
             # A backward would compute with other weights than its forward.
-            raise ValueError(
+            raise ArgumentError(
                 f"strategy {self.name!r} keeps weights on the host in another format than they arrive in; "
                 "choose the same weight_format"
             )
@@ -152,12 +153,12 @@ class Strategy:
         if self.algorithm is Algorithm.HIERARCHICAL:
             return
         if self.home is not Scope.GLOBAL:
-            raise ValueError(
+            raise ArgumentError(
                 f"strategy {self.name!r} keeps whole copies on every node and gathers nothing between nodes, "
                 f"with {self.algorithm.value!r} or without; use a strategy that shards over all ranks"
             )
         if self.algorithm is Algorithm.RING and self.cache is not Cache.NONE:
-            raise ValueError(
+            raise ArgumentError(
                 f"strategy {self.name!r} keeps node shards, which a flat ring does not leave on its way; use "
                 "'ho_ring', or 'ring' with a strategy that keeps nothing, such as 'zero3'"
             )
@@ -215,7 +216,7 @@ class Strategy:
         """
         places = [p.value for p in GradientOn]
         if place not in places:
-            raise ValueError(f"gradient_on must be one of {', '.join(places)}, not {place!r}")
+            raise ArgumentError(f"gradient_on must be one of {', '.join(places)}, not {place!r}")
         return replace(self, gradient_on=GradientOn(place))
 
     @staticmethod
@@ -227,7 +228,7 @@ class Strategy:
         Raises: TypeError or ValueError for anything else.
         """
         if not isinstance(reshard_after_forward, int):
-            raise TypeError(
+            raise ArgumentError(
                 "reshard_after_forward must be True, False or the number of ranks of a node, not "
                 f"{type(reshard_after_forward).__name__}"
             )
@@ -237,7 +238,7 @@ class Strategy:
             name = "fsdp, reshard_after_forward=False"
             return _preset(name, Cache.GPU_FULL, Life.UNTIL_BACKWARD, Scope.GLOBAL)
         if reshard_after_forward != ranks_per_node:
-            raise ValueError(
+            raise ArgumentError(
                 f"reshard_after_forward={reshard_after_forward} is not the {ranks_per_node} ranks of a node, "
                 "which is what parameters can be resharded to; group ranks with make_mesh(nodes=…)"
             )
@@ -254,7 +255,7 @@ class Strategy:
         if isinstance(name, Strategy):
             return name
         if not isinstance(name, str):
-            raise TypeError(f"strategy must be a name or a Strategy, not {type(name).__name__}")
+            raise ArgumentError(f"strategy must be a name or a Strategy, not {type(name).__name__}")
         if _PARO.match(name):
             name = name.lower()
         names = [*PRESETS, *_ALIASES]
@@ -264,9 +265,9 @@ class Strategy:
                 preset = PRESETS[_ALIASES.get(known, known)]
                 return _modified(preset, name[len(known) + 1 :].split("+"), name)
         if (code := _PARO.match(name)) is not None:
-            raise ValueError(_why_no_paro(name, code[1]))
+            raise ArgumentError(_why_no_paro(name, code[1]))
         hint = did_you_mean(name.lower().partition("+")[0] or name, names)
-        raise ValueError(f"unknown strategy {name!r}; choose one of {', '.join(names)}{hint}")
+        raise ArgumentError(f"unknown strategy {name!r}; choose one of {', '.join(names)}{hint}")
 
 
 def _preset(
@@ -346,14 +347,14 @@ def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
     for modifier in modifiers:
         if modifier not in MODIFIERS:
             hint = did_you_mean(modifier.lower(), MODIFIERS)
-            raise ValueError(
+            raise ArgumentError(
                 f"strategy {name!r} has an unknown modifier {modifier!r}; choose from "
                 f"{', '.join(MODIFIERS)}{hint}"
             )
         for field, value in MODIFIERS[modifier].items():
             if chosen.setdefault(field, value) is not value:
                 rivals = [m for m in MODIFIERS if field in MODIFIERS[m] and m in modifiers]
-                raise ValueError(
+                raise ArgumentError(
                     f"strategy {name!r} has two modifiers for one thing; give one of "
                     f"{' and '.join(rivals)}"
                 )

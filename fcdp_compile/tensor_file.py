@@ -18,6 +18,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from fcdp_compile.errors import ArgumentError
+
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -86,10 +88,10 @@ class TensorFileWriter:
         """
         expected = next(iter(self._waiting), None)
         if name != expected:
-            raise ValueError(f"{self.path}: the next tensor is {expected!r}, not {name!r}")
+            raise ArgumentError(f"{self.path}: the next tensor is {expected!r}, not {name!r}")
         meta = self._waiting.pop(name)
         if (tensor.dtype, tuple(tensor.shape)) != (meta.dtype, meta.shape):
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.path}: {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the header says "
                 f"{meta.dtype} {meta.shape}"
             )
@@ -116,7 +118,7 @@ class TensorFileWriter:
         try:
             if kind is None:
                 if self._waiting:
-                    raise ValueError(
+                    raise ArgumentError(
                         f"{self.path}: {next(iter(self._waiting))!r} was never written"
                     )
                 os.fsync(self._file.fileno())
@@ -129,7 +131,7 @@ def _header(tensors: Mapping[str, TensorMeta], metadata: Mapping[str, str]) -> b
     end = 0
     for name, meta in tensors.items():
         if meta.dtype not in DTYPES:
-            raise ValueError(f"{name!r} is {meta.dtype}, which safetensors files do not hold")
+            raise ArgumentError(f"{name!r} is {meta.dtype}, which safetensors files do not hold")
         start, end = end, end + meta.size_bytes
         entries[name] = {
             "dtype": DTYPES[meta.dtype],

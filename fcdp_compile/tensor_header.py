@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fcdp_compile.errors import CheckpointError
+from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.tensor_file import DTYPES
 
 LENGTH_BYTES = 8
@@ -91,7 +91,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands there twice")
+        raise ArgumentError(f"{twice!r} stands there twice")
     return found
 
 

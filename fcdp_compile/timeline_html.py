@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fcdp_compile.cost import Link, Machine, Timeline, simulate
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.fold import fold_numbers, fold_params
 from fcdp_compile.json_records import one_line
 from fcdp_compile.plan import LANES, Bucket, Direction, Kind, Lane, Plan, Schedule, Step, Variant
@@ -220,7 +221,7 @@ def _bucket_of(step: Step, steps: Sequence[Step]) -> int | None:
 
 def _times(schedule: Schedule, timeline: Timeline) -> Json:
     if len(timeline.slots) != len(schedule.steps):
-        raise ValueError(
+        raise ArgumentError(
             f"times of {len(timeline.slots)} steps do not belong to the {len(schedule.steps)} steps of "
             f"{schedule.direction.value} {schedule.variant.value}; record the plan that is shown"
         )

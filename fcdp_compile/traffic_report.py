@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 from torch import nn
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.counters import AGREE, FLAT_WITHIN, Counters
 from fcdp_compile.sharding import state_of
@@ -52,7 +53,7 @@ class Moved:
         known = [row for row in self.rows if row[0] == link and kind in (None, row[1])]
         if not known:
             pairs = ", ".join(f"{a} {b}" for a, b, _ in self.rows)
-            raise ValueError(f"no traffic of link {link!r} and kind {kind!r}; there is {pairs}")
+            raise ArgumentError(f"no traffic of link {link!r} and kind {kind!r}; there is {pairs}")
         return sum(row[2] for row in known)
 
 

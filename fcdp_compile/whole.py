@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.assignment import matching
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.home_shard import rows_of
 from fcdp_compile.runtime.model import ShardedModel, WholeParameter
 from fcdp_compile.runtime.record import ParamRecord
@@ -106,7 +106,7 @@ def _records(
         if (outer := state.whole.get(key)) is None:
             found.append(record)
         elif writeback and not outer.writeback:
-            raise ValueError(
+            raise ArgumentError(
                 f"writeback of parameter {record.spec.name!r}, which an outer fcdp_compile.gathered has "
                 "gathered without; give that one writeback=True"
             )
@@ -124,9 +124,9 @@ def _modules(root: nn.Module, modules: Modules) -> list[nn.Module]:
         if isinstance(one, str):
             found += [by_name[name] for name in matching(one, by_name, "modules")]
         elif not isinstance(one, nn.Module):
-            raise TypeError(f"modules must be names or modules, not {type(one).__name__}")
+            raise ArgumentError(f"modules must be names or modules, not {type(one).__name__}")
         elif model_of(one) not in known:
-            raise ValueError(
+            raise ArgumentError(
                 f"modules has a {type(one).__name__} that is not in the model; give modules of the model "
                 "that was sharded, or their names"
             )

@@ -42,11 +42,24 @@ def refuse_writes(gm: GraphModule) -> None:
                 storage = _storage(written)
                 key = None if storage is None else gathered.get(storage)
                 if key is not None:
-                    raise FcdpError(
-                        f"forward writes to parameter {key.partition(':')[2]!r} ({_line(node)}), which is a "
-                        "gathered copy there, so the write would be lost; write to it outside of forward, or "
-                        "compute with a new tensor instead"
-                    )
+                    raise _lost(key, node)
+        # Ops that write besides, such as an embedding with max_norm, leave their mark on the value.
+        for node in graph.nodes:
+            if node.target is UNSHARD and _version(node):
+                raise _lost(str(node.args[1]), next(iter(node.users)))
+
+
+def _lost(key: str, node: Node) -> FcdpError:
+    return FcdpError(
+        f"forward writes to parameter {key.partition(':')[2]!r} ({_line(node)}), which is a gathered copy "
+        "there, so the write would be lost; write to it outside of forward, or compute with a new tensor "
+        "instead"
+    )
+
+
+def _version(node: Node) -> int:
+    value = node.meta.get("example_value")
+    return value._version if isinstance(value, Tensor) else 0
 
 
 def _writes(node: Node) -> bool:

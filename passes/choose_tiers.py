@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Bucket, Kind, Schedule, Step, Tier
 
 
@@ -34,7 +35,7 @@ class Entry:
 
     def __post_init__(self) -> None:
         if min(self.bytes, self.moved_bytes, self.full_bytes or 0, self.spread_bytes) < 0:
-            raise ValueError(f"bucket {self.bucket} has a negative size: {self}")
+            raise ArgumentError(f"bucket {self.bucket} has a negative size: {self}")
 
     def bytes_in(self, tier: Tier) -> int:
         """What the device holds in addition if the bucket waits in that tier."""
@@ -92,7 +93,7 @@ def choose_tiers(
     Raises: ValueError for a threshold outside of (0, 1].
     """
     if not 0 < threshold <= 1:
-        raise ValueError(f"threshold must be above 0 and at most 1, not {threshold}")
+        raise ArgumentError(f"threshold must be above 0 and at most 1, not {threshold}")
     room = _Room(
         [static_bytes + b for b in alive_bytes] or [static_bytes], capacity_bytes, threshold
     )

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Iterable
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.host_memory import UNLIMITED, HostBudget, Limit, detect, lockable_bytes
 from fcdp_compile.mesh import Topology
 from fcdp_compile.plan import Bucket, Tier
@@ -88,7 +89,7 @@ class HostMemory:
         Raises: ValueError if an earlier graph of this model was compiled with another number.
         """
         if self._asked_bytes not in (None, node_bytes) and node_bytes is not None:
-            raise ValueError(
+            raise ArgumentError(
                 f"option 'host_memory' is {node_bytes} bytes, but an earlier graph of this model was "
                 f"compiled with {self._asked_bytes}; give every torch.compile of one model the same"
             )

@@ -18,6 +18,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.runtime import numa
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class PinnedPool:
         """
         address = slab.untyped_storage().data_ptr()
         if address not in self._slabs:
-            raise ValueError(
+            raise ArgumentError(
                 f"a tensor of {slab.nbytes} bytes is no slab of this pool, or was given back before; give "
                 "back what `take` returned, once"
             )

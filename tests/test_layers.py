@@ -435,3 +435,17 @@ def test_no_public_name_is_a_module_of_the_package_too() -> None:
     assert {path.parts[0] for path in paths}.isdisjoint(fcdp_compile.__all__)
     assert set(fcdp_compile._HOMES) == set(fcdp_compile.__all__)
     assert set(fcdp_compile._HOMES.values()) <= modules
+
+
+def test_every_refusal_can_be_caught_as_one() -> None:
+    """A caller that catches FcdpError catches them all: no plain ValueError or TypeError is raised."""
+    plain = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for folder in ("fcdp_compile", "passes", "runtime")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and getattr(node.exc.func, "id", "") in ("ValueError", "TypeError", "RuntimeError")
+    ]
+    assert not plain, f"raise ArgumentError, or another class of errors.py: {plain}"

@@ -49,6 +49,14 @@ def test_a_write_in_a_forward_is_refused(write: Callable[[Tensor], object], line
         _run(write)
 
 
+def test_an_embedding_that_renormalises_its_weight_is_refused() -> None:
+    torch._dynamo.reset()
+    model = fcdp_compile.shard(nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)))
+    net = torch.compile(model, backend="fcdp")
+    with pytest.raises(Exception, match=r"writes to parameter '0\.weight'.*would be lost"):
+        net(torch.zeros(2, dtype=torch.long))
+
+
 @pytest.mark.parametrize("read", [lambda w: w.clone().mul_(2), lambda w: (w * 2).add_(1)])
 def test_a_write_to_something_computed_is_not(read: Callable[[Tensor], object]) -> None:
     assert _run(read).shape == (2, 4)

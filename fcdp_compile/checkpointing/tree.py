@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fcdp_compile.errors import CheckpointError
+from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.tensor_file import DTYPES
 
 _MARK = "$"
@@ -232,20 +232,20 @@ def _decode_marked(tree: Mapping[str, Any], mark: str, read: TensorReader) -> An
             return (
                 np.frombuffer(raw.tobytes(), _numeric(tree["dtype"])).reshape(tree["shape"]).copy()
             )
-    raise ValueError(mark)
+    raise ArgumentError(mark)
 
 
 def _numeric(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.kind not in "biufc":
-        raise ValueError(name)
+        raise ArgumentError(name)
     return dtype
 
 
 def _read_tensor(tree: Mapping[str, Any], read: TensorReader) -> Tensor:
     dtype, shape = getattr(torch, tree["dtype"]), tuple(tree["shape"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(tree["dtype"])
+        raise ArgumentError(tree["dtype"])
     if dtype in DTYPES:
         return read(tree["name"], dtype, shape)
     size = math.prod(shape) * dtype.itemsize

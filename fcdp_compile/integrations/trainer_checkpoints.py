@@ -29,7 +29,7 @@ from fcdp_compile.checkpointing.loading import load
 from fcdp_compile.checkpointing.record import RECORD
 from fcdp_compile.checkpointing.rng import rng_state, set_rng_state
 from fcdp_compile.checkpointing.saving import save
-from fcdp_compile.errors import CheckpointError
+from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.pretrained.export import save_pretrained
 from fcdp_compile.pretrained.huggingface import has_adapters
 from fcdp_compile.pretrained.load import load_pretrained
@@ -120,7 +120,7 @@ class TrainerCheckpoints(_Base):
             if problem is not None:
                 raise CheckpointError(problem)
             if resume_from_checkpoint is None:
-                raise ValueError(
+                raise ArgumentError(
                     f"no checkpoint of {self.args.output_dir} was saved whole, so there is nothing to resume "
                     "from; leave resume_from_checkpoint out, or name a folder"
                 )

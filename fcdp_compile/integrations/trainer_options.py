@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType, DynamoBackend
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames, ParallelMode
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.mesh import process_count
 from fcdp_compile.options import Options
 from fcdp_compile.strategy import Strategy
@@ -74,7 +75,7 @@ class FcdpOptions:
         defaults = {f.name: f.default for f in fields(self)}
         for name in ("nodes", *self.shard_arguments()):
             if (value := getattr(self, name)) != defaults[name]:
-                raise ValueError(
+                raise ArgumentError(
                     f"FcdpOptions({name}={value!r}) comes too late: the model is sharded already; give it to "
                     "fcdp_compile.shard or make_mesh, or give the Trainer an unsharded model"
                 )
@@ -87,7 +88,7 @@ def check_arguments(args: TrainingArguments) -> None:
     """
     problem = _problem(args)
     if problem is not None:
-        raise ValueError(f"the fcdp Trainer cannot do this: {problem}")
+        raise ArgumentError(f"the fcdp Trainer cannot do this: {problem}")
 
 
 def _problem(args: TrainingArguments) -> str | None:
@@ -140,18 +141,18 @@ def check_launch(state: AcceleratorState) -> None:
     distributed_type, dynamo_backend = state.distributed_type, state.dynamo_plugin.backend
     known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if distributed_type not in known:
-        raise ValueError(
+        raise ArgumentError(
             f"the fcdp Trainer cannot do this: Accelerate is set up for {distributed_type.value}, and one "
             "model cannot be sharded by two systems; start it with torchrun or accelerate launch --multi_gpu"
         )
     if (world := process_count()) != state.num_processes:
         # Every process would then train on the same data.
-        raise ValueError(
+        raise ArgumentError(
             f"the fcdp Trainer cannot do this: {world} processes run, of which Accelerate sees "
             f"{state.num_processes}; where there are no GPUs, give TrainingArguments(use_cpu=True)"
         )
     if dynamo_backend is not DynamoBackend.NO:
-        raise ValueError(
+        raise ArgumentError(
             f"the fcdp Trainer cannot do this: Accelerate was configured to compile with "
             f"{dynamo_backend.value}; unset ACCELERATE_DYNAMO_BACKEND (accelerate launch --dynamo_backend no)"
         )

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.explanation import explain
 from fcdp_compile.integrations import accelerate_workaround
 from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
@@ -60,7 +61,7 @@ class FcdpMixin(TrainerCheckpoints):
         self._compiled: nn.Module | None = None
         super().__init__(*args, **kwargs)
         if self.optimizer is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "optimizers=… is given, but its parameters are replaced when the model is sharded; pass "
                 "optimizer_cls_and_kwargs, or override create_optimizer"
             )
@@ -124,7 +125,7 @@ class FcdpMixin(TrainerCheckpoints):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if any(p.is_meta for p in model.parameters()):
-            raise ValueError(
+            raise ArgumentError(
                 "the model has parameters on meta, which have no values to train; call fcdp_compile.shard "
                 "and then load_pretrained or materialize before the Trainer gets it"
             )

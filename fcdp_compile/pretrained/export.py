@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.mesh import Topology, process_count, topology_of
 from fcdp_compile.pretrained.adapter_contents import adapter_contents, attached_adapter_contents
@@ -77,7 +77,7 @@ def save_pretrained(
         or not isinstance(max_shard_bytes, int)
         or max_shard_bytes < 1
     ):
-        raise ValueError(
+        raise ArgumentError(
             f"max_shard_bytes must be a positive whole number, not {max_shard_bytes!r}"
         )
     refuse_swapped(folder, model, "save_pretrained(model, folder)")

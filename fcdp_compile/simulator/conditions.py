@@ -13,6 +13,8 @@ import math
 import random
 from dataclasses import dataclass
 
+from fcdp_compile.errors import ArgumentError
+
 _MOST_JITTER = 1e100
 """Its square is finite."""
 
@@ -41,19 +43,19 @@ class Conditions:
             for count, factor in getattr(self, name):
                 _check_int(f"number of nodes in {name}", count, least=1)
                 if not 0 < factor < math.inf:
-                    raise ValueError(
+                    raise ArgumentError(
                         f"a factor in {name} is {factor}, but must be finite and above zero"
                     )
         if not 0 <= self.jitter < _MOST_JITTER:
-            raise ValueError(f"jitter is {self.jitter}, but must be finite and at least zero")
+            raise ArgumentError(f"jitter is {self.jitter}, but must be finite and at least zero")
         _check_int("seed", self.seed, least=0)
 
 
 def _check_int(what: str, value: object, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"the {what} must be an int, not {type(value).__name__}")
+        raise ArgumentError(f"the {what} must be an int, not {type(value).__name__}")
     if value < least:
-        raise ValueError(f"the {what} is {value}, but must be at least {least}")
+        raise ArgumentError(f"the {what} is {value}, but must be at least {least}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,7 @@ def fold(conditions: Conditions, nodes: int) -> tuple[NodeClass, ...]:
         _add(counts, (1.0, factor), count)
     named = sum(counts.values())
     if named > nodes:
-        raise ValueError(
+        raise ArgumentError(
             f"the conditions are of {named} nodes, but there are {nodes}; name fewer, or simulate more"
         )
     if nodes > named:

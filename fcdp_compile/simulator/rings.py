@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Kind, Step
 from fcdp_compile.reduction import INTER_KINDS
 
@@ -44,7 +45,7 @@ def ring_bytes(step: Step, nodes: int, ranks_per_node: int) -> int:
     """
     part_bytes, odd = divmod(step.bytes, nodes - 1)
     if odd:
-        raise ValueError(
+        raise ArgumentError(
             f"step {step.index} ({step.kind.value}) sends {step.bytes} bytes, which are not {nodes - 1} "
             "equal parts; give simulate_step the nodes that it was planned for"
         )

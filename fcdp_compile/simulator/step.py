@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from fcdp_compile.cluster import ClusterProfile
 from fcdp_compile.cost import Slot, Timeline
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Bucket, Lane, Schedule, Step
 from fcdp_compile.reduction import REDUCING
 from fcdp_compile.simulator.conditions import Conditions, Jitter, NodeClass, fold
@@ -103,7 +104,7 @@ def simulate_step(
     not fit, steps of unknown buckets or that wait for later ones, and optimizer_bytes below zero.
     """
     if optimizer_bytes < 0:
-        raise ValueError(f"optimizer_bytes is {optimizer_bytes}, but must be at least 0")
+        raise ArgumentError(f"optimizer_bytes is {optimizer_bytes}, but must be at least 0")
     cluster = Cluster(profile=profile, nodes=nodes, ranks_per_node=ranks_per_node)
     classes = fold(conditions, nodes)
     cluster = replace(cluster, profile=_with_slowest_card(profile, classes))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from fcdp_compile.cluster import ClusterProfile
 from fcdp_compile.cost import Link, Machine
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
 from fcdp_compile.simulator.rings import Collectives, ring_bytes, within_rings
 from fcdp_compile.simulator.sharing import Demand, SharedLink, Sharing, Use
@@ -33,10 +34,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
-            raise ValueError(f"nodes is {self.nodes}, but must be at least 1")
+            raise ArgumentError(f"nodes is {self.nodes}, but must be at least 1")
         most = self.profile.ranks_per_node
         if not 1 <= self.ranks_per_node <= most:
-            raise ValueError(
+            raise ArgumentError(
                 f"ranks_per_node is {self.ranks_per_node}, but a node of {self.profile.name!r} has 1 to "
                 f"{most}"
             )
@@ -118,19 +119,19 @@ def tasks_of(
 def _check(step: Step, position: int, cluster: Cluster, buckets: Mapping[int, Bucket]) -> None:
     late = [w for w in step.waits if not 0 <= w < position]
     if late:
-        raise ValueError(
+        raise ArgumentError(
             f"step {position} ({step.kind.value}) waits for step {late[0]}, which is no earlier one"
         )
     if step.bucket is None:
         return
     if step.bucket not in buckets:
-        raise ValueError(
+        raise ArgumentError(
             f"step {position} ({step.kind.value}) is of bucket {step.bucket}, which is not among the buckets"
         )
     bucket = buckets[step.bucket]
     nodes, ranks = cluster.nodes, cluster.ranks_per_node
     if bucket.nodes not in (1, nodes) or bucket.ranks_per_node not in (1, ranks):
-        raise ValueError(
+        raise ArgumentError(
             f"bucket {bucket.id} is cut over {bucket.nodes} x {bucket.ranks_per_node} ranks, but {nodes} x "
             f"{ranks} are simulated; give the schedules that were planned for those"
         )

@@ -295,7 +295,7 @@ def _messages(mesh: DeviceMesh) -> dict[str, str]:
             try:
                 call()
             except Exception as error:
-                found[name] = f"{type(error).__mro__[0].__name__}: {error}"
+                found[name] = f"{' '.join(c.__name__ for c in type(error).__mro__)}: {error}"
             else:
                 found[name] = "nothing"
 
