@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         UnsynchronizedGradientError,
     )
     from fcdp_compile.explanation import Explanation, explain
-    from fcdp_compile.full import full
+    from fcdp_compile.full_parameter import full
     from fcdp_compile.memory_report import Memory, memory
     from fcdp_compile.mesh import make_mesh
     from fcdp_compile.pretrained.export import save_pretrained
@@ -80,7 +80,7 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "explanation",
-    "full": "full",
+    "full": "full_parameter",
     "gathered": "whole",
     "load": "checkpointing.loading",
     "load_pretrained": "pretrained.load",
