@@ -14,15 +14,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.home_tensor import HomeTensor
+from fcdp_compile.layout import chunk_rows
 from fcdp_compile.mesh import all_ranks_of
 from fcdp_compile.torch_compat import tree_leaves, tree_map_only, without_torch_function
 
 
-class Derived(HomeTensor):
+class Sharded(HomeTensor):
+    """What home shards and what is computed of them have in common."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.copy_.default and _is_whole_copy(*args[:2]):
+            args = (args[0], args[0].cut(args[1].expand(args[0].shape)), *args[2:])
+        _refuse_plain(func, args, kwargs)
+        return _derived(func, super().__torch_dispatch__(func, types, args, kwargs), args)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor of the full shape; a view of it, on its device."""
+        for over, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                # As `layout`, [Note: chunk order], says: cut over the places, then over the nodes.
+                rows = chunk_rows(whole.shape[placement.dim], self.device_mesh.size(over))
+                mine = self.device_mesh.get_local_rank(over)
+                whole = whole.narrow(placement.dim, sum(rows[:mine]), rows[mine])
+        return whole
+
+    def cut(self, whole: Tensor) -> DTensor:
+        """A whole tensor of the full shape as a DTensor that is cut like this one; shares its memory."""
+        return DTensor(self.part_of(whole.detach()), self._spec, requires_grad=False)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """As DTensor's, but that gradients are averaged over the ranks unless grad_placements says more."""
+        if grad_placements is not None:
+            return super().full_tensor(grad_placements=grad_placements)
+        everywhere = [Replicate()] * self.device_mesh.ndim
+        whole: Tensor = _Whole.apply(self.redistribute(placements=everywhere))  # type: ignore[no-untyped-call]
+        return whole
+
+
+class Derived(Sharded):
     """A DTensor that was computed of home shards ([Note: meeting whole tensors])."""
 
     __slots__ = ()
@@ -30,22 +69,22 @@ class Derived(HomeTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plain = [v for v in tree_leaves((args, kwargs)) if is_plain(v)]
-        if (plain or func is Tensor.item) and not torch.compiler.is_compiling():
+        meets = any(is_plain(v) for v in tree_leaves((args, kwargs)))
+        # What is written to cannot become another tensor.
+        if meets and not (_writes(func, args, kwargs) or torch.compiler.is_compiling()):
             args, kwargs = tree_map_only(DTensor, lambda d: d.full_tensor(), (args, kwargs))
         with without_torch_function():
             return func(*args, **kwargs)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        refuse_plain(func, args, kwargs)
-        found = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is _aten.detach.default:  # a compiler wants the class that it gave
-            return _made(found)
-        return derived(func, found)
+    @property
+    def data(self) -> Tensor:
+        """The values without autograd, sharing memory."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        # DTensor takes it and keeps its values.
+        self.detach().copy_(other)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -55,19 +94,6 @@ class Derived(HomeTensor):
         return _made(
             DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         )
-
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """As DTensor's, but that gradients are averaged over the ranks unless grad_placements says more."""
-        if grad_placements is not None:
-            return super().full_tensor(grad_placements=grad_placements)
-        return averaging_full_tensor(self)
-
-
-def averaging_full_tensor(dtensor: DTensor) -> Tensor:
-    """The whole tensor; each rank's gradient for it is averaged with those of the others."""
-    replicated = dtensor.redistribute(placements=[Replicate()] * dtensor.device_mesh.ndim)
-    whole: Tensor = _Whole.apply(replicated)  # type: ignore[no-untyped-call]
-    return whole
 
 
 class _Whole(Function):
@@ -93,8 +119,24 @@ def is_plain(value: object) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
-def refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse that sharded values meet a whole tensor where gradients are recorded.
+def _is_whole_copy(target: Any, source: Any) -> bool:
+    """Whether `target.copy_(source)` gives sharded values those of a tensor that is no DTensor."""
+    return isinstance(target, Sharded) and not isinstance(source, DTensor)
+
+
+def _writes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function of torch writes to a DTensor, told by its name: `mul_`, `__iadd__`, `out=`."""
+    name: str = getattr(func, "__name__", "")
+    in_place = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+    written = [args[:1] if in_place else (), kwargs.get("out")]
+    return any(isinstance(v, DTensor) for v in tree_leaves(written))
+
+
+_WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))}
+
+
+def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse that sharded values meet a whole tensor where something is trained.
 
     Raises: FcdpError.
     """
@@ -102,6 +144,8 @@ def refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
         return
     values = tree_leaves((args, kwargs))
     if (plain := next((v for v in values if type(v) is Tensor), None)) is None:
+        return
+    if not (plain.ndim or any(getattr(v, "requires_grad", False) for v in values)):
         return
     key = next((k for v in values if (k := getattr(v, "_fcdp_key", None)) is not None), None)
     name = (
@@ -113,14 +157,19 @@ def refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
     )
 
 
-def derived(func: Any, result: Any) -> Any:
+def _derived(func: Any, result: Any, args: Any) -> Any:
     """The result of an operation on home shards or `Derived`, as such if it depends on their values."""
+    if func in _SAME and isinstance(args[0], Derived):
+        return _made(result)  # while compiling, too: AOTAutograd insists on the class of its inputs
     if func in _INDEPENDENT or func._schema.is_mutable or torch.compiler.is_compiling():
         return result
     return tree_map_only(HomeTensor, _made_of, result)
 
 
 _aten = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.clone.default, _aten.alias.default)
+"""Operations that change nothing about a `Derived`."""
+
 _INDEPENDENT = (
     _aten.detach.default,  # what one takes to have the shard
     _aten.empty_like.default,

@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fcdp_compile.derived import averaging_full_tensor, derived, is_plain, refuse_plain
+from fcdp_compile.derived import Sharded, is_plain
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.home_tensor import HomeTensor
-from fcdp_compile.layout import ParamLayout, chunk_rows
+from fcdp_compile.layout import ParamLayout
 from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import storage_id, storage_uses, without_modes
 
@@ -60,7 +60,7 @@ def _meeting(name: str) -> Callable[[HomeShard, Any], Any]:
     return operate
 
 
-class HomeShard(HomeTensor):
+class HomeShard(Sharded):
     """A DTensor parameter whose `.data` can be assigned and whose memory can be released.
 
     A plain DTensor takes `p.data = other` without complaint and keeps its old values, silently (torch 2.11
@@ -154,20 +154,6 @@ class HomeShard(HomeTensor):
         return HomeShard(self.held.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
 
     # --- whole tensors ------------------------------------------------------------------------------------
-
-    def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor of the full shape; a view of it, on its device."""
-        for over, placement in enumerate(self.placements):
-            if isinstance(placement, Shard):
-                # As `layout`, [Note: chunk order], says: cut over the places, then over the nodes.
-                rows = chunk_rows(whole.shape[placement.dim], self.device_mesh.size(over))
-                mine = self.device_mesh.get_local_rank(over)
-                whole = whole.narrow(placement.dim, sum(rows[:mine]), rows[mine])
-        return whole
-
-    def cut(self, whole: Tensor) -> DTensor:
-        """A whole tensor of the full shape as a DTensor that is cut like this one; shares its memory."""
-        return DTensor(self.part_of(whole.detach()), self._spec, requires_grad=False)
 
     def module_load(self, other: Tensor, assign: bool = False) -> HomeShard:
         """This home shard again, for `load_state_dict` where `torch.__future__` makes it swap tensors."""
@@ -275,16 +261,6 @@ class HomeShard(HomeTensor):
         self.bring_back()
         return super().__tensor_flatten__()  # type: ignore[no-untyped-call]  # DTensor's has no types
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.copy_.default and _is_whole_copy(*args[:2]):
-            args = (args[0], args[0].cut(args[1].expand(args[0].shape)), *args[2:])
-        refuse_plain(func, args, kwargs)
-        return derived(func, super().__torch_dispatch__(func, types, args, kwargs))
-
     def present(self) -> Tensor:
         """The local shard; a released one is brought back."""
         self.bring_back()
@@ -301,11 +277,9 @@ class HomeShard(HomeTensor):
         return super().redistribute(*args, **options)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """As DTensor's, but that gradients are averaged over the ranks unless grad_placements says more."""
+        """As `Sharded`'s."""
         self.bring_back()
-        if grad_placements is not None:
-            return super().full_tensor(grad_placements=grad_placements)
-        return averaging_full_tensor(self)
+        return super().full_tensor(grad_placements=grad_placements)
 
     # Python asks these before it asks the plain tensor on the other side; torch's functions it does not ask.
     __add__, __radd__ = _meeting("__add__"), _meeting("__radd__")
@@ -368,11 +342,6 @@ def bring_back_inputs(values: Iterable[Any]) -> None:
         for value in values:
             if type(value) is Tensor and (shard := _released.get(storage_id(value))) is not None:
                 shard.bring_back()
-
-
-def _is_whole_copy(target: Any, source: Any) -> bool:
-    """Whether `target.copy_(source)` gives a home shard the values of a tensor that is no DTensor."""
-    return isinstance(target, HomeShard) and not isinstance(source, DTensor)
 
 
 def _is_own(held: Tensor) -> bool:

@@ -14,6 +14,7 @@ Results of ops on HomeTensors are HomeTensors.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -86,20 +87,15 @@ class HomeTensor(DTensor):
         return _plain(self).__reduce_ex__(protocol)
 
 
-class _Copy(HomeTensor):
-    """Gathered rows in the place of a view that shards cannot have, to read: what it gets nobody sees."""
-
-    __slots__ = ()
-
-
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, *args)
-    if torch.Tag.inplace in func.tags and type(args[0]) is _Copy:
+    if func._schema.is_mutable and getattr(args[0], _COPY, False):
         raise FcdpError(
-            f"{func} writes to a view of a sharded tensor that is a copy, because the rows of its shards do "
-            "not make such a view; write to the tensor itself"
+            f"a view of a sharded tensor is a copy where it lies across ranks, and what {func} writes to it "
+            "would be lost; write to the parameter within a block of fcdp_compile.gathered(model)"
         )
+    source = args[0] if args else None  # before its rows are gathered
     done = run_locally(func, args, kwargs, _present)
     if done is not NotImplemented:
         return _adopted(done)
@@ -125,10 +121,24 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if is_traced:
         return found
     found = _adopted(found)
-    copied = [storage_id(_held(mine)) for _, mine in given if type(mine) is _Copy]
-    if copied and type(found) is HomeTensor and storage_id(_held(found)) in copied:
-        found.__class__ = _Copy
+    _mark_copies(func, source, found)
     return found
+
+
+def _mark_copies(func: Any, source: Any, found: Any) -> None:
+    """Mark what torch takes for views of a tensor and shares no memory with it: gathered rows."""
+    if not (_returns_views(func) and isinstance(source, DTensor)):
+        return
+    is_copy, held = getattr(source, _COPY, False), storage_id(_held(source))
+    for view in found if isinstance(found, (list, tuple)) else (found,):
+        if isinstance(view, HomeTensor) and (is_copy or storage_id(_held(view)) != held):
+            setattr(view, _COPY, True)
+
+
+@functools.cache
+def _returns_views(func: Any) -> bool:
+    returns = func._schema.returns
+    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
 
 
 def _refuse_mixture(func: Any, args: Any, kwargs: Any, sharded: DTensor) -> None:
@@ -160,7 +170,6 @@ def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments of an op, reduced or gathered where DTensor would do so once for each dimension."""
     if func.overloadpacket in _VIEWS and _cuts_rows(args[0], args[1]):
         args = [_whole(args[0]), *args[1:]]
-        args[0].__class__ = _Copy
     change: dict[int, DTensor] = {}
     pending: list[HomeTensor] = []
     if torch.Tag.inplace in func.tags or func.overloadpacket is _aten._local_scalar_dense:
@@ -168,6 +177,8 @@ def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
         _mapped(lambda t: pending.append(t) if _is_pending(t) else None, args)
         _settle(pending)
         pending = []
+        if func.overloadpacket is _aten._local_scalar_dense:  # of rows, one rank has the element
+            args = [_whole(args[0])]
     for tensor, placements in wanted_placements(func, args, kwargs):
         if _is_pending(tensor) and not any(p.is_partial() for p in placements):
             pending.append(tensor)
@@ -321,6 +332,9 @@ def _cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:
 
 
 _aten = torch.ops.aten
+_COPY = "_fcdp_copy"
+"""The attribute of what torch takes for a view of a sharded tensor and is a copy: nobody may write to it."""
+
 _VIEWS = {_aten.view, _aten._unsafe_view}
 _LOCAL = {_aten.linalg_vector_norm, _aten._foreach_norm, _aten.detach, _aten.zeros_like}
 

@@ -6,10 +6,18 @@ one, or a view of it, would go on reading values that nobody trains.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import (
+    CellType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 from weakref import ReferenceType
 
@@ -100,10 +108,10 @@ class _Walk:
 
 def _parts(value: Any, path: str) -> Iterator[tuple[object, str]]:
     """What a value holds, each with its path."""
-    if isinstance(value, Mapping):
-        yield from ((v, f"{path}[{k!r}]") for k, v in list(value.items()))
+    if isinstance(value, (dict, MappingProxyType)):
+        yield from ((v, f"{path}[{k!r}]") for k, v in list(value.items()) if _may_hold(v))
     elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((v, f"{path}[{i}]") for i, v in enumerate(value))
+        yield from ((v, f"{path}[{i}]") for i, v in enumerate(value) if _may_hold(v))
     elif isinstance(value, partial):
         yield from ((v, path) for v in (value.func, value.args, value.keywords))
     elif isinstance(value, MethodType):
@@ -114,7 +122,16 @@ def _parts(value: Any, path: str) -> Iterator[tuple[object, str]]:
     elif isinstance(value, CellType):
         yield from ((v, path) for v in _content(value))
     else:
-        yield from ((v, f"{path}.{k}") for k, v in list(getattr(value, "__dict__", {}).items()))
+        # As Python keeps them: a class may say otherwise, and raise.
+        own = inspect.getattr_static(value, "__dict__", None)
+        if isinstance(own, GetSetDescriptorType):
+            own = own.__get__(value)
+        if isinstance(own, dict):
+            yield from ((v, f"{path}.{k}") for k, v in list(own.items()) if _may_hold(v))
+
+
+def _may_hold(value: object) -> bool:
+    return not isinstance(value, _LEAVES)
 
 
 def _content(cell: CellType) -> Iterator[object]:

@@ -191,6 +191,8 @@ def _refuse_new_parameters(root: nn.Module) -> None:
     whole = {model.spec(key).name for key in model.whole}
     for name, parameter in root.named_parameters():
         is_known = key_of(parameter) is not None or isinstance(parameter, DTensor)
+        if model.topology.ranks == 1:  # functional_call puts tensors there for a while
+            is_known |= not isinstance(parameter, nn.Parameter)
         if not (is_known or is_ignored(parameter) or name in whole):
             raise UnshardedParameterError(
                 f"parameter {name!r} was added or replaced after fcdp_compile.shard, so nothing would "

@@ -249,7 +249,8 @@ def _whole(parameter: nn.Parameter, key: str, device: torch.device) -> nn.Parame
 def _keep_marks(parameter: nn.Parameter, home: Tensor) -> None:
     """Keep what frameworks note on a parameter, such as "no weight decay"."""
     for name, value in vars(parameter).items():
-        setattr(home, name, value)
+        if name != REPLACED:  # of another model that had the parameter, too
+            setattr(home, name, value)
 
 
 def _part(whole: Tensor, layout: ParamLayout, home: Home) -> Tensor:

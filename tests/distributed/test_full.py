@@ -106,6 +106,30 @@ def _losses(mesh: DeviceMesh | None) -> None:
                     raise
 
 
+def _averages(mesh: DeviceMesh) -> None:
+    """Values that are kept beside the parameters, and what is written to them and to parameters."""
+    torch.manual_seed(0)
+    plain = _Net()
+    model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
+    kept = []
+    for net in (model, plain):
+        mine = {n: p.detach().clone() for n, p in net.named_parameters()}
+        for name, p in net.named_parameters():
+            p.data.mul_(torch.tensor(2.0))
+            with torch.no_grad():
+                mine[name].mul_(torch.tensor(0.5)).lerp_(p, torch.tensor(0.1))
+                torch._foreach_add_([mine[name]], torch.tensor(1.0))
+        mine["head.weight"].copy_(torch.ones(3, 5))
+        mine["body.bias"].data = torch.ones(5)
+        kept.append(mine)
+    for name, value in kept[0].items():
+        assert_close(whole(value), kept[1][name].detach(), name)
+    for take in (float, int, bool, Tensor.item, lambda v: v.detach().item()):
+        assert take((model.body.weight > 0).sum()) == take((plain.body.weight > 0).sum())
+    with torch.no_grad(), pytest.raises(FcdpError, match="would be lost"):
+        model.body.weight[:1, :1].fill_(5)
+
+
 def _reads(mesh: DeviceMesh) -> dict[str, int]:
     """What a read of a cached frozen parameter sends between nodes, and what is refused."""
     torch.manual_seed(0)
@@ -134,6 +158,10 @@ def _reads(mesh: DeviceMesh) -> dict[str, int]:
 
 def test_like_a_replicated_run() -> None:
     run(_losses, nodes=2, ranks_per_node=2)
+
+
+def test_values_that_are_kept() -> None:
+    run(_averages, nodes=2, ranks_per_node=1)
 
 
 def test_in_one_process() -> None:

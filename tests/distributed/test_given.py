@@ -122,6 +122,16 @@ def _changed_before_backward(mesh: DeviceMesh, strategy: str) -> None:
         loss.backward()
 
 
+def _some_given(mesh: DeviceMesh, strategy: str) -> None:
+    """Values with a history in the place of some parameters only."""
+    plain, model = _pair(mesh, strategy)
+    given = torch.compile(lambda v, x: functional_call(model, v, (x,)), backend="fcdp")
+    x = _batch(torch.distributed.get_rank())
+    got = given({"head.weight": model.head.weight * 2}, x)
+    assert_close(got, functional_call(plain, {"head.weight": plain.head.weight * 2}, (x,)), "some")
+    got.sum().backward()
+
+
 def _assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         if q.grad is not None:
@@ -135,7 +145,13 @@ def _all(mesh: DeviceMesh, strategies: list[str]) -> list[str]:
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fcdp_compile").addHandler(handler)
     for strategy in strategies:
-        for case in (_mine_and_others, _made_inside, _fast_weights, _changed_before_backward):
+        for case in (
+            _mine_and_others,
+            _made_inside,
+            _fast_weights,
+            _some_given,
+            _changed_before_backward,
+        ):
             torch.compiler.reset()
             case(mesh, strategy)
     return [t for t in told if "other values than the model's own" in t]
@@ -148,3 +164,11 @@ def test_they_are_gathered_for_themselves() -> None:
 
 def test_on_two_levels() -> None:
     run(_all, ["fcdp"], nodes=2, ranks_per_node=2)
+
+
+def test_in_one_process() -> None:
+    torch.manual_seed(0)
+    plain = _Net()
+    model = fcdp_compile.shard(copy.deepcopy(plain))
+    got = functional_call(model, _times(model, 0.5), (_batch(0),))
+    assert torch.equal(got, functional_call(plain, _times(plain, 0.5), (_batch(0),)))
