@@ -225,7 +225,12 @@ class _Compilation:
         model.plans[plan.graph] = plan
         if model.topology.ranks > 1:
             kept = {direction: clone(gm) for direction, gm in graphs.items()}
-            self._bound.shards = {d: _shard_places(gm) for d, gm in kept.items()}
+            places = {d: _shard_places(gm) for d, gm in kept.items()}
+            given = next(iter(places.values()))  # a backward compares what its forward was given
+            self._bound.shards = {
+                d: {key: i for key, i in found.items() if key in given}
+                for d, found in places.items()
+            }
             self._bound.add_given = partial(self._add_given, self._bound, kept)
         backward = graphs.get(Direction.BACKWARD)
         if backward is not None and any(b.strategy.accumulates_on for b in plan.buckets):

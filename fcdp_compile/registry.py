@@ -92,13 +92,18 @@ def check_shard(spec: ParamSpec, shard: torch.Tensor) -> None:
     Raises: FcdpError.
     """
     if tuple(shard.shape) == spec.layout.shape != spec.local_shape:
-        raise FcdpError(
-            f"parameter {spec.name!r} is now {shard.dtype} {tuple(shard.shape)}, whole, where its home "
-            f"shard of {spec.local_shape} belongs; do not replace it, and within fcdp_compile.gathered call "
-            "the model, not a part of it that was compiled by itself"
-        )
+        raise whole_error(spec.name, shard)
     if shard.dtype != spec.home_dtype or tuple(shard.shape) != spec.local_shape:
         raise FcdpError(
             f"parameter {spec.name!r} is now {shard.dtype} {tuple(shard.shape)} on this rank, but was "
             f"sharded as {spec.home_dtype} {spec.local_shape}; convert the model before fcdp_compile.shard"
         )
+
+
+def whole_error(name: str, found: torch.Tensor) -> FcdpError:
+    """The error for a plain tensor in the place of a home shard."""
+    return FcdpError(
+        f"parameter {name!r} is now {found.dtype} {tuple(found.shape)}, whole, where its home shard belongs; "
+        "do not replace it, give torch.func.functional_call values that are computed of the model's "
+        "parameters, and within fcdp_compile.gathered call the model, not a part that was compiled by itself"
+    )

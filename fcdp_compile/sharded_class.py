@@ -20,6 +20,7 @@ from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterErro
 from fcdp_compile.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.own_save import save_own
+from fcdp_compile.registry import whole_error
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.shardable import is_ignored
 from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
@@ -42,13 +43,14 @@ class Gate:
 class ModuleState:
     """What a sharded module knows: its model, the keys of its own parameters, the gate.
 
-    cuts: the placements of its own parameters.
+    cuts: the placements of its own parameters.  is_on_mesh: whether these are DTensors: with several ranks.
     """
 
     def __init__(self, model: ShardedModel, gate: Gate, keys: dict[str, str]) -> None:
         self.model = model
         self.gate = gate
         self.keys = keys
+        self.is_on_mesh = model.topology.home_mesh is not None
         specs = {name: model.spec(key) for name, key in keys.items()}
         self.cuts = {n: placements_of(s.layout, s.strategy.home) for n, s in specs.items()}
 
@@ -99,6 +101,9 @@ def _gathering_property(name: str) -> property:
         if not torch.compiler.is_compiling() and state.keys[name] in state.model.whole:
             # As it would be gathered; no copy where that is the dtype of the home shards.
             return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
+        if state.is_on_mesh and not isinstance(parameter, DTensor):
+            # By its class, which is the same on all ranks: its shape may be that of a shard on some.
+            raise whole_error(state.keys[name].partition(":")[2], parameter)
         if isinstance(parameter, DTensor) and not isinstance(parameter, HomeShard):
             # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.
             check_cut(parameter, state.keys[name], state.cuts[name])

@@ -132,6 +132,21 @@ def _some_given(mesh: DeviceMesh, strategy: str) -> None:
     got.sum().backward()
 
 
+def _whole(mesh: DeviceMesh, strategy: str) -> None:
+    """Whole tensors are refused on every rank, also where one has the shape of this rank's shard."""
+    _, model = _pair(mesh, strategy)
+
+    def call(values: Values, x: Tensor) -> Tensor:
+        outputs: Tensor = functional_call(model, values, (x,))
+        return outputs
+
+    for given in (call, torch.compile(call, backend="fcdp")):
+        for name, value in (("scale", torch.ones(1)), ("head.weight", torch.ones(3, 9))):
+            # Dynamo wraps what is raised while it traces.
+            with pytest.raises(Exception, match=rf"Error.*'{name}'|'{name}' was added or replaced"):
+                given({name: value}, _batch(0))
+
+
 def _assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         if q.grad is not None:
@@ -150,6 +165,7 @@ def _all(mesh: DeviceMesh, strategies: list[str]) -> list[str]:
             _made_inside,
             _fast_weights,
             _some_given,
+            _whole,
             _changed_before_backward,
         ):
             torch.compiler.reset()
