@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.gathering import Algorithm
-from fcdp_compile.home_shard import REPLACED, HomeShard
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_home
 from fcdp_compile.plan import Bucket, Kind, Plan, Tier
@@ -36,8 +26,7 @@ from fcdp_compile.runtime.gradients import Accumulation
 from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.host_memory import HostMemory
 from fcdp_compile.runtime.lanes import Lanes, range_name
-from fcdp_compile.runtime.optimizer_loads import OptimizerLoads
-from fcdp_compile.runtime.optimizer_steps import OptimizerSteps
+from fcdp_compile.runtime.optimizer_hooks import OptimizerHooks, WholeParameter
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
@@ -48,14 +37,6 @@ from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeParameter:
-    """Of a parameter that is whole for a while: its home, and whether what is written to it shall last."""
-
-    home: nn.Parameter
-    writeback: bool
 
 
 class ShardedModel:
@@ -80,10 +61,6 @@ class ShardedModel:
         )
         self.strategies = tuple(dict.fromkeys(r.spec.strategy for r in self.records.values()))
         self.accumulates = any(strategy.accumulates_on for strategy in self.strategies)
-        # Of a mesh on which nothing accumulates: whether the last backward was told to, and on several nodes
-        # would have.
-        self.is_unsynchronised_elsewhere = False
-        self._accumulates_elsewhere = accumulates_elsewhere and not self.accumulates
         self.device = device
         self.counters = Counters()
         self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
@@ -103,10 +80,8 @@ class ShardedModel:
             reductions=self._reductions_of_waiting,
         )
         self.generations = Generations(self.records)
-        self.optimizer_loads = OptimizerLoads(self.collectives)
         self.whole: dict[str, WholeParameter] = {}
         self.fingerprints = Fingerprints()
-        self._optimizer_steps = OptimizerSteps(topology)
         self.row_sources = RowSources()
         self._buckets: dict[str, list[Bucket]] = {}
         self.next_bucket = 0
@@ -119,16 +94,17 @@ class ShardedModel:
         self._has_warned_of_given = False
         self._keys = {r.spec.name: key for key, r in self.records.items()}
         weakref.finalize(self, self.host_memory.end)
-        me = weakref.ref(self)
-        for handle in (
-            register_optimizer_step_pre_hook(_hook(me, ShardedModel.optimizer_steps)),
-            register_optimizer_step_post_hook(_hook(me, ShardedModel.optimizer_stepped)),
-        ):
-            weakref.finalize(self, handle.remove)
-
-    def note_backward(self, *, accumulates: bool) -> None:
-        """A compiled backward begins whose forward was, or was not, within `no_sync`."""
-        self.is_unsynchronised_elsewhere = accumulates and self._accumulates_elsewhere
+        self.optimizer_hooks = OptimizerHooks(
+            topology,
+            self.collectives,
+            self.counters,
+            self.records,
+            self.without_values,
+            self.whole,
+            self.accumulation,
+            self.generations,
+            accumulates_elsewhere=accumulates_elsewhere and not self.accumulates,
+        )
 
     def home_of(self, bucket: Bucket) -> Home:
         """Where this rank is among those that share one copy of a bucket."""
@@ -406,83 +382,3 @@ class ShardedModel:
     def values_loaded(self) -> None:
         """A state dict was loaded: every parameter may have changed."""
         self.generations.change(self.records)
-
-    def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Refuse a step with gradients that lack what earlier micro-batches accumulated.
-
-        Gradients that are cut otherwise than their parameters are cut anew: DTensor's own backward, of what
-        the training loop computes of a parameter, leaves some so that torch's optimizers refuse.
-
-        Raises: UnsynchronizedGradientError; FcdpError for parameters without values, or that are whole, or
-        that `shard` has replaced.
-        """
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if (name := getattr(p, REPLACED, None)) is not None:
-                    raise FcdpError(
-                        f"{type(optimizer).__name__} was built before fcdp_compile.shard and holds parameter "
-                        f"{name!r} as it was then, so stepping it would train nothing; build the optimizer "
-                        "after sharding"
-                    )
-                grad = p.grad if isinstance(p, HomeShard) else None
-                if isinstance(grad, DTensor) and grad.placements != p.placements:
-                    p.grad = grad.redistribute(placements=p.placements)
-        self._refuse_unsynchronised_elsewhere(optimizer)
-        self.optimizer_loads.watch(optimizer)
-        self._optimizer_steps.begin(optimizer)
-        names = self.accumulation.concerns()
-        if not (names or self.without_values or self.whole):
-            return
-        owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        if within := next((k for k, w in self.whole.items() if id(w.home) in owned), None):
-            raise FcdpError(
-                f"an optimizer steps parameter {self.spec(within).name!r} while it is whole; leave the block "
-                "of fcdp_compile.gathered before training goes on"
-            )
-        if any(id(p) in owned for key in self.awaited for p in self.records[key].places()):
-            # Without asking others: not every rank need step this optimizer.
-            self.without_values.refuse_here("an optimizer step")
-        by_name = {r.spec.name: r for r in self.records.values()}
-        mine = [n for n in names if any(id(p) in owned for p in by_name[n].places())]
-        left = self.accumulation.settle() if mine else []
-        if lacking := [n for n in mine if n in left]:
-            raise _unsynchronised(lacking[0], len(lacking))
-
-    def _refuse_unsynchronised_elsewhere(self, optimizer: Optimizer) -> None:
-        """Refuse here, where nothing waits, the step after `no_sync` alone that several nodes refuse."""
-        if not self.is_unsynchronised_elsewhere:
-            return
-        owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        for record in self.records.values():
-            for p in record.places():
-                if id(p) in owned and p.grad is not None and bool(p.grad.any()):
-                    raise _unsynchronised(record.spec.name, 1)
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Note which parameters an optimizer has just changed."""
-        self._optimizer_steps.end()
-        owned = {id(p): (key, p) for key, r in self.records.items() for p in r.places()}
-        mine = [owned[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in owned]
-        if stepped := [key for key, p in mine if p.grad is not None]:
-            self.generations.change(stepped)
-        if mine:
-            self._optimizer_steps.report(optimizer)
-            self.counters.end_step(optimizer)
-
-
-def _unsynchronised(name: str, count: int) -> UnsynchronizedGradientError:
-    return UnsynchronizedGradientError(
-        f"gradients of parameter {name!r} (one of {count}) were accumulated under fcdp_compile.no_sync and "
-        "are complete on no rank of several nodes; run the last micro-batch, forward and backward, outside "
-        "of no_sync before optimizer.step()"
-    )
-
-
-def _hook(
-    model: weakref.ref[ShardedModel], act: Callable[[ShardedModel, Optimizer], None]
-) -> Callable[[Optimizer, Any, Any], None]:
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (live := model()) is not None:
-            act(live, optimizer)
-
-    return hook

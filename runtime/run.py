@@ -78,7 +78,7 @@ class CompiledPlan:
         Raises: StaleParameterError if values that the forward was given have changed since.
         """
         model = self.living_model()
-        model.note_backward(accumulates=self._accumulates)
+        model.optimizer_hooks.note_backward(accumulates=self._accumulates)
         with self._told(model, Direction.BACKWARD):
             given = self._given(model, args)
             variant = Variant.GIVEN if given else self._backward_variant(model, args)

@@ -51,6 +51,7 @@ class Model:
         self.accumulation = Accumulation()
         self.counters = Counters()
         self.collectives = SimpleNamespace()
+        self.optimizer_hooks = SimpleNamespace(note_backward=lambda *, accumulates: None)
 
     def stale(
         self, buckets: list[Bucket], about: About, *, is_given: bool
@@ -61,9 +62,6 @@ class Model:
 
     def not_its_own(self, shards: dict[str, object]) -> list[str]:
         return list(shards)
-
-    def note_backward(self, *, accumulates: bool) -> None:
-        pass
 
     def release_rivals(self, bucket: Bucket) -> None:
         self.replaced.append(bucket.id)
