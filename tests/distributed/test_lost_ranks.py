@@ -31,7 +31,7 @@ from tests.distributed.ranks import kill, start
 
 pytestmark = pytest.mark.distributed
 
-WAIT_S = 20.0  # ranks that compile on a loaded machine wait for each other, too
+WAIT_S = 5.0
 FAR_S = 600.0
 LATE_BY_S = 4.0
 LIMIT_S = 120.0
@@ -105,7 +105,9 @@ CASES = {
         act=_stop,
         ranks_per_node=2,
         compiled=True,
-        says=r"LostRankError: the backward pass of step 3, \w+ of bucket 0 \(0.weight, …\): rank 3 did not",
+        # Rank 0 hosts the store, and may have left when a later one asks who is missing.
+        says=r"LostRankError: the backward pass of step 3, \w+ of bucket 0 \(0.weight, …\): "
+        r"(rank 3 did not|rank 0 is gone)",
     ),
     "killed": Case(
         rank=1,

@@ -150,9 +150,7 @@ def _views(mesh: DeviceMesh) -> None:
     parameter = next(_pair(mesh)[0].parameters()).detach()
     flat = parameter.view(-1)
     assert torch.equal(_whole(flat), next(_build().parameters()).flatten())
-    assert "would be lost" in message_of(
-        fcdp_compile.errors.FcdpError, lambda: flat[1:3].add_(1.0)
-    )
+    assert "would be lost" in message_of(fcdp_compile.errors.FcdpError, lambda: flat[1:3].add_(1.0))
 
 
 def _anomalies(mesh: DeviceMesh) -> None:
