@@ -143,6 +143,7 @@ def measure(mesh: DeviceMesh, case: Case) -> Outcome:
             _step(plain, partial(_loss, reference, batch), None)
             _step(sharded, partial(_loss, model, mine), traffic)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
+        # Refusals of torch and of other libraries have no class in common, and are what the table shows.
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return Outcome(gap=None, refusal=why, inter_bytes=0, weight_bytes=weight_bytes)
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
