@@ -32,6 +32,7 @@ from benchmarks.cluster.nodes import why_not
 from benchmarks.launch import ROOT, cluster_command
 from benchmarks.network import NETWORKS, cap, sent_bytes
 from fcdp_compile.cost import MACHINES, Link, Machine, assembled_bytes, simulate
+from fcdp_compile.device import Cpu
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.mesh import topology_of
@@ -103,7 +104,7 @@ def _work(found: Path, network: str) -> None:
     mesh = fcdp_compile.make_mesh(nodes=2)
     assert mesh is not None
     topology = topology_of(mesh)
-    lanes = Lanes.shared(topology, torch.device("cpu"), is_blocking=True)
+    lanes = Lanes.shared(topology, Cpu(), is_blocking=True)
     collectives = Collectives(topology, Counters(), lanes)
     collectives.make_flat_group()
     if topology.place == 0:

@@ -298,7 +298,7 @@ class _Compilation:
         segments = {name: self._compute.compile(getattr(lowered, name)) for name in names}
         buckets = {b.id: b for b in bound.plan.buckets}
         model = bound.living_model()
-        compile_codecs(lowered, buckets, model.codecs, self._compute, model.device)
+        compile_codecs(lowered, buckets, model.codecs, self._compute, model.device.torch)
         bound.programs[direction, variant] = Program(lowered, segments, buckets)
         bound.reads[direction, variant] = _read_inputs(lowered)
 

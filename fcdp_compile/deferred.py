@@ -83,7 +83,7 @@ class _Materialisation:
     def __init__(self, root: nn.Module, state: ShardedModel) -> None:
         self._root = root
         self._state = state
-        self._device = state.device
+        self._device = state.device.torch
         self._slots = slots_of(root, state)
         # Buffers by name as they will be; they stay out of the model until everything has worked.
         self._buffers: dict[str, Tensor] = {
@@ -296,7 +296,7 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
 @contextmanager
 def _as_rank_0(state: ShardedModel) -> Iterator[None]:
     """Draw random numbers as rank 0 would; afterwards a rank that stood elsewhere stands there again."""
-    device, group = state.device, state.topology.control
+    device, group = state.device.torch, state.topology.control
     mine = generator_states(device)
     firsts = [s.clone() for s in mine]
     if group is not None:

@@ -55,7 +55,7 @@ class _Full(Function):
         model = registry.owner_of(key)
         assert isinstance(model, ShardedModel)
         ctx.key, ctx.mesh, ctx.stride = key, parameter.device_mesh, parameter.stride()
-        return read(model, key, parameter.values().to(model.device), dtype)
+        return read(model, key, parameter.values().to(model.device.torch), dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -68,7 +68,7 @@ class _Watch:
             # torch would copy into meta, which keeps nothing.
             buffer = module._buffers[name]
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=state.device)
+                module._buffers[name] = torch.empty_like(buffer, device=state.device.torch)
         _cut(state, module, state_dict, prefix)
         if local_metadata.get("assign_to_params_buffers"):
             self._write(module, state_dict, prefix)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fcdp_compile.runtime.device_memory import peak_bytes
 from fcdp_compile.sharding import state_of
 
 
@@ -33,6 +32,6 @@ def memory(model: nn.Module) -> Memory:
     state = state_of(model)
     return Memory(
         predicted_peak_bytes=state.predicted_peak_bytes,
-        measured_peak_bytes=peak_bytes(state.device),
+        measured_peak_bytes=state.device.peak_bytes(),
         fallbacks=state.cache.fallen_back,
     )

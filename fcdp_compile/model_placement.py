@@ -31,7 +31,7 @@ def place_on_device(
         threshold=options.memory_threshold,
         taken_bytes=model.kept_by_others([b.id for b in lowered.buckets]),
     )
-    placed, kept_bytes = place_all(graphs, lowered, ctx, room, device_type=model.device.type)
+    placed, kept_bytes = place_all(graphs, lowered, ctx, room, device_type=model.device.torch.type)
     model.note_placement(kept_bytes, placed.peak_bytes)
     return placed
 

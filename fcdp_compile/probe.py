@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fcdp_compile.cluster import ClusterProfile, Measured, Sample, write_profile
 from fcdp_compile.cost import MACHINES, Link, Machine
+from fcdp_compile.device import Device, current_device
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.host_memory import total_bytes
 from fcdp_compile.link_fit import Timed, fit_link
@@ -81,10 +82,9 @@ def _probe(topology: Topology, request: ProbeRequest) -> ProbeOutcome:
     return ProbeOutcome(is_first=is_first, profile=profile_of(findings, request))
 
 
-def _device_of(topology: Topology) -> torch.device:
+def _device_of(topology: Topology) -> Device:
     # Without torchrun there is no mesh that knows.
-    is_gpu = topology.device_type == "cuda" if topology.ranks > 1 else torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+    return current_device(None if topology.ranks == 1 else topology.device_type)
 
 
 def _refusal(topology: Topology, request: ProbeRequest, collectives: Collectives) -> str:
@@ -160,12 +160,12 @@ def sizes_up_to(max_bytes: int) -> list[int]:
 
 
 def _measure(
-    probing: Probing, topology: Topology, device: torch.device, request: ProbeRequest
+    probing: Probing, topology: Topology, device: Device, request: ProbeRequest
 ) -> Findings:
     sizes = sizes_up_to(min(request.max_bytes, probing.room_bytes()))
     g, seconds = topology.ranks_per_node, request.seconds
     budget_s = {of: share * seconds for of, share in _SHARES.items()}
-    has_links = device.type == "cuda" and g > 1  # on a CPU all of it is memory, and cores
+    has_links = device.has_streams and g > 1  # on a CPU all of it is memory, and cores
     h2d = probing.loads(sizes, budget_s=budget_s[Measured.H2D])
     d2h = probing.stores(sizes, budget_s=budget_s[Measured.D2H])
     alone_s = None
@@ -184,8 +184,8 @@ def _measure(
     rows = probing.collectives.agree(list(_memory_bytes(topology, probing)))
     device_memory, host_memory = (min(column) for column in zip(*rows, strict=True))
     return Findings(
-        device_type=device.type,
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device_type=device.torch.type,
+        device_name=device.name(),
         backend="" if topology.intra is None else dist.get_backend(topology.intra),
         nodes=topology.nodes,
         ranks_per_node=g,
@@ -209,9 +209,10 @@ def _memory_bytes(topology: Topology, probing: Probing) -> tuple[int, int]:
     assert machine is not None, "a machine that does not say is refused"
     of_rank = machine // ranks_on_machine(topology)
     host = of_rank * topology.ranks_per_node
-    if probing.device.type != "cuda":  # the device is the host, and ranks share it
+    if (
+        total := probing.device.total_bytes()
+    ) is None:  # the device is the host, and ranks share it
         return of_rank, host
-    total = torch.cuda.get_device_properties(probing.device).total_memory
     return total // probing.ranks_on_device, host
 
 

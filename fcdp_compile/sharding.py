@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile import registry
 from fcdp_compile.assignment import assign
+from fcdp_compile.device import Device, current_device, device_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.home_shard import KEY, REPLACED, Calls, HomeShard, rows_of
 from fcdp_compile.layout import ParamLayout
@@ -174,7 +175,7 @@ def _install(
     """Put home shards in the place of parameters and subclasses in the place of the modules' classes."""
     gate = Gate()
     homes = {
-        p: _home_shard(p, r.spec, state.topology, gate.calls, state.device)
+        p: _home_shard(p, r.spec, state.topology, gate.calls, state.device.torch)
         for p, r in records.items()
     }
     classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
@@ -196,13 +197,11 @@ def _install(
         vars(root)["forward"] = gated_forward(own, gate, input_dtype)
 
 
-def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> torch.device:
+def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> Device:
     """Where home shards are: where the parameters are, or where the mesh is if all of them are on meta."""
     if (device := next((p.device for p in parameters if not p.is_meta), None)) is not None:
-        return device
-    single = topology.home_mesh is None
-    on_gpu = torch.cuda.is_available() if single else topology.device_type == "cuda"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        return device_of(device)
+    return current_device(None if topology.home_mesh is None else topology.device_type)
 
 
 def _home_shard(

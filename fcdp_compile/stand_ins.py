@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fcdp_compile.device import device_of
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.initialisation import Step
 from fcdp_compile.runtime.record import ParamRecord
@@ -243,8 +244,8 @@ def generator_states(device: torch.device) -> list[Tensor]:
     """The states of the generators that an initialisation on a device draws from."""
     with without_modes():
         states = [torch.get_rng_state()]
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
+        if (of_card := device_of(device).rng_state()) is not None:
+            states.append(of_card)
     return states
 
 
@@ -252,5 +253,5 @@ def set_generators(states: Sequence[Tensor], device: torch.device) -> None:
     """Set what `generator_states` gave."""
     with without_modes():
         torch.set_rng_state(states[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], device)
+        for of_card in states[1:]:
+            device_of(device).set_rng_state(of_card)

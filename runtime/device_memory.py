@@ -4,46 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
+from fcdp_compile.device import Device
+
+_SERVES = 16
+"""A look takes tens of microseconds, a step of 80 layers asks 320 times, and above the threshold there is
+room for more than so many buckets."""
 
 
 class DeviceMemory:
-    """A device's capacity, the part of it that may be used, and what is used now."""
+    """A device's capacity, the part of it that may be used, and what is used now.
+
+    serves: how many questions one look answers while there is room.
+    """
 
     def __init__(
-        self, *, capacity_bytes: int, threshold: float, used_bytes: Callable[[], int]
+        self,
+        *,
+        capacity_bytes: int,
+        threshold: float,
+        used_bytes: Callable[[], int],
+        serves: int = _SERVES,
     ) -> None:
         self.capacity_bytes = capacity_bytes
+        self._serves = serves
         self._limit_bytes = int(threshold * capacity_bytes)
         self._used_bytes = used_bytes
+        self._left = 0
 
     @staticmethod
-    def of(
-        device: torch.device, *, capacity_bytes: int | None, threshold: float
-    ) -> DeviceMemory | None:
+    def of(device: Device, *, capacity_bytes: int | None, threshold: float) -> DeviceMemory | None:
         """The memory of a device; None where nothing says how much it has, as on a CPU.
 
         capacity_bytes: to go by instead of what the device has.
         """
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            return DeviceMemory(
-                capacity_bytes=total if capacity_bytes is None else capacity_bytes,
-                threshold=threshold,
-                used_bytes=lambda: int(torch.cuda.memory_allocated(device)),
-            )
+        capacity_bytes = device.total_bytes() if capacity_bytes is None else capacity_bytes
         if capacity_bytes is None:
             return None
-        # A CPU's allocator counts nothing: what was planned is what is done.
         return DeviceMemory(
-            capacity_bytes=capacity_bytes, threshold=threshold, used_bytes=lambda: 0
+            capacity_bytes=capacity_bytes, threshold=threshold, used_bytes=device.allocated_bytes
         )
 
     def is_short(self) -> bool:
-        """Whether more than the threshold is used now."""
-        return self._used_bytes() > self._limit_bytes
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """The most that was ever allocated on a device; None where nobody counts, as on a CPU."""
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
+        """Whether more than the threshold is used."""
+        if not self._left:
+            if self._used_bytes() > self._limit_bytes:
+                return True  # the next question looks again: what was moved away makes room
+            self._left = self._serves
+        self._left -= 1
+        return False

@@ -257,25 +257,24 @@ class Accumulation:
             if marked.isdisjoint(params):
                 del self._waiting[params]
             elif not cleared.isdisjoint(params):
-                _zero(waiting, params, cleared)
+                self._zero(waiting, params, cleared)
         return [n for n in names if n not in cleared]
+
+    def _zero(self, waiting: _Waiting, params: _Params, names: Collection[str]) -> None:
+        slots = {p.name: p.layout.slot_elements for p in waiting.bucket.params}
+        if waiting.kept.done is not None:
+            waiting.kept.done.order()
+            if waiting.slab is not None:
+                self._lanes.device.synchronize()  # what follows is done by the Python thread
+        row = sum(slots[n] for n in params)
+        kept = waiting.kept.tensor
+        rows = kept[: kept.numel() // row * row].view(-1, row)  # what is behind is padding
+        offset = 0
+        for name in params:
+            if name in names:
+                rows.narrow(1, offset, slots[name]).zero_()
+            offset += slots[name]
 
 
 def _slab_bytes(waiting: _Waiting | None) -> int:
     return 0 if waiting is None or waiting.slab is None else waiting.slab.nbytes
-
-
-def _zero(waiting: _Waiting, params: _Params, names: Collection[str]) -> None:
-    slots = {p.name: p.layout.slot_elements for p in waiting.bucket.params}
-    if waiting.kept.done is not None:
-        waiting.kept.done.order()
-        if waiting.slab is not None and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # what follows is done by the Python thread
-    row = sum(slots[n] for n in params)
-    kept = waiting.kept.tensor
-    rows = kept[: kept.numel() // row * row].view(-1, row)  # what is behind is padding
-    offset = 0
-    for name in params:
-        if name in names:
-            rows.narrow(1, offset, slots[name]).zero_()
-        offset += slots[name]

@@ -54,13 +54,11 @@ class NodeShardCache:
 
     def __init__(
         self,
-        device: torch.device,
         counters: Counters,
         pool: PinnedPool,
         lanes: Lanes,
         codecs: Codecs | None = None,
     ) -> None:
-        self._device = device
         self._counters = counters
         self._pool = pool
         self._lanes = lanes
@@ -218,7 +216,7 @@ class NodeShardCache:
             return Pending(kept.tensor, done=kept.done, is_full=kept.is_full)
         self._counters.add(Kind.LOAD, kept.tensor.nbytes)
         with torch.inference_mode(False):
-            arrived = on_device = torch.empty_like(kept.tensor, device=self._device)
+            arrived = on_device = torch.empty_like(kept.tensor, device=self._lanes.device.torch)
             if (codec := entry.codec) is not None:
                 elements = kept.tensor.nbytes // codec.bytes * codec.elements
                 on_device = arrived.new_empty(elements, dtype=getattr(torch, bucket.dtype))
@@ -243,8 +241,7 @@ class NodeShardCache:
         kept = entry.kept
         if kept.done is not None:
             kept.done.order()
-            if self._device.type == "cuda":  # the reader is the Python thread, not a stream
-                torch.cuda.current_stream(self._device).synchronize()
+            self._lanes.device.synchronize()  # the reader is the Python thread, not a stream
         return kept.tensor
 
     def drop(self, bucket_id: int) -> None:

@@ -1,7 +1,7 @@
 """The lanes beside compute, on which transfers and collectives run.
 
-    CPU, or CUDA with Gloo     a worker thread a lane: collectives block their caller
-    CUDA with NCCL             a stream a lane: nothing blocks the Python thread
+    CPU, or a card with Gloo   a worker thread a lane: collectives block their caller
+    a card with NCCL           a stream a lane: nothing blocks the Python thread
 
 A task is started with the pending results that it reads and runs after them, and after whatever its lane was
 given before.  All ranks start the same tasks in the same order (their plans are compared), so lanes that
@@ -22,13 +22,18 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from fcdp_compile.device import Device
 from fcdp_compile.mesh import Topology
 from fcdp_compile.plan import Bucket, Kind, Lane
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.stream_lane import StreamLane
+from fcdp_compile.runtime.stream_order import Ordered, StreamOrder
 from fcdp_compile.runtime.tasks import Begun, Run, TaskLane
 from fcdp_compile.runtime.thread_lane import ThreadLane
 from fcdp_compile.torch_compat import is_profiling
+
+_URGENT = (Lane.INTER, Lane.INTRA)
+"""Collectives must not queue behind kernels that fill the whole card; copies do not compete with those."""
 
 Timed = Callable[[Lane, Run], Run]
 """Makes of what a lane is to run what notes when that begins and ends."""
@@ -47,14 +52,16 @@ def range_name(kind: Kind, bucket: Bucket) -> str:
 class Lanes:
     """The lanes of the models of one mesh on this rank.
 
+    device: where they move things to and from.
     is_blocking: whether collectives block their caller, so that each lane needs a thread.
     exiting: set when the interpreter ends ([Note: end of the interpreter] in `thread_lane`).
     """
 
-    def __init__(self, device: torch.device, *, is_blocking: bool) -> None:
+    def __init__(self, device: Device, *, is_blocking: bool) -> None:
         self.exiting = Event()
-        self._device = device
-        self._is_blocking = is_blocking or device.type != "cuda"
+        self.device = device
+        self._is_blocking = is_blocking or not device.has_streams
+        self._order = StreamOrder()
         self._lanes: dict[Lane, TaskLane] = {}
         self._task = _named  # what a lane is given to run in the place of a run
         give_up = partial(_give_up, self._lanes, self.exiting, os.getpid())
@@ -62,16 +69,16 @@ class Lanes:
         weakref.finalize(self, _close, self._lanes, give_up).atexit = False
 
     @staticmethod
-    def shared(topology: Topology, device: torch.device, *, is_blocking: bool) -> Lanes:
+    def shared(topology: Topology, device: Device, *, is_blocking: bool) -> Lanes:
         """The lanes for the groups of a topology, which live as long as that.
 
         Whoever uses one group must start its collectives in one order: also models that take turns, and one
         that follows another whose step failed and left tasks behind.
         """
         lanes = _shared.setdefault(topology, {})
-        if device not in lanes:
-            lanes[device] = Lanes(device, is_blocking=is_blocking)
-        return lanes[device]
+        if device.torch not in lanes:
+            lanes[device.torch] = Lanes(device, is_blocking=is_blocking)
+        return lanes[device.torch]
 
     def start(
         self, lane: Lane, run: Run, *, out: Tensor, reads: Sequence[Tensor | Pending], name: str
@@ -83,8 +90,14 @@ class Lanes:
         """
         after = [r.done for r in reads if isinstance(r, Pending) and r.done is not None]
         held: list[object] = [out, *reads]
+        if not self.device.has_streams:
+            return Pending(
+                out, done=self._lane(lane).start(self._task(lane, name, run), after, held)
+            )
+        # First: a task that fails may leave behind on its stream what it had begun.
+        clock = self._order.add(lane, after, held)
         done = self._lane(lane).start(self._task(lane, name, run), after, held)
-        return Pending(out, done=done, held=held)
+        return Pending(out, done=Ordered(done, clock, self._order))
 
     @contextmanager
     def timing(self, timed: Timed) -> Iterator[None]:
@@ -97,10 +110,11 @@ class Lanes:
 
     def _lane(self, lane: Lane) -> TaskLane:
         if lane not in self._lanes:
+            is_urgent = lane in _URGENT
             self._lanes[lane] = (
-                ThreadLane(f"fcdp {lane.value}", self._device, self.exiting)
+                ThreadLane(f"fcdp {lane.value}", self.device, self.exiting, is_urgent=is_urgent)
                 if self._is_blocking
-                else StreamLane(self._device)
+                else StreamLane(self.device, is_urgent=is_urgent)
             )
         return self._lanes[lane]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from fcdp_compile.device import Device
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_home
@@ -47,7 +48,7 @@ class ShardedModel:
         number: int,
         topology: Topology,
         records: Iterable[ParamRecord],
-        device: torch.device,
+        device: Device,
         awaited: Iterable[str] = (),
         awaited_buffers: Iterable[str] = (),
         *,
@@ -69,7 +70,7 @@ class ShardedModel:
         self.pool = PinnedPool(device, numa_node=numa.node_of(device))
         self.host_memory = HostMemory(topology)
         self.codecs = Codecs()
-        self.cache = NodeShardCache(device, self.counters, self.pool, self.lanes, self.codecs)
+        self.cache = NodeShardCache(self.counters, self.pool, self.lanes, self.codecs)
         self.accumulation = Accumulation(
             {r.spec.name: r for r in self.records.values()},
             self.counters,
@@ -164,7 +165,7 @@ class ShardedModel:
     def agree_on_host_memory(self) -> None:
         """Find the budget of a cache on the host, with all ranks of the mesh."""
         if any(strategy.uses_host for strategy in self.strategies):
-            is_pinned = self.device.type == "cuda"
+            is_pinned = self.device.registers
             self.host_memory.agree(self.collectives, self.pool, is_pinned=is_pinned)
 
     # --- buckets ------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ import logging
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
-import torch
+from fcdp_compile.device import Device
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +27,10 @@ _MPOL_PREFERRED = 1
 _MASK_BITS = 1024  # the most nodes that a Linux kernel is built with
 
 
-def node_of(device: torch.device, *, sys_root: Path = _SYS) -> int | None:
-    """The node that a device is attached to, None if it is not a GPU or nothing is known."""
-    if device.type != "cuda":
-        return None
-    p: Any = torch.cuda.get_device_properties(
-        device
-    )  # torch's stubs lack what torch.numa reads too
-    address = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
-    return node_of_pci(address, sys_root=sys_root)
+def node_of(device: Device, *, sys_root: Path = _SYS) -> int | None:
+    """The node that a device is attached to, None if it is no card or nothing is known."""
+    address = device.pci_address()
+    return None if address is None else node_of_pci(address, sys_root=sys_root)
 
 
 def node_of_pci(address: str, *, sys_root: Path = _SYS) -> int | None:

@@ -13,10 +13,14 @@ class Done(Protocol):
     def order(self) -> None:
         """Make what the caller does next come after the task.
 
-        On CUDA its current stream waits, on CPUs its thread.  May be called several times, by any thread.
+        Its current stream waits; where the device has none, its thread.  May be called several times, by any
+        thread.
 
         Raises: whatever the task raised.
         """
+
+    def passed(self) -> None:
+        """Let go of what nobody needs after the task; compute has been ordered after it."""
 
 
 class Pending:
@@ -29,14 +33,13 @@ class Pending:
     encoded: the same values as they came over the wire, where that was in another format.
     """
 
-    __slots__ = ("_held", "_is_waited", "done", "encoded", "is_full", "tensor")
+    __slots__ = ("_is_waited", "done", "encoded", "is_full", "tensor")
 
     def __init__(
         self,
         tensor: Tensor,
         *,
         done: Done | None = None,
-        held: list[object] | None = None,
         is_full: bool = False,
         encoded: Tensor | None = None,
     ) -> None:
@@ -44,9 +47,6 @@ class Pending:
         self.done = done
         self.is_full = is_full
         self.encoded = encoded
-        # An invariant: what a stream reads must not go back to the allocator before the compute stream has
-        # been ordered after that read, or the next kernel may get the same memory.
-        self._held = held
         self._is_waited = False
 
     def wait(self) -> Tensor:
@@ -55,6 +55,5 @@ class Pending:
         self._is_waited = True
         if self.done is not None:
             self.done.order()
-        if self._held is not None:
-            self._held.clear()
+            self.done.passed()
         return self.tensor

@@ -1,4 +1,4 @@
-"""Host memory of exact size for node shards: on a GPU's NUMA node and registered with CUDA.
+"""Host memory of exact size for node shards: on the card's NUMA node and registered with the device.
 
 torch's own pinned allocator rounds every block up to a power of two, which for a whole model can double the
 memory that a node needs.  A slab here is anonymous memory of whole pages, less than one page too large.
@@ -18,21 +18,17 @@ import weakref
 import torch
 from torch import Tensor
 
+from fcdp_compile.device import Device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.runtime import numa
 
 log = logging.getLogger(__name__)
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context, as what torch pins
-
 
 class PinnedPool:
-    """The slabs of one model on this rank.
+    """The slabs of one model on this rank; plain memory where the device needs none registered."""
 
-    On a CPU device they are plain memory, by the same code but for the registration.
-    """
-
-    def __init__(self, device: torch.device, *, numa_node: int | None = None) -> None:
+    def __init__(self, device: Device, *, numa_node: int | None = None) -> None:
         self._device = device
         self._numa_node = numa_node
         self._slabs: dict[int, int] = {}  # sizes by address
@@ -48,7 +44,7 @@ class PinnedPool:
         size = elements * dtype.itemsize
         slab_bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = _Memory(slab_bytes, self._numa_node)
-        if self._device.type == "cuda" and (why := memory.register(self._device)):
+        if why := memory.register(self._device):
             self._warn(slab_bytes, why)
         # Evaluation may run under inference_mode, and what is made there can't be written elsewhere.
         with torch.inference_mode(False):
@@ -82,8 +78,8 @@ class PinnedPool:
             return
         self._has_warned = True
         log.warning(
-            "could not register %d bytes of host memory with CUDA (%s); the memory is used as it is: same "
-            "numbers, slower copies; raise the limit of locked memory (ulimit -l) or set "
+            "could not register %d bytes of host memory with the device (%s); the memory is used as it is: "
+            "same numbers, slower copies; raise the limit of locked memory (ulimit -l) or set "
             "options={'host_memory': …} lower",
             slab_bytes,
             why,
@@ -102,32 +98,15 @@ class _Memory:
         if numa_node is not None:  # before the first touch, which registering is
             numa.bind_memory(self.address, slab_bytes, numa_node)
 
-    def register(self, device: torch.device) -> str:
-        """Pin the memory until `buffer` dies; returns why that is not possible, or nothing."""
-        cudart = torch.cuda.cudart()
-        with torch.cuda.device(device):
-            code = cudart.cudaHostRegister(self.address, len(self._mapping), _PORTABLE)
-            if int(code) != 0:
-                _forget_error(device)
-                return str(cudart.cudaGetErrorString(code))
+    def register(self, device: Device) -> str:
+        """Register the memory until `buffer` dies; returns why that is not possible, or nothing."""
+        if not device.registers:
+            return ""
+        if why := device.register(self.address, len(self._mapping)):
+            return why
         # A forked child, such as a data loader's worker, must not make the kernel copy pages that the GPU
         # writes to.
         self._mapping.madvise(mmap.MADV_DONTFORK)
-        # Not at exit, when the CUDA context may be gone: the end of the process releases everything.
-        weakref.finalize(self.buffer, _unregister, self.address, device).atexit = False
+        # Not at exit, when the device's context may be gone: the end of the process releases everything.
+        weakref.finalize(self.buffer, device.unregister, self.address).atexit = False
         return ""
-
-
-def _unregister(address: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        torch.cuda.synchronize(device)  # a copy that was started may still read or write the memory
-        torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _forget_error(device: torch.device) -> None:
-    """Clear CUDA's last error, which the next launch of anybody's kernel would report as its own."""
-    # torch (2.11 to 2.13) has no cudaGetLastError, but a launch reads and clears it.
-    try:
-        torch.ones(1, device=device).add_(1)
-    except RuntimeError as error:
-        log.debug("cleared the error of cudaHostRegister: %s", error)

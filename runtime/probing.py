@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fcdp_compile.device import Device
 from fcdp_compile.host_memory import detect
 from fcdp_compile.link_fit import Timed
 from fcdp_compile.mesh import Topology
@@ -35,7 +36,7 @@ _MOST_COPIES = 64  # beside a gather
 _PART_OF_FREE = 16
 """Three gathers that are under way have in memory up to twice what they send, each; others need some too."""
 
-_MATMULS = {"cuda": (8192, 4096, 16384), "cpu": (256, 512, 2048)}
+_ON_A_CARD, _ON_THE_HOST = (8192, 4096, 16384), (256, 512, 2048)
 """Tokens, width and four times that: the first half of a feed-forward layer, of milliseconds."""
 
 
@@ -49,7 +50,7 @@ class Arithmetic(NamedTuple):
 class Probing:
     """What there is to time on this rank."""
 
-    def __init__(self, topology: Topology, device: torch.device) -> None:
+    def __init__(self, topology: Topology, device: Device) -> None:
         self._topology = topology
         self.device = device
         self._lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
@@ -62,8 +63,7 @@ class Probing:
         """The largest size for which all ranks have memory."""
         local = ranks_on_machine(self._topology)
         free = detect(ranks_on_machine=local, ranks_in_group=local).bytes
-        if self.device.type == "cuda":
-            on_device = torch.cuda.mem_get_info(self.device)[0]
+        if (on_device := self.device.free_bytes()) is not None:
             free = min(free, on_device // self.ranks_on_device)
         rows = self.collectives.agree([free // _PART_OF_FREE])
         return min(row[0] for row in rows)
@@ -110,7 +110,7 @@ class Probing:
         size = gather.bytes // (self.collectives.group_size(kind) - 1)
         part = self._together(partial(self._filled, size))
         slab = self._together(partial(self._slab, load.bytes))
-        arrived = self._together(partial(torch.empty_like, slab, device=self.device))
+        arrived = self._together(partial(torch.empty_like, slab, device=self.device.torch))
         count = min(_MOST_COPIES, math.ceil(2 * gather.seconds / load.seconds))
 
         def start() -> list[Pending]:
@@ -132,13 +132,12 @@ class Probing:
         return Timed(2 * size, self._watch.median_s(run, budget_s=budget_s))
 
     def matmul(self, *, budget_s: float) -> Arithmetic:
-        """A product of matrices as in a transformer, in bf16 on a GPU, else in fp32."""
-        is_gpu = self.device.type == "cuda"
-        dtype = torch.bfloat16 if is_gpu else torch.float32
-        tokens, width, inner = _MATMULS["cuda" if is_gpu else "cpu"]
+        """A product of matrices as in a transformer, in bf16 on a card, else in fp32."""
+        dtype = torch.bfloat16 if self.device.has_streams else torch.float32
+        tokens, width, inner = _ON_A_CARD if self.device.has_streams else _ON_THE_HOST
 
         def matrix(rows: int, columns: int) -> Tensor:
-            return torch.ones(rows, columns, dtype=dtype, device=self.device)
+            return torch.ones(rows, columns, dtype=dtype, device=self.device.torch)
 
         a = self._together(partial(matrix, tokens, width))
         b = self._together(partial(matrix, width, inner))
@@ -169,7 +168,7 @@ class Probing:
 
     def _load(self, slab: Tensor) -> Pending:
         # The buffer is new each time, as in training: on a CPU that is part of what a load takes.
-        arrived = torch.empty_like(slab, device=self.device)
+        arrived = torch.empty_like(slab, device=self.device.torch)
         return self._copy(Lane.H2D, arrived, slab)
 
     def _copy(self, lane: Lane, out: Tensor, source: Tensor) -> Pending:
@@ -181,7 +180,7 @@ class Probing:
         return self._pool.take(size, torch.uint8).fill_(1)
 
     def _filled(self, size: int) -> Tensor:
-        return torch.ones(size, dtype=torch.uint8, device=self.device)
+        return torch.ones(size, dtype=torch.uint8, device=self.device.torch)
 
 
 def _nothing() -> None:
@@ -193,12 +192,11 @@ def ranks_on_machine(topology: Topology) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", topology.ranks_per_node))
 
 
-def ranks_on_device(collectives: Collectives, device: torch.device) -> int:
+def ranks_on_device(collectives: Collectives, device: Device) -> int:
     """How many ranks share this one's GPU.
 
     Each may be shown one GPU of several (CUDA_VISIBLE_DEVICES), so that counting those says nothing.
     """
-    if device.type != "cuda":
+    if (mine := device.identity()) is None:
         return 1
-    mine = str(torch.cuda.get_device_properties(device).uuid)
     return collectives.exchange_texts(mine).count(mine)

@@ -1,7 +1,7 @@
 """Take the times of the first runs of each program of a plan, after one to warm up.
 
 Compute's steps are timed where they are called; those of a lane when the lane comes to their task, and when
-that is finished.  Nothing waits for a time: on CUDA they are events on the streams, and what they say is
+that is finished.  Nothing waits for a time: on a card they are events on its streams, and what they say is
 looked up after the run, when all of them are past.
 
 [Note: steps without a task] A step may find nothing to do: a node shard that stays on the device is neither
@@ -19,8 +19,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-import torch
-
+from fcdp_compile.device import Device
 from fcdp_compile.plan import Kind, Lane, Plan, Step
 from fcdp_compile.recording import RecordedRun, Recording, ScheduleKey
 from fcdp_compile.runtime.lanes import Lanes
@@ -65,13 +64,12 @@ class _Moment:
 
 
 class _OnStream:
-    """A point in the time of a CUDA stream; all streams of a device have one clock."""
+    """A point in the time of a stream; all streams of a device have one clock."""
 
     __slots__ = ("_event",)
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(torch.cuda.current_stream(device))
+    def __init__(self, device: Device) -> None:
+        self._event = device.record(is_timed=True)
 
     def is_past(self) -> bool:
         return bool(self._event.query())
@@ -80,9 +78,9 @@ class _OnStream:
         return float(origin._event.elapsed_time(self._event)) / 1e3
 
 
-def clock_of(device: torch.device) -> Clock:
-    """The clock of the streams of a CUDA device, or of threads."""
-    return partial(_OnStream, device) if device.type == "cuda" else _Moment
+def clock_of(device: Device) -> Clock:
+    """The clock of the device's streams, or of threads."""
+    return partial(_OnStream, device) if device.has_streams else _Moment
 
 
 class Recorder:

@@ -17,8 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
-
+from fcdp_compile.device import Device
 from fcdp_compile.link_fit import Timed
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.pending import Pending
@@ -43,7 +42,7 @@ Run = Callable[[], Pending | None]
 class Stopwatch:
     """Times on the slowest rank; all ranks must call every method, in one order ([Note: one verdict])."""
 
-    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, collectives: Collectives, device: Device) -> None:
         self._collectives = collectives
         self._device = device
         self._began_ns = time.perf_counter_ns()
@@ -127,8 +126,7 @@ class Stopwatch:
 
     def _synchronize(self) -> None:
         """Wait for compute, and so for what it waits for; what else is under way runs on."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._device.synchronize()
 
 
 def _within(bounds: range, number: int) -> int:

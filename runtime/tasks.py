@@ -23,7 +23,10 @@ class TaskLane(Protocol):
     """Runs tasks one after the other."""
 
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
-        """Start a task; `held` is cleared as soon as the task needs its buffers no longer."""
+        """Start a task.
+
+        held: its buffers; cleared at its end where nothing of it is done later, on a stream.
+        """
 
     def close(self) -> None:
         """Take no more tasks, and let go of what is not needed for those there are."""

@@ -3,8 +3,8 @@
 [Note: two in flight] A collective between nodes ends with a message that its peers wait for, and the next
 begins with one.  While these cross a slow link, nothing else would: on a 100 Mbit/s link, gathers of 2.5 MB
 one by one reach 9.0 MB/s, two at once 11.  So a task may return that it has only `Begun`; its lane goes on,
-and a second thread finishes it.  Collectives still begin in order.  With CUDA tensors on Gloo they are
-finished at once: what they leave on the lane's stream has to be in order.
+and a second thread finishes it.  Collectives still begin in order.  With Gloo and tensors on a device
+that has streams they are finished at once: what they leave on the lane's stream has to be in order.
 
 [Note: end of the interpreter] A rank that fails in a step leaves tasks behind that wait for its peers.  The
 threads are daemons, because their peers may never come.  But a daemon that comes back from C++ while the
@@ -24,8 +24,9 @@ from traceback import clear_frames
 
 import torch
 
+from fcdp_compile.device import Device
 from fcdp_compile.runtime.pending import Done
-from fcdp_compile.runtime.stream_lane import OnStream, Stream
+from fcdp_compile.runtime.stream_lane import OnStream, StreamLane
 from fcdp_compile.runtime.tasks import Begun, Run
 from fcdp_compile.torch_compat import name_thread
 
@@ -36,11 +37,11 @@ _END_S = 5.0  # for a thread at the end of the interpreter: a copy of a few GB, 
 
 
 class ThreadLane:
-    """A worker thread; with a stream of its own where buffers are on a CUDA device."""
+    """A worker thread; with a stream of its own where the device has streams."""
 
-    def __init__(self, name: str, device: torch.device, exiting: Event) -> None:
+    def __init__(self, name: str, device: Device, exiting: Event, *, is_urgent: bool) -> None:
         self._device = device
-        self._stream = Stream(device) if device.type == "cuda" else None
+        self._stream = StreamLane(device, is_urgent=is_urgent) if device.has_streams else None
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._is_quiet = Event()
         finisher = _Finisher(f"{name} end", exiting)
@@ -49,9 +50,7 @@ class ThreadLane:
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
         call: Callable[[], object] = partial(_run_here, run, after, held)
         if self._stream is not None:
-            given = torch.cuda.current_stream(self._device).record_event()
-            issued = partial(self._stream.issue, run, after, held, given)
-            call = partial(_issue_here, issued, self._device)
+            call = partial(self._stream.issue, run, after, self._device.record())
         future: Future[object] = Future()
         self._tasks.put(_Task(call, future))
         return _InThread(future)
@@ -83,10 +82,6 @@ def _finish_here(begun: Begun, held: list[object]) -> None:
         held.clear()
 
 
-def _issue_here(issued: Callable[[], torch.cuda.Event], device: torch.device) -> Done:
-    return OnStream(issued(), device)
-
-
 class _InThread:
     """The end of a task on a thread; it may have left something behind on a stream."""
 
@@ -96,6 +91,9 @@ class _InThread:
     def order(self) -> None:
         if isinstance(on_stream := self._future.result(), OnStream):
             on_stream.order()
+
+    def passed(self) -> None:
+        pass  # the thread has let go
 
 
 class _Task:

@@ -113,7 +113,7 @@ def contents_of(
     for name, owner in (("scheduler", job.scheduler), ("scaler", job.scaler)):
         if owner is not None:
             values[name] = owner.state_dict()
-    values |= {"step": step, "extra": job.extra, "rng": rng_state(state.device)}
+    values |= {"step": step, "extra": job.extra, "rng": rng_state(state.device.torch)}
     return _cut_and_encoded(state, locals_, left_out, values, copies)
 
 

@@ -256,7 +256,7 @@ class _Loading:
     def _write(self, shown: Bar) -> None:
         records = self._state.records
         to = {parameter_name(records[k].spec.name): records[k].local() for k in self.written_keys()}
-        device = self._state.device
+        device = self._state.device.torch
         for target in self._targets:
             if target.tensor.name not in to:
                 dtype = TORCH_DTYPES[target.tensor.dtype]
@@ -291,7 +291,7 @@ class _Loading:
 
     def _put_buffer(self, old: Tensor, value: Tensor) -> None:
         """Put a buffer in the place, or places, of one that has no memory, or too little."""
-        made = value.to(self._state.device)
+        made = value.to(self._state.device.torch)
         for module in self._root.modules():
             for name, buffer in module._buffers.items():
                 if buffer is old:
@@ -319,7 +319,7 @@ class _Loading:
         for taker, saved in self._restores:
             taker.load_state_dict(saved)
         if self._continues_rng():
-            set_rng_state(self.values["rng"], self._state.device)
+            set_rng_state(self.values["rng"], self._state.device.torch)
         self._warn_of_differing()
 
     def _continues_rng(self) -> bool:

@@ -44,7 +44,7 @@ class Destinations:
         if record is None:
             whole = held.tensor.detach()
             if whole.is_meta:
-                whole = torch.empty_like(whole, device=self._state.device)
+                whole = torch.empty_like(whole, device=self._state.device.torch)
                 self._made[id(held.tensor)] = whole
             return Part(values=whole, at=(0,) * whole.ndim)
         layout = record.spec.layout

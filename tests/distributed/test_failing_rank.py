@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from fcdp_compile.device import Cpu
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.counters import Counters
@@ -24,7 +25,7 @@ from fcdp_compile.runtime.lanes import Lanes
 
 rank, port, leaves = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-lanes = Lanes(torch.device("cpu"), is_blocking=True)
+lanes = Lanes(Cpu(), is_blocking=True)
 group = dist.new_group([0, 1], backend="gloo")  # nobody else holds it
 world = SimpleNamespace(inter=group, control=group, intra=None, nodes=2, ranks_per_node=1, ranks=2)
 collectives = Collectives(world, Counters(), lanes)

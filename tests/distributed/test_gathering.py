@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile.device import Cpu
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import topology_of
 from fcdp_compile.plan import Kind, Tier
@@ -31,7 +32,7 @@ def _gather(mesh: DeviceMesh, numbering: str) -> tuple[dict[str, int], int]:
         mesh = DeviceMesh("cpu", ranks[numbering], mesh_dim_names=mesh.mesh_dim_names)
     topology = topology_of(mesh)
     counters = Counters()
-    lanes = Lanes.shared(topology, torch.device("cpu"), is_blocking=True)
+    lanes = Lanes.shared(topology, Cpu(), is_blocking=True)
     collectives = Collectives(topology, counters, lanes)
     collectives.make_flat_group()
     chunk = topology.place * topology.nodes + topology.node

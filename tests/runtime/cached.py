@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from builders_plan import make_bucket
+from fcdp_compile.device import Cpu
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
@@ -30,8 +31,8 @@ def until_backward(bucket: Bucket) -> Bucket:
 
 def make() -> tuple[NodeShardCache, Counters]:
     counters = Counters()
-    lanes = Lanes(CPU, is_blocking=True)
-    return NodeShardCache(CPU, counters, PinnedPool(CPU), lanes), counters
+    lanes = Lanes(Cpu(), is_blocking=True)
+    return NodeShardCache(counters, PinnedPool(Cpu()), lanes), counters
 
 
 def shard(value: float) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from builders_graph import Lowered
+from fcdp_compile.device import Cpu
 from fcdp_compile.layout import choose_dim
 from fcdp_compile.plan import LANES, Direction, Kind, Tier, Variant
 from fcdp_compile.runtime.codecs import Codecs
@@ -69,11 +70,11 @@ class Collectives:
 
 def fake_model(strategy: str = "fcdp") -> Any:
     """The part of a ShardedModel that programs use."""
-    counters, cpu = Counters(), torch.device("cpu")
-    lanes = Lanes(cpu, is_blocking=True)
+    counters = Counters()
+    lanes = Lanes(Cpu(), is_blocking=True)
     model = SimpleNamespace(
         collectives=Collectives(counters, lanes),
-        cache=NodeShardCache(cpu, counters, PinnedPool(cpu), lanes),
+        cache=NodeShardCache(counters, PinnedPool(Cpu()), lanes),
         counters=counters,
         lanes=lanes,
         codecs=Codecs(),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcdp_compile.runtime.device_memory import DeviceMemory, peak_bytes
+from fcdp_compile.device import Cpu, current_device
+from fcdp_compile.runtime.device_memory import DeviceMemory
 
 CPU = torch.device("cpu")
 
@@ -16,21 +17,38 @@ def test_short_above_the_threshold(used: int, is_short: bool) -> None:
     assert memory.is_short() == is_short
 
 
+def test_few_looks_answer_many_questions_while_there_is_room() -> None:
+    looks, used = [0], [50]
+
+    def look() -> int:
+        looks[0] += 1
+        return used[0]
+
+    memory = DeviceMemory(capacity_bytes=100, threshold=0.9, used_bytes=look)
+    assert [memory.is_short() for _ in range(320)] == [False] * 320
+    assert looks == [20]
+    used[0] = 95
+    assert [memory.is_short() for _ in range(3)] == [True] * 3
+    used[0] = 50  # what was asked about has gone
+    assert not memory.is_short()
+    assert looks == [24]
+
+
 def test_a_cpu_has_no_memory_for_a_cache_unless_told() -> None:
-    assert DeviceMemory.of(CPU, capacity_bytes=None, threshold=0.9) is None
-    told = DeviceMemory.of(CPU, capacity_bytes=10, threshold=0.9)
+    assert DeviceMemory.of(Cpu(), capacity_bytes=None, threshold=0.9) is None
+    told = DeviceMemory.of(Cpu(), capacity_bytes=10, threshold=0.9)
     assert told is not None
-    assert (told.capacity_bytes, told.is_short(), peak_bytes(CPU)) == (10, False, None)
+    assert (told.capacity_bytes, told.is_short(), Cpu().peak_bytes()) == (10, False, None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_says_itself() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = current_device()
     memory = DeviceMemory.of(device, capacity_bytes=None, threshold=0.9)
     assert memory is not None
-    assert memory.capacity_bytes == torch.cuda.get_device_properties(device).total_memory
+    assert memory.capacity_bytes == torch.cuda.get_device_properties(device.torch).total_memory
     told = DeviceMemory.of(device, capacity_bytes=1 << 20, threshold=1.0)
     assert told is not None
-    kept = torch.empty(2 << 20, dtype=torch.uint8, device=device)
+    kept = torch.empty(2 << 20, dtype=torch.uint8, device=device.torch)
     assert told.is_short()
-    assert (peak_bytes(device) or 0) >= kept.nbytes
+    assert (device.peak_bytes() or 0) >= kept.nbytes

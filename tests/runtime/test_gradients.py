@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from builders_plan import make_bucket
+from fcdp_compile.device import Cpu
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.packing import unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
@@ -85,8 +86,8 @@ class Rank:
         change = {"gradient_tier": tier, "reduce_dtype": reduces[0], "reduce_itemsize": reduces[1]}
         self.buckets = [replace(b, **change) for b in (BUCKET, OTHER)]
         self.records = {p.name: _record(p.layout, p.name) for b in self.buckets for p in b.params}
-        self.counters, self.pool, self.peers = Counters(), PinnedPool(CPU), Peers()
-        self.lanes = Lanes(CPU, is_blocking=True)
+        self.counters, self.pool, self.peers = Counters(), PinnedPool(Cpu()), Peers()
+        self.lanes = Lanes(Cpu(), is_blocking=True)
         self.accumulation = Accumulation(
             self.records,  # type: ignore[arg-type]
             self.counters,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from fcdp_compile.device import Cpu
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.runtime.counters import Counters
@@ -19,7 +20,7 @@ from fcdp_compile.runtime.lanes import Lanes
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.strategy import Life
-from tests.runtime.cached import CPU, GPU, HOST, OTHER, SHARD_BYTES, make, shard, until_backward
+from tests.runtime.cached import GPU, HOST, OTHER, SHARD_BYTES, make, shard, until_backward
 
 
 @pytest.mark.parametrize("bucket", [HOST, GPU])
@@ -70,8 +71,8 @@ def test_only_what_is_on_the_host_counts_as_host_memory() -> None:
 @pytest.mark.parametrize("life", Life)
 def test_slabs_are_given_back(life: Life) -> None:
     """By `drop`, and by the last load of what lives until the backward."""
-    pool = PinnedPool(CPU)
-    cache = NodeShardCache(CPU, Counters(), pool, Lanes(CPU, is_blocking=True))
+    pool = PinnedPool(Cpu())
+    cache = NodeShardCache(Counters(), pool, Lanes(Cpu(), is_blocking=True))
     mine = until_backward(HOST) if life is Life.UNTIL_BACKWARD else HOST
     cache.store(mine, shard(1), 1).wait()
     cache.store(OTHER, shard(1)[:4], 1).wait()
@@ -193,7 +194,7 @@ class Gather:
     """A node shard that arrives when it is told to, on a lane of its own."""
 
     def __init__(self, value: float, error: Exception | None = None) -> None:
-        self._lanes = Lanes(CPU, is_blocking=True)
+        self._lanes = Lanes(Cpu(), is_blocking=True)
         self._may_arrive = Event()
         self._value = value
         self._error = error

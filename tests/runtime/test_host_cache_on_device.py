@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.runtime.pending import Pending
 from tests.runtime.cached import FULL, GPU, HOST, OTHER, SHARD_BYTES, make, shard, until_backward
 
+_memory = partial(DeviceMemory, serves=1)
+
 
 class TestWhenTheDeviceIsFull:
     """What was planned for the device goes to the host, and is where it really is."""
@@ -22,7 +25,7 @@ class TestWhenTheDeviceIsFull:
     @staticmethod
     def cache(used: list[int]) -> tuple[NodeShardCache, Counters]:
         cache, counters = make()
-        cache.memory = DeviceMemory(capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0])
+        cache.memory = _memory(capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0])
         return cache, counters
 
     def test_a_full_device_sends_it_to_the_host(self) -> None:
@@ -62,7 +65,7 @@ class TestWhenTheDeviceIsFull:
         used = [0]
         brief = until_backward(GPU)
         cache, _ = make()
-        cache.memory = DeviceMemory(capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0])
+        cache.memory = _memory(capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0])
         cache.store(brief, shard(1), 1).wait()
         used[0] = 51
         cache.store(brief, shard(1), 1).wait()
@@ -137,7 +140,7 @@ class TestInFull:
         assert loaded.tensor.untyped_storage().nbytes() == SHARD_BYTES
 
     def test_a_short_memory_is_told_first_and_given_up_when_all_know(self) -> None:
-        memory = DeviceMemory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 6)
+        memory = _memory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 6)
         cache, _ = self.kept(memory=memory)
         assert cache.load(FULL, 3).is_full, "the others count on it"
         assert not cache.wants_in_full(FULL)
@@ -165,7 +168,7 @@ class TestMemoryThatBecomesShort:
     def test_a_node_shard_falls_back_when_it_is_loaded(self, bucket) -> None:
         cache, _ = make()
         used = 0
-        cache.memory = DeviceMemory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: used)
+        cache.memory = _memory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: used)
         cache.store(bucket, shard(1), 1).wait()
         assert torch.equal(cache.load(bucket, 1).wait(), shard(1))
         assert (cache.host_bytes(), cache.fallen_back) == (0, 0)
@@ -176,7 +179,7 @@ class TestMemoryThatBecomesShort:
 
     def test_a_whole_bucket_is_given_up_by_all_at_once(self) -> None:
         used = 0
-        memory = DeviceMemory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: used)
+        memory = _memory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: used)
         cache, _ = TestInFull().kept(memory=memory)
         assert cache.wants_in_full(FULL)
         used = 6
@@ -186,8 +189,8 @@ class TestMemoryThatBecomesShort:
     def test_what_is_loaded_for_the_last_time_is_let_go(self) -> None:
         brief = until_backward(GPU)
         cache, _ = make()
-        cache.memory = DeviceMemory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 0)
+        cache.memory = _memory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 0)
         cache.store(brief, shard(1), 1).wait()
-        cache.memory = DeviceMemory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 6)
+        cache.memory = _memory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 6)
         assert torch.equal(cache.load(brief, 1).wait(), shard(1))
         assert (cache.host_bytes(), cache.generation(0)) == (0, None)

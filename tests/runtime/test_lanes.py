@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from builders_plan import make_bucket
+from fcdp_compile.device import Cpu
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.pending import Pending
@@ -29,7 +30,7 @@ ALL = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
 
 @pytest.fixture
 def lanes() -> Lanes:
-    return Lanes(CPU, is_blocking=True)
+    return Lanes(Cpu(), is_blocking=True)
 
 
 class TestOrder:
@@ -102,8 +103,8 @@ class TestOrder:
 
     def test_models_have_lanes_of_their_own(self) -> None:
         one, other, gate = (
-            Lanes(CPU, is_blocking=True),
-            Lanes(CPU, is_blocking=True),
+            Lanes(Cpu(), is_blocking=True),
+            Lanes(Cpu(), is_blocking=True),
             Gate(),
         )
         blocked = start(one, Lane.INTER, gate)
@@ -245,7 +246,7 @@ class TestBegun:
         assert follows.wait().item() == 2
 
     def test_it_ends_with_its_owner_and_finishes_first(self, new_threads) -> None:
-        lanes, gate = Lanes(CPU, is_blocking=True), Gate()
+        lanes, gate = Lanes(Cpu(), is_blocking=True), Gate()
         out = torch.zeros(1)
         pending = start(lanes, Lane.INTER, lambda: Begun(lambda: gate() or out.fill_(4)), out=out)
         gate.wait_until_begun()
@@ -318,7 +319,7 @@ class TestThreads:
         assert all(t.daemon for t in new_threads())
 
     def test_they_end_with_their_owner(self, new_threads) -> None:
-        lanes = Lanes(CPU, is_blocking=True)
+        lanes = Lanes(Cpu(), is_blocking=True)
         for lane in ALL:
             start(lanes, lane, lambda: None)
         threads = new_threads()
@@ -327,7 +328,7 @@ class TestThreads:
         assert ended(threads)
 
     def test_they_finish_what_they_were_given(self, new_threads) -> None:
-        lanes, gate = Lanes(CPU, is_blocking=True), Gate()
+        lanes, gate = Lanes(Cpu(), is_blocking=True), Gate()
         first = start(lanes, Lane.INTER, gate)
         out = torch.zeros(1)
         last = start(lanes, Lane.INTRA, lambda: out.fill_(4), first, out=out)

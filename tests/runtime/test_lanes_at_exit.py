@@ -8,8 +8,8 @@ import textwrap
 from concurrent.futures import CancelledError
 
 import pytest
-import torch
 
+from fcdp_compile.device import Cpu
 from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.lanes import Lanes
 from tests.runtime.on_lanes import Gate, start
@@ -18,9 +18,10 @@ from tests.runtime.on_lanes import Gate, start
 def run(script: str) -> subprocess.CompletedProcess[str]:
     whole = """
         import sys, threading, time, torch
+        from fcdp_compile.device import Cpu
         from fcdp_compile.plan import Lane
         from fcdp_compile.runtime.lanes import Lanes
-        lanes, out = Lanes(torch.device("cpu"), is_blocking=True), torch.zeros(1)
+        lanes, out = Lanes(Cpu(), is_blocking=True), torch.zeros(1)
         begun = threading.Event()
 
         def blocked():
@@ -93,7 +94,7 @@ def test_what_takes_its_time_is_waited_for() -> None:
 
 
 def test_what_is_cancelled_says_so() -> None:
-    lanes, gate = Lanes(torch.device("cpu"), is_blocking=True), Gate()
+    lanes, gate = Lanes(Cpu(), is_blocking=True), Gate()
     first = start(lanes, Lane.INTER, gate)
     gate.wait_until_begun()
     cancelled = start(lanes, Lane.INTER, lambda: None)

@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from fcdp_compile.device import Cuda
 from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.lanes import Lanes
 from fcdp_compile.runtime.pending import Pending
-from tests.runtime.fake_cuda import Buffer, FakeCuda, Memory
+from tests.runtime.simulated_device import Buffer, Memory, SimulatedDevice
 
 CUDA = torch.device("cuda", 0)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -31,10 +32,10 @@ class Program:
     Every result is one more than the sum of what it is made of.
     """
 
-    def __init__(self, cuda: FakeCuda, seed: int, *, is_blocking: bool) -> None:
-        self._cuda = cuda
+    def __init__(self, device: SimulatedDevice, seed: int, *, is_blocking: bool) -> None:
+        self._device = device
         self._random = random.Random(seed)
-        self._lanes = Lanes(CUDA, is_blocking=is_blocking)
+        self._lanes = Lanes(device, is_blocking=is_blocking)
         self._started: list[tuple[Pending, float]] = []
         self._ready: list[tuple[Buffer, float]] = [self._computed([])]
         self.seen: list[tuple[float, float]] = []
@@ -43,22 +44,24 @@ class Program:
         """Then `seen` has what compute read, and what it should have read."""
         for _ in range(steps):
             self._random.choice([self._start, self._start, self._wait, self._compute, self._drop])()
-            self._cuda.advance(self._random.randrange(4))
+            self._device.advance(self._random.randrange(4))
         while self._started:
             self._wait()
         self._computed(self._ready)
         for lane in ALL:  # a thread may still issue what nobody waited for
-            self._lanes.start(lane, lambda: None, out=Buffer(self._cuda), reads=[], name="").wait()
-        self._cuda.synchronize()
+            self._lanes.start(
+                lane, lambda: None, out=Buffer(self._device), reads=[], name=""
+            ).wait()
+        self._device.synchronize_all()
 
     def _start(self) -> None:
         reads = self._some([*self._started, *self._ready])
         buffers = [r.tensor if isinstance(r, Pending) else r for r, _ in reads]
-        inputs, out = [b.memory for b in buffers], Buffer(self._cuda)
+        inputs, out = [b.memory for b in buffers], Buffer(self._device)
         target = out.memory
 
         def run() -> None:
-            self._cuda.launch(lambda: setattr(target, "value", 1 + sum(i.value for i in inputs)))
+            self._device.launch(lambda: setattr(target, "value", 1 + sum(i.value for i in inputs)))
 
         pending = self._lanes.start(
             self._random.choice(ALL), run, out=out, reads=[r for r, _ in reads], name="test"
@@ -74,14 +77,14 @@ class Program:
         self._ready.append(self._computed(self._some(self._ready)))
 
     def _computed(self, reads: list[tuple[Buffer, float]]) -> tuple[Buffer, float]:
-        inputs, out = [r.memory for r, _ in reads], Buffer(self._cuda)
+        inputs, out = [r.memory for r, _ in reads], Buffer(self._device)
         target, expected = out.memory, [v for _, v in reads]
 
         def kernel() -> None:
             self.seen += zip([i.value for i in inputs], expected, strict=True)
             target.value = 1 + sum(i.value for i in inputs)
 
-        self._cuda.launch(kernel)
+        self._device.launch(kernel)
         return out, 1 + sum(expected)
 
     def _drop(self) -> None:
@@ -94,29 +97,10 @@ class Program:
         return self._random.sample(of, min(len(of), self._random.randrange(1, 4)))
 
 
-def correct(seen: list[tuple[float, float]]) -> bool:
-    return all(got == expected for got, expected in seen)
-
-
-@pytest.mark.parametrize("is_blocking", [False, True])
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_any_program_computes_what_it_should(is_blocking: bool, seed: int) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        cuda = FakeCuda(seed)
-        cuda.patch(monkeypatch)
-        program = Program(cuda, seed, is_blocking=is_blocking)
-        program.run(40)
-        assert correct(program.seen)
-
-
 def run(seed: int, *, is_blocking: bool = False) -> list[tuple[float, float]]:
     """What the compute of a random program read, and should have read."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        cuda = FakeCuda(seed)
-        cuda.patch(monkeypatch)
-        program = Program(cuda, seed, is_blocking=is_blocking)
-        program.run(40)
+    program = Program(SimulatedDevice(seed), seed, is_blocking=is_blocking)
+    program.run(40)
     return program.seen
 
 
@@ -132,18 +116,17 @@ def order_nothing(self: object) -> None:
     """In place of making the current stream wait."""
 
 
-def hold_nothing(self: Lanes, lane: Lane, task: Any, *, out: Any, reads: Any, name: str) -> Pending:
-    """In place of `Lanes.start`, with lists that hold no buffers."""
-    after = [r.done for r in reads if isinstance(r, Pending) and r.done is not None]
-    return Pending(out, done=self._lane(lane).start(task, after, []), held=[])
+def hold_nothing(self: object, lane: Lane, after: Any, held: list[object]) -> dict[Lane, int]:
+    """In place of `StreamOrder.add`."""
+    return {}
 
 
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
         ("fcdp_compile.runtime.stream_lane.OnStream.order", order_nothing),
-        ("fcdp_compile.runtime.lanes.Lanes.start", hold_nothing),
-        ("tests.runtime.fake_cuda.Stream.wait_event", lambda self, event: None),
+        ("fcdp_compile.runtime.stream_order.StreamOrder.add", hold_nothing),
+        ("tests.runtime.simulated_device.Stream.wait_event", lambda self, event: None),
     ],
 )
 def test_this_notices_what_is_missing(
@@ -154,43 +137,96 @@ def test_this_notices_what_is_missing(
     assert any(got != expected for seed in range(20) for got, expected in run(seed))
 
 
-def test_a_task_that_fails_leaves_what_it_had_begun_its_buffers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda = FakeCuda(0)
-    cuda.patch(monkeypatch)
-    lanes = Lanes(CUDA, is_blocking=True)
-    source, copied = Buffer(cuda), Memory()
-    cuda.launch(partial(setattr, source.memory, "value", 5.0))
+def test_a_task_that_fails_leaves_what_it_had_begun_its_buffers() -> None:
+    device = SimulatedDevice(0)
+    lanes = Lanes(device, is_blocking=True)
+    source, copied = Buffer(device), Memory()
+    device.launch(partial(setattr, source.memory, "value", 5.0))
 
     def begin_and_fail(memory: Memory) -> None:
-        cuda.launch(lambda: setattr(copied, "value", memory.value))
+        device.launch(lambda: setattr(copied, "value", memory.value))
         raise RuntimeError("a peer is gone")
 
     pending = lanes.start(
-        Lane.D2H, partial(begin_and_fail, source.memory), out=Buffer(cuda), reads=[source], name=""
+        Lane.D2H,
+        partial(begin_and_fail, source.memory),
+        out=Buffer(device),
+        reads=[source],
+        name="",
     )
     del source
     with pytest.raises(RuntimeError, match="a peer is gone"):
         pending.wait()
     del pending
     gc.collect()
-    cuda.synchronize()
+    device.synchronize_all()
     assert copied.value == 5
 
 
-def test_what_nobody_waits_for_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(0)
-    cuda.patch(monkeypatch)
-    lanes = Lanes(CUDA, is_blocking=False)
-    alive: list[weakref.ref[Buffer]] = []
+class Alive:
+    """Buffers made so far that are still held."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self._made: list[weakref.ref[Buffer]] = []
+
+    def new(self) -> Any:
+        buffer = Buffer(self._device)
+        self._made.append(weakref.ref(buffer))
+        return buffer
+
+    def count(self) -> int:
+        return sum(made() is not None for made in self._made)
+
+
+def test_what_nobody_waits_for_is_let_go_with_what_comes_after_it() -> None:
+    device = SimulatedDevice(0)
+    lanes, alive = Lanes(device, is_blocking=False), Alive(device)
     for _ in range(100):
-        out = Buffer(cuda)
-        alive.append(weakref.ref(out))
-        lanes.start(Lane.INTER, lambda: None, out=out, reads=[], name="")
-        del out
-        cuda.synchronize()
-    assert sum(a() is not None for a in alive) == 1
+        lanes.start(Lane.INTER, lambda: None, out=alive.new(), reads=[], name="")
+    assert alive.count() == 100
+    lanes.start(Lane.INTER, lambda: None, out=alive.new(), reads=[], name="").wait()
+    assert alive.count() == 0
+
+
+@pytest.mark.parametrize("kernels", [0, 2, 1000], ids=["nothing has run", "behind", "all is done"])
+@pytest.mark.parametrize("first", [Lane.H2D, Lane.INTER])
+def test_what_is_alive_does_not_depend_on_how_far_the_device_is(first: Lane, kernels: int) -> None:
+    """80 layers: layer k+2 is fetched and layer k+1 gathered from it while layer k computes."""
+    device = SimulatedDevice(0)
+    lanes, nodes, full = Lanes(device, is_blocking=False), Alive(device), Alive(device)
+    fetched, spread = {}, {}
+    most = (0, 0)
+
+    def kernel() -> None:
+        device.launch(lambda: None)
+
+    for k in range(-2, 80):
+        if k + 2 < 80:
+            fetched[k + 2] = lanes.start(first, kernel, out=nodes.new(), reads=[], name="")
+        if 0 <= k + 1 < 80:
+            reads = [fetched.pop(k + 1)]
+            spread[k + 1] = lanes.start(Lane.INTRA, kernel, out=full.new(), reads=reads, name="")
+            del reads
+        if k >= 0:
+            weights: Any = spread.pop(k).wait()
+            kernel()
+            del weights
+        most = max(most[0], nodes.count()), max(most[1], full.count())
+        device.advance(kernels)
+    assert most == (3, 2)
+    assert (nodes.count(), full.count()) == (0, 0)
+
+
+def test_gradients_are_let_go_with_the_last_wait_of_a_backward() -> None:
+    device = SimulatedDevice(0)
+    lanes, alive = Lanes(device, is_blocking=False), Alive(device)
+    within = lanes.start(Lane.INTRA, lambda: None, out=alive.new(), reads=[alive.new()], name="")
+    between = lanes.start(Lane.INTER, lambda: None, out=alive.new(), reads=[within], name="")
+    del within
+    between.wait()
+    del between
+    assert alive.count() == 0
 
 
 # --- on a real device -------------------------------------------------------------------------------------
@@ -201,7 +237,7 @@ SIZE = 1 << 22
 
 @pytest.fixture(params=[False, True], ids=["streams", "threads"])
 def lanes(request: pytest.FixtureRequest) -> Lanes:
-    return Lanes(CUDA, is_blocking=request.param)
+    return Lanes(Cuda(CUDA), is_blocking=request.param)
 
 
 def sleep() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fcdp_compile
+from fcdp_compile.device import Cpu
 from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.pinned import PinnedPool
 
@@ -56,7 +57,7 @@ def test_the_node_of_a_gpu(
 
 
 def test_a_cpu_device_has_no_node(tmp_path: Path) -> None:
-    assert numa.node_of(torch.device("cpu"), sys_root=tree(tmp_path, TWO)) is None
+    assert numa.node_of(Cpu(), sys_root=tree(tmp_path, TWO)) is None
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_shard_binds_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_slab_prefers_the_node_it_was_made_for() -> None:
     """Read back from the kernel, with the real system call."""
-    plain, bound = PinnedPool(torch.device("cpu")), PinnedPool(torch.device("cpu"), numa_node=0)
+    plain, bound = PinnedPool(Cpu()), PinnedPool(Cpu(), numa_node=0)
     slabs = [pool.take(100_000, torch.uint8).fill_(1) for pool in (plain, bound)]
     maps = Path("/proc/self/numa_maps")
     if not numa.bind_memory(slabs[1].data_ptr(), 4096, 0) or not maps.exists():
@@ -147,7 +148,7 @@ def test_a_slab_prefers_the_node_it_was_made_for() -> None:
 
 
 def test_a_node_that_does_not_exist_changes_nothing() -> None:
-    slab = PinnedPool(torch.device("cpu"), numa_node=900).take(10, torch.float32)
+    slab = PinnedPool(Cpu(), numa_node=900).take(10, torch.float32)
     assert slab.fill_(2).sum() == 20
     assert not numa.bind_memory(slab.data_ptr(), 4096, -1)
     assert not numa.bind_memory(slab.data_ptr(), 4096, 5000)

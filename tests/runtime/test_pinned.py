@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from fcdp_compile.device import Cpu, Cuda
 from fcdp_compile.plan_check import ITEMSIZES
 from fcdp_compile.runtime import pinned
 from fcdp_compile.runtime.pinned import PinnedPool
@@ -27,7 +28,7 @@ PAGE = mmap.PAGESIZE
 @pytest.mark.parametrize("name", ITEMSIZES)
 def test_a_slab_is_a_flat_tensor_of_any_dtype(name: str) -> None:
     dtype = getattr(torch, name)
-    pool = PinnedPool(CPU)
+    pool = PinnedPool(Cpu())
     slab = pool.take(77, dtype)
     assert (slab.shape, slab.dtype, slab.device, slab.is_contiguous()) == ((77,), dtype, CPU, True)
     slab.view(torch.uint8).copy_(torch.arange(slab.nbytes).to(torch.uint8))
@@ -38,7 +39,7 @@ def test_a_slab_is_a_flat_tensor_of_any_dtype(name: str) -> None:
     ("elements", "slab_bytes"), [(0, PAGE), (1, PAGE), (PAGE // 4, PAGE), (PAGE // 4 + 1, 2 * PAGE)]
 )
 def test_sizes_are_rounded_to_pages_and_no_further(elements: int, slab_bytes: int) -> None:
-    pool = PinnedPool(CPU)
+    pool = PinnedPool(Cpu())
     slab = pool.take(elements, torch.float32)
     assert slab.numel() == elements
     assert pool.slab_bytes == slab_bytes
@@ -51,7 +52,7 @@ def test_sizes_are_rounded_to_pages_and_no_further(elements: int, slab_bytes: in
 @given(st.lists(st.one_of(st.integers(0, 5 * PAGE), st.none()), max_size=25), st.randoms())
 def test_slabs_never_overlap_and_bytes_add_up(takes: list[int | None], random: Any) -> None:
     """Numbers are bytes to take, None gives one back."""
-    pool = PinnedPool(CPU)
+    pool = PinnedPool(Cpu())
     held: list[torch.Tensor] = []
     for size in takes:
         if size is not None:
@@ -70,7 +71,7 @@ def test_slabs_never_overlap_and_bytes_add_up(takes: list[int | None], random: A
 
 def test_a_slab_made_under_inference_mode_is_a_normal_tensor() -> None:
     with torch.inference_mode():
-        slab = PinnedPool(CPU).take(4, torch.float32)
+        slab = PinnedPool(Cpu()).take(4, torch.float32)
     assert not slab.is_inference()
     slab.fill_(3)
     weight = torch.ones(4, requires_grad=True)
@@ -79,7 +80,7 @@ def test_a_slab_made_under_inference_mode_is_a_normal_tensor() -> None:
 
 
 def test_a_tensor_outlives_its_slab_and_the_pool() -> None:
-    pool = PinnedPool(CPU)
+    pool = PinnedPool(Cpu())
     given_back, kept = pool.take(PAGE, torch.float32), pool.take(PAGE, torch.float32)
     part = kept[3:7]
     given_back.fill_(1)
@@ -87,17 +88,17 @@ def test_a_tensor_outlives_its_slab_and_the_pool() -> None:
     pool.give_back(given_back)
     del pool, kept
     gc.collect()
-    others = [PinnedPool(CPU).take(PAGE, torch.float32).zero_() for _ in range(4)]
+    others = [PinnedPool(Cpu()).take(PAGE, torch.float32).zero_() for _ in range(4)]
     assert given_back.sum() == PAGE
     assert part.tolist() == [2.0] * 4
     assert len(others) == 4
 
 
 def test_only_slabs_are_given_back_and_once() -> None:
-    pool = PinnedPool(CPU)
+    pool = PinnedPool(Cpu())
     slab = pool.take(4, torch.float32)
     pool.give_back(slab)
-    for other in (slab, torch.empty(4), PinnedPool(CPU).take(4, torch.float32)):
+    for other in (slab, torch.empty(4), PinnedPool(Cpu()).take(4, torch.float32)):
         assert not pool.holds(other)
         with pytest.raises(ValueError, match="is no slab of this pool, or was given back before"):
             pool.give_back(other)
@@ -143,7 +144,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
 
 
 def test_a_slab_is_registered_once_and_until_the_last_tensor_on_it_dies(cudart: Cudart) -> None:
-    pool = PinnedPool(CUDA)
+    pool = PinnedPool(Cuda(CUDA))
     slab = pool.take(PAGE, torch.bfloat16)
     part = slab[5:9]
     assert cudart.registered == {slab.data_ptr(): 2 * PAGE}
@@ -156,7 +157,7 @@ def test_a_slab_is_registered_once_and_until_the_last_tensor_on_it_dies(cudart: 
 
 
 def test_a_pool_that_dies_unregisters_what_nobody_uses(cudart: Cudart) -> None:
-    pool = PinnedPool(CUDA)
+    pool = PinnedPool(Cuda(CUDA))
     slab = pool.take(1, torch.float32)
     del pool
     gc.collect()
@@ -169,7 +170,7 @@ def test_a_pool_that_dies_unregisters_what_nobody_uses(cudart: Cudart) -> None:
 def test_what_cannot_be_registered_is_plain_memory_with_one_warning(
     cudart: Cudart, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = PinnedPool(CUDA)
+    pool = PinnedPool(Cuda(CUDA))
     with caplog.at_level(logging.WARNING):
         slabs = [pool.take(2 * PAGE, torch.uint8) for _ in range(3)]
     assert len(cudart.registered) == 1
@@ -185,7 +186,7 @@ def test_what_cannot_be_registered_is_plain_memory_with_one_warning(
 
 
 def test_trying_leaves_nothing_registered(cudart: Cudart) -> None:
-    pool = PinnedPool(CUDA)
+    pool = PinnedPool(Cuda(CUDA))
     assert pool.can_register(3 * PAGE)
     assert not pool.can_register(4 * PAGE)
     assert cudart.registered == {}
@@ -198,7 +199,7 @@ class TestOnGpu:
     """The same with the real runtime."""
 
     def test_a_slab_is_pinned_and_copied_both_ways(self) -> None:
-        pool = PinnedPool(CUDA)
+        pool = PinnedPool(Cuda(CUDA))
         slab = pool.take(1 << 20, torch.float32)
         assert slab.is_pinned()
         there = torch.rand(1 << 20, device=CUDA)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 
 from builders_graph import Lowered, Where, lower_toy
 from builders_plan import make_plan, make_steps
+from fcdp_compile.device import Cpu, Cuda
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import LANES, Direction, Kind, Lane, Plan, Schedule, Step, Tier, Variant
 from fcdp_compile.recording import Recording, ScheduleKey
@@ -26,9 +27,9 @@ from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.recorder import Mark, Recorder, clock_of
 from fcdp_compile.runtime.tasks import Begun
 from tests.recorded import assert_causal, assert_in_turn
-from tests.runtime.fake_cuda import Buffer, FakeCuda
 from tests.runtime.fake_model import fake_model, program, same_on_all_ranks
 from tests.runtime.on_lanes import Gate
+from tests.runtime.simulated_device import Buffer, SimulatedDevice
 
 EVEN = {"w": (8, 4), "b": (4,)}
 X, T = torch.tensor(3.0), torch.tensor(2.0)
@@ -287,7 +288,7 @@ def _call(call: Callable[[], object], values: list[Any]) -> object:
 
 def test_a_task_that_has_begun_lasts_until_it_is_finished() -> None:
     """The next one begins meanwhile, and lets it go on."""
-    lanes = Lanes(torch.device("cpu"), is_blocking=True)
+    lanes = Lanes(Cpu(), is_blocking=True)
     gates = [Gate(), Gate()]
     pending: list[Pending] = []
 
@@ -346,10 +347,10 @@ def random_steps(chance: random.Random) -> list[Step]:
 class OnDevice:
     """Random steps on the lanes of a fake device, each of some kernels, which note when they run."""
 
-    def __init__(self, cuda: FakeCuda, seed: int, *, is_blocking: bool) -> None:
+    def __init__(self, cuda: SimulatedDevice, seed: int, *, is_blocking: bool) -> None:
         self._cuda = cuda
         self._random = random.Random(seed)
-        self._lanes = Lanes(CUDA, is_blocking=is_blocking)
+        self._lanes = Lanes(Cuda(CUDA), is_blocking=is_blocking)
         self._pending: dict[int, Pending] = {}
         self.steps = random_steps(self._random)
         self.kernels: dict[int, list[int]] = {}
@@ -393,17 +394,15 @@ class OnDevice:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_on_a_device_times_are_those_of_the_kernels(is_blocking: bool, seed: int) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        cuda = FakeCuda(seed)
-        cuda.patch(monkeypatch)
-        device = OnDevice(cuda, seed, is_blocking=is_blocking)
-        written = Written()
-        recorder = Recorder(1, clock_of(CUDA), written)
-        device.run(recorder)
-        device.run(recorder)
-        assert not written.times, "the device has not come to the end"
-        cuda.synchronize()
-        del recorder
+    cuda = SimulatedDevice(seed)
+    device = OnDevice(cuda, seed, is_blocking=is_blocking)
+    written = Written()
+    recorder = Recorder(1, clock_of(Cuda(CUDA)), written)
+    device.run(recorder)
+    device.run(recorder)
+    assert not written.times, "the device has not come to the end"
+    cuda.synchronize_all()
+    del recorder
     ((_, found),) = written.times
     (run,) = found[FORWARD].runs
     assert_causal(run, device.steps)
@@ -419,7 +418,7 @@ def test_on_a_device_times_are_those_of_the_kernels(is_blocking: bool, seed: int
 @pytest.mark.gpu
 def test_on_a_real_device() -> None:
     """A copy in, a product that waits for it, a copy out; nothing synchronises before the end."""
-    lanes = Lanes(CUDA, is_blocking=False)
+    lanes = Lanes(Cuda(CUDA), is_blocking=False)
     host, back = (torch.ones(2048, 2048).pin_memory() for _ in range(2))
     values: dict[str, Any] = {}
 
@@ -437,7 +436,7 @@ def test_on_a_real_device() -> None:
     ]
     running = Steps(lanes, list(zip(make_steps(entries), calls, strict=True)))
     written = Written()
-    recorder = Recorder(2, clock_of(CUDA), written)
+    recorder = Recorder(2, clock_of(Cuda(CUDA)), written)
     for _ in range(3):
         running.run(recorder)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""CUDA's streams, events and allocator without a GPU, as asynchronous as they may be.
+"""A device's streams, events and allocator without a card, as asynchronous as they may be.
 
 What is launched is queued on the current stream and runs when `advance` picks that stream; a queued wait
 holds its stream up until the event was recorded.  Memory belongs to the compute stream: whatever is freed
@@ -14,24 +14,20 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 
-import pytest
 import torch
+
+from fcdp_compile.device import Device
 
 
 class Event:
     """Recorded on a stream, once."""
 
-    def __init__(self, cuda: FakeCuda, *, enable_timing: bool = False) -> None:
-        self._cuda = cuda
-        self._has_time = enable_timing
+    def __init__(self, device: SimulatedDevice, *, is_timed: bool) -> None:
+        self._device = device
+        self._has_time = is_timed
         self._time = 0
         self.is_past = False
-
-    def record(self, stream: Stream | None = None) -> None:
-        with self._cuda.on(stream or self._cuda.current):
-            self._cuda.launch(self._pass)
 
     def query(self) -> bool:
         return self.is_past
@@ -42,27 +38,20 @@ class Event:
             assert event._has_time, "torch would raise"
         return float(end._time - self._time)
 
-    def _pass(self) -> None:
-        self._time = self._cuda.time
+    def occur(self) -> None:
+        self._time = self._device.time
         self.is_past = True
 
 
 class Stream:
     """A queue of kernels and of events to wait for."""
 
-    def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
-        self.device = torch.device("cuda", 0)
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
         self.queue: deque[Callable[[], None] | Event] = deque()
 
     def wait_event(self, event: Event) -> None:
         self.queue.append(event)
-
-    def record_event(self) -> Event:
-        with self._cuda.on(self):
-            event = Event(self._cuda)
-            event.record()
-        return event
 
 
 class Memory:
@@ -75,35 +64,43 @@ class Memory:
 class Buffer:
     """A tensor of one number, on the device."""
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, device: SimulatedDevice) -> None:
         self.memory = Memory()
-        weakref.finalize(self, cuda.free, self.memory)
+        weakref.finalize(self, device.free, self.memory)
 
 
-class FakeCuda:
+class SimulatedDevice(Device):
     """One device, with a stream for compute."""
 
+    has_streams = True
+    backends = "fake"
+
     def __init__(self, seed: int) -> None:
+        super().__init__(torch.device("cpu"))
         self._random = random.Random(seed)
         self._current = threading.local()
         self.time = 0  # kernels that ran, so that every one takes a millisecond
         self.streams: list[Stream] = []
         self.compute = self._new_stream()
 
-    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put this in the place of what lanes use of torch.cuda."""
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self._new_stream())
-        monkeypatch.setattr(torch.cuda, "Event", partial(Event, self))
-        monkeypatch.setattr(torch.cuda, "stream", self.on)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+    def new_stream(self, *, is_urgent: bool) -> Stream:
+        return self._new_stream()
 
-    @property
-    def current(self) -> Stream:
-        return getattr(self._current, "stream", self.compute)
+    def current_stream(self) -> Stream:
+        found: Stream = getattr(self._current, "stream", self.compute)
+        return found
+
+    def record(self, *, is_timed: bool = False) -> Event:
+        event = Event(self, is_timed=is_timed)
+        self.launch(event.occur)
+        return event
+
+    def total_bytes(self) -> None:
+        return None
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before = self.current
+        before = self.current_stream()
         self._current.stream = stream
         try:
             yield
@@ -112,7 +109,7 @@ class FakeCuda:
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Queue a kernel on this thread's stream."""
-        self.current.queue.append(kernel)
+        self.current_stream().queue.append(kernel)
 
     def free(self, memory: Memory) -> None:
         """Take memory back: the next kernel of the compute stream gets it."""
@@ -127,7 +124,7 @@ class FakeCuda:
             self._random.choice(ready).queue.popleft()()  # type: ignore[operator]
             self.time += 1
 
-    def synchronize(self) -> None:
+    def synchronize_all(self) -> None:
         """Run everything."""
         self.advance(1 << 30)
         assert not any(s.queue for s in self.streams), "streams wait for each other"
