@@ -15,6 +15,7 @@ from commands import refusal
 from fcdp_compile.cli import main
 from fcdp_compile.cluster import Measured, find_profile
 from fcdp_compile.cost import MACHINES, Link
+from fcdp_compile.device import Cpu, Cuda
 from fcdp_compile.link_fit import Timed
 from fcdp_compile.probe import Findings, profile_of, sizes_up_to
 from fcdp_compile.probe_request import ProbeRequest
@@ -136,8 +137,8 @@ def test_a_gpu_is_shared_by_those_that_see_the_same(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a")
     )
-    assert ranks_on_device(collectives, torch.device("cuda", 0)) == expected
-    assert ranks_on_device(collectives, torch.device("cpu")) == 1
+    assert ranks_on_device(collectives, Cuda(torch.device("cuda", 0))) == expected
+    assert ranks_on_device(collectives, Cpu()) == 1
 
 
 def test_a_machine_that_does_not_say_what_memory_it_has(

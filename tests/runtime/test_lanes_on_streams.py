@@ -208,11 +208,11 @@ def test_what_is_alive_does_not_depend_on_how_far_the_device_is(first: Lane, ker
             reads = [fetched.pop(k + 1)]
             spread[k + 1] = lanes.start(Lane.INTRA, kernel, out=full.new(), reads=reads, name="")
             del reads
+        most = max(most[0], nodes.count()), max(most[1], full.count())
         if k >= 0:
             weights: Any = spread.pop(k).wait()
             kernel()
             del weights
-        most = max(most[0], nodes.count()), max(most[1], full.count())
         device.advance(kernels)
     assert most == (3, 2)
     assert (nodes.count(), full.count()) == (0, 0)

@@ -134,12 +134,12 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     cuda = SimpleNamespace(
         cudart=lambda: made, device=contextlib.nullcontext, synchronize=lambda device: None
     )
-    monkeypatch.setattr(pinned.torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "cuda", cuda)
 
-    def forget(device: torch.device) -> None:
+    def forget(device: Cuda) -> None:
         made.forgotten += 1
 
-    monkeypatch.setattr(pinned, "_forget_error", forget)
+    monkeypatch.setattr(Cuda, "_forget_error", forget)
     return made
 
 
@@ -211,6 +211,6 @@ class TestOnGpu:
 
     def test_an_error_of_registering_is_forgotten(self) -> None:
         memory = pinned._Memory(PAGE, None)
-        assert memory.register(CUDA) == ""
-        assert memory.register(CUDA) != "", "a second time"
+        assert memory.register(Cuda(CUDA)) == ""
+        assert memory.register(Cuda(CUDA)) != "", "a second time"
         assert torch.ones(3, device=CUDA).add(1).sum().item() == 6

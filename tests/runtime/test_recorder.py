@@ -347,10 +347,10 @@ def random_steps(chance: random.Random) -> list[Step]:
 class OnDevice:
     """Random steps on the lanes of a fake device, each of some kernels, which note when they run."""
 
-    def __init__(self, cuda: SimulatedDevice, seed: int, *, is_blocking: bool) -> None:
-        self._cuda = cuda
+    def __init__(self, simulated: SimulatedDevice, seed: int, *, is_blocking: bool) -> None:
+        self._simulated = simulated
         self._random = random.Random(seed)
-        self._lanes = Lanes(Cuda(CUDA), is_blocking=is_blocking)
+        self._lanes = Lanes(simulated, is_blocking=is_blocking)
         self._pending: dict[int, Pending] = {}
         self.steps = random_steps(self._random)
         self.kernels: dict[int, list[int]] = {}
@@ -363,11 +363,11 @@ class OnDevice:
         self.kernels = {step.index: [] for step in self.steps}
         self._running.run(recorder)
         for kind in STARTED:  # a thread may still issue what nobody waited for
-            out: Any = Buffer(self._cuda)
+            out: Any = Buffer(self._simulated)
             self._lanes.start(LANES[kind], lambda: None, out=out, reads=[], name="").wait()
 
     def _call(self, step: Step) -> None:
-        self._cuda.advance(self._random.randrange(8))
+        self._simulated.advance(self._random.randrange(8))
         launch = partial(self._launch, step.index, self._random.randrange(1, 4))
         if step.kind is Kind.COMPUTE:
             launch()
@@ -375,7 +375,7 @@ class OnDevice:
             self._pending[self._last_started(step)].wait()
         elif step.kind in STARTED:
             reads = [self._pending[i] for i in step.waits if i in self._pending]
-            out: Any = Buffer(self._cuda)
+            out: Any = Buffer(self._simulated)
             self._pending[step.index] = self._lanes.start(
                 step.lane, launch, out=out, reads=reads, name="test"
             )
@@ -387,21 +387,21 @@ class OnDevice:
     def _launch(self, index: int, kernels: int) -> None:
         ran = self.kernels[index]  # of this run, wherever the device is
         for _ in range(kernels):
-            self._cuda.launch(lambda: ran.append(self._cuda.time))
+            self._simulated.launch(lambda: ran.append(self._simulated.time))
 
 
 @pytest.mark.parametrize("is_blocking", [False, True], ids=["streams", "threads"])
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_on_a_device_times_are_those_of_the_kernels(is_blocking: bool, seed: int) -> None:
-    cuda = SimulatedDevice(seed)
-    device = OnDevice(cuda, seed, is_blocking=is_blocking)
+    simulated = SimulatedDevice(seed)
+    device = OnDevice(simulated, seed, is_blocking=is_blocking)
     written = Written()
-    recorder = Recorder(1, clock_of(Cuda(CUDA)), written)
+    recorder = Recorder(1, clock_of(simulated), written)
     device.run(recorder)
     device.run(recorder)
     assert not written.times, "the device has not come to the end"
-    cuda.synchronize_all()
+    simulated.synchronize_all()
     del recorder
     ((_, found),) = written.times
     (run,) = found[FORWARD].runs

@@ -9,12 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fcdp_compile.device import Cpu
 from fcdp_compile.link_fit import Timed
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.stopwatch import Stopwatch
 
-CPU = torch.device("cpu")
+CPU = Cpu()
 
 
 class Others:
@@ -86,6 +87,9 @@ def test_a_row_is_started_ahead() -> None:
         def order(self) -> None:
             events.append(f"end {self._name}")
 
+        def passed(self) -> None:
+            pass
+
     def run() -> Pending:
         name = str(sum(e.startswith("start") for e in events))
         events.append(f"start {name}")
@@ -154,6 +158,9 @@ def test_what_runs_beside_is_started_before_and_ended_after() -> None:
     class Done:
         def order(self) -> None:
             events.append("beside ended")
+
+        def passed(self) -> None:
+            pass
 
     def start() -> list[Pending]:
         events.append("beside started")
