@@ -32,7 +32,7 @@ from benchmarks.cluster.nodes import why_not
 from benchmarks.launch import ROOT, cluster_command
 from benchmarks.network import NETWORKS, cap, sent_bytes
 from fcdp_compile.cost import MACHINES, Link, Machine, assembled_bytes, simulate
-from fcdp_compile.device import Cpu
+from fcdp_compile.devices import Cpu
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.mesh import topology_of

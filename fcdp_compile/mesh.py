@@ -435,5 +435,7 @@ def _own(
 
 def _on_cpu() -> str:
     """The backend of groups for CPU tensors: the default group's, or Gloo where it has none for them."""
-    pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
-    return {device: backend for device, backend in pairs}.get("cpu", "gloo")
+    pairs = (
+        pair.split(":") for pair in dist.get_backend_config().split(",")
+    )  # "cpu:gloo,cuda:nccl"
+    return dict(pairs).get("cpu", "gloo")

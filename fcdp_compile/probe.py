@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fcdp_compile.cluster import ClusterProfile, Measured, Sample, write_profile
 from fcdp_compile.cost import MACHINES, Link, Machine
-from fcdp_compile.device import Device, current_device
+from fcdp_compile.devices import Device, current_device
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.host_memory import total_bytes
 from fcdp_compile.link_fit import Timed, fit_link

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile import registry
 from fcdp_compile.assignment import assign
-from fcdp_compile.device import Device, current_device, device_of
+from fcdp_compile.devices import Device, current_device, device_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.home_shard import KEY, REPLACED, Calls, HomeShard, rows_of
 from fcdp_compile.layout import ParamLayout

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.device import device_of
+from fcdp_compile.devices import device_of
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.initialisation import Step
 from fcdp_compile.runtime.record import ParamRecord

@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.mesh import FlatGroup, Topology, flat_group, has_nccl
+from fcdp_compile.devices import Device
+from fcdp_compile.mesh import FlatGroup, Topology, flat_group
 from fcdp_compile.messages import gather_at_once, gather_objects
 from fcdp_compile.plan import LANES, Kind
 from fcdp_compile.quantize import Codec
 from fcdp_compile.reduction import INTER_KINDS, all_reduce_bytes
+from fcdp_compile.runtime.channel import Channel
 from fcdp_compile.runtime.counters import AGREE, FLAT_WITHIN, Counters
 from fcdp_compile.runtime.gathers import (
-    gather,
     gather_encoded,
     gather_flat,
     gather_own,
@@ -48,16 +49,19 @@ class Collectives:
         self._order: Tensor | None = None
         self.during: Callable[[str], str] = told_alone
 
-    def _wait(self, name: str) -> Wait:
-        return Wait(partial(self.during, name), self._lanes.exiting)
-
-    def _group(self, kind: Kind) -> tuple[dist.ProcessGroup | None, int]:
+    def _channel(self, kind: Kind, name: str) -> Channel:
         t = self._topology
-        return (t.inter, t.nodes) if kind in INTER_KINDS else (t.intra, t.ranks_per_node)
+        group = t.inter if kind in INTER_KINDS else t.intra
+        return self._over(group, self.group_size(kind), name)
+
+    def _over(self, group: dist.ProcessGroup | None, size: int, name: str) -> Channel:
+        wait = Wait(partial(self.during, name), self._lanes.exiting)
+        return Channel(group, size, self._lanes.device, wait)
 
     def group_size(self, kind: Kind) -> int:
         """How many ranks take part in a collective of that kind."""
-        return self._group(kind)[1]
+        t = self._topology
+        return t.nodes if kind in INTER_KINDS else t.ranks_per_node
 
     def all_gather(
         self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
@@ -66,7 +70,7 @@ class Collectives:
 
         codec: of what crosses; every rank gets its own part, too, as the others do.
         """
-        group, size = self._group(kind)
+        size = self.group_size(kind)
         send = _contiguous(send)
         own = tensor_of(send)
         sent_bytes = own.nbytes if codec is None else codec.bytes
@@ -77,10 +81,10 @@ class Collectives:
         if not own.nbytes:
             return Pending(out)
         if codec is None:
-            run = partial(gather, out, own, group, self._wait(name))
+            run = partial(self._channel(kind, name).all_gather, out, own)
             return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
         encoded = _empty(own, size * sent_bytes, torch.uint8)
-        run = partial(gather_encoded, out, encoded, own, codec, group, self._wait(name))
+        run = partial(gather_encoded, out, encoded, own, codec, self._channel(kind, name))
         pending = self._lanes.start(LANES[kind], run, out=out, reads=[send, encoded], name=name)
         pending.encoded = encoded
         return pending
@@ -92,28 +96,28 @@ class Collectives:
 
         codec: of what crosses: a node's own shards become what other nodes get of them.
         """
-        group, size = self._group(kind)
+        size = self.group_size(kind)
         send = _contiguous(send)
         own = tensor_of(send)
         self._counters.add(kind, (size - 1) * own.nbytes)
         out = _empty(own, size * own.numel())
         if not own.nbytes:
             return Pending(out)
-        run = partial(gather_own, out, own, codec, group, self._wait(name))
+        run = partial(gather_own, out, own, codec, self._channel(kind, name))
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def rest_all_gather(
         self, kind: Kind, send: Tensor | Pending, own: Tensor | Pending, name: str
     ) -> Pending:
         """Start the intra-node all-gather of what crossed (HO-Ring): [N*S] and [g*S] -> [g*N*S]."""
-        group, size = self._group(kind)
+        size = self.group_size(kind)
         node_shard, mine = tensor_of(send), tensor_of(own)
         self._counters.add(kind, (size - 1) * (node_shard.nbytes - mine.nbytes // size))
         out = _empty(node_shard, size * node_shard.numel())
         if not node_shard.nbytes:
             return Pending(out)
         node = self._topology.node
-        run = partial(gather_rest, out, node_shard, mine, node, group, self._wait(name))
+        run = partial(gather_rest, out, node_shard, mine, node, self._channel(kind, name))
         return self._lanes.start(LANES[kind], run, out=out, reads=[send, own], name=name)
 
     def make_flat_group(self) -> None:
@@ -139,8 +143,8 @@ class Collectives:
             # Made once: copying from memory that is not pinned waits for the stream, and so for gathers.
             with torch.inference_mode(False):
                 self._order = torch.tensor(self._flat.order, device=own.device)
-        group, order = self._flat.group, self._order
-        run = partial(gather_flat, out, own, codec, group, order, self._wait(name))
+        channel = self._over(self._flat.group, self._topology.ranks, name)
+        run = partial(gather_flat, out, own, codec, channel, self._order)
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduce_scatter(
@@ -150,7 +154,7 @@ class Collectives:
 
         codec: of what crosses: encoded once, and summed once decoded (qgZ of ZeRO++, section 3.3).
         """
-        group, size = self._group(kind)
+        size = self.group_size(kind)
         send = _contiguous(send)
         whole = tensor_of(send)
         sent_bytes = whole.nbytes // size if codec is None else codec.bytes
@@ -161,9 +165,9 @@ class Collectives:
         if not whole.nbytes:
             return Pending(out)
         if codec is None:
-            run = partial(reduce_scatter, out, whole, group, size, self._wait(name))
+            run = partial(reduce_scatter, out, whole, self._channel(kind, name))
         else:
-            run = partial(reduce_encoded, out, whole, codec, group, size, self._wait(name))
+            run = partial(reduce_encoded, out, whole, codec, self._channel(kind, name))
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def all_reduce(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
@@ -171,7 +175,7 @@ class Collectives:
 
         Shape: [n] -> [n].  Every rank gets the same bits.
         """
-        group, size = self._group(kind)
+        size = self.group_size(kind)
         send = _contiguous(send)
         own = tensor_of(send)
         self._counters.add(kind, all_reduce_bytes(own.numel(), own.itemsize, size))
@@ -179,7 +183,7 @@ class Collectives:
             return Pending(own, done=send.done if isinstance(send, Pending) else None)
         parts = _empty(own, -(-own.numel() // size) * size)
         out = parts.narrow(0, 0, own.numel())
-        run = partial(all_reduce, parts, own, group, size, self._wait(name))
+        run = partial(all_reduce, parts, own, self._channel(kind, name))
         return self._lanes.start(LANES[kind], run, out=out, reads=[send, parts], name=name)
 
     def reduction(
@@ -230,10 +234,10 @@ def told_alone(name: str) -> str:
     return name.removeprefix("fcdp::")
 
 
-def are_blocking(topology: Topology) -> bool:
-    """Whether collectives on this topology block their caller: Gloo's do, also for CUDA tensors."""
+def are_blocking(topology: Topology, device: Device) -> bool:
+    """Whether collectives on this topology block their caller: Gloo's do, also for what is on a card."""
     groups = [g for g in (topology.inter, topology.intra) if g is not None]
-    return any(not has_nccl(g) for g in groups)
+    return any(not device.runs_on_stream(g) for g in groups)
 
 
 def _contiguous(send: Tensor | Pending) -> Tensor | Pending:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fcdp_compile.device import Device
+from fcdp_compile.devices import Device
 
 _SERVES = 16
 """A look takes tens of microseconds, a step of 80 layers asks 320 times, and above the threshold there is

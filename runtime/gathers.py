@@ -6,41 +6,18 @@ Each fills `out`, which its caller has allocated, and returns what is left to do
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.mesh import has_nccl
-from fcdp_compile.messages import all_gather
 from fcdp_compile.quantize import Codec
-from fcdp_compile.runtime.group_work import now_or_later, on_host, pinned, to_device
+from fcdp_compile.runtime.channel import Channel, now_or_later
 from fcdp_compile.runtime.tasks import Begun
-from fcdp_compile.waiting import Wait, finish
-
-_Group = dist.ProcessGroup | None
-
-
-def gather(out: Tensor, send: Tensor, group: _Group, wait: Wait) -> Begun | None:
-    """[n] of every rank -> [size*n]."""
-    if send.is_cuda and has_nccl(group):
-        _start(out, send, group).wait()  # makes the current stream wait
-        return None
-    staged = on_host(send) if send.is_cuda else send
-    arrived = pinned(staged, out.numel()) if send.is_cuda else out
-    work = _start(arrived, staged, group)
-
-    def end() -> None:
-        finish(work, group, wait)
-        if arrived is not out:
-            to_device(out, arrived)
-
-    return Begun(end)
 
 
 def gather_encoded(
-    out: Tensor, encoded: Tensor, send: Tensor, codec: Codec, group: _Group, wait: Wait
+    out: Tensor, encoded: Tensor, send: Tensor, codec: Codec, channel: Channel
 ) -> Begun | None:
     """[n] of every rank -> [size*n], and the same in `encoded` as it travelled, [size*bytes]."""
-    left = gather(encoded, codec.encode(send.view(1, -1)).view(-1), group, wait)
+    left = channel.all_gather(encoded, codec.encode(send.view(1, -1)).view(-1))
 
     def decode() -> None:
         rows = codec.decode(encoded.view(-1, codec.bytes), out.dtype)
@@ -49,17 +26,15 @@ def gather_encoded(
     return now_or_later(decode, left)
 
 
-def gather_own(
-    out: Tensor, send: Tensor, codec: Codec | None, group: _Group, wait: Wait
-) -> Begun | None:
+def gather_own(out: Tensor, send: Tensor, codec: Codec | None, channel: Channel) -> Begun | None:
     """[S] of every rank of a node -> [g*S], as it would have come from another node."""
     if codec is not None:
         send = codec.decode(codec.encode(send.view(1, -1)), send.dtype).view(-1)
-    return gather(out, send, group, wait)
+    return channel.all_gather(out, send)
 
 
 def gather_rest(
-    out: Tensor, node_shard: Tensor, own: Tensor, node: int, group: _Group, wait: Wait
+    out: Tensor, node_shard: Tensor, own: Tensor, node: int, channel: Channel
 ) -> Begun | None:
     """[N*S] of every rank of a node, which is number `node`, and all of that node's own [g*S] -> [g*N*S]."""
     slot = own.numel() * node_shard.numel() // out.numel()
@@ -69,7 +44,7 @@ def gather_rest(
     else:
         others = torch.cat([rows[:node], rows[node + 1 :]])
     arrived = torch.empty_like(out[: out.numel() - own.numel()])
-    left = gather(arrived, others.reshape(-1), group, wait)
+    left = channel.all_gather(arrived, others.reshape(-1))
 
     def assemble() -> None:
         full = out.view(-1, len(rows), slot)
@@ -82,15 +57,15 @@ def gather_rest(
 
 
 def gather_flat(
-    out: Tensor, send: Tensor, codec: Codec | None, group: _Group, order: Tensor, wait: Wait
+    out: Tensor, send: Tensor, codec: Codec | None, channel: Channel, order: Tensor
 ) -> Begun | None:
     """[S] of every rank of the mesh -> [G*S]; order: the rank in the group that has each part."""
     if codec is None:
         arrived = torch.empty_like(out)
-        left = gather(arrived, send, group, wait)
+        left = channel.all_gather(arrived, send)
     else:
         arrived = out.new_empty(len(order) * codec.bytes, dtype=torch.uint8)
-        left = gather(arrived, codec.encode(send.view(1, -1)).view(-1), group, wait)
+        left = channel.all_gather(arrived, codec.encode(send.view(1, -1)).view(-1))
 
     def assemble() -> None:
         rows = arrived.view(len(order), -1)
@@ -99,11 +74,3 @@ def gather_flat(
         torch.index_select(rows, 0, order, out=out.view(rows.shape))
 
     return now_or_later(assemble, left)
-
-
-def _start(out: Tensor, send: Tensor, group: _Group) -> dist.Work:
-    # Bytes travel, whatever the dtype.  Views taken here, as the caller's inference mode would spoil them.
-    work: dist.Work = all_gather(
-        out.view(torch.uint8), send.view(torch.uint8), group=group, async_op=True
-    )
-    return work

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from fcdp_compile.device import Device
+from fcdp_compile.devices import Device
 from fcdp_compile.mesh import Topology
 from fcdp_compile.plan import Bucket, Kind, Lane
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.stream_lane import StreamLane
 from fcdp_compile.runtime.stream_order import Ordered, StreamOrder
-from fcdp_compile.runtime.tasks import Begun, Run, TaskLane
+from fcdp_compile.runtime.tasks import Run, TaskLane, within
 from fcdp_compile.runtime.thread_lane import ThreadLane
 from fcdp_compile.torch_compat import is_profiling
 
@@ -90,13 +90,13 @@ class Lanes:
         """
         after = [r.done for r in reads if isinstance(r, Pending) and r.done is not None]
         held: list[object] = [out, *reads]
+        task = self._task(lane, name, run)
         if not self.device.has_streams:
-            return Pending(
-                out, done=self._lane(lane).start(self._task(lane, name, run), after, held)
-            )
+            return Pending(out, done=self._lane(lane).start(task, after, held))
         # First: a task that fails may leave behind on its stream what it had begun.
         clock = self._order.add(lane, after, held)
-        done = self._lane(lane).start(self._task(lane, name, run), after, held)
+        task = within(partial(self.device.watching, name), task)
+        done = self._lane(lane).start(task, after, held)
         return Pending(out, done=Ordered(done, clock, self._order))
 
     @contextmanager
@@ -141,12 +141,4 @@ def _give_up(lanes: dict[Lane, TaskLane], exiting: Event, pid: int) -> None:
 
 
 def _named(lane: Lane, name: str, run: Run) -> Run:
-    if not is_profiling():
-        return run
-
-    def named() -> object:
-        with record_function(name):
-            left = run()
-        return Begun(_named(lane, name, left.finish)) if isinstance(left, Begun) else left
-
-    return named
+    return within(partial(record_function, name), run) if is_profiling() else run

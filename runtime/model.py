@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.device import Device
+from fcdp_compile.devices import Device
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_home
@@ -64,7 +64,7 @@ class ShardedModel:
         self.accumulates = any(strategy.accumulates_on for strategy in self.strategies)
         self.device = device
         self.counters = Counters()
-        self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
+        self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology, device))
         self.collectives = Collectives(topology, self.counters, self.lanes)
         self._alone = Alone(topology, self.collectives)
         self.pool = PinnedPool(device, numa_node=numa.node_of(device))

@@ -12,7 +12,7 @@ import os
 import platform
 from pathlib import Path
 
-from fcdp_compile.device import Device
+from fcdp_compile.devices import Device
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from fcdp_compile.device import Device
+from fcdp_compile.devices import Device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.runtime import numa
 

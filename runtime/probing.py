@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fcdp_compile.device import Device
+from fcdp_compile.devices import Device
 from fcdp_compile.host_memory import detect
 from fcdp_compile.link_fit import Timed
 from fcdp_compile.mesh import Topology
@@ -53,7 +53,7 @@ class Probing:
     def __init__(self, topology: Topology, device: Device) -> None:
         self._topology = topology
         self.device = device
-        self._lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology))
+        self._lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology, device))
         self._pool = PinnedPool(device, numa_node=numa.node_of(device))
         self.collectives = Collectives(topology, Counters(), self._lanes)
         self._watch = Stopwatch(self.collectives, device)

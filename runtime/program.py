@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fcdp_compile import ops
+from fcdp_compile.devices import Device
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.reduction import REDUCING
@@ -171,7 +172,8 @@ class Program:
         return lambda values: function(values[at], index)
 
     def _bind_segment(self, node: Node) -> Call:
-        segment = self._segments[str(node.target)]
+        name = str(node.target)
+        segment = self._segments[name]
         places = [self._place[a] for a in node.args]
         now = self._place[node]
         last = {
@@ -184,7 +186,8 @@ class Program:
             args = [values[p] for p in places]
             for p in last:
                 values[p] = None
-            return segment(args)
+            device: Device = values[-1].model.lanes.device
+            return device.launch(segment, args, name)
 
         return call
 

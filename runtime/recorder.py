@@ -19,7 +19,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-from fcdp_compile.device import Device
+from fcdp_compile.devices import Device
 from fcdp_compile.plan import Kind, Lane, Plan, Step
 from fcdp_compile.recording import RecordedRun, Recording, ScheduleKey
 from fcdp_compile.runtime.lanes import Lanes

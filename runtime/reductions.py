@@ -6,71 +6,45 @@ Each fills `out`, which its caller has allocated, and returns what is left to do
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.mesh import has_nccl
 from fcdp_compile.packing import padded
 from fcdp_compile.quantize import Codec
-from fcdp_compile.runtime.gathers import gather
-from fcdp_compile.runtime.group_work import now_or_later, on_host, to_device
+from fcdp_compile.runtime.channel import Channel, now_or_later
 from fcdp_compile.runtime.tasks import Begun
-from fcdp_compile.waiting import Wait, finish
-
-_Group = dist.ProcessGroup | None
-
-# torch 2.13 renamed it and warns of the older name, the only one of 2.11.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def reduce_scatter(out: Tensor, send: Tensor, group: _Group, size: int, wait: Wait) -> Begun | None:
+def reduce_scatter(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
     """[size*n] of every rank -> the average of its part [n]."""
-    if send.is_cuda and has_nccl(group):
-        _reduce_scatter(out, send, op=dist.ReduceOp.AVG, group=group, async_op=True).wait()
-        return None
     # Gloo's reduce_scatter is an all-reduce underneath and moves twice the bytes; all-to-all moves the
     # right ones, and leaves the sum to us.
-    staged = on_host(send) if send.is_cuda else send
-    parts = torch.empty_like(staged)
-    work = dist.all_to_all_single(parts, staged, group=group, async_op=True)
+    parts = torch.empty_like(send)
 
-    def end() -> None:
-        finish(work, group, wait)
+    def average() -> None:
         wide = torch.promote_types(parts.dtype, torch.float32)
-        average = parts.view(size, -1).sum(0, dtype=wide).div_(size)
-        if out.is_cuda:
-            to_device(out, average.to(out.dtype).pin_memory())
-        else:
-            out.copy_(average)
+        out.copy_(parts.view(channel.size, -1).sum(0, dtype=wide).div_(channel.size))
 
-    return Begun(end)
+    return now_or_later(average, channel.all_to_all(parts, send))
 
 
-def all_reduce(out: Tensor, send: Tensor, group: _Group, size: int, wait: Wait) -> Begun | None:
+def all_reduce(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
     """The average of [n] in `out`, which is as long as n rounded up to a multiple of the group's size."""
-    whole = padded(send, size)
-    mine = torch.empty_like(out[: out.numel() // size])
-    left = reduce_scatter(mine, whole, group, size, wait)
+    whole = padded(send, channel.size)
+    mine = torch.empty_like(out[: out.numel() // channel.size])
+    left = reduce_scatter(mine, whole, channel)
     if left is not None:
         left.finish()  # here: what another thread began would meet the next collective out of order
-    return gather(out, mine, group, wait)
+    return channel.all_gather(out, mine)
 
 
-def reduce_encoded(
-    out: Tensor, send: Tensor, codec: Codec, group: _Group, size: int, wait: Wait
-) -> Begun | None:
+def reduce_encoded(out: Tensor, send: Tensor, codec: Codec, channel: Channel) -> Begun | None:
     """[size*n] of every rank -> the average of its part [n], encoded once and summed once decoded."""
-    on_stream = send.is_cuda and has_nccl(group)
-    encoded = codec.encode(send.view(size, -1))
-    staged = on_host(encoded.view(-1)) if send.is_cuda and not on_stream else encoded.view(-1)
-    parts = torch.empty_like(staged)
-    work = dist.all_to_all_single(parts, staged, group=group, async_op=True)
-    if on_stream:
-        work.wait()  # makes the current stream wait
+    encoded = codec.encode(send.view(channel.size, -1)).view(-1)
+    parts = torch.empty_like(encoded)
 
     def average() -> None:
         wide = torch.promote_types(out.dtype, torch.float32)
-        rows = codec.decode(parts.view(size, -1).to(out.device), wide)
-        out.copy_(rows.sum(0).div_(size))
+        rows = codec.decode(parts.view(channel.size, -1), wide)
+        out.copy_(rows.sum(0).div_(channel.size))
 
-    return now_or_later(average, None if on_stream else Begun(lambda: finish(work, group, wait)))
+    return now_or_later(average, channel.all_to_all(parts, encoded))

@@ -64,7 +64,8 @@ class CompiledPlan:
         with self._told(model, direction):
             places = self.shards.get(direction, {})
             others = model.not_its_own({key: args[i] for key, i in places.items()})
-            variant = self._prepare(model, accumulates=accumulates, is_given=bool(others))
+            with model.lanes.device.watching(f"the start of a {direction.value} pass"):
+                variant = self._prepare(model, accumulates=accumulates, is_given=bool(others))
             if variant is not Variant.GIVEN:
                 return self._run(model, (direction, variant), args, accumulates=accumulates)
             model.warn_of_given(others)
@@ -130,9 +131,9 @@ class CompiledPlan:
         bring_back_inputs(args[i] for i in self.reads.get(key, ()))
         program = self.programs[key]
         if self.recorder is None or given:
-            return program.run(model, args, accumulates=accumulates, given=given)
+            return _watched(program, key, model, args, accumulates=accumulates, given=given)
         with self.recorder.run(self.plan, key, program, model.lanes) as around:
-            return program.run(model, args, accumulates=accumulates, around=around)
+            return _watched(program, key, model, args, accumulates=accumulates, around=around)
 
     def _backward_variant(self, model: ShardedModel, args: list[Any]) -> Variant:
         """What the forward was told to do with gradients, and whether any wait; the same on all ranks."""
@@ -186,6 +187,21 @@ class CompiledPlan:
             if bucket.frozen and bucket.strategy.is_resident:
                 model.release_shards(bucket)
         return Variant.COLD if cold else Variant.WARM
+
+
+def _watched(
+    program: Program, key: ScheduleKey, model: ShardedModel, args: list[Any], **options: Any
+) -> tuple[Any, ...]:
+    """Run a program; a device that checks its streams is told what they do."""
+    device, name = model.lanes.device, " ".join(part.value for part in key)
+    shards = [r.peek() for r in model.records.values()]
+    device.note([], shards, f"what came before the {name} pass")  # an optimizer writes to them
+    with device.watching(f"the {name} pass"):
+        results = program.run(model, args, **options)
+    device.note(
+        [r for r in results if isinstance(r, Tensor)], [], f"what comes after the {name} pass"
+    )
+    return results
 
 
 def _nothing() -> None:

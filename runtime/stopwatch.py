@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fcdp_compile.device import Device
+from fcdp_compile.devices import Device
 from fcdp_compile.link_fit import Timed
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.pending import Pending

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fcdp_compile.device import Device, Event
+from fcdp_compile.devices import Device, Event
 from fcdp_compile.runtime.pending import Done
 from fcdp_compile.runtime.tasks import Begun, Run
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from fcdp_compile.runtime.pending import Done
 
@@ -17,6 +18,17 @@ class Begun:
     """What a task returns that needs the lane no longer, but is done only when `finish` returns."""
 
     finish: Callable[[], object]
+
+
+def within(context: Callable[[], AbstractContextManager[Any]], run: Run) -> Run:
+    """A task in a context, also what it has only begun."""
+
+    def inside() -> object:
+        with context():
+            left = run()
+        return Begun(within(context, left.finish)) if isinstance(left, Begun) else left
+
+    return inside
 
 
 class TaskLane(Protocol):

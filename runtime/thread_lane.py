@@ -24,7 +24,7 @@ from traceback import clear_frames
 
 import torch
 
-from fcdp_compile.device import Device
+from fcdp_compile.devices import Device
 from fcdp_compile.runtime.pending import Done
 from fcdp_compile.runtime.stream_lane import OnStream, StreamLane
 from fcdp_compile.runtime.tasks import Begun, Run

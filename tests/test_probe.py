@@ -15,7 +15,7 @@ from commands import refusal
 from fcdp_compile.cli import main
 from fcdp_compile.cluster import Measured, find_profile
 from fcdp_compile.cost import MACHINES, Link
-from fcdp_compile.device import Cpu, Cuda
+from fcdp_compile.devices import Cpu, Cuda
 from fcdp_compile.link_fit import Timed
 from fcdp_compile.probe import Findings, profile_of, sizes_up_to
 from fcdp_compile.probe_request import ProbeRequest

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fcdp_compile.device import device_of
+from fcdp_compile.devices import device_of
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from fcdp_compile.device import Cpu
+from fcdp_compile.devices import Cpu
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.counters import Counters

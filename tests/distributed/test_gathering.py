@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcdp_compile.device import Cpu
+from fcdp_compile.devices import Cpu
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import topology_of
 from fcdp_compile.plan import Kind, Tier

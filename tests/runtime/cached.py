@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from builders_plan import make_bucket
-from fcdp_compile.device import Cpu
+from fcdp_compile.devices import Cpu
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from builders_graph import Lowered
-from fcdp_compile.device import Cpu
+from fcdp_compile.devices import Cpu
 from fcdp_compile.layout import choose_dim
 from fcdp_compile.plan import LANES, Direction, Kind, Tier, Variant
 from fcdp_compile.runtime.codecs import Codecs

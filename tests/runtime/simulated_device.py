@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fcdp_compile.device import Device
+from fcdp_compile.devices import Device
 
 
 class Event:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcdp_compile.device import Cpu, current_device
+from fcdp_compile.devices import Cpu, current_device
 from fcdp_compile.runtime.device_memory import DeviceMemory
 
 CPU = torch.device("cpu")

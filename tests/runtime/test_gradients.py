@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from builders_plan import make_bucket
-from fcdp_compile.device import Cpu
+from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.packing import unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier

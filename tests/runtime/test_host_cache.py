@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from fcdp_compile.device import Cpu
+from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.runtime.counters import Counters

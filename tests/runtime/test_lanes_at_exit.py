@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from fcdp_compile.device import Cpu
+from fcdp_compile.devices import Cpu
 from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.lanes import Lanes
 from tests.runtime.on_lanes import Gate, start
@@ -18,7 +18,7 @@ from tests.runtime.on_lanes import Gate, start
 def run(script: str) -> subprocess.CompletedProcess[str]:
     whole = """
         import sys, threading, time, torch
-        from fcdp_compile.device import Cpu
+        from fcdp_compile.devices import Cpu
         from fcdp_compile.plan import Lane
         from fcdp_compile.runtime.lanes import Lanes
         lanes, out = Lanes(Cpu(), is_blocking=True), torch.zeros(1)

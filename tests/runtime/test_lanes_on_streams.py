@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from fcdp_compile.device import Cuda
+from fcdp_compile.devices import Cuda
 from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.lanes import Lanes
 from fcdp_compile.runtime.pending import Pending

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fcdp_compile
-from fcdp_compile.device import Cpu
+from fcdp_compile.devices import Cpu
 from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.pinned import PinnedPool
 

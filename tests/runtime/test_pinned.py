@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from fcdp_compile.device import Cpu, Cuda
+from fcdp_compile.devices import Cpu, Cuda
 from fcdp_compile.plan_check import ITEMSIZES
 from fcdp_compile.runtime import pinned
 from fcdp_compile.runtime.pinned import PinnedPool

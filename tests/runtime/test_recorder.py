@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 from builders_graph import Lowered, Where, lower_toy
 from builders_plan import make_plan, make_steps
-from fcdp_compile.device import Cpu, Cuda
+from fcdp_compile.devices import Cpu, Cuda
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import LANES, Direction, Kind, Lane, Plan, Schedule, Step, Tier, Variant
 from fcdp_compile.recording import Recording, ScheduleKey

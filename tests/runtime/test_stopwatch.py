@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fcdp_compile.device import Cpu
+from fcdp_compile.devices import Cpu
 from fcdp_compile.link_fit import Timed
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.pending import Pending

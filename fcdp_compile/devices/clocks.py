@@ -1,0 +1,87 @@
+"""Vector clocks of streams, and what accesses to memory they order.
+
+Each party, a stream or the host beside it, has a clock: how much of every party's work surely comes before
+what it does next (Mattern 1989, "Virtual time and global states of distributed systems").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+Party = Hashable
+Clock = Mapping[Party, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One use of memory: who, as the how manieth of its works, and what to tell people of it."""
+
+    party: Party
+    time: int
+    what: str
+
+
+@dataclass(slots=True)
+class Memory:
+    """One piece of memory.
+
+    owner: the party to whose next work it goes when it is freed.  written: the last write.  reads: the last
+    read of each party since then.
+    """
+
+    owner: Party
+    bytes: int
+    is_of_host: bool = False
+    written: Access | None = None
+    reads: dict[Party, Access] = field(default_factory=dict)
+
+    def uses(self) -> Iterator[Access]:
+        """What nobody may write over before it is done."""
+        if self.written is not None:
+            yield self.written
+        yield from self.reads.values()
+
+
+class Clocks:
+    """The clocks of all parties of one device."""
+
+    def __init__(self) -> None:
+        self._clocks: dict[Party, dict[Party, int]] = {}
+
+    def now(self, party: Party) -> Clock:
+        """What surely comes before the next work of a party, its own included; stays as it is."""
+        return dict(self._clocks.get(party, {}))
+
+    def wait(self, party: Party, clock: Clock) -> None:
+        """Let the next work of a party come after all that a clock counts."""
+        mine = self._clocks.setdefault(party, {})
+        for other, time in clock.items():
+            mine[other] = max(time, mine.get(other, 0))
+
+    def work(self, party: Party) -> int:
+        """Count a work of a party; returns which it is."""
+        mine = self._clocks.setdefault(party, {})
+        mine[party] = mine.get(party, 0) + 1
+        return mine[party]
+
+    def is_done(self, access: Access, party: Party) -> bool:
+        """Whether an access surely comes before the next work of a party."""
+        return self._clocks.get(party, {}).get(access.party, 0) >= access.time
+
+    def read(self, memory: Memory, access: Access) -> Access | None:
+        """Note a read; returns the access that it should have come after, and does not surely."""
+        conflict = memory.written
+        memory.reads[access.party] = access
+        return conflict if conflict and not self.is_done(conflict, access.party) else None
+
+    def write(self, memory: Memory, access: Access) -> Access | None:
+        """Note a write; returns an access that it should have come after, and does not surely."""
+        conflict = self.unfinished(memory, access.party)
+        memory.written = access
+        memory.reads.clear()
+        return conflict
+
+    def unfinished(self, memory: Memory, party: Party) -> Access | None:
+        """An access to memory that is not surely done when a party works next."""
+        return next((use for use in memory.uses() if not self.is_done(use, party)), None)

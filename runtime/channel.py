@@ -1,0 +1,83 @@
+"""A group of ranks, and the way that its collectives take what is on a device.
+
+the host itself                 blocks its caller; done in two parts
+a card, collectives on streams  given to the lane's own stream
+a card, collectives that block  through pinned memory of the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcdp_compile.devices import Device
+from fcdp_compile.messages import all_gather
+from fcdp_compile.runtime.tasks import Begun
+from fcdp_compile.waiting import Wait, finish
+
+
+def now_or_later(last: Callable[[], None], left: Begun | None) -> Begun | None:
+    """Do `last` after what is left: now, if that is nothing."""
+    if left is None:
+        last()
+        return None
+
+    def both() -> None:
+        left.finish()
+        last()
+
+    return Begun(both)
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One collective's group, the number of ranks in it, their device, and how to wait for them."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    device: Device
+    wait: Wait
+
+    def all_gather(self, out: Tensor, send: Tensor) -> Begun | None:
+        """[n] of every rank -> [size*n]."""
+        return self._run(partial(all_gather, group=self.group), out, send)
+
+    def all_to_all(self, out: Tensor, send: Tensor) -> Begun | None:
+        """[size*n], one part for each rank -> [size*n], one part of each rank."""
+        return self._run(partial(dist.all_to_all_single, group=self.group), out, send)
+
+    def _run(self, collective: Callable[..., dist.Work], out: Tensor, send: Tensor) -> Begun | None:
+        # Bytes travel, whatever the dtype.  Views are taken here: the caller's inference mode would spoil
+        # them.
+        out, send = out.view(torch.uint8), send.view(torch.uint8)
+        if self.device.runs_on_stream(self.group):
+            # Not asynchronously: NCCL would take a stream of its own and make the lane's wait for it.
+            collective(out, send, async_op=False)
+            return None
+        is_staged = self.device.has_streams
+        staged = self._on_host(send) if is_staged else send
+        arrived = _pinned(out) if is_staged else out
+        work = collective(arrived, staged, async_op=True)
+
+        def end() -> None:
+            finish(work, self.group, self.wait)
+            if is_staged:
+                # The allocator of pinned memory notes which stream reads it, so `arrived` may go.
+                out.copy_(arrived, non_blocking=True)
+
+        return Begun(end)
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """A pinned copy, complete."""
+        host = _pinned(tensor).copy_(tensor, non_blocking=True)
+        self.device.synchronize()  # this thread's own stream, off the Python main thread
+        return host
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
