@@ -61,7 +61,7 @@ class Channel:
             return None
         is_staged = self.device.has_streams
         staged = self._on_host(send) if is_staged else send
-        arrived = _pinned(out) if is_staged else out
+        arrived = self.device.pinned_like(out) if is_staged else out
         work = collective(arrived, staged, async_op=True)
 
         def end() -> None:
@@ -74,10 +74,6 @@ class Channel:
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         """A pinned copy, complete."""
-        host = _pinned(tensor).copy_(tensor, non_blocking=True)
+        host = self.device.pinned_like(tensor).copy_(tensor, non_blocking=True)
         self.device.synchronize()  # this thread's own stream, off the Python main thread
         return host
-
-
-def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)

@@ -43,9 +43,10 @@ def release(
     """Release what can be released of a bucket that is valid in the cache.
 
     specs, parameters: of the bucket, in its order.  node: this rank's.
-    Nothing is, where the cache is not in host memory or the copy there has less precision.
+    Nothing is, where the cache is not in host memory or is about to leave it, or where the copy there has
+    less precision.
     """
-    if bucket.wire is not Format.FULL:
+    if bucket.wire is not Format.FULL or cache.keeps_in_full(bucket):
         return
     dtype = getattr(torch, bucket.dtype)
     generation = cache.generation(bucket.id)

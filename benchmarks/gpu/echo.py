@@ -121,7 +121,8 @@ class EchoGroup(dist.ProcessGroup):
 
 def init_echo(nodes: int, ranks_per_node: int) -> None:
     """Make the default group one of so many ranks, of which this process is the first."""
-    dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
     dist.init_process_group(
         BACKEND, store=dist.HashStore(), rank=0, world_size=nodes * ranks_per_node
     )

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -41,6 +40,9 @@ _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_st
 
 _COPIES = ("copy_", "_to_copy")
 """Operators of aten that may cross between the host and the device."""
+
+_FROM_PYTHON = "lift_fresh"
+"""The operator of aten through which `torch.tensor` passes what it has made."""
 
 _ITEM = "_local_scalar_dense"
 """The operator of aten by which the host reads a number of the device."""
@@ -158,6 +160,13 @@ class CheckedDevice(Device):
                 if conflict := self._clocks.write(memory, access):
                     raise _error("writes to what may still be in use", access, conflict)
 
+    def allocated(self, made: Sequence[Tensor]) -> None:
+        """Memory without values that belongs to this thread's current stream from now on."""
+        with self._lock:
+            self._sweep()
+            for tensor in made:
+                self._memory(tensor, self._party())
+
     def waited_for(self) -> None:
         """The Python thread has waited for its current stream."""
         with self._lock:
@@ -192,6 +201,12 @@ class CheckedDevice(Device):
     @property
     def registers(self) -> bool:
         return self._device.registers
+
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        made = self._device.pinned_like(tensor)
+        with self._lock:
+            self._memory(made, _HOST)
+        return made
 
     def register(self, address: int, size_bytes: int) -> str:
         if not (why := self._device.register(address, size_bytes)):
@@ -299,11 +314,12 @@ class _Watch(DispatchMode):
         reads, writes = _given(func, args, kwargs)
         result = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        if name in _UNWRITTEN:
-            return result
         known = {storage_id(t) for t in (*reads, *writes)}
         found = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         made = [t for t in found if storage_id(t) not in known]
+        if name in _UNWRITTEN or name == _FROM_PYTHON:
+            self._device.allocated(found)
+            return result
         if not made and not writes and name != _ITEM:  # a view
             return result
         self._device.note_operator(reads, writes, made, name)

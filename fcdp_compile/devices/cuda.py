@@ -61,6 +61,9 @@ class Cuda(Device):
     def registers(self) -> bool:
         return True
 
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+
     def register(self, address: int, size_bytes: int) -> str:
         cudart = torch.cuda.cudart()
         with torch.cuda.device(self.torch):

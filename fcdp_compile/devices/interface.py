@@ -101,6 +101,13 @@ class Device(ABC):
         """Whether memory of the host must be registered for copies to be fast."""
         return False
 
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        """A buffer of the host that copies to and from the device are fast with.
+
+        It may go as soon as the last copy was given to a stream.
+        """
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
     def register(self, address: int, size_bytes: int) -> str:
         """Register memory of the host; returns why that is not possible, or nothing."""
         return ""

@@ -70,15 +70,20 @@ class Buffer:
 
 
 class SimulatedDevice(Device):
-    """One device, with a stream for compute."""
+    """One device, with a stream for compute.
+
+    is_blocking: whether collectives block their caller, as Gloo's do.
+    """
 
     has_streams = True
     backends = "fake"
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, is_blocking: bool = False) -> None:
         super().__init__(torch.device("cpu"))
+        self._is_blocking = is_blocking
         self._random = random.Random(seed)
         self._current = threading.local()
+        self.used_bytes = 0
         self.time = 0  # kernels that ran, so that every one takes a millisecond
         self.streams: list[Stream] = []
         self.compute = self._new_stream()
@@ -97,6 +102,16 @@ class SimulatedDevice(Device):
 
     def total_bytes(self) -> None:
         return None
+
+    def allocated_bytes(self) -> int:
+        return self.used_bytes
+
+    @property
+    def registers(self) -> bool:
+        return True
+
+    def runs_on_stream(self, group: object) -> bool:
+        return not self._is_blocking
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:

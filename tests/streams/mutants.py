@@ -1,0 +1,250 @@
+"""Take one wait, event, hold or dependence out of the runtime at a time: the check must notice each.
+
+    python -m tests.streams.mutants [--list] [NUMBER ...]
+
+A mutant is a function of the runtime compiled from a changed syntax tree, put in the place of the real code
+while the programs of `programs` run.  What is changed is found in the source, so a wait that is added later
+is tried, too:
+
+    statement   x.order(), x.wait_event(e), x.synchronize(), x.passed(), x.wait()   left out
+    value       x.wait()                                                            x.tensor
+    argument    done=x                                                              done=None
+    element     reads=[a, b], held = [a, b]                                         each left out in turn
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from tests.streams.programs import PROGRAMS, Job, four_ranks
+
+MODULES = (
+    "stream_lane",
+    "thread_lane",
+    "stream_order",
+    "pending",
+    "lanes",
+    "channel",
+    "collectives",
+    "host_cache",
+    "gradients",
+    "released",
+    "model",
+    "alone",
+    "read",
+    "program",
+)
+"""Those of the runtime that order anything."""
+
+_ORDERING = ("order", "wait_event", "synchronize", "passed", "wait")
+_LISTS = ("reads", "held", "after")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change: in which function of a module, at which line, what, and the code that has it."""
+
+    module: str
+    function: str
+    line: int
+    what: str
+    code: CodeType
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}:{self.line} {self.what}"
+
+
+class _Change(ast.NodeTransformer):
+    """Makes the change with a number; counts them all."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.count = 0
+        self.made: tuple[str, int, str] | None = None
+        self._inside: list[str] = []
+
+    def _is_it(self, node: ast.AST, what: str) -> bool:
+        is_it = self.count == self._number
+        self.count += 1
+        if is_it:
+            line: int = getattr(node, "lineno", 0)
+            self.made = ".".join(self._inside), line, what
+        return is_it
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return self._within(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._within(node)
+
+    def _within(self, node: ast.ClassDef | ast.FunctionDef) -> ast.AST:
+        # A function in a function is part of the outer one's code.
+        outermost = (
+            not self._inside
+            or self._inside[-1][:1].isupper()
+            or self._inside[-1][:2] in _OF_CLASSES
+        )
+        if outermost:
+            self._inside.append(node.name)
+        self.generic_visit(node)
+        if outermost:
+            self._inside.pop()
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        if (name := _called(node.value)) in _ORDERING and self._is_it(node, f"no {name}()"):
+            return ast.copy_location(ast.Pass(), node)
+        if _called(node.value) in _ORDERING:
+            assert isinstance(node.value, ast.Call)
+            self.generic_visit(node.value)
+            return node
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if _called(node) == "wait" and not node.args and self._is_it(node, "wait() is .tensor"):
+            assert isinstance(node.func, ast.Attribute)
+            tensor = ast.Attribute(value=node.func.value, attr="tensor", ctx=ast.Load())
+            return ast.copy_location(tensor, node)
+        for keyword in node.keywords:
+            is_none = isinstance(keyword.value, ast.Constant)
+            if keyword.arg == "done" and not is_none and self._is_it(node, "done=None"):
+                keyword.value = ast.copy_location(ast.Constant(None), keyword.value)
+            if keyword.arg in _LISTS and isinstance(keyword.value, ast.List):
+                self._shorten(keyword.value, keyword.arg)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(target := node.targets[0], ast.Name):
+            self._shorten_all(target.id, node.value)
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Name) and node.value is not None:
+            self._shorten_all(node.target.id, node.value)
+        return node
+
+    def _shorten_all(self, name: str, value: ast.AST) -> None:
+        if name in _LISTS:
+            for each in ast.walk(value):
+                if isinstance(each, ast.List):
+                    self._shorten(each, name)
+
+    def _shorten(self, of: ast.List, name: str) -> None:
+        for element in list(of.elts):
+            if self._is_it(element, f"{name} without {ast.unparse(element)}"):
+                of.elts.remove(element)
+
+
+_OF_CLASSES = tuple(f"_{letter}" for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+def _called(node: ast.AST) -> str:
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return node.func.attr if is_method else ""  # type: ignore[attr-defined]
+
+
+def mutants() -> Iterator[Mutant]:
+    """Every change of every module, in the order of the source."""
+    for name in MODULES:
+        module = importlib.import_module(f"fcdp_compile.runtime.{name}")
+        assert module.__file__ is not None
+        source = Path(module.__file__).read_text()
+        number, count = 0, 1
+        while number < count:
+            change = _Change(number)
+            tree = ast.fix_missing_locations(change.visit(ast.parse(source)))
+            number, count = number + 1, change.count
+            if change.made is None:
+                continue
+            function, line, what = change.made
+            code = next(_find(compile(tree, module.__file__, "exec"), function))
+            yield Mutant(name, function, line, what, code)
+
+
+def _find(code: CodeType, name: str) -> Iterator[CodeType]:
+    if code.co_qualname == name:
+        yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _find(constant, name)
+
+
+@contextmanager
+def applied(mutant: Mutant) -> Iterator[None]:
+    """Within, the runtime has the change."""
+    found: Any = importlib.import_module(f"fcdp_compile.runtime.{mutant.module}")
+    for part in mutant.function.split("."):
+        found = vars(found)[part] if isinstance(found, type) else getattr(found, part)
+    found = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
+    function: FunctionType = getattr(found, "__wrapped__", found)
+    before, function.__code__ = function.__code__, mutant.code
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+class Trial:
+    """Runs programs, and builds one again only if it has failed."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._ready: dict[str, tuple[Job, int]] = {}
+
+    def _job(self, name: str) -> tuple[Job, int]:
+        if name not in self._ready:
+            job = Job(PROGRAMS[name])
+            for _ in range(2):
+                PROGRAMS[name].once(job)
+            self._ready[name] = job, job.alive_bytes()
+        return self._ready[name]
+
+    def caught(self, mutant: Mutant) -> str:
+        """The program that notices a mutant, and what it says; nothing if none does."""
+        for name in self.names:
+            job, alive = self._job(name)
+            try:
+                with applied(mutant):
+                    PROGRAMS[name].once(job)
+                    PROGRAMS[name].once(job)
+                    found = job.alive_bytes()
+            except Exception as error:
+                said = f"{name}: {type(error).__name__}: {error}"
+            else:
+                said = f"{name}: {found} bytes alive, not {alive}" if found != alive else ""
+            if said:
+                del self._ready[name], job
+                gc.collect()
+                return said
+        return ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    chosen = {int(a) for a in arguments if not a.startswith("-")}
+    survivors = 0
+    with four_ranks():
+        trial = Trial(list(PROGRAMS))
+        for number, mutant in enumerate(mutants()):
+            if chosen and number not in chosen:
+                continue
+            said = "" if "--list" in arguments else trial.caught(mutant)
+            survivors += not said
+            sys.stdout.write(f"{number:3} {mutant}\n      {said[:160] or 'NOT CAUGHT'}\n")
+            sys.stdout.flush()
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""Small jobs of every kind on one rank of 2 x 2 whose device is simulated and checks its streams.
+
+The group is an echo (`benchmarks.gpu.echo`): every other rank does what this one does.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fcdp_compile
+from benchmarks.gpu.echo import init_echo
+from fcdp_compile import sharding
+from fcdp_compile.devices import CheckedDevice
+from tests.runtime.simulated_device import SimulatedDevice
+
+BUCKET_MB = 0.004  # a bucket for each layer or two
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a low-rank update of it that is trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Linear(width, 2, bias=False)
+        self.up = nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x) + self.up(self.down(x))
+        return found
+
+
+class Stack(nn.Module):
+    """Layers, of which a forward may use the first ones alone."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(6))
+
+    def forward(self, x: Tensor, depth: int = 6) -> Tensor:
+        for layer in self.layers[:depth]:
+            x = torch.relu(layer(x))
+        return x
+
+
+def dense() -> Stack:
+    return Stack(lambda: nn.Linear(32, 32))
+
+
+def adapted() -> Stack:
+    return Stack(lambda: Adapted(32))
+
+
+class Job:
+    """A model on a checked device, compiled unless told; `alive` is the device memory after each round."""
+
+    def __init__(self, program: Program) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.device = CheckedDevice(SimulatedDevice(0, is_blocking=program.is_blocking))
+        self.model = program.build()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharding, "_device_of", lambda names, topology: self.device)
+            mesh = fcdp_compile.make_mesh(nodes=2)
+            fcdp_compile.shard(self.model, mesh, strategy=program.strategy)
+        options = {"compute": program.compute, "bucket_mb": BUCKET_MB, **program.options}
+        self.net: Any = (
+            torch.compile(self.model, backend="fcdp", options=options)
+            if program.compute is not None
+            else self.model
+        )
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.1)
+
+    def loss(self, depth: int = 6) -> Tensor:
+        found: Tensor = self.net(torch.ones(4, 32), depth).square().mean()
+        return found
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def alive_bytes(self) -> int:
+        gc.collect()
+        return self.device.alive_bytes()
+
+
+def train(job: Job) -> None:
+    job.step()
+    job.step()
+
+
+def evaluate_too(job: Job) -> None:
+    """What was released of frozen parameters comes back when it is read."""
+    job.step()
+    with torch.no_grad():
+        job.loss()
+    for parameter in job.model.parameters():
+        if not parameter.requires_grad:
+            fcdp_compile.full(parameter)
+            parameter.to_local().sum()  # type: ignore[attr-defined]
+            break
+    job.step()
+
+
+def accumulate(job: Job) -> None:
+    """Two micro-batches wait for a third; one parameter's gradient is cleared between, one not used again."""
+    with fcdp_compile.no_sync(job.model):
+        job.loss().backward()
+        job.loss().backward()
+        parameter = next(p for p in job.model.parameters() if p.requires_grad)
+        parameter.grad = None
+        job.loss().backward()
+    job.step()
+
+
+def leave_some_out(job: Job) -> None:
+    """The micro-batch that synchronises uses only the first layers."""
+    with fcdp_compile.no_sync(job.model):
+        job.loss().backward()
+    job.loss(depth=2).backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+
+
+def fall_back(job: Job) -> None:
+    """The device's memory becomes short after buckets were kept there."""
+    job.step()
+    memory = job.device._device
+    memory.used_bytes = 10**9  # type: ignore[attr-defined]
+    job.step()
+    job.step()
+    memory.used_bytes = 0  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is trained, and how; compute None is an uncompiled model.
+
+    is_blocking: whether collectives block their caller, so that lanes are threads.
+    """
+
+    build: Callable[[], nn.Module] = dense
+    strategy: str = "fcdp"
+    compute: str | None = "eager"
+    options: dict[str, Any] = field(default_factory=dict)
+    once: Callable[[Job], None] = train
+    is_blocking: bool = False
+
+
+ON_THE_DEVICE = {"device_memory": "1GB"}
+
+PROGRAMS = {
+    "full": Program(),
+    "zero3": Program(strategy="zero3"),
+    "adapters": Program(build=adapted, once=evaluate_too),
+    "adapters on the GPU": Program(build=adapted, options=ON_THE_DEVICE, once=evaluate_too),
+    "on the GPU": Program(options=ON_THE_DEVICE),
+    "memory that becomes short": Program(options=ON_THE_DEVICE, once=fall_back),
+    "adapters, memory short": Program(build=adapted, options=ON_THE_DEVICE, once=fall_back),
+    "accumulation": Program(once=accumulate),
+    "accumulation in zero3": Program(strategy="zero3", once=accumulate),
+    "accumulation on the GPU": Program(options=ON_THE_DEVICE, once=accumulate),
+    "the rest": Program(once=leave_some_out),
+    "w8+g4": Program(strategy="fcdp+w8+g4"),
+    "c8": Program(strategy="fcdp+c8", build=adapted),
+    "ring": Program(strategy="zero3+ring"),
+    "ho_ring": Program(strategy="zero3+ho_ring"),
+    "ho_ring+w8": Program(strategy="zero3+w8+ho_ring"),
+    "ddp": Program(strategy="ddp"),
+    "zero2": Program(strategy="zero2"),
+    "mics": Program(strategy="mics"),
+    "through the host": Program(once=accumulate, is_blocking=True),
+    "uncompiled": Program(compute=None),
+}
+
+
+@contextmanager
+def four_ranks() -> Iterator[None]:
+    """The default group is one of four ranks, of which this process is the first."""
+    init_echo(2, 2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
