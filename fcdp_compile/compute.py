@@ -157,4 +157,8 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         shape, stride = list(value.shape), list(value.stride())
         return f"{value.dtype} {shape} {stride} {value.device} {value.requires_grad}"
+    if isinstance(
+        value, torch.Generator
+    ):  # which prints as its address; the one to use is an argument
+        return f"Generator {value.device}"
     return f"{type(value).__name__} {value}"

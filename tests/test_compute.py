@@ -123,6 +123,19 @@ def test_large_constants_are_never_shared(compute: Compute) -> None:
     assert compute.compile(large) is not compute.compile(with_constant(1.0, elements=2000))
 
 
+def test_generators_are_told_apart_by_their_device_alone(compute: Compute) -> None:
+    def drawn(shape: tuple[int, ...]) -> GraphModule:
+        b = GraphBuilder({})
+        x, state = b.input("x", shape), b.input("fwd_rng_state_0", ())
+        gm = b.finish(b.call(aten.neg.default, x))
+        state.meta["val"] = torch.Generator()  # each layer has its own
+        return gm
+
+    first = compute.compile(drawn((3,)))
+    assert compute.compile(drawn((3,))) is first
+    assert compute.compile(drawn((4,))) is not first
+
+
 def test_arguments_are_emptied(compute: Compute) -> None:
     args = [torch.ones(3)]
     compute.compile(scaled())(args)
