@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,11 +16,13 @@ from torch.distributed.constants import default_pg_nccl_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.lost_ranks import RollCall, naming_lost_ranks, world
+from fcdp_compile.lost_ranks import RollCall, naming_lost_ranks
+from fcdp_compile.process_groups import checked_timeout, group_of, timeout_of_new_groups
 from fcdp_compile.rendezvous import initialise
 from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import gloo_timeout, nccl_timeout
+
+log = logging.getLogger(__name__)
 
 INTER, INTRA = "inter", "intra"
 
@@ -79,12 +83,13 @@ def make_mesh(
 
     nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
     timeout: how long a rank waits for others before it raises LostRankError, in seconds or as a timedelta;
-    by default as long as the default process group does.  It holds for all groups that fcdp makes for this
+    by default as long as the default process group does, which is NCCL's own 10 minutes if it is initialised
+    here for GPUs.  It holds for all groups that fcdp makes for this
     mesh, and for the default group if it is initialised here.
 
     Raises: ValueError on all ranks if they cannot be divided into nodes, or would not be alike.
     """
-    chosen = _checked_timeout(timeout)
+    chosen = checked_timeout(timeout)
     if not dist.is_initialized() and "RANK" not in os.environ:
         if nodes not in (None, 1):
             raise ArgumentError(
@@ -98,7 +103,9 @@ def make_mesh(
     had_groups = dist.is_initialized()
     if not had_groups:
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        initialise(backend, chosen)
+        # One timeout holds for both backends; torch's own of the two would let NCCL wait as long as Gloo.
+        unless_told = default_pg_nccl_timeout if device_type == "cuda" else None
+        initialise(backend, chosen or unless_told)
     try:
         with naming_lost_ranks(None, "make_mesh"):
             count = _agreed_count(world, nodes)
@@ -106,49 +113,7 @@ def make_mesh(
         if not had_groups:
             dist.destroy_process_group()
         raise
-    return _make_mesh(device_type, count, world // count, _timeout_of_new_groups(chosen))
-
-
-def _checked_timeout(timeout: timedelta | float | None) -> timedelta | None:
-    if timeout is None or isinstance(timeout, timedelta):
-        chosen = timeout
-    elif isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise ArgumentError(f"timeout must be seconds or a timedelta, not {timeout!r}")
-    else:
-        chosen = timedelta(seconds=timeout)
-    if chosen is not None and chosen <= timedelta(0):
-        raise ArgumentError(f"timeout must be longer than 0 s, not {timeout!r}")
-    return chosen
-
-
-def _timeout_of_new_groups(chosen: timedelta | None) -> timedelta | None:
-    """The timeout of groups that fcdp makes: the one given to make_mesh, else the default group's."""
-    default = world()
-    return timeout_like(
-        chosen,
-        gloo=gloo_timeout(default),
-        nccl=nccl_timeout(default),
-        nccl_default=default_pg_nccl_timeout,
-    )
-
-
-def timeout_like(
-    chosen: timedelta | None,
-    *,
-    gloo: timedelta | None,
-    nccl: timedelta | None,
-    nccl_default: timedelta | None,
-) -> timedelta | None:
-    """The timeout that groups should have beside a default group with these; None: torch's own default.
-
-    A default group of NCCL alone whose timeout nobody chose says nothing about Gloo groups, which torch lets
-    wait longer.
-    """
-    if chosen is not None:
-        return chosen
-    if gloo is not None:
-        return gloo
-    return None if nccl == nccl_default else nccl
+    return _make_mesh(device_type, count, world // count, timeout_of_new_groups(chosen))
 
 
 def _make_mesh(
@@ -264,8 +229,11 @@ _topologies: dict[int, Topology] = {}
 
 
 def has_nccl(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group's collectives on CUDA tensors run on a stream; so do those of "cpu:gloo,cuda:nccl"."""
-    return "nccl" in dist.get_backend(group)
+    """Whether a group's collectives on CUDA tensors run on a stream, by whatever name it was asked for.
+
+    torch calls the backend of a group that was made without one "undefined", and knows what it became.
+    """
+    return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
 def _make_topology(mesh: DeviceMesh) -> Topology:
@@ -277,13 +245,12 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
     home_mesh = DeviceMesh.from_group(
         [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
     )
-    timeout = _timeouts[inter] if inter in _timeouts else _timeout_of_new_groups(None)
+    _warn_of_staging(mesh.device_type, [inter, intra])
+    timeout = _timeouts[inter] if inter in _timeouts else timeout_of_new_groups(None)
     roll_call = RollCall(ranks)
     roll_call.begin()
     with naming_lost_ranks(None, "shard, as groups are made"):
-        control = dist.new_group(
-            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
-        )
+        control = group_of(ranks, timeout, "gloo")
         own_inter, own_intra = (_own(g, mesh.device_type, timeout) for g in (inter, intra))
         every = _keep_all_ranks(home_mesh, intra, timeout)
     roll_call.covers([inter, intra, own_inter, own_intra, control, every])
@@ -302,6 +269,18 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
     )
 
 
+def _warn_of_staging(device_type: str, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Say once a mesh that what GPUs exchange goes through host memory; rank 0 says it."""
+    found = next((dist.get_backend_config(g) for g in groups if not has_nccl(g)), None)
+    if device_type == "cuda" and found is not None and "fake" not in found and dist.get_rank() == 0:
+        log.warning(
+            "the process groups of this mesh have no NCCL for GPUs (%s), so every transfer between them goes "
+            "through host memory; initialise torch.distributed with backend='cpu:gloo,cuda:nccl', or let "
+            "fcdp_compile.make_mesh do it",
+            found,
+        )
+
+
 def new_control_group(topology: Topology) -> dist.ProcessGroup | None:
     """Another CPU group over all ranks of a mesh, which all of them must make; None for a single process."""
     if topology.control is None:
@@ -312,12 +291,7 @@ def new_control_group(topology: Topology) -> dist.ProcessGroup | None:
 def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
     assert topology.roll_call is not None, "several processes have one"
     with naming_lost_ranks(topology.control, "shard, as groups are made"):
-        group: dist.ProcessGroup = dist.new_group(
-            ranks,
-            timeout=topology.timeout,
-            backend=backend,
-            use_local_synchronization=True,
-        )
+        group = group_of(ranks, topology.timeout, backend)
     topology.roll_call.covers([group])
     return group
 
@@ -349,12 +323,7 @@ def _keep_all_ranks(
     ranks = sorted(home_mesh.mesh.flatten().tolist())
     group = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
-        group = dist.new_group(
-            ranks,
-            timeout=timeout,
-            backend=dist.get_backend(intra),
-            use_local_synchronization=True,
-        )
+        group = group_of(ranks, timeout, dist.get_backend(intra))
     assert group is not None, "a mesh has process groups"
     flat = DeviceMesh.from_group(group, home_mesh.device_type, mesh_dim_names=("all",))
     _all_ranks[id(home_mesh)] = AllRanks(mesh=flat)
@@ -424,10 +393,4 @@ def _own(
     """A group of the same ranks for the lanes ([Note: groups of our own])."""
     if dist.get_world_size(group) == 1 or (device_type == "cuda" and has_nccl(group)):
         return group
-    own: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timeout,
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    return own
+    return group_of(dist.get_process_group_ranks(group), timeout, "gloo")
