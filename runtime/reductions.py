@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.mesh import has_nccl
+from fcdp_compile.narrow_sums import is_narrow
 from fcdp_compile.packing import padded
 from fcdp_compile.quantize import Codec
 from fcdp_compile.runtime.gathers import gather
@@ -24,26 +25,28 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 def reduce_scatter(out: Tensor, send: Tensor, group: _Group, size: int, wait: Wait) -> Begun | None:
-    """[size*n] of every rank -> the average of its part [n]."""
-    if send.is_cuda and has_nccl(group):
+    """[size*n] of every rank -> the average of its part [n], summed in fp32 or wider and rounded once."""
+    on_stream = send.is_cuda and has_nccl(group)
+    if on_stream and not is_narrow(send.dtype):
         _reduce_scatter(out, send, op=dist.ReduceOp.AVG, group=group, async_op=True).wait()
         return None
-    # Gloo's reduce_scatter is an all-reduce underneath and moves twice the bytes; all-to-all moves the
-    # right ones, and leaves the sum to us.
-    staged = on_host(send) if send.is_cuda else send
+    # NCCL's reduce_scatter rounds to the dtype at every hop, and Gloo's is an all-reduce underneath, which
+    # moves twice the bytes; all-to-all moves the right ones, and leaves the sum to us.
+    staged = on_host(send) if send.is_cuda and not on_stream else send
     parts = torch.empty_like(staged)
     work = dist.all_to_all_single(parts, staged, group=group, async_op=True)
+    if on_stream:
+        work.wait()  # makes the current stream wait
 
-    def end() -> None:
-        finish(work, group, wait)
+    def average() -> None:
         wide = torch.promote_types(parts.dtype, torch.float32)
-        average = parts.view(size, -1).sum(0, dtype=wide).div_(size)
-        if out.is_cuda:
-            to_device(out, average.to(out.dtype).pin_memory())
+        found = parts.view(size, -1).sum(0, dtype=wide).div_(size)
+        if found.device == out.device:
+            out.copy_(found)
         else:
-            out.copy_(average)
+            to_device(out, found.to(out.dtype).pin_memory())
 
-    return Begun(end)
+    return now_or_later(average, None if on_stream else Begun(lambda: finish(work, group, wait)))
 
 
 def all_reduce(out: Tensor, send: Tensor, group: _Group, size: int, wait: Wait) -> Begun | None:
