@@ -182,9 +182,7 @@ def test_a_reduction_of_few_bits_takes_the_parts_of_others_besides() -> None:
     shapes, where = {"w": (64,)}, Where(nodes=2, ranks_per_node=4)
 
     def during(dtype: torch.dtype) -> dict[str, int]:
-        gm = lower_toy(
-            shapes, where, strategy="zero3", reduces=dtype, homes=torch.float32
-        ).backward()
+        gm = lower_toy(shapes, where, strategy="zero3", reduces=dtype).backward
         counted = [n for _, n in of(gm)]
         steps = [a.step for a in timeline(gm, elsewhere=NONE, device_type="cpu")]
         besides = zip(steps, counted, alive_from_scratch(gm, NONE), strict=True)
