@@ -61,7 +61,7 @@ class Place:
 
     def _wire_device(self) -> torch.device:
         # Gloo sums CPU tensors also where the model is on a GPU; NCCL takes only its GPU's.
-        return self.device if "nccl" in str(dist.get_backend()) else torch.device("cpu")
+        return self.device if "cuda:nccl" in dist.get_backend_config() else torch.device("cpu")
 
 
 def local_device() -> torch.device:

@@ -33,7 +33,9 @@ class Compute:
 
     def __init__(self, kind: str, settings: Mapping[str, Any] | None = None) -> None:
         self._is_inductor = kind == "inductor"
-        self._settings = dict(settings or {})
+        # Whatever the environment and the configuration say: what a recorded segment reads and writes would
+        # keep its addresses, and those buffers belong to lanes that free and fill them.
+        self._settings = {**(settings or {}), _CUDA_GRAPHS: False}
         self._table = torch_compat.inductor_decompositions() if self._is_inductor else None
         self._done: dict[str, BoxedCallable] = {}
 
@@ -155,4 +157,8 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         shape, stride = list(value.shape), list(value.stride())
         return f"{value.dtype} {shape} {stride} {value.device} {value.requires_grad}"
+    if isinstance(
+        value, torch.Generator
+    ):  # which prints as its address; the one to use is an argument
+        return f"Generator {value.device}"
     return f"{type(value).__name__} {value}"

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_nccl_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile.devices import are_on_stream, choose_device
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.lost_ranks import RollCall, naming_lost_ranks, world
+from fcdp_compile.lost_ranks import RollCall, naming_lost_ranks
+from fcdp_compile.process_groups import (
+    checked_timeout,
+    cpu_backend,
+    group_of,
+    timeout_of_new_groups,
+)
 from fcdp_compile.rendezvous import initialise
 from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import gloo_timeout, nccl_timeout
+
+log = logging.getLogger(__name__)
 
 INTER, INTRA = "inter", "intra"
 
@@ -79,12 +88,13 @@ def make_mesh(
 
     nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
     timeout: how long a rank waits for others before it raises LostRankError, in seconds or as a timedelta;
-    by default as long as the default process group does.  It holds for all groups that fcdp makes for this
-    mesh, and for the default group if it is initialised here.
+    by default as long as the default process group does, which is NCCL's own 10 minutes if it is initialised
+    here for GPUs.  It holds for all groups that fcdp makes for this mesh, and for the default group if it is
+    initialised here.
 
     Raises: ValueError on all ranks if they cannot be divided into nodes, or would not be alike.
     """
-    chosen = _checked_timeout(timeout)
+    chosen = checked_timeout(timeout)
     if not dist.is_initialized() and "RANK" not in os.environ:
         if nodes not in (None, 1):
             raise ArgumentError(
@@ -92,13 +102,11 @@ def make_mesh(
             )
         return None
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if device_type == "cuda" and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    local_rank = os.environ.get("LOCAL_RANK")
+    device = choose_device(None if local_rank is None else int(local_rank))
     had_groups = dist.is_initialized()
     if not had_groups:
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        initialise(backend, chosen)
+        initialise(device.backends, chosen or device.timeout)
     try:
         with naming_lost_ranks(None, "make_mesh"):
             count = _agreed_count(world, nodes)
@@ -106,49 +114,7 @@ def make_mesh(
         if not had_groups:
             dist.destroy_process_group()
         raise
-    return _make_mesh(device_type, count, world // count, _timeout_of_new_groups(chosen))
-
-
-def _checked_timeout(timeout: timedelta | float | None) -> timedelta | None:
-    if timeout is None or isinstance(timeout, timedelta):
-        chosen = timeout
-    elif isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise ArgumentError(f"timeout must be seconds or a timedelta, not {timeout!r}")
-    else:
-        chosen = timedelta(seconds=timeout)
-    if chosen is not None and chosen <= timedelta(0):
-        raise ArgumentError(f"timeout must be longer than 0 s, not {timeout!r}")
-    return chosen
-
-
-def _timeout_of_new_groups(chosen: timedelta | None) -> timedelta | None:
-    """The timeout of groups that fcdp makes: the one given to make_mesh, else the default group's."""
-    default = world()
-    return timeout_like(
-        chosen,
-        gloo=gloo_timeout(default),
-        nccl=nccl_timeout(default),
-        nccl_default=default_pg_nccl_timeout,
-    )
-
-
-def timeout_like(
-    chosen: timedelta | None,
-    *,
-    gloo: timedelta | None,
-    nccl: timedelta | None,
-    nccl_default: timedelta | None,
-) -> timedelta | None:
-    """The timeout that groups should have beside a default group with these; None: torch's own default.
-
-    A default group of NCCL alone whose timeout nobody chose says nothing about Gloo groups, which torch lets
-    wait longer.
-    """
-    if chosen is not None:
-        return chosen
-    if gloo is not None:
-        return gloo
-    return None if nccl == nccl_default else nccl
+    return _make_mesh(device.torch.type, count, world // count, timeout_of_new_groups(chosen))
 
 
 def _make_mesh(
@@ -263,11 +229,6 @@ _topologies: dict[int, Topology] = {}
 """By the mesh, as long as that lives: torch never gives a group back."""
 
 
-def has_nccl(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group's collectives on CUDA tensors run on a stream; so do those of "cpu:gloo,cuda:nccl"."""
-    return "nccl" in dist.get_backend(group)
-
-
 def _make_topology(mesh: DeviceMesh) -> Topology:
     inter, intra = mesh.get_group(INTER), mesh.get_group(INTRA)
     nodes, ranks_per_node = mesh.mesh.shape
@@ -277,13 +238,12 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
     home_mesh = DeviceMesh.from_group(
         [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
     )
-    timeout = _timeouts[inter] if inter in _timeouts else _timeout_of_new_groups(None)
+    _warn_of_staging(mesh.device_type, [inter, intra])
+    timeout = _timeouts[inter] if inter in _timeouts else timeout_of_new_groups(None)
     roll_call = RollCall(ranks)
     roll_call.begin()
     with naming_lost_ranks(None, "shard, as groups are made"):
-        control = dist.new_group(
-            ranks, timeout=timeout, backend=_on_cpu(), use_local_synchronization=True
-        )
+        control = group_of(ranks, timeout, cpu_backend())
         own_inter, own_intra = (_own(g, mesh.device_type, timeout) for g in (inter, intra))
         every = _keep_all_ranks(home_mesh, intra, timeout)
     roll_call.covers([inter, intra, own_inter, own_intra, control, every])
@@ -302,22 +262,32 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
     )
 
 
+def _warn_of_staging(device_type: str, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Say once a mesh that what cards exchange goes through host memory; rank 0 says it."""
+    blocking = [g for g in groups if not are_on_stream(device_type, g)]
+    if device_type == "cpu" or not blocking or dist.get_rank():
+        return
+    found = dist.get_backend_config(blocking[0])
+    if "fake" not in found:
+        log.warning(
+            "the process groups of this mesh have no NCCL for GPUs (%s), so every transfer between them goes "
+            "through host memory; initialise torch.distributed with backend='cpu:gloo,cuda:nccl', or let "
+            "fcdp_compile.make_mesh do it",
+            found,
+        )
+
+
 def new_control_group(topology: Topology) -> dist.ProcessGroup | None:
     """Another CPU group over all ranks of a mesh, which all of them must make; None for a single process."""
     if topology.control is None:
         return None
-    return _new_group(topology, dist.get_process_group_ranks(topology.control), _on_cpu())
+    return _new_group(topology, dist.get_process_group_ranks(topology.control), cpu_backend())
 
 
 def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
     assert topology.roll_call is not None, "several processes have one"
     with naming_lost_ranks(topology.control, "shard, as groups are made"):
-        group: dist.ProcessGroup = dist.new_group(
-            ranks,
-            timeout=topology.timeout,
-            backend=backend,
-            use_local_synchronization=True,
-        )
+        group = group_of(ranks, topology.timeout, backend)
     topology.roll_call.covers([group])
     return group
 
@@ -349,12 +319,7 @@ def _keep_all_ranks(
     ranks = sorted(home_mesh.mesh.flatten().tolist())
     group = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
-        group = dist.new_group(
-            ranks,
-            timeout=timeout,
-            backend=dist.get_backend(intra),
-            use_local_synchronization=True,
-        )
+        group = group_of(ranks, timeout, dist.get_backend(intra))
     assert group is not None, "a mesh has process groups"
     flat = DeviceMesh.from_group(group, home_mesh.device_type, mesh_dim_names=("all",))
     _all_ranks[id(home_mesh)] = AllRanks(mesh=flat)
@@ -396,9 +361,9 @@ _flat_groups: weakref.WeakKeyDictionary[Topology, FlatGroup] = weakref.WeakKeyDi
 def _make_flat_group(topology: Topology) -> FlatGroup:
     assert topology.home_mesh is not None, "a single process gathers nothing"
     assert topology.inter is not None, "several nodes have groups between them"
-    on_stream = topology.device_type == "cuda" and has_nccl(topology.inter)
+    on_stream = are_on_stream(topology.device_type, topology.inter)
     positions = _positions(topology.home_mesh.mesh.T)
-    group = _new_group(topology, sorted(positions), None if on_stream else _on_cpu())
+    group = _new_group(topology, sorted(positions), None if on_stream else cpu_backend())
     ranks = dist.get_process_group_ranks(group)
     successor = ranks[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
     return FlatGroup(
@@ -422,20 +387,6 @@ def _own(
     group: dist.ProcessGroup, device_type: str, timeout: timedelta | None
 ) -> dist.ProcessGroup:
     """A group of the same ranks for the lanes ([Note: groups of our own])."""
-    if dist.get_world_size(group) == 1 or (device_type == "cuda" and has_nccl(group)):
+    if dist.get_world_size(group) == 1 or are_on_stream(device_type, group):
         return group
-    own: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timeout,
-        backend=_on_cpu(),
-        use_local_synchronization=True,
-    )
-    return own
-
-
-def _on_cpu() -> str:
-    """The backend of groups for CPU tensors: the default group's, or Gloo where it has none for them."""
-    pairs = (
-        pair.split(":") for pair in dist.get_backend_config().split(",")
-    )  # "cpu:gloo,cuda:nccl"
-    return dict(pairs).get("cpu", "gloo")
+    return group_of(dist.get_process_group_ranks(group), timeout, cpu_backend())

@@ -60,7 +60,10 @@ def _adaptive_memory(model: ShardedModel, options: Options) -> DeviceMemory | No
     """The memory that an adaptive cache may use, which the cache then asks; None if there is none."""
     if all(strategy.cache is not Cache.ADAPTIVE for strategy in model.strategies):
         return None
+    asked = options.device_memory
     model.cache.memory = DeviceMemory.of(
-        model.device, capacity_bytes=options.device_memory, threshold=options.memory_threshold
+        model.device,
+        capacity_bytes=model.gpu_bytes if asked is None else asked,
+        threshold=options.memory_threshold,
     )
     return model.cache.memory

@@ -34,7 +34,8 @@ class Options:
     rank.
     memory_threshold: tau; cached node shards stay on the device while its memory in use is predicted, and
     at run time seen, to be at most this part of it.
-    device_memory: bytes of the device's memory, or None for what the device has (a CPU: none for a cache).
+    device_memory: bytes of the device's memory, or None for what the smallest GPU of all ranks has (a CPU:
+    none for a cache).
     record: how many runs of each compiled graph and variant to take the times of, after a first one.
     """
 

@@ -16,6 +16,7 @@ from fcdp_compile import registry
 from fcdp_compile.assignment import assign
 from fcdp_compile.devices import Device, current_device, device_of
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.gpus import agree_on_gpus
 from fcdp_compile.home_shard import KEY, REPLACED, Calls, HomeShard, rows_of
 from fcdp_compile.layout import ParamLayout
 from fcdp_compile.loads import watch_loads
@@ -76,7 +77,8 @@ def shard(
 
     Raises: ValueError or TypeError, before anything is communicated, for a mesh without "inter" and
     "intra", an unknown strategy or module, tied parameters with two strategies, and a model that cannot be
-    sharded (`shardable.check_model`); ValueError on every rank if ranks build different models.
+    sharded (`shardable.check_model`); ValueError on every rank if ranks build different models, or if NCCL is
+    to connect ranks that use one GPU.
     """
     root = model_of(model)
     chosen = Strategy.parse(strategy)
@@ -127,6 +129,7 @@ def shard(
         awaited_buffers,
         accumulates_elsewhere=any(s.accumulates_on for s in assigned.values()),
     )
+    state.gpu_bytes = agree_on_gpus(topology, state.collectives, device)
     description = [f"param_dtype {param_dtype}, reduce_dtype {reduce_dtype}, {buffer_dtype=}"]
     description += [f"{name}: ignored" for name in ignored]
     description += [f"{r.spec.name}: {r.spec.strategy}" for r in records.values()]

@@ -93,6 +93,7 @@ __all__ = [
     "why_no_inductor",
     "without_code",
     "without_modes",
+    "without_splitting",
     "without_torch_function",
 ]
 
@@ -209,6 +210,20 @@ def _backend(group: dist.ProcessGroup, device: str, name: str) -> Any:
     except RuntimeError:  # nothing runs them
         return None
     return backend if backend.name() == name else None
+
+
+@contextmanager
+def without_splitting(default: dist.ProcessGroup) -> Iterator[None]:
+    """Let groups that are made within connect when they are first used, and not be split off the default one.
+
+    torch (2.11 to 2.15) splits them off where the default group is bound to a device, if that supports it.
+    """
+    bound: Any = default
+    device, bound.bound_device_id = bound.bound_device_id, None
+    try:
+        yield
+    finally:
+        bound.bound_device_id = device
 
 
 def rendezvous_store() -> Any:

@@ -38,9 +38,13 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeta:
-    """On an explicit node: its step, before the schedule numbers it."""
+    """On an explicit node: its step, before the schedule numbers it.
+
+    scratch_bytes: the device memory that it takes while it is on its way, besides its input and result.
+    """
 
     step: Step
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

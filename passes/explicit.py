@@ -22,10 +22,12 @@ def explicit(
     val: Tensor | None = None,
     *,
     accessed_bytes: int = 0,
+    scratch_bytes: int = 0,
 ) -> Node:
     """Insert an explicit node; `val` is the device memory that its result takes from here on.
 
-    accessed_bytes: what it reads and writes besides to put parts in order.
+    accessed_bytes: what it reads and writes besides to put parts in order.  scratch_bytes: the device memory
+    that it takes besides while it is on its way.
     """
     node = graph.call_function(op, tuple(args), {"bucket": bucket.id})
     kind = ops.EXPLICIT[op]
@@ -39,7 +41,7 @@ def explicit(
         waits=(),
         accessed_bytes=accessed_bytes,
     )
-    node.meta[META] = StepMeta(step=step)
+    node.meta[META] = StepMeta(step=step, scratch_bytes=scratch_bytes)
     if val is not None:
         node.meta["val"] = val
     return node

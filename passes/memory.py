@@ -9,8 +9,9 @@
     free(full)                full bucket               the last entry that has it
 
 Memory is counted by storage: views share one.  Sizes may be symbolic (batch, sequence length); they count
-with the values that one asks for.  What an operator or a collective allocates for itself alone (workspaces,
-Gloo's staging) is in no graph and is not counted.
+with the values that one asks for.  What a reduction takes besides is noted on its node (`narrow_sums`).  What
+else an operator or a collective allocates for itself alone (workspaces, Gloo's staging) is in no graph and is
+not counted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fcdp_compile import ops
+from fcdp_compile.passes.context import META, StepMeta
 from fcdp_compile.torch_compat import storage_id
 
 Bytes: TypeAlias = int | sympy.Expr
@@ -185,7 +187,14 @@ def _lives(
         for storage in storages(event.uses, device_type):
             if storage in lives:
                 lives[storage].dies = max(lives[storage].dies, until)
+        if scratch := _scratch_bytes(event.node):
+            lives[-1 - i] = _Life(born=i, dies=until, bytes=scratch)  # no storage has such a number
     return {storage: life for storage, life in lives.items() if storage not in elsewhere}
+
+
+def _scratch_bytes(node: Node) -> int:
+    meta = node.meta.get(META)
+    return meta.scratch_bytes if isinstance(meta, StepMeta) else 0
 
 
 def _bytes(value: Tensor) -> Bytes:

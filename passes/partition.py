@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.views import changes_nothing, same_values
-from fcdp_compile.torch_compat import CheckpointPolicy, is_opaque, saved_output_descriptor
+from fcdp_compile.torch_compat import (
+    CheckpointPolicy,
+    detect_fake_mode,
+    is_opaque,
+    saved_output_descriptor,
+)
 
 Partitioner = Callable[..., tuple[GraphModule, GraphModule]]
 
@@ -40,13 +47,15 @@ def partition(
     Requires: a joint graph of `unshard` and `reduce_grad` ops.
     Leaves: nothing saved for backward is a gathered parameter or a function of parameters alone; an input
     is saved as it is, not as a view that changes nothing (`to_local`'s); at most one `reduce_grad` a key
-    and sum.
+    and sum; a `val` on every recomputed random op.
     """
     _merge_reductions(joint.graph)
     if not _has_backward(joint.graph, num_fwd_outputs):
         return partitioner(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
     _prefer_recomputing(joint.graph)
     fw, bw = partitioner(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    for gm in (fw, bw):
+        _describe_random(gm.graph)
     _order_saved(fw.graph, bw.graph, num_fwd_outputs)
     _save_shards(fw.graph, bw.graph, num_fwd_outputs)
     _save_inputs(fw.graph, num_fwd_outputs)
@@ -135,8 +144,25 @@ def _made_of_parameters(graph: Graph) -> dict[Node, None]:
 
 
 def _is_random(node: Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    """Whether a node draws random numbers, itself or by an op that it is given to run."""
+    ops = (node.target, *node.args)
+    return any(torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) for op in ops)
+
+
+def _describe_random(graph: Graph) -> None:
+    """Give the results of recomputed random ops their values, which the partitioner forgets.
+
+        bernoulli(x)  ->  graphsafe_run_with_rng_state(bernoulli, x, rng_state=…) without a `val`
+
+    The parts of a tuple have theirs.
+    """
+    mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
+    for node in [n for n in graph.nodes if "val" not in n.meta and _is_random(n)]:
+        if mode is None or all(user.target is operator.getitem for user in node.users):
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with mode:
+            node.meta["val"] = node.target(*args, **kwargs)
 
 
 def _prefer_recomputing(graph: Graph) -> None:

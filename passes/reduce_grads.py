@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fcdp_compile import ops
+from fcdp_compile.narrow_sums import narrow_sum_bytes
 from fcdp_compile.ops import REDUCE_GRAD
 from fcdp_compile.packing import pack_grads, padded, unpack_grads
 from fcdp_compile.passes.context import PassContext
@@ -18,7 +19,7 @@ from fcdp_compile.plan import Bucket, Kind, Tier, Variant
 from fcdp_compile.reduction import INTER_KINDS, REDUCTIONS, all_reduce_bytes
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.strategy import Scope
-from fcdp_compile.wire import row_bytes
+from fcdp_compile.wire import Format, row_bytes
 
 
 def reduce_grads(graph: Graph, ctx: PassContext) -> None:
@@ -85,6 +86,7 @@ def _reduce_packed(
     buffer, pending = packed, None  # type: Node, Node | None
     for op, size in _reduction_steps(bucket, ctx):
         moved, result = (size - 1) * elements * bucket.reduce_itemsize, dtype
+        scratch = _scratch_bytes(op, bucket, dtype, elements, size)
         if op in (ops.collect, ops.accumulate):
             moved = elements * wide.itemsize if bucket.gradient_tier is Tier.HOST else 0
             result = wide if _variant(bucket, ctx) is Variant.ACCUMULATE else dtype
@@ -99,9 +101,17 @@ def _reduce_packed(
         else:
             elements *= size
         val = fake_flat(packed, elements, result)
-        buffer = pending = explicit(graph, op, [buffer], bucket, moved, val)
+        buffer = pending = explicit(graph, op, [buffer], bucket, moved, val, scratch_bytes=scratch)
         pending.kwargs = {**pending.kwargs, "params": names}
     return buffer if pending is None else wait_for(graph, pending)
+
+
+def _scratch_bytes(
+    op: Callable[..., Any], bucket: Bucket, dtype: torch.dtype, elements: int, size: int
+) -> int:
+    is_encoded = op is ops.inter_reduce_scatter and bucket.reduce_wire is not Format.FULL
+    sums = op in (ops.intra_reduce_scatter, ops.inter_reduce_scatter, ops.inter_all_reduce)
+    return narrow_sum_bytes(dtype, elements, size) if sums and not is_encoded else 0
 
 
 def _variant(bucket: Bucket, ctx: PassContext) -> Variant:

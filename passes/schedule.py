@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile import ops
-from fcdp_compile.passes.context import META, PassContext, StepMeta
+from fcdp_compile.passes.context import META, PassContext
 from fcdp_compile.passes.explicit import wait_for
 from fcdp_compile.passes.transfers import Gather, Reduction, find_gathers, find_reductions
 
@@ -288,7 +288,7 @@ class _Sweep:
         for start in nodes:
             step = start.meta[META].step
             label = f"{early} cuts early" if early else "just in time"
-            start.meta[META] = StepMeta(step=replace(step, label=label))
+            start.meta[META] = replace(start.meta[META], step=replace(step, label=label))
             yield start
 
     def _free(self, *, before: int) -> Iterator[Node]:

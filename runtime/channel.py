@@ -20,6 +20,9 @@ from fcdp_compile.messages import all_gather
 from fcdp_compile.runtime.tasks import Begun
 from fcdp_compile.waiting import Wait, finish
 
+# torch 2.13 renamed it and warns of the older name, the only one of 2.11.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def now_or_later(last: Callable[[], None], left: Begun | None) -> Begun | None:
     """Do `last` after what is left: now, if that is nothing."""
@@ -43,6 +46,15 @@ class Channel:
     device: Device
     wait: Wait
 
+    @property
+    def is_on_stream(self) -> bool:
+        """Whether collectives are given to the current stream."""
+        return self.device.runs_on_stream(self.group)
+
+    def reduce_scatter(self, out: Tensor, send: Tensor) -> None:
+        """[size*n] of every rank -> the average of its part [n], as a group on streams computes it."""
+        _reduce_scatter(out, send, op=dist.ReduceOp.AVG, group=self.group, async_op=False)
+
     def all_gather(self, out: Tensor, send: Tensor) -> Begun | None:
         """[n] of every rank -> [size*n]."""
         return self._run(partial(all_gather, group=self.group), out, send)
@@ -55,7 +67,7 @@ class Channel:
         # Bytes travel, whatever the dtype.  Views are taken here: the caller's inference mode would spoil
         # them.
         out, send = out.view(torch.uint8), send.view(torch.uint8)
-        if self.device.runs_on_stream(self.group):
+        if self.is_on_stream:
             # Not asynchronously: NCCL would take a stream of its own and make the lane's wait for it.
             collective(out, send, async_op=False)
             return None

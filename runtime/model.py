@@ -89,6 +89,7 @@ class ShardedModel:
         # Of adaptive placement: bytes on the device by bucket as last planned, the highest predicted peak.
         self._planned_bytes: dict[int, int] = {}
         self.predicted_peak_bytes: int | None = None
+        self.gpu_bytes: int | None = None  # of the smallest GPU of all ranks
         self._graphs = 0
         self.plans: dict[int, Plan] = {}  # by the number of the graph, for people
         self._has_warned = False

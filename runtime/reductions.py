@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fcdp_compile.narrow_sums import is_narrow
 from fcdp_compile.packing import padded
 from fcdp_compile.quantize import Codec
 from fcdp_compile.runtime.channel import Channel, now_or_later
@@ -15,9 +16,12 @@ from fcdp_compile.runtime.tasks import Begun
 
 
 def reduce_scatter(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
-    """[size*n] of every rank -> the average of its part [n]."""
-    # Gloo's reduce_scatter is an all-reduce underneath and moves twice the bytes; all-to-all moves the
-    # right ones, and leaves the sum to us.
+    """[size*n] of every rank -> the average of its part [n], summed in fp32 or wider and rounded once."""
+    if channel.is_on_stream and not is_narrow(send.dtype):
+        channel.reduce_scatter(out, send)
+        return None
+    # NCCL's reduce_scatter rounds to the dtype at every hop, and Gloo's is an all-reduce underneath, which
+    # moves twice the bytes; all-to-all moves the right ones, and leaves the sum to us.
     parts = torch.empty_like(send)
 
     def average() -> None:

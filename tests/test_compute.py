@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -122,6 +123,19 @@ def test_large_constants_are_never_shared(compute: Compute) -> None:
     assert compute.compile(large) is not compute.compile(with_constant(1.0, elements=2000))
 
 
+def test_generators_are_told_apart_by_their_device_alone(compute: Compute) -> None:
+    def drawn(shape: tuple[int, ...]) -> GraphModule:
+        b = GraphBuilder({})
+        x, state = b.input("x", shape), b.input("fwd_rng_state_0", ())
+        gm = b.finish(b.call(aten.neg.default, x))
+        state.meta["val"] = torch.Generator()  # each layer has its own
+        return gm
+
+    first = compute.compile(drawn((3,)))
+    assert compute.compile(drawn((3,))) is first
+    assert compute.compile(drawn((4,))) is not first
+
+
 def test_arguments_are_emptied(compute: Compute) -> None:
     args = [torch.ones(3)]
     compute.compile(scaled())(args)
@@ -133,7 +147,7 @@ def test_inductor_compiles_equal_ones_once_too(monkeypatch: pytest.MonkeyPatch) 
 
     def fake(gm: GraphModule, inputs: Any, settings: Any) -> Any:
         compiled.append([tuple(i.shape) for i in inputs])
-        assert settings == {"max_autotune": True}
+        assert settings == {"max_autotune": True, "triton.cudagraphs": False}
         return gm.forward
 
     monkeypatch.setattr(torch_compat, "compile_with_inductor", fake)
@@ -143,6 +157,21 @@ def test_inductor_compiles_equal_ones_once_too(monkeypatch: pytest.MonkeyPatch) 
     assert compiled == [[(3,)], [(4,)]]
     assert compute.decompositions()
     assert Compute("eager").decompositions() is None
+
+
+def test_no_segment_is_recorded_as_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def fake(gm: GraphModule, inputs: Any) -> Any:
+        seen.append(inductor_config.triton.cudagraphs)
+        return gm.forward
+
+    monkeypatch.setattr(torch_compat, "compile_fx_inner", fake)
+    with inductor_config.patch({"triton.cudagraphs": True}):  # as by TORCHINDUCTOR_CUDAGRAPHS=1
+        compute = Compute("inductor", inductor_settings("max-autotune-no-cudagraphs"))
+        compute.compile(scaled())
+        assert inductor_config.triton.cudagraphs, "the user's own graphs are as before"
+    assert seen == [False]
 
 
 def test_modes_are_inductors() -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 
 from fcdp_compile.devices.checked import CheckedDevice
 from fcdp_compile.devices.cpu import Cpu
-from fcdp_compile.devices.cuda import Cuda
+from fcdp_compile.devices.cuda import Cuda, choose_card, has_nccl
 from fcdp_compile.devices.interface import Device, Event, Stream
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "Device",
     "Event",
     "Stream",
+    "are_on_stream",
+    "choose_device",
     "current_device",
     "device_of",
 ]
@@ -38,6 +41,21 @@ def device_of(torch_device: torch.device) -> Device:
         return Cpu()
     card = Cuda(torch_device)
     return CheckedDevice(card) if os.environ.get("FCDP_CHECK_STREAMS") == "1" else card
+
+
+def choose_device(local_rank: int | None) -> Device:
+    """The device for a rank of this machine, from now on this process's current one.
+
+    local_rank: its number among those of the machine; None leaves the current device.
+    """
+    if local_rank is not None and torch.cuda.is_available():
+        choose_card(local_rank)
+    return current_device()
+
+
+def are_on_stream(kind: str, group: dist.ProcessGroup | None) -> bool:
+    """Whether a group's collectives on devices of a kind run on streams; others block their caller."""
+    return kind == "cuda" and has_nccl(group)
 
 
 def current_device(kind: str | None = None) -> Device:

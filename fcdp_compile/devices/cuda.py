@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_nccl_timeout
 
 from fcdp_compile.devices.interface import Device, Event, Stream
 
@@ -17,11 +18,27 @@ log = logging.getLogger(__name__)
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context, as what torch pins
 
 
+def has_nccl(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group's collectives on cards run on a stream, by whatever name it was asked for.
+
+    torch calls the backend of a group that was made without one "undefined", and knows what it became.
+    """
+    pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return "nccl" in dict(pairs).get("cuda", "")
+
+
+def choose_card(local_rank: int) -> None:
+    """Make a card the current one of this process; ranks take turns where there are more of them."""
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+
 class Cuda(Device):
     """A card that torch drives by `torch.cuda`: NVIDIA's, or AMD's with ROCm."""
 
     has_streams = True
     backends = "cpu:gloo,cuda:nccl"
+    # One timeout holds for both backends; torch's own of the two would let NCCL wait as long as Gloo.
+    timeout = default_pg_nccl_timeout
 
     def new_stream(self, *, is_urgent: bool) -> Stream:
         stream: Stream = torch.cuda.Stream(self.torch, priority=-1 if is_urgent else 0)
@@ -79,9 +96,7 @@ class Cuda(Device):
             torch.cuda.cudart().cudaHostUnregister(address)
 
     def runs_on_stream(self, group: dist.ProcessGroup | None) -> bool:
-        # Such as "cpu:gloo,cuda:nccl"; `get_backend` knows no groups of several backends.
-        pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
-        return dict(pairs).get(self.torch.type) == "nccl"
+        return has_nccl(group)
 
     def rng_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.torch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -34,10 +35,12 @@ class Device(ABC):
 
     has_streams: whether work is given to streams and done later; else it is done when a call returns.
     backends: what `torch.distributed.init_process_group` is asked for.
+    timeout: how long its collectives wait unless they are told; None: as long as torch says.
     """
 
     has_streams: ClassVar[bool]
     backends: ClassVar[str]
+    timeout: ClassVar[timedelta | None] = None
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch = torch_device

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -135,3 +138,37 @@ def test_a_mesh_in_no_order() -> None:
 
 def test_two_nodes_of_two() -> None:
     run(_compare, nodes=2, ranks_per_node=2)
+
+
+def _ring_over_a_part(world: DeviceMesh) -> list[bool]:
+    """Train on two of three ranks; whether each new group could have been split off that of all ranks."""
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("inter", "intra"))
+    if dist.get_rank() == 2:  # knows nothing of what the others do
+        return []
+    everyone: Any = dist.group.WORLD
+    # As by init_process_group's device_id on GPUs; Gloo takes no notice.
+    everyone.bound_device_id = torch.device("cuda", 0)
+    bound = []
+
+    def note(*args: Any, **more: Any) -> Any:
+        bound.append(everyone.bound_device_id is not None)
+        return new_group(*args, **more)
+
+    new_group = dist.new_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", note)
+        mine = Sharded(mesh, Trial(case="odd", strategy="zero3+ring", steps=1))
+        loss = mine.loss(mine.batches(0)[mine.rank])
+    loss.backward()
+    torch.testing.assert_close(loss, mine.case.loss(mine.plain, mine.batches(0)[mine.rank]))
+    assert everyone.bound_device_id is not None, "it is the user's"
+    everyone.bound_device_id = None
+    return bound
+
+
+def test_a_part_of_the_world_makes_its_groups_alone() -> None:
+    first, second, third = run(_ring_over_a_part, nodes=3, ranks_per_node=1)
+    assert first == second
+    assert len(first) >= 3
+    assert not any(first)
+    assert third == []

@@ -176,3 +176,20 @@ def test_liveness_of_lowered_graphs(
             pieces = timeline(segmented.graphs[key], elsewhere=NONE, device_type="cpu")
             whole = timeline(gm, elsewhere=NONE, device_type="cpu")
             assert peak(pieces) == peak(whole), "segments are looked into"
+
+
+def test_a_reduction_of_few_bits_takes_the_parts_of_others_besides() -> None:
+    shapes, where = {"w": (64,)}, Where(nodes=2, ranks_per_node=4)
+
+    def during(dtype: torch.dtype) -> dict[str, int]:
+        gm = lower_toy(shapes, where, strategy="zero3", reduces=dtype).backward
+        counted = [n for _, n in of(gm)]
+        steps = [a.step for a in timeline(gm, elsewhere=NONE, device_type="cpu")]
+        besides = zip(steps, counted, alive_from_scratch(gm, NONE), strict=True)
+        return {step: total - known for step, total, known in besides if total != known}
+
+    assert during(torch.float32) == {}
+    # What a rank sends, and the sum of a part in fp32.
+    first = {"intra_reduce_scatter": 2 * 64 + 4 * 16}
+    second = {"inter_reduce_scatter": 2 * 16 + 4 * 8}
+    assert {k: v for k, v in during(torch.bfloat16).items() if k != "wait"} == first | second

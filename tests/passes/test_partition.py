@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,8 @@ def made_of_parameters(graph: torch.fx.Graph) -> set[Node]:
             varying[n] = False
             gathered.add(n)
         else:
-            random = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+            drawn = (getattr(op, "tags", ()) for op in (n.target, *n.args))  # one may run another
+            random = any(torch.Tag.nondeterministic_seeded in tags for tags in drawn)
             varying[n] = random or any(varying[i] for i in n.all_input_nodes)
             if not varying[n] and any(i in gathered for i in n.all_input_nodes):
                 gathered.add(n)
@@ -358,6 +360,25 @@ class TestMeshes:
             for mine, theirs in zip(got, expected, strict=True):
                 torch.testing.assert_close(mine, theirs)
         assert owner.specs
+
+    def test_random_numbers_of_a_checkpointed_weight_are_drawn_once(self) -> None:
+        _, (w,) = self.shards(w=(4, 4))
+
+        def function(x: Tensor, w: Any) -> Tensor:
+            def inner(x: Tensor, w: Any) -> Tensor:
+                return torch.tanh(x @ nn.functional.dropout(unshard(w.to_local(), "w"), 0.5))
+
+            return checkpoint(inner, x, w, use_reentrant=False)
+
+        split, got, expected = compiled(function, torch.randn(5, 4), w)
+        check(split)
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        for gm in (split.fw, split.bw):
+            undescribed = [
+                n for n in gm.graph.nodes if n.op == "call_function" and "val" not in n.meta
+            ]
+            assert all(u.target is operator.getitem for n in undescribed for u in n.users)
 
 
 # --- by hand ---------------------------------------------------------------------------------------------
