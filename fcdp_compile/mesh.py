@@ -282,7 +282,7 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
     roll_call.begin()
     with naming_lost_ranks(None, "shard, as groups are made"):
         control = dist.new_group(
-            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+            ranks, timeout=timeout, backend=_on_cpu(), use_local_synchronization=True
         )
         own_inter, own_intra = (_own(g, mesh.device_type, timeout) for g in (inter, intra))
         every = _keep_all_ranks(home_mesh, intra, timeout)
@@ -306,7 +306,7 @@ def new_control_group(topology: Topology) -> dist.ProcessGroup | None:
     """Another CPU group over all ranks of a mesh, which all of them must make; None for a single process."""
     if topology.control is None:
         return None
-    return _new_group(topology, dist.get_process_group_ranks(topology.control), "gloo")
+    return _new_group(topology, dist.get_process_group_ranks(topology.control), _on_cpu())
 
 
 def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
@@ -398,7 +398,7 @@ def _make_flat_group(topology: Topology) -> FlatGroup:
     assert topology.inter is not None, "several nodes have groups between them"
     on_stream = topology.device_type == "cuda" and has_nccl(topology.inter)
     positions = _positions(topology.home_mesh.mesh.T)
-    group = _new_group(topology, sorted(positions), None if on_stream else "gloo")
+    group = _new_group(topology, sorted(positions), None if on_stream else _on_cpu())
     ranks = dist.get_process_group_ranks(group)
     successor = ranks[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
     return FlatGroup(
@@ -427,7 +427,13 @@ def _own(
     own: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=timeout,
-        backend="gloo",
+        backend=_on_cpu(),
         use_local_synchronization=True,
     )
     return own
+
+
+def _on_cpu() -> str:
+    """The backend of groups for CPU tensors: the default group's, or Gloo where it has none for them."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
+    return {device: backend for device, backend in pairs}.get("cpu", "gloo")
