@@ -7,6 +7,7 @@ not need goes to them.  Whatever happens to a part, the next one starts.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ EXIT_NOT_RUN = 77  # the last line says why
 _ROOT = Path(__file__).resolve().parents[2]
 _LOOK_S = 0.05
 _PEERS_S = 3.0  # for the other ranks to say why, once one has failed
+_KEPT_LINES = 20
 _OWN_SHARE = 0.8  # of its limit, after which a part leaves out what it can
 
 
@@ -76,6 +78,7 @@ def run_parts(
                 date=datetime.now(UTC).isoformat(timespec="seconds"),
                 device=device,
                 machine=machine,
+                printed=result.lines,
                 found=read_found(found_file),
             )
             write_outcome(folder / f"{part.name}.json", outcome)
@@ -162,7 +165,7 @@ def _told(result: _Ended, limit_s: float) -> tuple[State, str]:
 
 
 def _last_lines(log: Path) -> list[str]:
-    """The last lines that say something; of a traceback, what was raised."""
+    """The last lines that say something: at the end of a traceback, what was raised."""
     lines = log.read_text(errors="replace").splitlines()
-    told = [line.strip() for line in lines if line.strip()]
-    return told[-20:]
+    told = [re.sub(r"^\[rank\d+\]:\s?", "", line).rstrip() for line in lines]
+    return [line for line in told if line and not line.startswith("USDT:")][-_KEPT_LINES:]

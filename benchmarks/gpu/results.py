@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -131,12 +131,14 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """Steps under a checker.  by: its name.  printed: the last lines of what it said."""
+    """Steps under a checker, which found nothing in them.
+
+    by: its name.  finds_planted: whether it finds a fault that is made on purpose; None if none is.
+    """
 
     by: str
     steps: int
     finds_planted: bool | None
-    printed: list[str] = field(default_factory=list)
 
 
 Found = CudaTests | Copies | LaneRuns | Parity | Trained | Watched
@@ -155,7 +157,8 @@ class State(Enum):
 class Outcome:
     """How one part ended.
 
-    reason: a sentence, where it is not done.  found: everything, or as much as it had written by then.
+    reason: a sentence, where it is not done.  printed: the last lines that it printed.
+    found: everything, or as much as it had written by then.
     """
 
     part: str
@@ -166,6 +169,7 @@ class Outcome:
     date: str
     device: str
     machine: Machine
+    printed: list[str]
     found: Found | None
 
 

@@ -26,6 +26,7 @@ from benchmarks.gpu.traces import FORWARD, gaps_of, kept_events
 from benchmarks.model import make_batch, make_model
 from benchmarks.train_torch import TorchTrainer
 from fcdp_compile.plan import Tier
+from fcdp_compile.runtime.collectives import are_blocking
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding import state_of
 from fcdp_compile.torch_compat import every_thread
@@ -98,6 +99,8 @@ def _with_places(found: Trained, trainer: TorchTrainer) -> Trained:
     Raises: RuntimeError if they are not in host memory: the steps would have measured nothing.
     """
     state: ShardedModel = state_of(trainer.model)
+    if state.device.type == "cuda" and are_blocking(state.topology):
+        raise RuntimeError("fcdp takes the echo group for one that blocks, so lanes are not streams")
     buckets = {b.id: b for plan in state.plans.values() for b in plan.buckets}.values()
     on_host = sum(b.tier is Tier.HOST for b in buckets)
     found = replace(

@@ -16,21 +16,21 @@ import torch.distributed as dist
 from benchmarks.gpu.copies import copies
 from benchmarks.gpu.cuda_tests import cuda_tests
 from benchmarks.gpu.lane_runs import lane_runs
-#from benchmarks.gpu.parity import parity
+from benchmarks.gpu.parity import parity
 from benchmarks.gpu.results import Found, write_found
 from benchmarks.gpu.setting import NotRunError, Setting
 from benchmarks.gpu.training import train
-#from benchmarks.gpu.watched import sanitizer, streams
+from benchmarks.gpu.watched import sanitizer, streams
 
 EXIT_NOT_RUN = 77
 
 RUN: dict[str, Callable[[Setting], Found]] = {
     "copies": copies,
     "lanes": lane_runs,
-#    "parity": parity,
+    "parity": parity,
     "tests": cuda_tests,
-#    "sanitizer": sanitizer,
-#    "streams": streams,
+    "sanitizer": sanitizer,
+    "streams": streams,
     "fcdp-full": partial(train, "fcdp", "full"),
     "fcdp-lora": partial(train, "fcdp", "lora"),
     "segments-full": partial(train, "segments", "full"),
