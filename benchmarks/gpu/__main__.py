@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _name_of(device: str) -> str | None:
-    """What to call the device; None if there is none.  Asked in another process, which leaves the GPU alone."""
+    """What to call the device; None if there is none.  Another process asks, so this one holds no GPU."""
     if device == "cpu":
         return "cpu"
     asked = subprocess.run(

@@ -6,6 +6,7 @@ not need goes to them.  Whatever happens to a part, the next one starts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,7 +16,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -105,8 +105,10 @@ def _run(part: Part, command: list[str], limit_s: float, scratch: str) -> _Ended
     return _Ended(code=codes[worst], lines=_last_lines(logs[worst]))
 
 
-@contextmanager
-def _started(part: Part, command: list[str], logs: Sequence[Path]) -> Iterator[list[subprocess.Popen[bytes]]]:
+@contextlib.contextmanager
+def _started(
+    part: Part, command: list[str], logs: Sequence[Path]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """A process for each rank, in sessions of their own; nothing of them is left afterwards."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -143,10 +145,8 @@ def _environment(part: Part, rank: int, port: int) -> dict[str, str]:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a process with all that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its session is named after it
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

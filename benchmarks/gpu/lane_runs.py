@@ -109,9 +109,7 @@ def _cases(group: dist.ProcessGroup, elements: int, device: torch.device) -> lis
         _Case(
             name="reduce-scatter, int8",
             lane=Lane.INTER,
-            run=lambda out, send: partial(
-                reduce_encoded, out, send, fitting(out), group, 1, _WAIT
-            ),
+            run=lambda out, send: partial(reduce_encoded, out, send, fitting(out), group, 1, _WAIT),
             tolerance=rounding,
         ),
         _Case(

@@ -22,22 +22,35 @@ class Part:
 
 
 PARTS = (
-    Part(name="copies", title="Copies", weight=2),
-    Part(name="lanes", title="Lanes and collectives, a group of one rank", weight=3),
-    Part(name="fcdp-full", title="fcdp, all trained, weights in host memory", weight=11),
-    Part(name="fsdp2-full", title="FSDP2, all trained", weight=5),
-    Part(name="plain-full", title="compiled, one GPU holds all", weight=5),
-    Part(name="parity", title="Parity of four ranks on one device", weight=12, ranks=4),
-    Part(name="tests", title="Tests that need a CUDA device", weight=6),
-    Part(name="sanitizer", title="CUDA sanitizer", weight=4),
+    Part(name="copies", title="copies of the pinned pool against cudaMemcpy", weight=2),
+    Part(
+        name="lanes",
+        title="lanes and collectives in a NCCL group of one rank, called directly",
+        weight=3,
+    ),
+    Part(name="fcdp-full", title="steps of a large model: fcdp, weights in host memory", weight=11),
+    Part(name="fsdp2-full", title="the same: FSDP2", weight=5),
+    Part(name="plain-full", title="the same: no sharding, compiled by blocks", weight=5),
+    Part(
+        name="parity",
+        title="parity of four Gloo ranks on one card, checkpointing and dropout",
+        weight=12,
+        ranks=4,
+    ),
+    Part(name="tests", title="the tests that need a CUDA device", weight=6),
+    Part(name="sanitizer", title="steps under torch's CUDA sanitizer", weight=4),
     Part(
         name="streams",
-        title="FCDP_CHECK_STREAMS=1",
+        title="steps with FCDP_CHECK_STREAMS=1",
         weight=4,
         environment={"FCDP_CHECK_STREAMS": "1"},
     ),
-    Part(name="fcdp-lora", title="fcdp, LoRA, weights in host memory", weight=9),
-    Part(name="plain-lora", title="compiled, LoRA, one GPU holds all", weight=4),
-    Part(name="segments-full", title="fcdp's segments, one GPU holds all", weight=6),
-    Part(name="megatron-full", title="megatron-fsdp, optimizer over all ranks", weight=4),
+    Part(name="fcdp-lora", title="LoRA: fcdp, weights in host memory", weight=9),
+    Part(name="plain-lora", title="LoRA: no sharding, compiled by blocks", weight=4),
+    Part(name="segments-full", title="the large model: no sharding, fcdp's segments", weight=6),
+    Part(
+        name="megatron-full",
+        title="the large model: megatron-fsdp, optimizer over all ranks",
+        weight=4,
+    ),
 )

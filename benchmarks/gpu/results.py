@@ -106,9 +106,10 @@ class Gaps:
 class Trained:
     """Steps of one system on one rank of a group of nodes x ranks_per_node, of which only it exists.
 
-    parameter_bytes: of the whole model.  first_step_s: compiling included.  peak_bytes: of the device's memory
-    in the steps that were timed; predicted_peak_bytes: what the plan says.  host_bytes: in slabs;
-    host_buckets, device_buckets: where the plan keeps them.  gaps: None without a trace.
+    parameter_bytes: of the whole model.  first_step_s: compiling included.  peak_bytes: of the device's
+    memory in the steps that were timed; passes_peak_bytes: in a forward and backward, without the optimizer;
+    predicted_peak_bytes: what the plan says.  host_bytes: in slabs; host_buckets, device_buckets: where the
+    plan keeps them.  gaps: None without a trace.
     """
 
     system: str
@@ -122,6 +123,7 @@ class Trained:
     step_s: list[float]
     losses: list[float]
     peak_bytes: int
+    passes_peak_bytes: int
     predicted_peak_bytes: int | None = None
     host_bytes: int = 0
     host_buckets: int = 0

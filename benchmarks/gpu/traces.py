@@ -37,9 +37,7 @@ def gaps_of(events: Sequence[_Event], *, has_kernels: bool) -> Gaps:
 
     Raises: ValueError for a trace without a forward or without kernels.
     """
-    forwards = [
-        e for e in events if e.get("cat") == "user_annotation" and e.get("name") == FORWARD
-    ]
+    forwards = [e for e in events if e.get("cat") == "user_annotation" and e.get("name") == FORWARD]
     if not forwards:
         raise ValueError(f"the trace has no range {FORWARD!r}")
     if has_kernels:
@@ -65,7 +63,9 @@ def _rows(events: Iterable[_Event], category: str) -> dict[object, list[_Span]]:
     for i, event in enumerate(events):
         if event.get("cat") == category and event.get("ph") == "X":
             span = _span(event)
-            rows[event["tid"]].append(span if category == "kernel" else span._replace(correlation=i))
+            rows[event["tid"]].append(
+                span if category == "kernel" else span._replace(correlation=i)
+            )
     for spans in rows.values():
         spans.sort()
     return rows
@@ -73,7 +73,9 @@ def _rows(events: Iterable[_Event], category: str) -> dict[object, list[_Span]]:
 
 def _span(event: _Event) -> _Span:
     start = float(event["ts"])
-    return _Span(start, start + float(event.get("dur", 0)), event.get("args", {}).get("correlation"))
+    return _Span(
+        start, start + float(event.get("dur", 0)), event.get("args", {}).get("correlation")
+    )
 
 
 def _longest(rows: Mapping[object, list[_Span]]) -> list[_Span]:

@@ -24,6 +24,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.systems import DTYPE, NODES, RANKS_PER_NODE, make_trainer, shape_for
 from benchmarks.gpu.traces import FORWARD, gaps_of, kept_events
 from benchmarks.model import make_batch, make_model
+from benchmarks.shape import Shape
 from benchmarks.train_torch import TorchTrainer
 from fcdp_compile.plan import Tier
 from fcdp_compile.runtime.collectives import are_blocking
@@ -43,10 +44,14 @@ class _Loop:
     ids: Tensor
 
     def step(self) -> Tensor:
+        loss = self.passes()
+        self.trainer.step()
+        return loss
+
+    def passes(self) -> Tensor:
         with record_function(FORWARD):
             loss: Tensor = self.trainer.model(self.ids)
         loss.backward()
-        self.trainer.step()
         return loss.detach()
 
 
@@ -66,7 +71,9 @@ def train(system: str, mode: str, setting: Setting) -> Trained:
     with peak_over(baseline_bytes, setting.device) as peak:
         while len(seconds) < _LEAST or (len(seconds) < _STEPS and setting.has_time()):
             seconds.append(timed(loop.step, setting.device))
-    losses.append(loop.step().item())
+    with peak_over(baseline_bytes, setting.device) as passes_peak:
+        losses.append(loop.passes().item())
+    trainer.step()
     found = Trained(
         system=system,
         mode=mode,
@@ -79,6 +86,7 @@ def train(system: str, mode: str, setting: Setting) -> Trained:
         step_s=seconds,
         losses=losses,
         peak_bytes=peak.bytes,
+        passes_peak_bytes=passes_peak.bytes,
     )
     if system == "fcdp":
         found = _with_places(found, trainer)
@@ -100,7 +108,9 @@ def _with_places(found: Trained, trainer: TorchTrainer) -> Trained:
     """
     state: ShardedModel = state_of(trainer.model)
     if state.device.type == "cuda" and are_blocking(state.topology):
-        raise RuntimeError("fcdp takes the echo group for one that blocks, so lanes are not streams")
+        raise RuntimeError(
+            "fcdp takes the echo group for one that blocks, so lanes are not streams"
+        )
     buckets = {b.id: b for plan in state.plans.values() for b in plan.buckets}.values()
     on_host = sum(b.tier is Tier.HOST for b in buckets)
     found = replace(

@@ -58,7 +58,9 @@ def streams(setting: Setting) -> Watched:
     """Train with FCDP_CHECK_STREAMS=1, which the driver has set; what it prints is this process's output."""
     if not _has_check():
         raise NotRunError(f"this version of fcdp has no {STREAMS}")
-    return Watched(by=f"{STREAMS}=1", steps=_train(setting, contextlib.nullcontext), finds_planted=None)
+    return Watched(
+        by=f"{STREAMS}=1", steps=_train(setting, contextlib.nullcontext), finds_planted=None
+    )
 
 
 def _has_check() -> bool:
