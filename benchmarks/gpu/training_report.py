@@ -75,7 +75,7 @@ def _places(found: Trained) -> str:
         told += (
             f" Its plan predicts a peak of {found.predicted_peak_bytes / 2**20:.0f} MiB; forward and "
             f"backward take {found.passes_peak_bytes / 2**20:.0f} MiB ({ratio:.2f} of that), the whole step "
-            f"{found.peak_bytes / 2**20:.0f} MiB: no plan has what an optimizer's kernels make for themselves."
+            f"{found.peak_bytes / 2**20:.0f} MiB: what an optimizer's kernels make besides is in no plan."
         )
     if found.gaps is not None:
         told += (
