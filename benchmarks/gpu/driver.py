@@ -33,6 +33,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _LOOK_S = 0.05
 _PEERS_S = 3.0  # for the other ranks to say why, once one has failed
 _KEPT_LINES = 20
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Errors)(: |$)")  # at the end of a traceback
 _OWN_SHARE = 0.8  # of its limit, after which a part leaves out what it can
 
 
@@ -151,7 +152,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _told(result: _Ended, limit_s: float) -> tuple[State, str]:
-    last = result.lines[-1] if result.lines else "it printed nothing"
+    raised = [line for line in result.lines if _RAISED.match(line)]
+    last = (raised or result.lines or ["it printed nothing"])[-1]
     if result.code is None:
         return State.TIMEOUT, f"it was ended after {limit_s:.0f} s; its last line: {last}"
     if result.code == 0:
@@ -165,7 +167,7 @@ def _told(result: _Ended, limit_s: float) -> tuple[State, str]:
 
 
 def _last_lines(log: Path) -> list[str]:
-    """The last lines that say something: at the end of a traceback, what was raised."""
+    """The last lines that say something."""
     lines = log.read_text(errors="replace").splitlines()
     told = [re.sub(r"^\[rank\d+\]:\s?", "", line).rstrip() for line in lines]
     return [line for line in told if line and not line.startswith("USDT:")][-_KEPT_LINES:]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from tabulate import tabulate
 
@@ -20,6 +21,8 @@ from benchmarks.gpu.results import (
     Watched,
 )
 from benchmarks.gpu.training_report import training
+
+F = TypeVar("F", CudaTests, Copies, LaneRuns, Parity, Watched)
 
 LOSS_TOLERANCE = 1e-4
 PARAMETER_TOLERANCE = 1e-3
@@ -76,7 +79,9 @@ def page(outcomes: Sequence[Outcome]) -> str:
         *_section("Four ranks on one device over Gloo", by_name.get("parity"), Parity, _parity),
         *training([o.found for o in outcomes if isinstance(o.found, Trained)]),
         *_section("CUDA sanitizer", by_name.get("sanitizer"), Watched, _watched),
+        *_printed(by_name.get("sanitizer")),
         *_section("FCDP_CHECK_STREAMS=1", by_name.get("streams"), Watched, _watched),
+        *_printed(by_name.get("streams")),
         "## Again",
         _RUN,
     ]
@@ -113,11 +118,25 @@ def _cell(text: str) -> str:
     return shown.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _section(title, outcome, kind, write) -> list[str]:
+def _section(
+    title: str,
+    outcome: Outcome | None,
+    kind: type[F],
+    write: Callable[[F], list[str]],
+) -> list[str]:
     """A part's section; without a finding its row in the first table says why."""
     if outcome is None or not isinstance(outcome.found, kind):
         return []
     return [f"## {title}", *write(outcome.found)]
+
+
+def _printed(outcome: Outcome | None) -> list[str]:
+    """What the processes of a part printed, if it ran."""
+    if outcome is None or outcome.state is State.NOT_RUN or not outcome.printed:
+        return []
+    return [
+        "\n".join([f"The last that `{outcome.part}` printed:", "", "```", *outcome.printed, "```"])
+    ]
 
 
 def _tests(found: CudaTests) -> list[str]:
@@ -155,7 +174,9 @@ def _lanes(found: LaneRuns) -> list[str]:
     where = "on threads" if found.is_blocking else "on streams"
     intro = (
         f"In a {found.backend} group of one rank, {where}. Right: compute reads what a lane made of what "
-        "compute had made, while both are at work. Issue: what the Python thread needs to start a small one."
+        "compute had made, while both are at work. Issue: what the Python thread needs to start a small one. "
+        "NCCL may average wrongly in a group of one rank (torch's FSDP avoids that); fcdp passes over such "
+        "groups otherwise."
     )
     rows = [(r.name, "yes" if r.is_right else "**WRONG**", f"{r.issue_us:.1f}") for r in found.runs]
     return [intro, _table(rows, ["task", "right", "issue µs"])]
@@ -197,7 +218,7 @@ def _watched(found: Watched) -> list[str]:
         False: " **It did not find a race that was made on purpose**, so this says nothing.",
     }[found.finds_planted]
     if not found.steps:
-        return [f"No step ended under `{found.by}`; its first row above says why.{planted}"]
+        return [f"No step ended under `{found.by}`; the first table says why.{planted}"]
     return [
         f"{found.steps} steps with host-cached weights under `{found.by}`, nothing found.{planted}"
     ]
