@@ -435,5 +435,5 @@ def _own(
 
 def _on_cpu() -> str:
     """The backend of groups for CPU tensors: the default group's, or Gloo where it has none for them."""
-    pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
-    return {device: backend for device, backend in pairs}.get("cpu", "gloo")
+    config: str = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
+    return dict(pair.split(":", 1) for pair in config.split(",")).get("cpu", "gloo")

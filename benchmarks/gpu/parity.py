@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +24,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.model import Gpt, make_batch, make_model
 from benchmarks.shape import Shape
 from fcdp_compile.sharding import state_of
+from fcdp_compile.torch_compat import eager_random
 
 NODES = 2
 SHAPE = Shape(layers=3, width=128, vocabulary=199, batch=2, length=32)
@@ -116,7 +116,7 @@ def _run(case: _Case, mesh: DeviceMesh, device: torch.device) -> ParityCase:
     optimizers = [_sgd(model), _sgd(plain)]
     losses: list[list[float]] = [[], []]
     # Else Inductor would draw numbers of its own, by the places of operators in a graph.
-    with torch._inductor.config.patch(fallback_random=True):
+    with eager_random():
         for number in range(_STEPS):
             ids = make_batch(SHAPE, rank=dist.get_rank(), number=number).to(device)
             for net, kept in zip(nets, losses, strict=True):

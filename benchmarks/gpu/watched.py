@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.cuda._sanitizer import CUDASanitizerDispatchMode, CUDASanitizerErrors
 from torch.fx import GraphModule
 
 import fcdp_compile
@@ -30,6 +29,7 @@ from benchmarks.train_torch import make_adamw
 from fcdp_compile.backend import fcdp
 from fcdp_compile.plan import Kind
 from fcdp_compile.sharding import state_of
+from fcdp_compile.torch_compat import Sanitizer, cuda_sanitizer
 
 STREAMS = "FCDP_CHECK_STREAMS"
 
@@ -47,10 +47,10 @@ def sanitizer(setting: Setting) -> Watched:
     if not setting.is_cuda:
         _train(setting, contextlib.nullcontext)
         raise NotRunError("there is no CUDA device for torch's CUDA sanitizer to watch")
-    mode = CUDASanitizerDispatchMode()
-    finds_planted = _finds_planted(mode, setting.device)
+    checker = cuda_sanitizer()
+    finds_planted = _finds_planted(checker, setting.device)
     setting.write(Watched(by=_SANITIZER, steps=0, finds_planted=finds_planted))
-    steps = _train(setting, lambda: mode)
+    steps = _train(setting, lambda: checker.mode)
     return Watched(by=_SANITIZER, steps=steps, finds_planted=finds_planted)
 
 
@@ -105,13 +105,13 @@ def _train(setting: Setting, around: Around) -> int:
     return _STEPS
 
 
-def _finds_planted(mode: CUDASanitizerDispatchMode, device: torch.device) -> bool:
+def _finds_planted(checker: Sanitizer, device: torch.device) -> bool:
     """The control: whether a write on one stream and a read on another, without a wait, is found."""
-    with mode:
+    with checker.mode:
         values = torch.ones(1 << 20, device=device)
         try:
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 values.mul_(2)
-        except CUDASanitizerErrors:
+        except checker.error:
             return True
     return False
