@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 class Part:
     """One part, which runs in processes of its own.
 
-    weight: its share of the time that is left when it starts, among the parts still to come.
+    weight: its share of the time that is left when it starts, among the parts still to come.  Starting Python
+    with torch alone can take 20 s on a machine that has just come up, so no weight is small.
     environment: of its processes, besides this one's.
     """
 
@@ -22,11 +23,11 @@ class Part:
 
 
 PARTS = (
-    Part(name="copies", title="copies of the pinned pool against cudaMemcpy", weight=2),
+    Part(name="copies", title="copies of the pinned pool against cudaMemcpy", weight=6),
     Part(
         name="lanes",
         title="lanes and collectives in a NCCL group of one rank, called directly",
-        weight=3,
+        weight=7,
     ),
     Part(name="fcdp-full", title="steps of a large model: fcdp, weights in host memory", weight=16),
     Part(name="fsdp2-full", title="the same: FSDP2", weight=6),
@@ -37,12 +38,12 @@ PARTS = (
         weight=14,
         ranks=4,
     ),
-    Part(name="tests", title="the tests that need a CUDA device", weight=6),
-    Part(name="sanitizer", title="steps under torch's CUDA sanitizer", weight=4),
+    Part(name="tests", title="the tests that need a CUDA device", weight=7),
+    Part(name="sanitizer", title="steps under torch's CUDA sanitizer", weight=6),
     Part(
         name="streams",
         title="steps with FCDP_CHECK_STREAMS=1",
-        weight=4,
+        weight=6,
         environment={"FCDP_CHECK_STREAMS": "1"},
     ),
     Part(name="fcdp-lora", title="LoRA: fcdp, weights in host memory", weight=12),
@@ -51,6 +52,6 @@ PARTS = (
     Part(
         name="megatron-full",
         title="the large model: megatron-fsdp, optimizer over all ranks",
-        weight=5,
+        weight=6,
     ),
 )
