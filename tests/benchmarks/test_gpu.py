@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.cuda_tests import read_report
 from benchmarks.gpu.driver import EXIT_NOT_RUN, run_parts
+from benchmarks.gpu.echo import EchoGroup
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.report import page, page_before
 from benchmarks.gpu.results import (
@@ -250,6 +252,32 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not list(tmp_path.iterdir()), "what was found before stays"
 
 
+# --- the group of which only one rank exists ---------------------------------------------------------------
+
+
+def test_the_other_ranks_of_an_echo_group_do_what_this_one_does() -> None:
+    group = EchoGroup(1, 3)
+    mine = torch.tensor([5.0, 6.0])
+    gathered = torch.empty(6)
+    group.all_gather_single(gathered, mine)
+    assert gathered.tolist() == [5, 6] * 3
+    within = torch.tensor([0.0, 0.0, 5.0, 6.0, 0.0, 0.0])  # what is sent is a part of the output
+    group.all_gather_single(within, within[2:4])
+    assert within.tolist() == [5, 6] * 3
+    options = dist.ReduceScatterOptions()
+    for op, expected in ((dist.ReduceOp.SUM, [6.0, 9.0]), (dist.ReduceOp.AVG, [2.0, 3.0])):
+        options.reduceOp = op
+        part = torch.empty(2)
+        group.reduce_scatter_single(part, torch.arange(6.0), options)
+        assert part.tolist() == expected
+    swapped = torch.empty(6)
+    group.all_to_all_single(swapped, torch.arange(6.0))
+    assert swapped.tolist() == [2, 3] * 3
+    options.reduceOp = dist.ReduceOp.PRODUCT
+    with pytest.raises(NotImplementedError, match="does not reduce"):
+        group.reduce_scatter_single(torch.empty(2), torch.arange(6.0), options)
+
+
 # --- what parts read --------------------------------------------------------------------------------------
 
 
@@ -363,7 +391,7 @@ def test_a_checker_sees_the_operators_of_our_programs() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_every_part_runs_on_a_cpu_or_says_why_not(tmp_path: Path) -> None:
-    argv = ["--device", "cpu", "--quick", "--seconds", "900", "--out", str(tmp_path)]
+    argv = ["--device", "cpu", "--quick", "--seconds", "1800", "--out", str(tmp_path)]
     folder = tmp_path / "benchmarks" / "gpu"
     code = main(argv)
     found = {part.name: read_outcome(folder / f"{part.name}.json") for part in PARTS}
