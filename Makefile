@@ -7,8 +7,11 @@ EDITABLE ?= 1
 # Passed on to examples/lora_finetune.py and to pytest.
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Passed on to benchmarks/ (python -m benchmarks --help).
+# Passed on to benchmarks/ (python -m benchmarks --help) and benchmarks/gpu/.
 BENCH_ARGS ?=
+GPU_ARGS ?=
+# What runs on the card.  A bare machine's own Python has a torch for its driver, and no network to fetch one.
+GPU_PYTHON ?= $(PYTHON)
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.fcdp
@@ -19,7 +22,7 @@ SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench docs lint format types clean
+.PHONY: help demo test test-all bench gpu docs lint format types clean
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
 
@@ -43,6 +46,12 @@ bench: | $(BIN)/python  ## measure against other systems on simulated nodes; nee
 	@$(BIN)/python -m benchmarks.launch
 	@$(MAKE) --no-print-directory $(STAMPS)/editable-bench $(STAMPS)/deepspeed
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# Nothing is fetched: the machine has torch, and may have no network.
+gpu:  ## run what one CUDA GPU can show, in ten minutes, into docs/gpu.md
+	@$(GPU_PYTHON) -c 'import fcdp_compile.runtime' 2>/dev/null || \
+	    $(GPU_PYTHON) -m pip install --no-deps --no-build-isolation --editable .
+	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 # The banner that is turned off is about the next major version, which pyproject.toml excludes.
 docs: $(STAMPS)/editable-docs  ## build the documentation into build/site

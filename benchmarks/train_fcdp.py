@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,8 +28,9 @@ STRATEGIES = {
 class FcdpTrainer(TorchTrainer):
     """The plain loop around a sharded and compiled model."""
 
-    def __init__(self, sharded: nn.Module) -> None:
-        super().__init__(torch.compile(sharded, backend="fcdp"), list(sharded.parameters()))
+    def __init__(self, sharded: nn.Module, options: Mapping[str, Any] | None = None) -> None:
+        compiled = torch.compile(sharded, backend="fcdp", options=dict(options or {}))
+        super().__init__(compiled, list(sharded.parameters()))
         self._sharded = sharded
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,9 @@ __all__ = [
     "backward_number",
     "boxed",
     "compile_with_inductor",
+    "cuda_sanitizer",
     "detect_fake_mode",
+    "eager_random",
     "every_thread",
     "fx_graph_cache_hits",
     "gloo_context_count",
@@ -172,6 +175,26 @@ def without_torch_function() -> AbstractContextManager[None]:
 def every_thread() -> _ExperimentalConfig:
     """The `experimental_config` with which a profiler also records threads that are older than it."""
     return _ExperimentalConfig(profile_all_threads=True)
+
+
+class Sanitizer(NamedTuple):
+    """torch's CUDA sanitizer: a mode, and what it raises where kernels of two streams race."""
+
+    mode: DispatchMode
+    error: type[Exception]
+
+
+def cuda_sanitizer() -> Sanitizer:
+    """Make the sanitizer, which from then on is told of every event and allocation; tried on torch 2.13."""
+    # Not imported with this file: importing it makes torch report everything.
+    module: Any = importlib.import_module("torch.cuda._sanitizer")
+    return Sanitizer(module.CUDASanitizerDispatchMode(), module.CUDASanitizerErrors)
+
+
+def eager_random() -> AbstractContextManager[None]:
+    """Let what Inductor compiles within draw random numbers as eager kernels do."""
+    patched: AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
+    return patched
 
 
 def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:

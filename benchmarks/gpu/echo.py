@@ -22,6 +22,9 @@ from torch import Tensor
 BACKEND = "nccl_echo"
 """Its name: fcdp and FSDP2 are to treat CUDA tensors as they do with NCCL, on streams."""
 
+_OF_EQUALS = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+"""What leaves a value as it is if all ranks have the same."""
+
 _Options = Any  # torch's classes of options have no public names
 
 
@@ -67,7 +70,13 @@ class EchoGroup(dist.ProcessGroup):
         return BACKEND
 
     def all_gather_single(self, out: Tensor, send: Tensor, opts: _Options = None) -> EchoWork:
-        out.view(self._ranks, -1).copy_(send.reshape(1, -1))
+        rows = out.view(self._ranks, -1)
+        if storage_of(out) != storage_of(send):
+            rows.copy_(send.reshape(1, -1))
+            return EchoWork()
+        for row in rows:  # `send` is one of them
+            if row.data_ptr() != send.data_ptr():
+                row.copy_(send.view(-1))
         return EchoWork()
 
     def reduce_scatter_single(self, out: Tensor, send: Tensor, opts: _Options = None) -> EchoWork:
@@ -98,6 +107,20 @@ class EchoGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: _Options = None) -> EchoWork:
         return self._reduce(tensors, opts)
 
+    def all_gather_single_coalesced(
+        self, outs: list[Tensor], sends: list[Tensor], opts: _Options = None
+    ) -> EchoWork:
+        for out, send in zip(outs, sends, strict=True):
+            self.all_gather_single(out, send)
+        return EchoWork()
+
+    def reduce_scatter_single_coalesced(
+        self, outs: list[Tensor], sends: list[Tensor], opts: _Options = None
+    ) -> EchoWork:
+        for out, send in zip(outs, sends, strict=True):
+            self.reduce_scatter_single(out, send, opts)
+        return EchoWork()
+
     def broadcast(self, tensors: list[Tensor], opts: _Options = None) -> EchoWork:
         return EchoWork()
 
@@ -108,15 +131,22 @@ class EchoGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce(self, tensors: list[Tensor], opts: _Options) -> EchoWork:
         op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
         if op == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(self._ranks)
-        elif op not in (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        elif not any(op == same for same in _OF_EQUALS):  # their own `==`, which `in` does not ask
             raise NotImplementedError(f"an echo group does not reduce with {op}")
         return EchoWork()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Where a tensor's memory begins."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def init_echo(nodes: int, ranks_per_node: int) -> None:

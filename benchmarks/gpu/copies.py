@@ -1,4 +1,4 @@
-"""(a) How fast slabs of our pinned pool are copied, against a plain cudaMemcpy of the same size."""
+"""How fast slabs of our pinned pool are copied, against a plain cudaMemcpy of the same size."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts import Copies
+from benchmarks.gpu.results import Copies
+from benchmarks.gpu.setting import Setting
+from fcdp_compile.devices import device_of
 from fcdp_compile.runtime.pinned import PinnedPool
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 _REPEATS = 10
+_COPIED_BYTES, _QUICK_BYTES = 512 * 2**20, 2**20
+
+
+def copies(setting: Setting) -> Copies:
+    """Time both on the device."""
+    return measure_copies(setting.device, _QUICK_BYTES if setting.is_quick else _COPIED_BYTES)
 
 
 def measure_copies(device: torch.device, copied_bytes: int) -> Copies:
@@ -23,7 +31,7 @@ def measure_copies(device: torch.device, copied_bytes: int) -> Copies:
 
     On a CPU both sides are host memory and the plain copy is memmove: the same code, no finding.
     """
-    pool = PinnedPool(device)
+    pool = PinnedPool(device_of(device))
     slab = pool.take(copied_bytes, torch.uint8).zero_()
     plain = torch.zeros(copied_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     buffer = torch.empty(copied_bytes, dtype=torch.uint8, device=device)
@@ -39,8 +47,8 @@ def measure_copies(device: torch.device, copied_bytes: int) -> Copies:
     for _ in range(_REPEATS + 1):
         for name, run in ways.items():
             seconds[name].append(timed(run, device))
-    pool.give_back(slab)
-    return Copies(copied_bytes=copied_bytes, **{k: v[1:] for k, v in seconds.items()})
+    kept = {name: found[1:] for name, found in seconds.items()}
+    return Copies(copied_bytes=copied_bytes, is_pinned=slab.is_pinned(), **kept)
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:

@@ -1,0 +1,90 @@
+"""What fcdp does on one CUDA GPU, in ten minutes: `python -m benchmarks.gpu`, or `make gpu`.
+
+Every part runs in processes of its own, leaves a JSON file, and the page is written again after each of them.
+`--device cpu --quick` tries it out; what it then finds is no finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu.driver import run_parts
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.report import write_page
+from benchmarks.gpu.results import Outcome, State
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SECONDS = 570.0  # ten minutes with the start and the end of this process
+_ASK = """
+import torch
+found = torch.cuda.get_device_properties(0)
+print(f"{found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and write the page; returns 1 if any part failed or ran out of time."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0]
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="the smallest form of every part")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="for all parts together")
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART")
+    parser.add_argument("--out", type=Path, help="folder (default docs; on a CPU build/gpu-trial)")
+    args = parser.parse_args(argv)
+    out = args.out or _ROOT / ("docs" if args.device == "cuda" else "build/gpu-trial")
+    device = _name_of(args.device)
+    if device is None:
+        print(
+            "benchmarks.gpu: there is no CUDA device; try it out with --device cpu --quick",
+            file=sys.stderr,
+        )
+        return 1
+    outcomes: list[Outcome] = []
+
+    def ended(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        line = f"{outcome.part}: {outcome.state.value} in {outcome.elapsed_s} s {outcome.reason}"
+        print(line.rstrip(), file=sys.stderr, flush=True)
+        write_page(out / "gpu.md", outcomes)
+
+    def command(part: Part, file: Path, seconds: float) -> list[str]:
+        found = [sys.executable, "-m", "benchmarks.gpu.worker", part.name, "--device", args.device]
+        found += ["--out", str(file), "--seconds", str(seconds)]
+        return [*found, "--quick"] if args.quick else found
+
+    chosen = [part for part in PARTS if part.name in args.parts]
+    folder = out / "benchmarks" / "gpu"
+    run_parts(
+        chosen, command=command, folder=folder, budget_s=args.seconds, device=device, ended=ended
+    )
+    print(f"wrote {out / 'gpu.md'}", file=sys.stderr)
+    bad = (State.FAILED, State.TIMEOUT)
+    return 1 if any(outcome.state in bad for outcome in outcomes) else 0
+
+
+def _name_of(device: str) -> str | None:
+    """What to call the device; None if there is none.  Another process asks, so this one holds no GPU."""
+    if device == "cpu":
+        return "cpu"
+    asked = subprocess.run(
+        [sys.executable, "-c", _ASK], capture_output=True, text=True, check=False
+    )
+    if asked.returncode != 0:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        driver = "of an unknown version"
+    return f"{asked.stdout.strip()}, driver {driver}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

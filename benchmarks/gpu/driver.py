@@ -1,0 +1,173 @@
+"""Run parts one after the other, each in processes of its own, within one limit of time.
+
+A part gets its share of the time that is left, by its weight among the parts still to come; time that it does
+not need goes to them.  Whatever happens to a part, the next one starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.gpu.parts import Part
+from benchmarks.gpu.results import Outcome, State, read_found, write_outcome
+from benchmarks.machine import Machine
+
+Command = Callable[[Part, Path, float], list[str]]
+"""The command of each process of a part, from the file that it is to write and the seconds that it has."""
+
+EXIT_NOT_RUN = 77  # the last line says why
+
+_ROOT = Path(__file__).resolve().parents[2]
+_LOOK_S = 0.05
+_PEERS_S = 3.0  # for the other ranks to say why, once one has failed
+_KEPT_LINES = 20
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Errors)(: |$)")  # at the end of a traceback
+_OWN_SHARE = 0.8  # of its limit, after which a part leaves out what it can
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """How the processes of a part ended.  code: of the first that failed, None if time ran out."""
+
+    code: int | None
+    lines: list[str]
+
+
+def run_parts(
+    parts: Sequence[Part],
+    *,
+    command: Command,
+    folder: Path,
+    budget_s: float,
+    device: str,
+    ended: Callable[[Outcome], None],
+) -> list[Outcome]:
+    """Run the parts; each outcome is written to PART.json in the folder and told to `ended` at once.
+
+    device: what to call the hardware in the outcomes.
+    """
+    until_s = time.monotonic() + budget_s
+    machine = Machine.here()
+    outcomes = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for i, part in enumerate(parts):
+            left_s = until_s - time.monotonic()
+            limit_s = left_s * part.weight / sum(p.weight for p in parts[i:])
+            found_file = Path(scratch) / part.name / "found.json"
+            found_file.parent.mkdir()
+            began_s = time.monotonic()
+            result = _run(part, command(part, found_file, limit_s * _OWN_SHARE), limit_s, scratch)
+            state, reason = _told(result, limit_s)
+            outcome = Outcome(
+                part=part.name,
+                state=state,
+                reason=reason,
+                elapsed_s=round(time.monotonic() - began_s, 1),
+                limit_s=round(limit_s, 1),
+                date=datetime.now(UTC).isoformat(timespec="seconds"),
+                device=device,
+                machine=machine,
+                printed=result.lines,
+                found=read_found(found_file),
+            )
+            write_outcome(folder / f"{part.name}.json", outcome)
+            for more in found_file.parent.glob("*.gz"):
+                shutil.copy(more, folder / more.name)
+            outcomes.append(outcome)
+            ended(outcome)
+    return outcomes
+
+
+def _run(part: Part, command: list[str], limit_s: float, scratch: str) -> _Ended:
+    logs = [Path(scratch) / part.name / f"log-{rank}" for rank in range(part.ranks)]
+    until_s = time.monotonic() + limit_s
+    with _started(part, command, logs) as processes:
+        codes: list[int | None] = [None] * part.ranks
+        while None in codes and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+            codes = [p.poll() for p in processes]
+            if any(codes):  # the other ranks wait for the one that failed
+                until_s = min(until_s, time.monotonic() + _PEERS_S)
+        bad = [rank for rank, code in enumerate(codes) if code]
+        running = [rank for rank, code in enumerate(codes) if code is None]
+    worst = (bad or running or [0])[0]
+    return _Ended(code=codes[worst], lines=_last_lines(logs[worst]))
+
+
+@contextlib.contextmanager
+def _started(
+    part: Part, command: list[str], logs: Sequence[Path]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A process for each rank, in sessions of their own; nothing of them is left afterwards."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as output:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=_environment(part, rank, port),
+                        cwd=_ROOT,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            _kill(process)
+
+
+def _environment(part: Part, rank: int, port: int) -> dict[str, str]:
+    found = {**os.environ, **part.environment, "PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1"}
+    if part.ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": part.ranks, "MASTER_PORT": port}
+        found |= {name: str(value) for name, value in place.items()}
+        found |= {"LOCAL_WORLD_SIZE": str(part.ranks), "MASTER_ADDR": "127.0.0.1"}
+    return found
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its session is named after it
+    process.wait()
+
+
+def _told(result: _Ended, limit_s: float) -> tuple[State, str]:
+    raised = [line for line in result.lines if _RAISED.match(line)]
+    last = (raised or result.lines or ["it printed nothing"])[-1]
+    if result.code is None:
+        return State.TIMEOUT, f"it was ended after {limit_s:.0f} s; its last line: {last}"
+    if result.code == 0:
+        return State.DONE, ""
+    if result.code == EXIT_NOT_RUN:
+        return State.NOT_RUN, last
+    if result.code < 0:
+        name = signal.Signals(-result.code).name
+        return State.FAILED, f"{name} ended it; its last line: {last}"
+    return State.FAILED, f"it failed with exit status {result.code}: {last}"
+
+
+def _last_lines(log: Path) -> list[str]:
+    """The last lines that say something."""
+    lines = log.read_text(errors="replace").splitlines()
+    told = [re.sub(r"^\[rank\d+\]:\s?", "", line).rstrip() for line in lines]
+    return [line for line in told if line and not line.startswith("USDT:")][-_KEPT_LINES:]

@@ -1,0 +1,57 @@
+"""The parts of `make gpu` in the order of their worth: what is lost if time runs out comes last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part, which runs in processes of its own.
+
+    weight: its share of the time that is left when it starts, among the parts still to come.  Starting Python
+    with torch alone can take 20 s on a machine that has just come up, so no weight is small.
+    environment: of its processes, besides this one's.
+    """
+
+    name: str
+    title: str
+    weight: int
+    ranks: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+PARTS = (
+    Part(name="copies", title="copies of the pinned pool against cudaMemcpy", weight=6),
+    Part(
+        name="lanes",
+        title="lanes and collectives in a NCCL group of one rank, called directly",
+        weight=7,
+    ),
+    Part(name="fcdp-full", title="steps of a large model: fcdp, weights in host memory", weight=16),
+    Part(name="fsdp2-full", title="the same: FSDP2", weight=6),
+    Part(name="plain-full", title="the same: no sharding, compiled by blocks", weight=6),
+    Part(
+        name="parity",
+        title="parity of four Gloo ranks on one card, checkpointing and dropout",
+        weight=14,
+        ranks=4,
+    ),
+    Part(name="tests", title="the tests that need a CUDA device", weight=7),
+    Part(name="sanitizer", title="steps under torch's CUDA sanitizer", weight=6),
+    Part(
+        name="streams",
+        title="steps with FCDP_CHECK_STREAMS=1",
+        weight=6,
+        environment={"FCDP_CHECK_STREAMS": "1"},
+    ),
+    Part(name="fcdp-lora", title="LoRA: fcdp, weights in host memory", weight=12),
+    Part(name="plain-lora", title="LoRA: no sharding, compiled by blocks", weight=5),
+    Part(name="segments-full", title="the large model: no sharding, fcdp's segments", weight=8),
+    Part(
+        name="megatron-full",
+        title="the large model: megatron-fsdp, optimizer over all ranks",
+        weight=6,
+    ),
+)

@@ -1,0 +1,228 @@
+"""gpu.md: what was found on one GPU, part by part, and why a part was not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+from tabulate import tabulate
+
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.results import (
+    Copies,
+    CudaTests,
+    LaneRuns,
+    Outcome,
+    Parity,
+    State,
+    Trained,
+    Watched,
+)
+from benchmarks.gpu.training_report import training
+
+F = TypeVar("F", CudaTests, Copies, LaneRuns, Parity, Watched)
+
+LOSS_TOLERANCE = 1e-4
+PARAMETER_TOLERANCE = 1e-3
+
+_RUN = """Run it with `make gpu`, or on a machine whose Python has torch with
+
+    pip install --no-deps --no-build-isolation -e .
+    python -m benchmarks.gpu
+
+It takes ten minutes at most and needs one card and no network. Every part runs in processes of its own,
+within a share of the time that is left, and leaves `docs/benchmarks/gpu/PART.json` at once. `--parts` chooses
+parts, `--seconds` gives another limit, `--device cpu --quick` tries it out in `build/gpu-trial`.
+"""
+
+NOT_MEASURED = f"""# On one GPU
+
+**Nothing of fcdp has run on a GPU yet.** What is known of the CUDA side is known by reading it and from tests
+on simulated streams. This page is replaced by what the first run finds.
+
+{_RUN}
+What it does:
+
+{{parts}}
+"""
+
+
+def write_page(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Replace the page by what has been found so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(outcomes), encoding="utf-8")
+
+
+def page_before() -> str:
+    """The page as long as nothing has run on a GPU."""
+    return NOT_MEASURED.format(parts="\n".join(f"- {part.title}" for part in PARTS))
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """The page as Markdown; what was tried out on a CPU says so in its first line."""
+    if not outcomes:
+        return page_before()
+    by_name = {outcome.part: outcome for outcome in outcomes}
+    first = outcomes[0]
+    title = "# On one GPU"
+    if first.device == "cpu":
+        title = "# A trial of the benchmark on a CPU: no finding"
+    sections = [
+        title,
+        _setting(first),
+        _ends(by_name),
+        *_section("Tests that need a CUDA device", by_name.get("tests"), CudaTests, _tests),
+        *_section("Copies", by_name.get("copies"), Copies, _copies),
+        *_section("Lanes and collectives", by_name.get("lanes"), LaneRuns, _lanes),
+        *_section("Four ranks on one device over Gloo", by_name.get("parity"), Parity, _parity),
+        *training([o.found for o in outcomes if isinstance(o.found, Trained)]),
+        *_section("CUDA sanitizer", by_name.get("sanitizer"), Watched, _watched),
+        *_printed(by_name.get("sanitizer")),
+        *_section("FCDP_CHECK_STREAMS=1", by_name.get("streams"), Watched, _watched),
+        *_printed(by_name.get("streams")),
+        "## Again",
+        _RUN,
+    ]
+    return "\n\n".join(section.strip() for section in sections) + "\n"
+
+
+def _setting(first: Outcome) -> str:
+    machine = first.machine
+    return (
+        f"Measured on {first.date[:10]} by `python -m benchmarks.gpu` on {first.device} "
+        f"({machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, "
+        f"{machine.system}; {', '.join(machine.versions)}; fcdp at {machine.commit or 'an unknown commit'})."
+    )
+
+
+def _ends(by_name: Mapping[str, Outcome]) -> str:
+    rows = []
+    for part in PARTS:
+        outcome = by_name.get(part.name)
+        if outcome is None:
+            rows.append(
+                (part.title, "**not run**", "", "it was not chosen, or its turn did not come")
+            )
+            continue
+        state = outcome.state.value if outcome.state is State.DONE else f"**{outcome.state.value}**"
+        took = f"{outcome.elapsed_s:.0f} of {outcome.limit_s:.0f}"
+        rows.append((part.title, state, took, _cell(outcome.reason)))
+    return _table(rows, ["part", "", "s", "why"])
+
+
+def _cell(text: str) -> str:
+    """A text within a table."""
+    shown = text if len(text) <= 300 else text[:300] + " …"
+    return shown.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _section(
+    title: str,
+    outcome: Outcome | None,
+    kind: type[F],
+    write: Callable[[F], list[str]],
+) -> list[str]:
+    """A part's section; without a finding its row in the first table says why."""
+    if outcome is None or not isinstance(outcome.found, kind):
+        return []
+    return [f"## {title}", *write(outcome.found)]
+
+
+def _printed(outcome: Outcome | None) -> list[str]:
+    """What the processes of a part printed, if it ran."""
+    if outcome is None or outcome.state is State.NOT_RUN or not outcome.printed:
+        return []
+    return [
+        "\n".join([f"The last that `{outcome.part}` printed:", "", "```", *outcome.printed, "```"])
+    ]
+
+
+def _tests(found: CudaTests) -> list[str]:
+    counts = f"{found.passed} passed, {found.failed} failed, {found.skipped} were skipped."
+    return (
+        [counts, "\n".join(f"- {_cell(line)}" for line in found.failures)]
+        if found.failures
+        else [counts]
+    )
+
+
+def _copies(copies: Copies) -> list[str]:
+    ways = {
+        "pool": (copies.pool_h2d_s, copies.pool_d2h_s),
+        "plain cudaMemcpy": (copies.plain_h2d_s, copies.plain_d2h_s),
+    }
+    rows = [
+        (name, *(f"{copies.copied_bytes / median(seconds) / 1e9:.2f}" for seconds in both))
+        for name, both in ways.items()
+    ]
+    ratios = (
+        median(copies.plain_h2d_s) / median(copies.pool_h2d_s),
+        median(copies.plain_d2h_s) / median(copies.pool_d2h_s),
+    )
+    rows.append(("ratio", *(f"{ratio:.3f}" for ratio in ratios)))
+    pinned = "registered with CUDA" if copies.is_pinned else "**not registered with CUDA**"
+    intro = (
+        f"{copies.copied_bytes / 2**20:.0f} MiB at a time, GB/s, median of {len(copies.pool_h2d_s)}, taken "
+        f"in turns; the slab is {pinned}; the target is a ratio of at least 0.95."
+    )
+    return [intro, _table(rows, ["", "H2D", "D2H"])]
+
+
+def _lanes(found: LaneRuns) -> list[str]:
+    where = "on threads" if found.is_blocking else "on streams"
+    intro = (
+        f"In a {found.backend} group of one rank, {where}. Right: compute reads what a lane made of what "
+        "compute had made, while both are at work. Issue: what the Python thread needs to start a small one. "
+        "NCCL may average wrongly in a group of one rank (torch's FSDP avoids that); fcdp passes over such "
+        "groups otherwise."
+    )
+    rows = [(r.name, "yes" if r.is_right else "**WRONG**", f"{r.issue_us:.1f}") for r in found.runs]
+    return [intro, _table(rows, ["task", "right", "issue µs"])]
+
+
+def _parity(found: Parity) -> list[str]:
+    rows = []
+    for case in found.cases:
+        pairs = zip(case.losses, case.plain_losses, strict=True)
+        worst = max(abs(a - b) / abs(b) for a, b in pairs)
+        is_right = worst <= LOSS_TOLERANCE and case.parameters_off <= PARAMETER_TOLERANCE
+        rows.append(
+            (
+                case.mode,
+                case.compute,
+                case.device_memory or "default",
+                "yes" if case.is_checkpointed else "no",
+                f"{case.losses[-1]:.5f}",
+                f"{worst:.1e}",
+                f"{case.parameters_off:.1e}" + ("" if is_right else " **WRONG**"),
+                f"{case.host_bytes / 2**20:.1f}",
+                ", ".join(f"{name} {count}" for name, count in case.traffic.items()),
+            )
+        )
+    headers = ["mode", "compute", "device_memory", "checkpointing, dropout", "last loss"]
+    headers += ["losses off", "parameters off", "slabs MiB", "bytes of the last step"]
+    intro = (
+        f"{len(found.cases)} of {found.planned} cases, each against the same model without fcdp, compiled by "
+        f"torch; relative differences, wrong beyond {LOSS_TOLERANCE:.0e} for losses and "
+        f"{PARAMETER_TOLERANCE:.0e} for parameters."
+    )
+    return [intro, _table(rows, headers)]
+
+
+def _watched(found: Watched) -> list[str]:
+    planted = {
+        None: "",
+        True: " It finds a race that is made on purpose.",
+        False: " **It did not find a race that was made on purpose**, so this says nothing.",
+    }[found.finds_planted]
+    if not found.steps:
+        return [f"No step ended under `{found.by}`; the first table says why.{planted}"]
+    return [
+        f"{found.steps} steps with host-cached weights under `{found.by}`, nothing found.{planted}"
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)

@@ -1,0 +1,40 @@
+"""What a worker knows about the part that it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.results import Found
+
+
+class NotRunError(Exception):
+    """A part cannot run here; the sentence says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One part's device and time.
+
+    is_quick: in the smallest form, to try the part out.  until_s: of `time.monotonic`, when it should be done
+    with what can be left out.  folder: for files besides the JSON.  write: keeps what was found so far.
+    """
+
+    device: torch.device
+    is_quick: bool
+    until_s: float
+    folder: Path
+    write: Callable[[Found], None]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether there is a GPU to measure."""
+        return self.device.type == "cuda"
+
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """Whether so much time is left."""
+        return time.monotonic() + seconds < self.until_s

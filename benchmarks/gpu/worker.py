@@ -1,0 +1,83 @@
+"""One process of one part; the driver starts it: worker PART --device cuda|cpu --out FILE --seconds S."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.copies import copies
+from benchmarks.gpu.cuda_tests import cuda_tests
+from benchmarks.gpu.lane_runs import lane_runs
+from benchmarks.gpu.parity import parity
+from benchmarks.gpu.results import Found, write_found
+from benchmarks.gpu.setting import NotRunError, Setting
+from benchmarks.gpu.training import train
+from benchmarks.gpu.watched import sanitizer, streams
+
+EXIT_NOT_RUN = 77
+
+RUN: dict[str, Callable[[Setting], Found]] = {
+    "copies": copies,
+    "lanes": lane_runs,
+    "parity": parity,
+    "tests": cuda_tests,
+    "sanitizer": sanitizer,
+    "streams": streams,
+    "fcdp-full": partial(train, "fcdp", "full"),
+    "fcdp-lora": partial(train, "fcdp", "lora"),
+    "segments-full": partial(train, "segments", "full"),
+    "plain-full": partial(train, "plain", "full"),
+    "plain-lora": partial(train, "plain", "lora"),
+    "fsdp2-full": partial(train, "fsdp2", "full"),
+    "megatron-full": partial(train, "megatron", "full"),
+}
+"""What runs each part, by its name."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the part; rank 0 writes what it finds."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=sorted(RUN))
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args(argv)
+    until_s = time.monotonic() + args.seconds
+    torch.set_num_threads(1)
+    if args.device == "cuda":
+        torch.cuda.set_device(0)
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    write = partial(write_found, args.out) if is_first else _forget
+    setting = Setting(
+        device=torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu"),
+        is_quick=args.quick,
+        until_s=until_s,
+        folder=args.out.parent,
+        write=write,
+    )
+    try:
+        write(RUN[args.part](setting))
+    except NotRunError as reason:
+        print(reason, file=sys.stderr)
+        return EXIT_NOT_RUN
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _forget(found: Found) -> None:
+    """What a rank other than the first finds, the first finds too."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
