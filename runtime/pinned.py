@@ -126,7 +126,7 @@ def _unregister(address: int, device: torch.device) -> None:
 
 def _forget_error(device: torch.device) -> None:
     """Clear CUDA's last error, which the next launch of anybody's kernel would report as its own."""
-    # torch (2.11 to 2.13) has no cudaGetLastError, but a launch reads and clears it.
+    # torch (2.11 to 2.15) has no cudaGetLastError, but a launch reads and clears it.
     try:
         torch.ones(1, device=device).add_(1)
     except RuntimeError as error:

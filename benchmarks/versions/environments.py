@@ -66,6 +66,7 @@ def make(cell: Cell, newest: str, folder: Path) -> Path:
         libraries = _libraries(cell.python, (build, newest), folder)
         (site / "nvidia").symlink_to(libraries / "nvidia")
     _pip(python, "--no-cache-dir", *_pins({name: pins[name] for name in _OWN if name in pins}))
+    _pip(python, "setuptools>=77")  # Python 3.11 puts an older one in front of what is borrowed
     _pip(python, "--no-build-isolation", "--editable", str(ROOT))
     (mine / "complete").touch()
     return python
