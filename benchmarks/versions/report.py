@@ -60,7 +60,7 @@ def _cell(result: Result | None) -> str:
         return "–"
     if result.failures:
         return f"**{len(result.failures)} failed**, {result.passed}"
-    return f"{result.passed}" if "test" in result.part or result.passed > 1 else "passed"
+    return "passed" if result.part == "demo" else str(result.passed)
 
 
 def _builds(results: Iterable[Result]) -> str:

@@ -63,12 +63,13 @@ def cpu_builds(python: str) -> list[str]:
 def install(python: str, given: str = "", *, card: bool) -> int:
     """Let pip install torch for a Python; pip's exit code."""
     supported = supported_range()
-    wanted = [supported]  # also beside what the user names: no other torch works
+    # The narrowest requirement first: pip loads the best wheel for the first, then looks at the others.
+    wanted = [supported]
     if given:
-        wanted.append(given)
+        wanted = [given, supported]  # no other torch works
     elif not card and not in_range(_installed(python), supported):
         builds = [f"torch=={v}" for v in cpu_builds(python) if in_range(v, supported)]
-        wanted += builds[:1]
+        wanted = builds[:1] or wanted
         if not builds:
             print(_HOW.format(range=supported), file=sys.stderr)
     return subprocess.run([python, "-m", "pip", "install", *wanted], check=False).returncode

@@ -84,7 +84,9 @@ def test_a_cpu_build_where_there_is_no_card(
         fake_torch(registry, version)
     assert torch_build.install(python, card=card) == 0
     assert installed(python) == arrives
-    said = [line for line in capfd.readouterr().err.splitlines() if "CPU build" in line]
+    printed = capfd.readouterr()
+    assert printed.out.count("Processing ") == 1, "no second build is fetched on the way"
+    said = [line for line in printed.err.splitlines() if "CPU build" in line]
     assert len(said) == (0 if card or visible else 1)
     assert all("make TORCH=" in line for line in said)
 
