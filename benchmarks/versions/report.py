@@ -46,7 +46,7 @@ def write_report(
         _HEAD,
         "## What passed\n",
         f"{about}\n",
-        "Tests passed; what failed is named below. A dash: not run.\n",
+        "Tests passed; what failed is named below.\n",
         f"{tabulate(rows, heads, tablefmt='pipe')}\n",
         f"{_builds(results.values())}\n",
         *_failures(results.values()),
@@ -57,7 +57,7 @@ def write_report(
 
 def _cell(result: Result | None) -> str:
     if result is None:
-        return "–"
+        return "not run"
     if result.failures:
         return f"**{len(result.failures)} failed**, {result.passed}"
     return "passed" if result.part == "demo" else str(result.passed)

@@ -44,8 +44,8 @@ def test_the_page_tells_passed_from_failed_from_not_run(tmp_path: Path) -> None:
     ]
     heads, _, first, second = rows
     assert dict(zip(heads, first, strict=True)) == {
-        "torch": "2.11.0", "Python": "3.12", "parity": "**1 failed**, 5", "bytes": "–",
-        "staleness": "–", "inductor": "–", "demo": "–", "fast": "–",
+        "torch": "2.11.0", "Python": "3.12", "parity": "**1 failed**, 5", "bytes": "not run",
+        "staleness": "not run", "inductor": "not run", "demo": "not run", "fast": "not run",
     }  # fmt: skip
     assert (second[0], second[3], second[6]) == ("2.13.0", "17", "passed")
     assert "* 2.11.0, Python 3.12.1, parity: `test_a.py::test_b`" in text
