@@ -123,10 +123,9 @@ def _forward_within_gate(
     # A graph break inside makes Dynamo leave this frame to Python, which then sets the gate for what
     # runs eagerly; without one the assignments cancel out and cost nothing.
     @functools.wraps(inner)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_root:
-            own_self: Any = self
-            own_self._fcdp_refuse_new_parameters()
+            self._fcdp_refuse_new_parameters()
         gate = _state(self).gate
         was_inside = gate.inside
         gate.inside = True
@@ -191,8 +190,8 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
     return call
 
 
-# Dynamo calls it when it traces, and traces nothing of it.  A method of the root under this very name: torch 2.11
-# takes no module for a constant argument, and looks the method up by the name of the function.
+# Dynamo calls it when it traces, and traces nothing of it.  A method, because torch 2.11 takes no module for
+# a constant argument; and a member of this name, because torch looks it up by the name of the function.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _fcdp_refuse_new_parameters(root: nn.Module) -> None:
     model = _state(root).model
