@@ -72,7 +72,9 @@ def main(dtype: str) -> None:
     pairs = [(compiled[name], eager[name]) for name in eager]
     equal = sum(int((a == b).sum()) for a, b in pairs) / sum(b.numel() for _, b in pairs)
     tensors = sum(torch.equal(a, b) for a, b in pairs)
-    off = max(float((a - b).abs().max().double() / b.abs().max().double()) for a, b in pairs)
+    off = max(
+        float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs
+    )
     print(
         f"torch {torch.__version__}, {dtype}: {equal:.1%} of values and {tensors} of {len(pairs)} "
         f"tensors are bitwise equal; the largest difference is {off:.1e} of a tensor's largest value"
