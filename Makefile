@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # 1: the demo runs the checkout (pip install --editable).  0: it runs what a user of a wheel gets.
 EDITABLE ?= 1
+# The torch to install: anything pip takes, such as torch==2.13.0 or a wheel.  Left empty, a CPU build where
+# there is no card and pip sees one, else what pip finds.
+TORCH ?=
 # Passed on to examples/lora_finetune.py and to pytest.
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -12,9 +15,12 @@ BENCH_ARGS ?=
 GPU_ARGS ?=
 # What runs on the card.  A bare machine's own Python has a torch for its driver, and no network to fetch one.
 GPU_PYTHON ?= $(PYTHON)
+# Passed on to benchmarks/versions (python -m benchmarks.versions --help).
+VERSIONS_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.fcdp
+CHOSEN := $(STAMPS)/torch-$(if $(TORCH),$(firstword $(shell printf %s '$(TORCH)' | cksum)),any)
 MODE := $(if $(filter 0,$(EDITABLE)),regular,editable)
 SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 
@@ -22,7 +28,7 @@ SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench gpu docs lint format types clean
+.PHONY: help demo test test-all bench gpu versions docs lint format types clean
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
 
@@ -53,6 +59,10 @@ gpu:  ## run what one CUDA GPU can show, in ten minutes, into docs/gpu.md
 	    $(GPU_PYTHON) -m pip install --no-deps --no-build-isolation --editable .
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
+# Not part of CI: hours, and gigabytes for each torch that has no CPU build.
+versions: | $(BIN)/python  ## try the supported versions of torch and Python; writes docs/versions.md
+	$(BIN)/python -m benchmarks.versions $(VERSIONS_ARGS)
+
 # The banner that is turned off is about the next major version, which pyproject.toml excludes.
 docs: $(STAMPS)/editable-docs  ## build the documentation into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean --quiet
@@ -81,13 +91,18 @@ $(BIN)/python:
 	    { echo '$(PYTHON) is not Python 3.11 or newer; use make PYTHON=...' >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
+# Before anything else, because pip keeps a torch that is there.  One stamp per torch that was asked for.
+$(CHOSEN): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m benchmarks.versions.torch_build '$(TORCH)'
+	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/torch-* && touch $@
+
 # One stamp per way of installing and extra; whoever installs takes back the stamps of the other way.
 # torch's range is part of every install, so no extra can pull in another torch.
-$(STAMPS)/editable-%: pyproject.toml | $(BIN)/python
+$(STAMPS)/editable-%: pyproject.toml | $(CHOSEN)
 	$(BIN)/python -m pip install --editable '.[$*]'
 	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/regular-* && touch $@
 
-$(STAMPS)/regular-%: pyproject.toml $(SOURCES) | $(BIN)/python
+$(STAMPS)/regular-%: pyproject.toml $(SOURCES) | $(CHOSEN)
 	rm -rf build
 	$(BIN)/python -m pip install '.[$*]'
 	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/editable-* && touch $@

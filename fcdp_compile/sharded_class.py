@@ -71,6 +71,7 @@ def sharded_class(
         members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
     if is_root:
         members["__call__"] = _noted_call(cls)
+        members["_fcdp_refuse_new_parameters"] = _fcdp_refuse_new_parameters
     members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
     return type(cls.__name__, (cls,), members)
 
@@ -122,9 +123,9 @@ def _forward_within_gate(
     # A graph break inside makes Dynamo leave this frame to Python, which then sets the gate for what
     # runs eagerly; without one the assignments cancel out and cost nothing.
     @functools.wraps(inner)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_root:
-            _refuse_new_parameters(self)
+            self._fcdp_refuse_new_parameters()
         gate = _state(self).gate
         was_inside = gate.inside
         gate.inside = True
@@ -189,9 +190,10 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
     return call
 
 
-# Dynamo calls it when it traces, and traces nothing of it.
+# Dynamo calls it when it traces, and traces nothing of it.  A method, because torch 2.11 takes no module for
+# a constant argument; and a member of this name, because torch looks it up by the name of the function.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-def _refuse_new_parameters(root: nn.Module) -> None:
+def _fcdp_refuse_new_parameters(root: nn.Module) -> None:
     model = _state(root).model
     whole = {model.spec(key).name for key in model.whole}
     for name, parameter in root.named_parameters():

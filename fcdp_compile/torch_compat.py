@@ -1,4 +1,4 @@
-"""Every private name of torch that fcdp uses, in one place.  Tried on torch 2.13 (CPU)."""
+"""Every private name of torch that fcdp uses, in one place.  docs/versions.md says on which it was tried."""
 
 from __future__ import annotations
 
@@ -229,7 +229,11 @@ def _backend(group: dist.ProcessGroup, device: str, name: str) -> Any:
     Works for a group that was taken down, too.
     """
     try:
-        backend: Any = group._get_backend(torch.device(device))
+        backend: Any
+        if hasattr(dist, "get_backend_impl"):  # since torch 2.14
+            backend = dist.get_backend_impl(group, torch.device(device))
+        else:
+            backend = group._get_backend(torch.device(device))
     except RuntimeError:  # nothing runs them
         return None
     return backend if backend.name() == name else None

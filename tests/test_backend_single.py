@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
+from torch.fx import GraphModule
 
 import fcdp_compile
 from fcdp_compile import torch_compat
@@ -156,6 +157,24 @@ def compile_with(**settings: object) -> Tensor:
 def test_an_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(Exception, match=r"unknown option 'comptue'.*compute, dump, bucket_mb"):
         compile_with(options={"comptue": "eager"})
+
+
+@pytest.mark.skipif(
+    torch.__version__ < (2, 15), reason="torch before 2.15 asks nothing of a backend before a graph"
+)
+def test_a_backend_is_told_no_options_before_the_first_graph() -> None:
+    """Else options could be refused when `torch.compile` is called; they are refused with the first graph."""
+    told: list[object] = []
+
+    def backend(gm: GraphModule, inputs: object, **given: object) -> Callable[..., object]:
+        told.append(given)
+        return gm.forward
+
+    backend._dynamo_backend_init = lambda *given, **more: told.append((given, more))
+    compiled = torch.compile(nn.Linear(2, 2), backend=backend, options={"compute": "eager"})
+    assert told == [((), {})]
+    compiled(torch.ones(1, 2))
+    assert told[1:] == [{"options": {"compute": "eager"}}]
 
 
 def test_modes_reach_inductor(monkeypatch: pytest.MonkeyPatch) -> None:

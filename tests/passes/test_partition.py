@@ -312,6 +312,10 @@ def test_symbols_are_saved_where_they_are_read() -> None:
     assert owner.specs
 
 
+MESHES_ARE_INPUTS = torch.__version__ >= (2, 12)
+"""Whether graphs are given the meshes of DTensors; torch 2.11 keeps them out of graphs, with the subclass."""
+
+
 class TestMeshes:
     """DTensor parameters: each mesh is an opaque input, which RNG states must not get behind."""
 
@@ -353,7 +357,8 @@ class TestMeshes:
         x = torch.randn(1, 2, 5, 4, requires_grad=True)
         split, got, expected = compiled(function, x, w, v)
         check(split)
-        assert any(is_opaque(n) for n in split.fw.graph.find_nodes(op="placeholder"))
+        has_mesh = any(is_opaque(n) for n in split.fw.graph.find_nodes(op="placeholder"))
+        assert has_mesh == MESHES_ARE_INPUTS
         assert len(calls(split.fw, UNSHARD)) == len(calls(split.bw, UNSHARD)) == 2
         assert len(calls(split.bw, REDUCE_GRAD)) == 2
         if random == "none":  # random numbers are drawn in another order than eagerly

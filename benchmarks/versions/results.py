@@ -1,0 +1,49 @@
+"""What ran on which torch and Python, kept in a file that is written after every part."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One part on one pair.
+
+    torch: with its local label, as the build says: 2.13.0+cpu.
+    failures: names of tests, or the last line of what failed as a whole.
+    """
+
+    python: str
+    torch: str
+    part: str
+    passed: int
+    skipped: int
+    failures: tuple[str, ...]
+    seconds: float
+    commit: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Python's minor version, torch without its label, and the part: one result each."""
+        return self.python.rpartition(".")[0], self.torch.partition("+")[0], self.part
+
+
+def read(file: Path) -> dict[tuple[str, str, str], Result]:
+    """The results so far, by key."""
+    if not file.exists():
+        return {}
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    results = [Result(**(row | {"failures": tuple(row["failures"])})) for row in rows]
+    return {result.key: result for result in results}
+
+
+def add(file: Path, result: Result) -> None:
+    """Write a result down, in the place of an older one of the same key."""
+    results = read(file) | {result.key: result}
+    rows = [asdict(results[key]) for key in sorted(results)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    part.rename(file)
