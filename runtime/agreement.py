@@ -11,7 +11,7 @@ from torch import Tensor
 from fcdp_compile import plan_json
 from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.validity import fingerprint
+from fcdp_compile.fingerprint import fingerprint
 
 _FIRST_WORDS = 7
 """Words of flags in the first message."""

@@ -100,11 +100,11 @@ class Program:
 
     def shall_accumulate(self, args: list[Any]) -> bool:
         """Whether the forward of a backward that is about to run on `args` was told to accumulate."""
-        return any(bool(args[i][0, 0]) for i in self._stamps)
+        return any(args[i].tolist()[0] for i in self._stamps)
 
     def was_given(self, args: list[Any]) -> int:
         """The mark of the other values that the forward of a backward was given; 0 if it had the own."""
-        return max((int(args[i][1, 0]) for i in self._stamps), key=abs, default=0)
+        return max((args[i].tolist()[1] for i in self._stamps), key=abs, default=0)
 
     def run(
         self,
@@ -292,32 +292,25 @@ class Program:
     def _stamp(self, ids: Any, values: list[Any]) -> Tensor:
         run: _Run = values[-1]
         buckets = [self._buckets[i] for i in ids]
+        if not run.given:
+            run.model.look([b for b in buckets if b.tier is Tier.NONE])
         generations = [run.model.generation(b) for b in buckets]
-        fingerprints = (
-            [0] * len(buckets) if run.given else run.model.fingerprints_of_uncached(buckets)
-        )
-        rows = [[int(run.accumulates), *generations], [run.given, *fingerprints]]
-        return torch.tensor(rows, device="cpu")
+        return torch.tensor([int(run.accumulates), run.given, *generations], device="cpu")
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
         run: _Run = values[-1]
         if run.given:  # compared before the program began
             return
-        generations, fingerprints = values[first][:, 1:].tolist()
+        generations = values[first].tolist()[2:]
         # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
         run.generations.update(zip(ids, generations, strict=True))
-        buckets = [self._buckets[i] for i in ids]
-        changed = [
-            bucket
-            for bucket, seen, now in zip(
-                buckets, fingerprints, run.model.fingerprints_of_uncached(buckets), strict=True
-            )
-            if seen != now
-        ]
+        uncached = [b for i in ids if (b := self._buckets[i]).tier is Tier.NONE]
+        if not uncached:
+            return
+        run.model.look(uncached)
+        changed = [b for b in uncached if run.model.generation(b) != run.generations[b.id]]
         what = "the agreement on parameters that changed since the forward"
-        if all(b.tier is not Tier.NONE for b in buckets) or not run.model.agree_on_any(
-            changed, what
-        ):
+        if not run.model.agree_on_any(changed, what):
             return
         where = (
             f"bucket {changed[0].id} ({changed[0].params[0].name}, …)"

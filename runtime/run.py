@@ -21,7 +21,7 @@ from fcdp_compile.runtime.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
-from fcdp_compile.runtime.validity import fingerprint
+from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.torch_compat import backward_number
 
 

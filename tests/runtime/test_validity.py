@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
+from fcdp_compile.fingerprint import fingerprint, fingerprints
+from fcdp_compile.runtime.validity import Generations
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool]
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -152,29 +153,6 @@ def test_it_is_of_values_not_of_the_graph() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     assert of(parameter) == of(torch.ones(3))
     assert not fingerprint([parameter]).requires_grad
-
-
-class TestFingerprints:
-    def test_a_first_look_is_no_change(self) -> None:
-        seen = Fingerprints()
-        assert seen.changed({0: [torch.ones(3)], 1: [torch.zeros(3)]}) == []
-
-    def test_each_change_shows_once(self) -> None:
-        seen, a, b = Fingerprints(), torch.ones(3), torch.ones(3)
-        seen.changed({0: [a], 1: [b]})
-        b.data[1] = 5
-        assert seen.changed({0: [a], 1: [b]}) == [1]
-        assert seen.changed({0: [a], 1: [b]}) == []
-
-    def test_a_change_shows_when_the_bucket_is_looked_at_again(self) -> None:
-        seen, a, b = Fingerprints(), torch.ones(3), torch.ones(3)
-        seen.changed({0: [a], 1: [b]})
-        b.data[1] = 5
-        assert seen.changed({0: [a]}) == []
-        assert seen.changed({1: [b]}) == [1]
-
-    def test_no_buckets(self) -> None:
-        assert Fingerprints().changed({}) == []
 
 
 class TestGenerations:
