@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.fingerprint import fingerprints, fingerprints_of_zeros
 from fcdp_compile.home_tensor import HomeTensor, seal
-from fcdp_compile.runtime.agreement import packed, raised_by_any
+from fcdp_compile.runtime.agreement import packed, unpacked
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.validity import read
@@ -128,12 +128,15 @@ class GradientMarks:
         grads = {n: self.grad(n).tensor for n in names}
         seen = self._look([n for n in names if not self._is_intact(n, grads[n])])
         gone = [grads[n] is None or seen.get(n, _Seen()).is_zeroed for n in names]
-        marked = enumerate(self._marks)
-        changed = [i for i, n in marked if not gone[i] and seen.get(n, _Seen()).differs]
-        cleared, changed = _agreed(collectives, gone, changed)
-        if changed:
+        changed = [not g and seen.get(n, _Seen()).differs for n, g in zip(names, gone, strict=True)]
+        changed = [c and n in self._marks for n, c in zip(names, changed, strict=True)]
+        what = "the agreement on gradients that were cleared"
+        told = collectives.tell(packed([*gone, *changed]), what).finish()
+        by_any = unpacked(told, 2 * len(names))
+        cleared, changed = by_any[: len(names)], by_any[len(names) :]
+        if any(changed):
             raise FcdpError(
-                f"the gradient of parameter {names[changed[0]]!r} was changed while gradients of earlier "
+                f"the gradient of parameter {names[changed.index(True)]!r} was changed while gradients of earlier "
                 "micro-batches wait for the one that synchronises; clip or scale gradients after the "
                 "backward outside of no_sync"
             )
@@ -175,16 +178,6 @@ class GradientMarks:
 
     def _of_size(self, names: Iterable[str]) -> list[str]:
         return [n for n in names if math.prod(self._records[n].spec.layout.shape)]
-
-
-def _agreed(
-    collectives: Collectives, cleared: list[bool], changed: list[int]
-) -> tuple[list[bool], list[int]]:
-    """What any rank sees cleared, and the first that one sees changed, if any."""
-    words = [changed[0] if changed else -1, *packed(cleared)]
-    rows = collectives.agree(words, "the agreement on gradients that were cleared")
-    seen = [row[0] for row in rows if row[0] >= 0]
-    return raised_by_any([row[1:] for row in rows], len(cleared)), seen[:1]
 
 
 def _bytes(shard: Tensor) -> Tensor:

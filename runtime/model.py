@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_home
-from fcdp_compile.plan import Bucket, Kind, Plan, Tier
+from fcdp_compile.plan import Bucket, Kind, Plan
 from fcdp_compile.reduction import REDUCTIONS
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
@@ -33,6 +33,7 @@ from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.released import release
 from fcdp_compile.runtime.row_sources import RowSources
 from fcdp_compile.runtime.validity import Generations, changed
+from fcdp_compile.runtime.word_of_all import Telling
 from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
 
@@ -306,9 +307,9 @@ class ShardedModel:
                 self.records[key].local()  # raises if what was put there is no home shard
             self.generations.change(found)
 
-    def agree_on_any(self, found: Sequence[object], what: str) -> bool:
-        """Whether any rank found something; all ranks must ask.  what: it is they agree on."""
-        return any(row[0] for row in self.collectives.agree([len(found)], what))
+    def tell_found(self, found: Sequence[object], what: str) -> Telling:
+        """Start to tell all ranks whether any found something; all must.  what: it is they agree on."""
+        return self.collectives.tell([len(found) > 0], what)
 
     def refresh(self, bucket: Bucket) -> None:
         """Gather a bucket between nodes straight into the cache; within the node too if it is kept whole."""

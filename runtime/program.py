@@ -19,6 +19,7 @@ from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.word_of_all import Telling
 
 _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.INTER_ALL_GATHER: lambda collectives: collectives.all_gather,
@@ -39,20 +40,43 @@ class _Run:
 
     accumulates: of a forward, whether its backward shall accumulate gradients.
     given: the mark of the values that it was given if they are not the model's own, else 0.
+    changed: of a backward that gathers again, the buckets that changed since its forward, and what tells the
+    other ranks.
     """
 
-    __slots__ = ("accumulates", "generations", "given", "model")
+    __slots__ = ("accumulates", "changed", "generations", "given", "model")
 
     def __init__(self, model: ShardedModel, *, accumulates: bool, given: int) -> None:
         self.model = model
         self.accumulates = accumulates
         self.given = given
         self.generations: dict[int, int] = {}
+        self.changed: tuple[list[Bucket], Telling] | None = None
 
     def generation(self, bucket: Bucket) -> int:
         """The stamped generation in a backward, today's in a forward."""
         stamped = self.generations.get(bucket.id)
         return self.model.generation(bucket) if stamped is None else stamped
+
+    def refuse_changed(self) -> None:
+        """At its end: raise if this backward may have gathered other values than its forward.
+
+        Raises: StaleParameterError on every rank.
+        """
+        if self.changed is None:
+            return
+        changed, telling = self.changed
+        if not any(telling.finish()):
+            return
+        where = (
+            f"bucket {changed[0].id} ({changed[0].params[0].name}, …)"
+            if changed
+            else "another rank"
+        )
+        raise StaleParameterError(
+            f"parameters of {where} changed between the forward and its backward; run the backward before "
+            "the optimizer steps or anything else writes to them"
+        )
 
 
 class Program:
@@ -122,12 +146,14 @@ class Program:
         around: of a run that is recorded.
         """
         instructions = self._instructions if around is None else self._with(around)
-        values = self._start(_Run(model, accumulates=accumulates, given=given), args)
+        run = _Run(model, accumulates=accumulates, given=given)
+        values = self._start(run, args)
         try:
             for call, place, dead in instructions:
                 values[place] = call(values)
                 for d in dead:
                     values[d] = None
+            run.refuse_changed()
         except BaseException:
             values.clear()  # the error's traceback holds this frame, perhaps for long
             raise
@@ -310,17 +336,8 @@ class Program:
         run.model.look(uncached)
         changed = [b for b in uncached if run.model.generation(b) != run.generations[b.id]]
         what = "the agreement on parameters that changed since the forward"
-        if not run.model.agree_on_any(changed, what):
-            return
-        where = (
-            f"bucket {changed[0].id} ({changed[0].params[0].name}, …)"
-            if changed
-            else "another rank"
-        )
-        raise StaleParameterError(
-            f"parameters of {where} changed between the forward and its backward; run the backward before "
-            "the optimizer steps or anything else writes to them"
-        )
+        # Ranks tell each other while the backward runs; nobody gets its gradients before.
+        run.changed = changed, run.model.tell_found(changed, what)
 
 
 def _nothing(values: list[Any]) -> None:
