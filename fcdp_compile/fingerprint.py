@@ -1,8 +1,8 @@
 """64-bit hashes of the bits of tensors: what tells that values are not what they were.
 
-The bits are laid out as a table of words of 64 bits.  A row's hash is a weighted sum of its words, which is one
-matrix-vector product, and of their high halves: in a sum modulo 2**64 alone the top bit of a word counts for
-one bit, and two changed signs cancel.  Any one changed bit changes its row's hash (odd weights) and so the
+The bits are laid out as a table of words of 64 bits.  A row's hash is a weighted sum of its words, which is
+one matrix-vector product, and of their high halves: in a sum modulo 2**64 alone the top bit of a word counts
+for one bit, and two changed signs cancel.  Any one changed bit changes its row's hash (odd weights) and so the
 result (`mixed` is a bijection); exchanged words and rows have other weights.
 """
 
@@ -115,7 +115,7 @@ def _row_hashes(table: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _positions(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each row of a table of groups with so many rows: the number of its group, a step for its place there.
+    """Of each row of a table of groups with so many rows: the number of its group, the step for its place.
 
     Kept, because the copy to a device of what the host counts makes the host wait.
     """

@@ -14,7 +14,7 @@ from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.runtime.collectives import Collectives
 
 _FIRST_WORDS = 30
-"""Words of flags in the first message: of more flags than any model has had yet, so that it is the only one."""
+"""Words of flags in a message: of more flags than any model has had yet, so that one is enough."""
 
 FLAGS_OF_A_WORD = 60
 """Words are int64, and have no sign."""
@@ -65,8 +65,8 @@ def _tell_first(
 ) -> tuple[bool, list[int]]:
     """Whether all ranks say the same text, and the words of all.
 
-    One message of a fixed size, whatever the text: ranks that are about to do different things must not meet in
-    messages of different sizes.  Where every rank sends the same bits and the same complement, no bit is in
+    One message of a fixed size, whatever the text: ranks that are about to do different things must not meet
+    in messages of different sizes.  Where every rank sends the same bits and the same complement, no bit is in
     both for all.
     """
     head = _head(text)

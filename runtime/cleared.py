@@ -4,12 +4,12 @@
 What `no_sync` accumulates belongs to `.grad`, and whoever clears that means it too.  An accumulating backward
 gives autograd negative zeros, which change no bit of a gradient that is there; one of positive zeros alone
 is made negative before anybody gets hold of it, which adds as little.  So a `.grad` that is gone by the next
-backward or optimizer step, or all positive zeros, was cleared by `zero_grad`, and what waits for that parameter
-is forgotten.  One that differs in any other way cannot be made right and is refused.  Ranks tell each other what
-they see: one whose shard of a parameter is empty sees nothing.
+backward or optimizer step, or all positive zeros, was cleared by `zero_grad`, and what waits for that
+parameter is forgotten.  One that differs in any other way cannot be made right and is refused.  Ranks tell
+each other what they see: one whose shard of a parameter is empty sees nothing.
 
-Gradients are sealed (`fcdp_compile.seal`, [Note: seals]): only of those that others got hold of are the values
-looked at, of all in a few kernels, and only then does the Python thread wait for the device.
+Gradients are sealed (`fcdp_compile.seal`, [Note: seals]): only of those that others got hold of are the
+values looked at, of all in a few kernels, and only then does the Python thread wait for the device.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class GradientMarks:
         return mark.is_intact(grad.present())
 
     def unseal(self, name: str) -> None:
-        """Nobody is to notice what happens to this gradient from now on, such as that a backward adds to it."""
+        """Nobody is to notice what happens to this gradient from now on, as when a backward adds to it."""
         if isinstance(grad := self.grad(name).tensor, HomeTensor):
             grad.seal = None
 
@@ -136,8 +136,8 @@ class GradientMarks:
         cleared, changed = by_any[: len(names)], by_any[len(names) :]
         if any(changed):
             raise FcdpError(
-                f"the gradient of parameter {names[changed.index(True)]!r} was changed while gradients of earlier "
-                "micro-batches wait for the one that synchronises; clip or scale gradients after the "
+                f"the gradient of parameter {names[changed.index(True)]!r} was changed while gradients of "
+                "earlier micro-batches wait for the one that synchronises; clip or scale gradients after the "
                 "backward outside of no_sync"
             )
         found = {n for n, is_cleared in zip(names, cleared, strict=True) if is_cleared}
@@ -158,7 +158,9 @@ class GradientMarks:
         now = fingerprints([[s] for s in present])
         seals = [self._marks.get(n) for n in shards]
         # A gradient whose seal broke unseen, or that was lost, has no mark: as if it were another now.
-        marks = [~m if s is None or s.mark is None else s.mark for s, m in zip(seals, now, strict=True)]
+        marks = [
+            ~m if s is None or s.mark is None else s.mark for s, m in zip(seals, now, strict=True)
+        ]
         zeroed = now == fingerprints_of_zeros(present)
         found = read(torch.stack([zeroed, now != torch.stack(marks)]).T)
         return {n: _Seen(*map(bool, row)) for n, row in zip(shards, found, strict=True)}

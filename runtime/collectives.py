@@ -216,7 +216,7 @@ class Collectives:
         return rows
 
     def tell(self, words: list[int], what: str) -> Telling:
-        """Start to tell all ranks these words, as many on every rank; what comes of it is the bitwise or of all.
+        """Start to tell all ranks these words, as many on every rank; the result is the bitwise or of all.
 
         All ranks of the mesh must call it.  what: they agree on.
         """

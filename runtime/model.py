@@ -298,8 +298,8 @@ class ShardedModel:
     def look(self, buckets: Sequence[Bucket]) -> None:
         """Find out what of these buckets may have changed since the last look: that has a new generation.
 
-        Not of those that every rank has whole, which nobody gathers again: autograd has saved their parameters
-        for the backward, and sees every change but those by optimizers, which generations tell.
+        Not of those that every rank has whole, which nobody gathers again: autograd has saved their
+        parameters for the backward, and sees every change but those by optimizers, which generations tell.
         """
         keys = dict.fromkeys(k for b in buckets if b.ranks > 1 for k in self.keys_of(b))
         if found := changed({key: self.records[key].parameter() for key in keys}):

@@ -103,7 +103,9 @@ class OptimizerHooks:
         self._refuse_incomplete(optimizer)
         for p in _owned_by(optimizer):
             if isinstance(p, HomeShard) and p.grad is not None:
-                p.seal = None  # all of its values change; if the step fails, nobody takes them for the old ones
+                p.seal = (
+                    None  # its values change; if the step fails, nobody takes them for the old ones
+                )
         self._steps.begin(optimizer)
 
     def _refuse_incomplete(self, optimizer: Optimizer) -> None:

@@ -48,8 +48,8 @@ def read(values: Tensor) -> list[Any]:
 def changed(parameters: Mapping[str, Tensor]) -> list[str]:
     """The keys of those of these parameters that may have other values than when this was last asked.
 
-    All are sealed (`seal`, [Note: seals]), so that next time it is known at once what nobody has touched.  One
-    that is looked at for the first time counts as changed, and so does one that cannot be sealed.  Waits for
+    All are sealed (`seal`, [Note: seals]), so that next time it is known what nobody has touched.  One that is
+    looked at for the first time counts as changed, and so does one that cannot be sealed.  Waits for
     the device only for those whose memory others got hold of.
     """
     keys = [key for key, p in parameters.items() if not isinstance(p, HomeShard)]
@@ -57,7 +57,9 @@ def changed(parameters: Mapping[str, Tensor]) -> list[str]:
     for key, p in parameters.items():
         if isinstance(p, HomeShard) and (p.seal is None or not p.seal.is_intact(p.held)):
             touched[key] = p
-    comparable = {key: p for key, p in touched.items() if p.seal is not None and p.seal.mark is not None}
+    comparable = {
+        key: p for key, p in touched.items() if p.seal is not None and p.seal.mark is not None
+    }
     differ = dict(zip(comparable, differing(list(comparable.values())), strict=True))
     keys += [key for key in touched if differ.get(key, True)]
     if touched:

@@ -1,8 +1,8 @@
 """What any rank says, told to all: the bitwise or of words, by messages from rank to rank (`dissemination`).
 
 A thread sends and receives, so that the Python thread can do other things meanwhile.  It also is why Ctrl-C
-works: a receive of Gloo cannot be asked whether it is done, and one that is given less time than its group has
-closes the group.
+works: a receive of Gloo cannot be asked whether it is done, and one that is given less time than its group
+has closes the group.
 """
 
 from __future__ import annotations

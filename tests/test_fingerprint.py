@@ -180,7 +180,17 @@ def test_zeros() -> None:
 class _Kernels(TorchDispatchMode):
     """Counts what would be launched on a device."""
 
-    _VIEWS = ("view", "detach", "slice", "split", "alias", "empty", "select", "unbind", "_unsafe_view")
+    _VIEWS = (
+        "view",
+        "detach",
+        "slice",
+        "split",
+        "alias",
+        "empty",
+        "select",
+        "unbind",
+        "_unsafe_view",
+    )
 
     def __init__(self) -> None:
         super().__init__()

@@ -105,7 +105,9 @@ def _counts(mesh: DeviceMesh, case: str, strategy: str) -> dict[str, dict[tuple[
         found[act.__name__] = dict(reads)
     pair.model.zero_grad()
     with _reads() as reads:
-        next(p for p in pair.model.parameters() if not p.requires_grad or case == "odd").data.mul_(1.0)
+        next(p for p in pair.model.parameters() if not p.requires_grad or case == "odd").data.mul_(
+            1.0
+        )
         _backward(pair)
     found["control"] = dict(reads)
     return found
@@ -192,7 +194,7 @@ def _captured(mesh: DeviceMesh) -> None:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for act in (parameter.detach, optimizer.step):
-            with pytest.raises(fcdp_compile.FcdpError, match="outside of torch.cuda.graph"):
+            with pytest.raises(fcdp_compile.FcdpError, match=r"outside of torch\.cuda\.graph"):
                 act()
 
 
