@@ -2,8 +2,8 @@
 
 The bits are laid out as a table of words of 64 bits.  A row's hash is a weighted sum of its words, which is
 one matrix-vector product, and of their high halves: in a sum modulo 2**64 alone the top bit of a word counts
-for one bit, and two changed signs cancel.  Any one changed bit changes its row's hash (odd weights) and so the
-result (`mixed` is a bijection); exchanged words and rows have other weights.
+for one bit, and two changed signs cancel.  Any one changed bit changes its row's hash (odd weights) and so
+the result (`mixed` is a bijection); exchanged words and rows have other weights.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 The memory of a home shard or a gradient is reached through its HomeTensor alone.  Every op that writes to it
 or gives a view of it, and every other way to the memory, breaks the seal on it first.  While the seal is
 intact, the values are what they were when it was put on.  As a seal breaks it takes a fingerprint, which
-stays on the device; who wants to know whether the values have changed compares that with one of today, and only
-then waits for the device.
+stays on the device; who wants to know whether the values have changed compares that with one of today, and
+only then waits for the device.
 
 Others may have a view from before the seal is put on, by which they write unseen.  Storages count their
 tensors: where there is another one, the seal is put on broken.  Dynamo's guards look at raw tensors in every

@@ -66,8 +66,8 @@ def _tell_first(
     """Whether all ranks say the same text, and the words of all.
 
     One message of a fixed size, whatever the text: ranks that are about to do different things must not meet
-    in messages of different sizes.  Where every rank sends the same bits and the same complement, no bit is in
-    both for all.
+    in messages of different sizes.  Where every rank sends the same bits and the same complement, no bit is
+    in both for all.
     """
     head = _head(text)
     told, complement, *found = collectives.tell([head, ~head, *words], what).finish()

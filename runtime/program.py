@@ -124,11 +124,11 @@ class Program:
 
     def shall_accumulate(self, args: list[Any]) -> bool:
         """Whether the forward of a backward that is about to run on `args` was told to accumulate."""
-        return any(args[i].tolist()[0] for i in self._stamps)
+        return any(_stamped(args[i])[0] for i in self._stamps)
 
     def was_given(self, args: list[Any]) -> int:
         """The mark of the other values that the forward of a backward was given; 0 if it had the own."""
-        return max((args[i].tolist()[1] for i in self._stamps), key=abs, default=0)
+        return max((_stamped(args[i])[1] for i in self._stamps), key=abs, default=0)
 
     def run(
         self,
@@ -327,7 +327,7 @@ class Program:
         run: _Run = values[-1]
         if run.given:  # compared before the program began
             return
-        generations = values[first].tolist()[2:]
+        generations = _stamped(values[first])[2:]
         # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
         run.generations.update(zip(ids, generations, strict=True))
         uncached = [b for i in ids if (b := self._buckets[i]).tier is Tier.NONE]
@@ -338,6 +338,12 @@ class Program:
         what = "the agreement on parameters that changed since the forward"
         # Ranks tell each other while the backward runs; nobody gets its gradients before.
         run.changed = changed, run.model.tell_found(changed, what)
+
+
+def _stamped(stamps: Tensor) -> list[int]:
+    """What a forward stamped, which is on the host wherever the model is."""
+    found: list[int] = stamps.tolist()
+    return found
 
 
 def _nothing(values: list[Any]) -> None:

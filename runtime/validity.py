@@ -48,9 +48,9 @@ def read(values: Tensor) -> list[Any]:
 def changed(parameters: Mapping[str, Tensor]) -> list[str]:
     """The keys of those of these parameters that may have other values than when this was last asked.
 
-    All are sealed (`seal`, [Note: seals]), so that next time it is known what nobody has touched.  One that is
-    looked at for the first time counts as changed, and so does one that cannot be sealed.  Waits for
-    the device only for those whose memory others got hold of.
+    All are sealed (`seal`, [Note: seals]), so that next time it is known what nobody has touched.  One that
+    is looked at for the first time counts as changed, and so does one that cannot be sealed.  Waits for the
+    device only for those whose memory others got hold of.
     """
     keys = [key for key, p in parameters.items() if not isinstance(p, HomeShard)]
     touched: dict[str, HomeShard] = {}
