@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fcdp_compile.dissemination import hops
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
@@ -90,6 +91,16 @@ def gather_s(bucket: Bucket, algorithm: Algorithm, machine: Machine) -> float:
     # It goes from rank to rank; a gather between nodes, which the latency is of, from node to node.
     more_hops_s = ((bucket.ranks - 1) / (nodes - 1) - 1) * machine.inter.latency_s
     return max(machine.inter.time_s(sent), machine.intra.time_s(sent)) + more_hops_s + copying
+
+
+def agreement_s(machine: Machine, nodes: int, ranks_per_node: int) -> float:
+    """Seconds until all ranks have agreed on what a forward runs, which its Python thread waits for.
+
+    The words are few, so that latency counts alone.  A device that has work left from the step before goes on
+    with that meanwhile.
+    """
+    within_s = hops(ranks_per_node) * machine.intra.latency_s
+    return within_s + hops(nodes) * machine.inter.latency_s
 
 
 def assembled_bytes(bucket: Bucket) -> int:

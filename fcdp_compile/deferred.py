@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.home_shard import rows_of
 from fcdp_compile.initialisation import lost_attributes, steps_of, tied_to_others
 from fcdp_compile.messages import broadcast_first
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.runtime.validity import fingerprint
 from fcdp_compile.sharding import model_of, state_of
 from fcdp_compile.stand_ins import (
     Slot,

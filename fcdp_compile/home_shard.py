@@ -125,7 +125,7 @@ class HomeShard(Sharded):
     @property
     def data(self) -> Tensor:
         """The values without autograd, sharing memory; a home shard too, as it may be copied to."""
-        self.bring_back()
+        self.expose()
         return HomeShard(self.held.data, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
 
     @data.setter
@@ -150,7 +150,7 @@ class HomeShard(Sharded):
 
     def detach(self) -> HomeShard:
         """The values as autograd's constant, sharing memory: what `state_dict` holds."""
-        self.bring_back()
+        self.expose()
         return HomeShard(self.held.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
 
     # --- whole tensors ------------------------------------------------------------------------------------
@@ -160,6 +160,7 @@ class HomeShard(Sharded):
         self.copy_(other)
         loaded = self.detach()
         vars(loaded).update(vars(self))
+        loaded.seal = None
         return loaded
 
     def storage(self) -> NoReturn:
@@ -179,6 +180,8 @@ class HomeShard(Sharded):
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
+        if grad is not None and isinstance(old := _GRAD.__get__(self), HomeTensor):
+            old.expose()  # the new one may be told from it
         _GRAD.__set__(self, grad)
 
     @grad.deleter
@@ -240,10 +243,12 @@ class HomeShard(Sharded):
             return away.values()
 
     def _given_local(self) -> Tensor:
-        if self._calls is None or self._calls.inside:
+        if self._calls is not None and self._calls.inside:
             return self.held
-        self.bring_back()
+        self.expose()
         held = self.held
+        if self._calls is None:
+            return held
         with without_modes():
             _SLOT.__set__(self, held.detach())
         return held
@@ -252,9 +257,14 @@ class HomeShard(Sharded):
         if self._away is not None:
             self._away = None
             _released.pop(storage_id(self.held), None)
-        _SLOT.__set__(self, local)
+        super()._set_local(local)
 
     _local_tensor = property(_given_local, _set_local)
+
+    def expose(self) -> None:
+        """As HomeTensor's; a released shard is brought back."""
+        self.bring_back()
+        super().expose()
 
     def __tensor_flatten__(self) -> Any:
         # A compiler is about to look at the storage.
@@ -268,8 +278,13 @@ class HomeShard(Sharded):
 
     def to_local(self, **options: Any) -> Tensor:
         """As DTensor's."""
-        self.bring_back()
+        self.expose()
         return super().to_local(**options)
+
+    def to_gather(self) -> Tensor:
+        """As `to_local`, within a call of the model, for an op that reads it."""
+        self.bring_back()
+        return super().to_local()
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """As DTensor's."""

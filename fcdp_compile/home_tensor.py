@@ -25,15 +25,27 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import register_sharding
 
 from fcdp_compile.errors import FcdpError, MixedTensorsError
+from fcdp_compile.fingerprint import fingerprints
 from fcdp_compile.local_ops import run_locally
 from fcdp_compile.mesh import all_ranks_of
-from fcdp_compile.torch_compat import storage_id, takes_plain_tensors, wanted_placements
+from fcdp_compile.seal import Seal, are_shared
+from fcdp_compile.torch_compat import (
+    storage_id,
+    takes_plain_tensors,
+    wanted_placements,
+    without_modes,
+)
 
 
 class HomeTensor(DTensor):
-    """A DTensor on the home mesh; see above."""
+    """A DTensor on the home mesh; see above.
+
+    seal: on its memory (`seal`, [Note: seals]); None: nobody has looked at the values, or all of them change.
+    """
 
     __slots__ = ()
+
+    seal: Seal | None = None
 
     @staticmethod
     def adopt(value: Any) -> Any:
@@ -61,9 +73,23 @@ class HomeTensor(DTensor):
         return _run(func, args, kwargs or {})
 
     def present(self) -> Tensor:
-        """The local tensor, with its memory and values."""
-        local: Tensor = self._local_tensor
-        return local
+        """The local tensor, with its memory and values, to read."""
+        return _held(self)
+
+    def expose(self) -> None:
+        """Somebody is about to get hold of the memory, perhaps to write to it."""
+        if self.seal is not None:
+            self.seal.break_for(self.present())
+
+    def _given_local(self) -> Tensor:
+        self.expose()
+        return _held(self)
+
+    def _set_local(self, local: Tensor) -> None:
+        self.seal = None
+        _SLOT.__set__(self, local)
+
+    _local_tensor = property(_given_local, _set_local)
 
     def redistribute(
         self,
@@ -84,10 +110,12 @@ class HomeTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As a DTensor: who reads it need not have fcdp.
+        self.expose()  # another process may share the memory
         return _plain(self).__reduce_ex__(protocol)
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    _expose(func, args, kwargs)
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, *args)
     if func._schema.is_mutable and getattr(args[0], _COPY, False):
@@ -123,6 +151,37 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     found = _adopted(found)
     _mark_copies(func, source, found)
     return found
+
+
+def seal(tensors: Sequence[HomeTensor], kind: type[Seal] = Seal) -> None:
+    """Put a new seal on each of these tensors."""
+    with without_modes():
+        held = [t.present() for t in tensors]
+        opened: list[tuple[Seal, Tensor]] = []
+        for tensor, own, is_shared in zip(tensors, held, are_shared(held), strict=True):
+            tensor.seal = kind(own)
+            if is_shared:
+                tensor.seal.prepare(own)
+                opened.append((tensor.seal, own))
+        marks = fingerprints([[own] for _, own in opened]).unbind() if opened else ()
+        for (broken, _), mark in zip(opened, marks, strict=True):
+            broken.mark = mark
+
+
+def _expose(func: Any, args: Any, kwargs: Any) -> None:
+    """Break the seals on what an op writes to or gives views of."""
+    for at, name in _reached(func):
+        value = args[at] if at < len(args) else kwargs.get(name)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, HomeTensor):
+                tensor.expose()
+
+
+@functools.cache
+def _reached(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments of an op whose memory it writes to or gives views of: places and names."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None)
 
 
 def _mark_copies(func: Any, source: Any, found: Any) -> None:
@@ -266,7 +325,7 @@ def _settle_alike(placements: Sequence[Placement], tensors: Sequence[HomeTensor]
     for tensor, part in zip(tensors, parts, strict=True):
         whole = torch.empty_like(_held(tensor)).copy_(part.view(tensor.shape))
         tensor._spec = DTensor.from_local(whole, home_mesh, everywhere, run_check=False)._spec
-        tensor._local_tensor = whole
+        tensor._set_local(whole)
 
 
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

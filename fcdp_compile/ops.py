@@ -164,11 +164,10 @@ def accumulate(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
 
 
 def stamp(buckets: tuple[int, ...]) -> Tensor:
-    """What this forward uses, saved for its backward: int64 [2, 1 + len(buckets)] on the CPU.
+    """What this forward uses, saved for its backward: int64 [2 + len(buckets)] on the CPU.
 
-    First column: whether the backward shall accumulate gradients; the fingerprint of the shards that the
-    forward was given if they are not the model's own, else 0.  Then of each bucket its generation, and the
-    fingerprint of its shards if no tier keeps them.
+    Whether the backward shall accumulate gradients; the fingerprint of the shards that the forward was given
+    if they are not the model's own, else 0; then of each bucket its generation.
     """
     _only_in_a_graph("stamp")
 

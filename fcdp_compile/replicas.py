@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.mesh import Topology
 from fcdp_compile.messages import broadcast_first
 from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.validity import fingerprint
 
 log = logging.getLogger(__name__)
 

@@ -108,7 +108,11 @@ def _gathering_property(name: str) -> property:
         if isinstance(parameter, DTensor) and not isinstance(parameter, HomeShard):
             # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.
             check_cut(parameter, state.keys[name], state.cuts[name])
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local: Tensor = parameter
+        if isinstance(parameter, HomeShard) and not torch.compiler.is_compiling():
+            local = parameter.to_gather()
+        elif isinstance(parameter, DTensor):
+            local = parameter.to_local()
         full: Tensor = UNSHARD(local, state.keys[name])
         return full
 

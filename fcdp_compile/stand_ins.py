@@ -77,7 +77,7 @@ class Slot:
         return made
 
 
-_NOT_KEPT = ("_is_hf_initialized", "_spec", "_local_tensor", "_calls", "_away", "_is_param")
+_NOT_KEPT = ("_is_hf_initialized", "_spec", "_local_tensor", "_calls", "_away", "_is_param", "seal")
 
 
 def _unset_mark(dtype: torch.dtype) -> float | int | None:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from fcdp_compile.assignment import matching
 from fcdp_compile.errors import ArgumentError, FcdpError
+from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.home_shard import rows_of
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.optimizer_hooks import WholeParameter
 from fcdp_compile.runtime.record import ParamRecord
-from fcdp_compile.runtime.validity import fingerprint
 from fcdp_compile.sharding import model_of, state_of
 from fcdp_compile.together import together
 

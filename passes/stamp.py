@@ -17,7 +17,7 @@ from fcdp_compile.torch_compat import detect_fake_mode, is_opaque, saved_output_
 def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
     """Save one more value: which values of its buckets the backward must use, and whether it accumulates.
 
-        forward:  stamps = stamp(buckets), returned among the saved tensors
+        forward:  stamps = stamp(buckets), first of all, returned among the saved tensors
         backward: check(stamps, buckets), first of all
 
     Requires: `partition`, and `bucket` on both graphs.
@@ -32,12 +32,13 @@ def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
     saved = outputs[num_fwd_outputs:]
     tensors = [n for n in saved if isinstance(n.meta["val"], Tensor)]
     symbols = [n for n in saved if n not in tensors and not is_opaque(n)]
-    with fw.graph.inserting_before(output):
+    inputs = fw.graph.find_nodes(op="placeholder")
+    with fw.graph.inserting_after(inputs[-1]) if inputs else fw.graph.inserting_before(output):
         node = fw.graph.call_function(ops.stamp, (buckets,))
     mode = detect_fake_mode([n.meta.get("val") for n in fw.graph.nodes])
     assert mode is not None, "graphs are traced with fake tensors"
     with mode:
-        node.meta["val"] = torch.zeros(2, 1 + len(buckets), dtype=torch.int64, device="cpu")
+        node.meta["val"] = torch.zeros(2 + len(buckets), dtype=torch.int64, device="cpu")
     at = num_fwd_outputs + len(tensors)
     output.args = ((*outputs[:at], node, *outputs[at:]),)
     if (descriptions := output.meta.get("desc")) is not None:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fcdp_compile import plan_json
 from fcdp_compile.errors import FcdpError, PlanMismatchError
+from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.validity import fingerprint
 
-_FIRST_WORDS = 7
-"""Words of flags in the first message."""
+_FIRST_WORDS = 30
+"""Words of flags in a message: of more flags than any model has had yet, so that one is enough."""
 
 FLAGS_OF_A_WORD = 60
 """Words are int64, and have no sign."""
@@ -41,22 +41,37 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
     Raises: PlanMismatchError on every rank if ranks are about to run different plans, or one in different
     modes.
     """
-    # One message of a fixed size, whatever the plan: ranks with different plans must not meet in
-    # collectives of different sizes.
-    head = _head(f"{about.digest} {about.mode}")
     words = packed(flags)
-    padded = words[:_FIRST_WORDS] + [0] * (_FIRST_WORDS - len(words))
-    first = collectives.agree([head, *padded], _ON_PLANS)
-    if any(row[0] != head for row in first):
+    first, *more = _in_messages(words)
+    same, found = _tell_first(collectives, f"{about.digest} {about.mode}", first, _ON_PLANS)
+    if not same:
         modes = collectives.exchange_texts(about.mode)
         raise PlanMismatchError(
             _mode_mismatch(modes) or _mismatch(collectives.exchange_texts(about.describe()))
         )
-    rows = [row[1:] for row in first]
-    if len(words) > _FIRST_WORDS:
-        more = collectives.agree(words[_FIRST_WORDS:], _ON_PLANS)
-        rows = [a + b for a, b in zip(rows, more, strict=True)]
-    return raised_by_any(rows, len(flags))
+    for message in more:
+        found += collectives.tell(message, _ON_PLANS).finish()
+    return unpacked(found, len(flags))
+
+
+def _in_messages(words: list[int]) -> list[list[int]]:
+    """Words of flags in messages of one size."""
+    padded = words + [0] * (-len(words) % _FIRST_WORDS or _FIRST_WORDS * (not words))
+    return [padded[at : at + _FIRST_WORDS] for at in range(0, len(padded), _FIRST_WORDS)]
+
+
+def _tell_first(
+    collectives: Collectives, text: str, words: list[int], what: str
+) -> tuple[bool, list[int]]:
+    """Whether all ranks say the same text, and the words of all.
+
+    One message of a fixed size, whatever the text: ranks that are about to do different things must not meet
+    in messages of different sizes.  Where every rank sends the same bits and the same complement, no bit is
+    in both for all.
+    """
+    head = _head(text)
+    told, complement, *found = collectives.tell([head, ~head, *words], what).finish()
+    return not told & complement, found
 
 
 def same_act(collectives: Collectives, act: str) -> None:
@@ -66,10 +81,10 @@ def same_act(collectives: Collectives, act: str) -> None:
 
     Raises: PlanMismatchError on every rank if another one is about to do something else, or to run a graph.
     """
-    head = _head(act)
-    # As long as what `any_rank` sends first, which may be what another rank is doing.
-    rows = collectives.agree([head, *[0] * _FIRST_WORDS], f"the agreement before a rank {act}")
-    if any(row[0] != head for row in rows):
+    # What `any_rank` sends first may be what another rank is doing.
+    (nothing,) = _in_messages([])
+    same, _ = _tell_first(collectives, act, nothing, f"the agreement before a rank {act}")
+    if not same:
         raise PlanMismatchError(_mode_mismatch(collectives.exchange_texts(act)))
 
 
@@ -106,10 +121,10 @@ def packed(flags: Sequence[bool]) -> list[int]:
     ]
 
 
-def raised_by_any(rows: Sequence[Sequence[int]], count: int) -> list[bool]:
-    """For each of `count` flags, whether any rank raised it; rows: the words of each rank."""
+def unpacked(words: Sequence[int], count: int) -> list[bool]:
+    """The first `count` flags of words."""
     size = FLAGS_OF_A_WORD
-    return [any(row[i // size] >> i % size & 1 for row in rows) for i in range(count)]
+    return [bool(words[i // size] >> i % size & 1) for i in range(count)]
 
 
 def _mode_mismatch(modes: list[str]) -> str:

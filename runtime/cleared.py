@@ -3,10 +3,13 @@
 [Note: cleared gradients]
 What `no_sync` accumulates belongs to `.grad`, and whoever clears that means it too.  An accumulating backward
 gives autograd negative zeros, which change no bit of a gradient that is there; one of positive zeros alone
-is made negative, which adds as little.  So a `.grad` that is gone by the next backward or optimizer step, or
-all positive zeros, was cleared by `zero_grad`, and what waits for that parameter is forgotten.  One that
-differs in any other way cannot be made right and is refused.  Ranks tell each other what they see: one whose
-shard of a parameter is empty sees nothing.
+is made negative before anybody gets hold of it, which adds as little.  So a `.grad` that is gone by the next
+backward or optimizer step, or all positive zeros, was cleared by `zero_grad`, and what waits for that
+parameter is forgotten.  One that differs in any other way cannot be made right and is refused.  Ranks tell
+each other what they see: one whose shard of a parameter is empty sees nothing.
+
+Gradients are sealed (`fcdp_compile.seal`, [Note: seals]): only of those that others got hold of are the
+values looked at, of all in a few kernels, and only then does the Python thread wait for the device.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.runtime.agreement import packed, raised_by_any
+from fcdp_compile.fingerprint import fingerprints, fingerprints_of_zeros
+from fcdp_compile.home_tensor import HomeTensor, seal
+from fcdp_compile.runtime.agreement import packed, unpacked
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.record import ParamRecord
-from fcdp_compile.runtime.validity import fingerprint
+from fcdp_compile.runtime.validity import read
+from fcdp_compile.seal import Seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +44,35 @@ class Grad:
         return self.tensor is other.tensor and self.version == other.version
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What became of a gradient: whether it is positive zeros now, and whether it differs from its mark."""
+
+    is_zeroed: bool = False
+    differs: bool = False
+
+
+class _GradientSeal(Seal):
+    """The seal on a gradient that is to stay as it is."""
+
+    __slots__ = ()
+
+    def prepare(self, held: Tensor) -> None:
+        if held.numel():
+            is_zeroed = _bytes(held).any() == 0
+            held.masked_fill_(is_zeroed, -0.0)
+
+
 class GradientMarks:
-    """Fingerprints that this rank's shards of some gradients must have, and gradients that were lost.
+    """Says of some gradients of this rank whether they stay as they are; knows those that were lost.
 
     records: of the model's parameters, by name.  Those without any element have no marks.
     """
 
     def __init__(self, records: Mapping[str, ParamRecord]) -> None:
         self._records = records
-        self._marks: dict[str, int | None] = {}  # None: of an empty shard
+        # The seal on each gradient, or where it cannot have one, on a plain tensor, one that is broken.
+        self._marks: dict[str, Seal] = {}
         self._lost: dict[str, None] = {}
 
     def names(self) -> list[str]:
@@ -55,11 +81,30 @@ class GradientMarks:
 
     def expect(self, names: Iterable[str]) -> None:
         """Expect of these gradients that they stay as they are now."""
-        shards = {n: s for n in self._of_size(names) if (s := self.shard(n)) is not None}
-        for shard, is_zeroed in zip(shards.values(), _are_zeroed(shards.values()), strict=True):
-            if is_zeroed:
-                shard.fill_(-0.0)
-        self._marks |= _fingerprints(shards)
+        grads = {n: self.grad(n).tensor for n in self._of_size(names)}
+        unsealed = {n: g for n, g in grads.items() if not self._is_intact(n, g)}
+        homes = {n: g for n, g in unsealed.items() if isinstance(g, HomeTensor)}
+        seal(list(homes.values()), _GradientSeal)
+        for name, home in homes.items():
+            assert home.seal is not None, name
+            self._marks[name] = home.seal
+        plain = [n for n in unsealed if n not in homes]
+        shards = {n: s for n in plain if (s := self.shard(n)) is not None}
+        for name, shard in shards.items():
+            self._marks[name] = _GradientSeal(shard)
+            self._marks[name].break_for(shard)
+
+    def _is_intact(self, name: str, grad: Tensor | None) -> bool:
+        """Whether a gradient is the one that was marked, and nobody can have written to it."""
+        mark = self._marks.get(name)
+        if mark is None or not isinstance(grad, HomeTensor) or grad.seal is not mark:
+            return False
+        return mark.is_intact(grad.present())
+
+    def unseal(self, name: str) -> None:
+        """Nobody is to notice what happens to this gradient from now on, as when a backward adds to it."""
+        if isinstance(grad := self.grad(name).tensor, HomeTensor):
+            grad.seal = None
 
     def lose(self, names: Iterable[str]) -> None:
         """Expect of these gradients that they be cleared."""
@@ -70,7 +115,8 @@ class GradientMarks:
     def drop(self, names: Iterable[str]) -> None:
         """Expect nothing any more."""
         for name in names:
-            self._marks.pop(name, None)
+            if self._marks.pop(name, None) is not None:
+                self.unseal(name)
             self._lost.pop(name, None)
 
     def cleared(self, collectives: Collectives) -> set[str]:
@@ -79,17 +125,19 @@ class GradientMarks:
         Raises: FcdpError on every rank if one was changed in another way, or lost and not cleared.
         """
         names = self.names()
-        shards = {n: s for n in names if (s := self.shard(n)) is not None}
-        zeroed = dict(zip(shards, _are_zeroed(shards.values()), strict=True))
-        now = _fingerprints(shards)
-        gone = [zeroed.get(n, True) for n in names]
-        marked = enumerate(self._marks)
-        changed = [i for i, n in marked if not gone[i] and now[n] != self._marks[n]]
-        cleared, changed = _agreed(collectives, gone, changed)
-        if changed:
+        grads = {n: self.grad(n).tensor for n in names}
+        seen = self._look([n for n in names if not self._is_intact(n, grads[n])])
+        gone = [grads[n] is None or seen.get(n, _Seen()).is_zeroed for n in names]
+        changed = [not g and seen.get(n, _Seen()).differs for n, g in zip(names, gone, strict=True)]
+        changed = [c and n in self._marks for n, c in zip(names, changed, strict=True)]
+        what = "the agreement on gradients that were cleared"
+        told = collectives.tell(packed([*gone, *changed]), what).finish()
+        by_any = unpacked(told, 2 * len(names))
+        cleared, changed = by_any[: len(names)], by_any[len(names) :]
+        if any(changed):
             raise FcdpError(
-                f"the gradient of parameter {names[changed[0]]!r} was changed while gradients of earlier "
-                "micro-batches wait for the one that synchronises; clip or scale gradients after the "
+                f"the gradient of parameter {names[changed.index(True)]!r} was changed while gradients of "
+                "earlier micro-batches wait for the one that synchronises; clip or scale gradients after the "
                 "backward outside of no_sync"
             )
         found = {n for n, is_cleared in zip(names, cleared, strict=True) if is_cleared}
@@ -101,6 +149,22 @@ class GradientMarks:
             )
         return found
 
+    def _look(self, names: Iterable[str]) -> dict[str, _Seen]:
+        """What became of the gradients of these parameters that are there; waits for the device."""
+        shards = {n: s for n in names if (s := self.shard(n)) is not None and s.numel()}
+        if not shards:
+            return {}
+        present = list(shards.values())
+        now = fingerprints([[s] for s in present])
+        seals = [self._marks.get(n) for n in shards]
+        # A gradient whose seal broke unseen, or that was lost, has no mark: as if it were another now.
+        marks = [
+            ~m if s is None or s.mark is None else s.mark for s, m in zip(seals, now, strict=True)
+        ]
+        zeroed = now == fingerprints_of_zeros(present)
+        found = read(torch.stack([zeroed, now != torch.stack(marks)]).T)
+        return {n: _Seen(*map(bool, row)) for n, row in zip(shards, found, strict=True)}
+
     def grad(self, name: str) -> Grad:
         """The `.grad` of a parameter as it is now."""
         parameter = self._records[name].living()
@@ -110,37 +174,13 @@ class GradientMarks:
     def shard(self, name: str) -> Tensor | None:
         """This rank's shard of a gradient; writing to it writes to `.grad`."""
         grad = self.grad(name).tensor
+        if isinstance(grad, HomeTensor):
+            return grad.present().detach()
         return grad.to_local().detach() if isinstance(grad, DTensor) else grad
 
     def _of_size(self, names: Iterable[str]) -> list[str]:
         return [n for n in names if math.prod(self._records[n].spec.layout.shape)]
 
 
-def _agreed(
-    collectives: Collectives, cleared: list[bool], changed: list[int]
-) -> tuple[list[bool], list[int]]:
-    """What any rank sees cleared, and the first that one sees changed, if any."""
-    words = [changed[0] if changed else -1, *packed(cleared)]
-    rows = collectives.agree(words, "the agreement on gradients that were cleared")
-    seen = [row[0] for row in rows if row[0] >= 0]
-    return raised_by_any([row[1:] for row in rows], len(cleared)), seen[:1]
-
-
-def _fingerprints(shards: Mapping[str, Tensor]) -> dict[str, int | None]:
-    marks: dict[str, int | None] = dict.fromkeys(shards)
-    present = {n: s for n, s in shards.items() if s.numel()}
-    if present:
-        values = torch.stack([fingerprint([s]) for s in present.values()]).tolist()
-        marks |= dict(zip(present, values, strict=True))
-    return marks
-
-
-def _are_zeroed(shards: Iterable[Tensor]) -> list[bool]:
-    """Whether each has elements, and they are positive zeros all."""
-    bits = [s.contiguous().view(-1).view(torch.uint8) for s in shards]
-    if not bits:
-        return []
-    return [
-        not is_any and b.numel() > 0
-        for is_any, b in zip(torch.stack([b.any() for b in bits]).tolist(), bits, strict=True)
-    ]
+def _bytes(shard: Tensor) -> Tensor:
+    return shard.contiguous().view(-1).view(torch.uint8)

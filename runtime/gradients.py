@@ -149,6 +149,7 @@ class Accumulation:
         for name in params:
             if name not in self._touched:
                 self._touched[name] = self._marks.grad(name)
+                self._marks.unseal(name)
 
     # --- backwards ----------------------------------------------------------------------------------------
 

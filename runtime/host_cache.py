@@ -231,14 +231,17 @@ class NodeShardCache:
         reads: list[Tensor | Pending] = [kept, arrived]
         return self._lanes.start(LANES[Kind.LOAD], run, out=on_device, reads=reads, name=name)
 
+    def has_host_copy(self, bucket_id: int, generation: int) -> bool:
+        """Whether the node shard of that generation is in host memory, or on its way there, exactly."""
+        entry = self._entries.get(bucket_id)
+        is_valid = entry is not None and entry.generation == generation
+        return is_valid and entry is not None and entry.tier is Tier.HOST and entry.codec is None
+
     def host_copy(self, bucket_id: int, generation: int) -> Tensor | None:
         """The node shard [N*S] of that generation if it is in host memory: complete, for reading."""
-        entry = self._entries.get(bucket_id)
-        if entry is None or entry.generation != generation or entry.tier is not Tier.HOST:
+        if not self.has_host_copy(bucket_id, generation):
             return None
-        if entry.codec is not None:
-            return None
-        kept = entry.kept
+        kept = self._entries[bucket_id].kept
         if kept.done is not None:
             kept.done.order()
             self._lanes.device.synchronize()  # the reader is the Python thread, not a stream

@@ -13,7 +13,7 @@ from fcdp_compile.devices import Device
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.mesh import Topology
 from fcdp_compile.packing import pack_home
-from fcdp_compile.plan import Bucket, Kind, Plan, Tier
+from fcdp_compile.plan import Bucket, Kind, Plan
 from fcdp_compile.reduction import REDUCTIONS
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
@@ -31,9 +31,10 @@ from fcdp_compile.runtime.optimizer_hooks import OptimizerHooks, WholeParameter
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
-from fcdp_compile.runtime.released import is_released, release
+from fcdp_compile.runtime.released import release
 from fcdp_compile.runtime.row_sources import RowSources
-from fcdp_compile.runtime.validity import Fingerprints, Generations, fingerprint
+from fcdp_compile.runtime.validity import Generations, changed
+from fcdp_compile.runtime.word_of_all import Telling
 from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
 
@@ -82,7 +83,6 @@ class ShardedModel:
         )
         self.generations = Generations(self.records)
         self.whole: dict[str, WholeParameter] = {}
-        self.fingerprints = Fingerprints()
         self.row_sources = RowSources()
         self._buckets: dict[str, list[Bucket]] = {}
         self.next_bucket = 0
@@ -279,15 +279,8 @@ class ShardedModel:
         rank if anything has no values yet.
         """
         self.refuse_awaited("a forward")
-        # Nothing can have been written to a shard that is not there.
-        present = [b for b in buckets if not is_released(b, self.parameters(b))]
-        changed = set(self.fingerprints.changed({b.id: self.shards(b) for b in present}))
-        for bucket in buckets:
-            if bucket.id in changed:
-                self.generations.change(self.keys_of(bucket))
-        outdated = [
-            b.id in changed or self.cache.generation(b.id) != self.generation(b) for b in buckets
-        ]
+        self.look(buckets)
+        outdated = [self.cache.generation(b.id) != self.generation(b) for b in buckets]
         choosing = [b for b in buckets if b.strategy.may_keep_full and b.ranks_per_node > 1]
         refused = [not self.cache.wants_in_full(b) for b in choosing]
         *agreed, is_given = any_rank(self.collectives, about, [*outdated, *refused, is_given])
@@ -304,28 +297,21 @@ class ShardedModel:
             self.shards(bucket)  # those that only the host's copy has come back before it goes
         self.cache.agree_in_full(bucket, self.home_of(bucket), agreed=agreed)
 
-    def fingerprints_of_uncached(self, buckets: Sequence[Bucket]) -> list[int]:
-        """Fingerprints of the home shards of those buckets that no tier keeps, 0 for the others.
+    def look(self, buckets: Sequence[Bucket]) -> None:
+        """Find out what of these buckets may have changed since the last look: that has a new generation.
 
-        Where a rank has whole parameters there is nothing to gather again in a backward: autograd has saved
-        them.  But it does not see that an optimizer steps a DTensor, which generations do.
+        Not of those that every rank has whole, which nobody gathers again: autograd has saved their
+        parameters for the backward, and sees every change but those by optimizers, which generations tell.
         """
-        whole = {b.id: self.generation(b) for b in buckets if b.ranks == 1}
-        marks = {
-            b.id: fingerprint(self.shards(b))
-            for b in buckets
-            if b.tier is Tier.NONE and b.id not in whole
-        }
-        known = (
-            dict(zip(marks, torch.stack(list(marks.values())).tolist(), strict=True))
-            if marks
-            else {}
-        )
-        return [whole.get(b.id, known.get(b.id, 0)) for b in buckets]
+        keys = dict.fromkeys(k for b in buckets if b.ranks > 1 for k in self.keys_of(b))
+        if found := changed({key: self.records[key].parameter() for key in keys}):
+            for key in found:
+                self.records[key].local()  # raises if what was put there is no home shard
+            self.generations.change(found)
 
-    def agree_on_any(self, found: Sequence[object], what: str) -> bool:
-        """Whether any rank found something; all ranks must ask.  what: it is they agree on."""
-        return any(row[0] for row in self.collectives.agree([len(found)], what))
+    def tell_found(self, found: Sequence[object], what: str) -> Telling:
+        """Start to tell all ranks whether any found something; all must.  what: it is they agree on."""
+        return self.collectives.tell([len(found) > 0], what)
 
     def refresh(self, bucket: Bucket) -> None:
         """Gather a bucket between nodes straight into the cache; within the node too if it is kept whole."""

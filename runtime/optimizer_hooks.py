@@ -26,6 +26,7 @@ from fcdp_compile.runtime.optimizer_loads import OptimizerLoads
 from fcdp_compile.runtime.optimizer_steps import OptimizerSteps
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.validity import Generations
+from fcdp_compile.seal import refuse_capture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +85,9 @@ class OptimizerHooks:
         the training loop computes of a parameter, leaves some so that torch's optimizers refuse.
 
         Raises: UnsynchronizedGradientError; FcdpError for parameters without values, or that are whole, or
-        that `shard` has replaced.
+        that `shard` has replaced, and while a CUDA graph is captured.
         """
+        refuse_capture()
         for p in _owned_by(optimizer):
             if (name := getattr(p, REPLACED, None)) is not None:
                 raise FcdpError(
@@ -99,6 +101,11 @@ class OptimizerHooks:
         self._refuse_unsynchronised_elsewhere(optimizer)
         self._loads.watch(optimizer)
         self._refuse_incomplete(optimizer)
+        for p in _owned_by(optimizer):
+            if isinstance(p, HomeShard) and p.grad is not None:
+                p.seal = (
+                    None  # its values change; if the step fails, nobody takes them for the old ones
+                )
         self._steps.begin(optimizer)
 
     def _refuse_incomplete(self, optimizer: Optimizer) -> None:

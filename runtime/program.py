@@ -20,6 +20,7 @@ from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.word_of_all import Telling
 
 _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.INTER_ALL_GATHER: lambda collectives: collectives.all_gather,
@@ -40,20 +41,43 @@ class _Run:
 
     accumulates: of a forward, whether its backward shall accumulate gradients.
     given: the mark of the values that it was given if they are not the model's own, else 0.
+    changed: of a backward that gathers again, the buckets that changed since its forward, and what tells the
+    other ranks.
     """
 
-    __slots__ = ("accumulates", "generations", "given", "model")
+    __slots__ = ("accumulates", "changed", "generations", "given", "model")
 
     def __init__(self, model: ShardedModel, *, accumulates: bool, given: int) -> None:
         self.model = model
         self.accumulates = accumulates
         self.given = given
         self.generations: dict[int, int] = {}
+        self.changed: tuple[list[Bucket], Telling] | None = None
 
     def generation(self, bucket: Bucket) -> int:
         """The stamped generation in a backward, today's in a forward."""
         stamped = self.generations.get(bucket.id)
         return self.model.generation(bucket) if stamped is None else stamped
+
+    def refuse_changed(self) -> None:
+        """At its end: raise if this backward may have gathered other values than its forward.
+
+        Raises: StaleParameterError on every rank.
+        """
+        if self.changed is None:
+            return
+        changed, telling = self.changed
+        if not any(telling.finish()):
+            return
+        where = (
+            f"bucket {changed[0].id} ({changed[0].params[0].name}, …)"
+            if changed
+            else "another rank"
+        )
+        raise StaleParameterError(
+            f"parameters of {where} changed between the forward and its backward; run the backward before "
+            "the optimizer steps or anything else writes to them"
+        )
 
 
 class Program:
@@ -101,11 +125,11 @@ class Program:
 
     def shall_accumulate(self, args: list[Any]) -> bool:
         """Whether the forward of a backward that is about to run on `args` was told to accumulate."""
-        return any(bool(args[i][0, 0]) for i in self._stamps)
+        return any(_stamped(args[i])[0] for i in self._stamps)
 
     def was_given(self, args: list[Any]) -> int:
         """The mark of the other values that the forward of a backward was given; 0 if it had the own."""
-        return max((int(args[i][1, 0]) for i in self._stamps), key=abs, default=0)
+        return max((_stamped(args[i])[1] for i in self._stamps), key=abs, default=0)
 
     def run(
         self,
@@ -123,12 +147,14 @@ class Program:
         around: of a run that is recorded.
         """
         instructions = self._instructions if around is None else self._with(around)
-        values = self._start(_Run(model, accumulates=accumulates, given=given), args)
+        run = _Run(model, accumulates=accumulates, given=given)
+        values = self._start(run, args)
         try:
             for call, place, dead in instructions:
                 values[place] = call(values)
                 for d in dead:
                     values[d] = None
+            run.refuse_changed()
         except BaseException:
             values.clear()  # the error's traceback holds this frame, perhaps for long
             raise
@@ -295,42 +321,32 @@ class Program:
     def _stamp(self, ids: Any, values: list[Any]) -> Tensor:
         run: _Run = values[-1]
         buckets = [self._buckets[i] for i in ids]
+        if not run.given:
+            run.model.look([b for b in buckets if b.tier is Tier.NONE])
         generations = [run.model.generation(b) for b in buckets]
-        fingerprints = (
-            [0] * len(buckets) if run.given else run.model.fingerprints_of_uncached(buckets)
-        )
-        rows = [[int(run.accumulates), *generations], [run.given, *fingerprints]]
-        return torch.tensor(rows, device="cpu")
+        return torch.tensor([int(run.accumulates), run.given, *generations], device="cpu")
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
         run: _Run = values[-1]
         if run.given:  # compared before the program began
             return
-        generations, fingerprints = values[first][:, 1:].tolist()
+        generations = _stamped(values[first])[2:]
         # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
         run.generations.update(zip(ids, generations, strict=True))
-        buckets = [self._buckets[i] for i in ids]
-        changed = [
-            bucket
-            for bucket, seen, now in zip(
-                buckets, fingerprints, run.model.fingerprints_of_uncached(buckets), strict=True
-            )
-            if seen != now
-        ]
-        what = "the agreement on parameters that changed since the forward"
-        if all(b.tier is not Tier.NONE for b in buckets) or not run.model.agree_on_any(
-            changed, what
-        ):
+        uncached = [b for i in ids if (b := self._buckets[i]).tier is Tier.NONE]
+        if not uncached:
             return
-        where = (
-            f"bucket {changed[0].id} ({changed[0].params[0].name}, …)"
-            if changed
-            else "another rank"
-        )
-        raise StaleParameterError(
-            f"parameters of {where} changed between the forward and its backward; run the backward before "
-            "the optimizer steps or anything else writes to them"
-        )
+        run.model.look(uncached)
+        changed = [b for b in uncached if run.model.generation(b) != run.generations[b.id]]
+        what = "the agreement on parameters that changed since the forward"
+        # Ranks tell each other while the backward runs; nobody gets its gradients before.
+        run.changed = changed, run.model.tell_found(changed, what)
+
+
+def _stamped(stamps: Tensor) -> list[int]:
+    """What a forward stamped, which is on the host wherever the model is."""
+    found: list[int] = stamps.tolist()
+    return found
 
 
 def _nothing(values: list[Any]) -> None:

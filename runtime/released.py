@@ -22,17 +22,6 @@ from fcdp_compile.runtime.host_cache import NodeShardCache
 from fcdp_compile.wire import Format
 
 
-def is_released(bucket: Bucket, parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether none of the bucket's home shards is on the device, all released to this very bucket.
-
-    Another bucket's copy may be of other values than this one's.
-    """
-    return all(
-        isinstance(p, HomeShard) and (p.released_by == bucket.id or not p.held.numel())
-        for p in parameters
-    )
-
-
 def release(
     bucket: Bucket,
     specs: Sequence[ParamSpec],
@@ -50,7 +39,7 @@ def release(
         return
     dtype = getattr(torch, bucket.dtype)
     generation = cache.generation(bucket.id)
-    if generation is None or cache.host_copy(bucket.id, generation) is None:
+    if generation is None or not cache.has_host_copy(bucket.id, generation):
         return
     for spec, place, parameter in zip(specs, bucket.params, parameters, strict=True):
         if isinstance(parameter, HomeShard) and spec.home_dtype == dtype:

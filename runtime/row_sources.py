@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.packing import pack_home
 from fcdp_compile.plan import Bucket
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.validity import fingerprint
 from fcdp_compile.specs import Home
 from fcdp_compile.wire import Format
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fcdp_compile.errors import FcdpError, StaleParameterError
+from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.home_shard import bring_back_inputs
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan_json import to_json
@@ -21,7 +22,6 @@ from fcdp_compile.runtime.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
-from fcdp_compile.runtime.validity import fingerprint
 from fcdp_compile.torch_compat import backward_number
 
 
@@ -91,7 +91,7 @@ class CompiledPlan:
         if given:
             shards = [args[i] for i in self.shards[Direction.BACKWARD].values()]
             changed = [] if _mark(shards) == given else [given]
-            if model.agree_on_any(changed, "whether given values have changed"):
+            if any(model.tell_found(changed, "whether given values have changed").finish()):
                 raise StaleParameterError(
                     "values that a compiled function was given in the place of parameters changed between "
                     "its forward and its backward; run the backward before anything writes to them"

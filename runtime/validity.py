@@ -1,20 +1,21 @@
-"""Which values a gathered copy belongs to: generations, and fingerprints that catch silent writes.
+"""Which values a gathered copy belongs to: generations, and what tells that values have changed.
 
 A parameter has a generation, a number that grows when its values change.  It changes when an optimizer that
-owns it steps, on `load_state_dict`, and when its fingerprint differs from the last one seen, which catches
-writes that leave no trace (`.data`, foreach and fused optimizers on DTensors).  A bucket's generation is
-the largest of its parameters'.
+owns it steps, on `load_state_dict`, and when somebody may have written to it in any other way and its
+fingerprint has changed.  A bucket's generation is the largest of its parameters'.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_WORDS = 256  # of a row of the fingerprint's table
+from fcdp_compile.fingerprint import fingerprints
+from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.home_tensor import HomeTensor, seal
 
 
 class Generations:
@@ -35,84 +36,42 @@ class Generations:
         return max((self._of[key] for key in keys), default=0)
 
 
-class Fingerprints:
-    """The last fingerprint seen of each bucket on this rank."""
+def read(values: Tensor) -> list[Any]:
+    """The numbers in a tensor.  The Python thread waits for the device, which no ordinary step does.
 
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-
-    def changed(self, shards: dict[int, Sequence[Tensor]]) -> list[int]:
-        """The buckets whose shards differ from what was seen last; a first look is no change."""
-        if not shards:
-            return []
-        now = torch.stack([fingerprint(s) for s in shards.values()]).tolist()
-        changed = [
-            bucket
-            for bucket, value in zip(shards, now, strict=True)
-            if self._seen.get(bucket, value) != value
-        ]
-        self._seen.update(zip(shards, now, strict=True))
-        return changed
-
-
-def fingerprint(shards: Sequence[Tensor]) -> Tensor:
-    """A 64-bit hash of the bits of the shards; an int64 scalar on their device.
-
-    The bits are laid out as a table of words of 64 bits.  A row's hash is a weighted sum of its words, which
-    is one matrix-vector product, and of their high halves: in a sum modulo 2**64 alone the top bit of a word
-    counts for one bit, and two changed signs cancel.  Any one changed bit changes its row's hash (odd
-    weights) and so the result (`mixed` is a bijection); exchanged words and rows have other weights.
+    Whatever a step reads of a device it reads here.
     """
-    flats = [s.detach().contiguous().view(-1).view(torch.uint8) for s in shards if s.numel()]
-    if not flats:
-        return torch.zeros((), dtype=torch.int64, device=shards[0].device)
-    flat = torch.cat(flats) if len(flats) > 1 or flats[0].storage_offset() % 8 else flats[0]
-    whole = flat.numel() // (8 * _WORDS) * (8 * _WORDS)
-    hashes = [_row_hashes(flat[:whole].view(torch.int64).view(-1, _WORDS))] if whole else []
-    if whole < flat.numel():
-        rest = flat.new_zeros(8 * _WORDS)
-        rest[: flat.numel() - whole] = flat[whole:]
-        hashes.append(_row_hashes(rest.view(torch.int64).view(1, _WORDS)))
-    rows = torch.cat(hashes)
-    return mixed(rows + _steps(0, rows.numel(), flat.device)).sum()
+    found: list[Any] = values.tolist()
+    return found
 
 
-def _row_hashes(table: Tensor) -> Tensor:
-    """One hash for each row of `_WORDS` words."""
-    on_cpu = table.device.type == "cpu"
-    weights = _weights(0, table.device)
-    high_weights = _weights(_WORDS, table.device)
-    hashes = []
-    # Blocks that stay in a core's cache while they are read twice; on a GPU, few launches.
-    blocks = table.split(1 << 8 if on_cpu else 1 << 16)
-    halves = torch.empty_like(blocks[0])
-    for block in blocks:
-        high = torch.bitwise_right_shift(block, 32, out=halves[: len(block)])
-        if on_cpu:
-            hashes.append(block @ weights + high @ high_weights)
-        else:  # CUDA has no matrix product of integers
-            hashes.append((block * weights).sum(1) + (high * high_weights).sum(1))
-    return torch.cat(hashes)
+def changed(parameters: Mapping[str, Tensor]) -> list[str]:
+    """The keys of those of these parameters that may have other values than when this was last asked.
+
+    All are sealed (`seal`, [Note: seals]), so that next time it is known what nobody has touched.  One that
+    is looked at for the first time counts as changed, and so does one that cannot be sealed.  Waits for the
+    device only for those whose memory others got hold of.
+    """
+    keys = [key for key, p in parameters.items() if not isinstance(p, HomeShard)]
+    touched: dict[str, HomeShard] = {}
+    for key, p in parameters.items():
+        if isinstance(p, HomeShard) and (p.seal is None or not p.seal.is_intact(p.held)):
+            touched[key] = p
+    comparable = {
+        key: p for key, p in touched.items() if p.seal is not None and p.seal.mark is not None
+    }
+    differ = dict(zip(comparable, differing(list(comparable.values())), strict=True))
+    keys += [key for key in touched if differ.get(key, True)]
+    if touched:
+        seal(list(touched.values()))
+    return keys
 
 
-def _steps(start: int, count: int, device: torch.device) -> Tensor:
-    # Multiples of the golden ratio times 2**64: splitmix64's increment.
-    steps = torch.arange(1 + start, 1 + start + count, dtype=torch.int64, device=device)
-    return steps * -7046029254386353131
-
-
-@functools.cache
-def _weights(start: int, device: torch.device) -> Tensor:
-    """Random-looking odd weights for the words of a row."""
-    return mixed(_steps(start, _WORDS, device)) | 1
-
-
-def mixed(words: Tensor) -> Tensor:
-    """splitmix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators)."""
-    words = (words ^ _shifted(words, 30)) * -4658895280553007687
-    words = (words ^ _shifted(words, 27)) * -7723592293110705685
-    return words ^ _shifted(words, 31)
-
-
-def _shifted(words: Tensor, bits: int) -> Tensor:
-    return (words >> bits) & ((1 << (64 - bits)) - 1)  # logical: int64's own shift copies the sign
+def differing(tensors: Sequence[HomeTensor]) -> list[bool]:
+    """For each tensor with a broken seal, whether its values are others than it was sealed with."""
+    if not tensors:
+        return []
+    then = [t.seal.mark for t in tensors if t.seal is not None and t.seal.mark is not None]
+    assert len(then) == len(tensors), "seals that are intact have no marks"
+    now = fingerprints([[t.present()] for t in tensors])
+    return [bool(differs) for differs in read(now != torch.stack(then))]

@@ -14,6 +14,7 @@ chunk, so a bucket of slots with S elements of b bytes costs
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ RESIDENT = [name for name, point in POINTS.items() if point.resident]
 Shape = Sequence[int]
 Bucket = tuple[str, ...]
 
-AGREE_WORDS = 8
-"""Words of 8 bytes that every rank sends every other one before a graph runs."""
+AGREE_WORDS = 32
+"""Words of 8 bytes that every rank sends in each hop before a graph runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,4 +305,4 @@ def evaluation_batch(
 def agreement_bytes(nodes: int, ranks_per_node: int, *, cached: bool) -> int:
     """What a rank sends before a forward runs, and one word before a backward that gathers again."""
     words = AGREE_WORDS + (0 if cached else 1)
-    return (nodes * ranks_per_node - 1) * words * 8
+    return sum(math.ceil(math.log2(n)) for n in (nodes, ranks_per_node)) * words * 8

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fcdp_compile.fingerprint import mixed
 from fcdp_compile.layout import ParamLayout
-from fcdp_compile.runtime.validity import mixed
 
 _BLOCK_ELEMENTS = 2**18  # what stays in a core's cache
 _GOLDEN = -7046029254386353131  # 2**64 over the golden ratio, odd

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fcdp_compile.cluster import ClusterProfile
-from fcdp_compile.cost import Slot, Timeline
+from fcdp_compile.cost import Slot, Timeline, agreement_s
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.plan import Bucket, Lane, Schedule, Step
+from fcdp_compile.plan import Bucket, Direction, Lane, Schedule, Step
 from fcdp_compile.reduction import REDUCING
 from fcdp_compile.simulator.conditions import Conditions, Jitter, NodeClass, fold
 from fcdp_compile.simulator.engine import Engine
@@ -53,7 +53,9 @@ class SimulatedStep:
     collective's from when these nodes have come to it; total_s is until the next part begins, so lanes may be
     busy for longer; the last has no optimizer in it.  optimizer_s: what that takes on the slowest.
     bytes_sent_by_node: over the card of each node.  inter_utilisation: over all nodes, as in SimulatedNodes.
-    classes: nodes by what state they are in; with jitter, each by itself.
+    classes: nodes by what state they are in; with jitter, each by itself.  agreements_s: of all forwards
+    together, until ranks agree on what these run; not in step_s, as a device goes on with what it has been
+    given before.
     """
 
     step_s: float
@@ -63,6 +65,7 @@ class SimulatedStep:
     bytes_sent_by_node: int
     inter_utilisation: float
     classes: tuple[SimulatedNodes, ...]
+    agreements_s: float
 
     @property
     def busy_s(self) -> Mapping[Lane, float]:
@@ -118,7 +121,14 @@ def simulate_step(
     )
     ranks = engine.run()
     optimizer_s = optimizer_bytes / profile.machine.memory_bytes_per_s
-    run = _Run(parts=parts, tasks=tasks, optimizer_s=optimizer_s, profile=profile)
+    forwards = sum(part.direction is not Direction.BACKWARD for part in parts)
+    run = _Run(
+        parts=parts,
+        tasks=tasks,
+        optimizer_s=optimizer_s,
+        profile=profile,
+        agreements_s=forwards * agreement_s(profile.machine, nodes, ranks_per_node),
+    )
     return run.result(classes, ranks)
 
 
@@ -141,6 +151,7 @@ class _Run:
     tasks: Sequence[Task]
     optimizer_s: float
     profile: ClusterProfile
+    agreements_s: float
 
     def result(self, classes: Sequence[NodeClass], ranks: Sequence[SimulatedRank]) -> SimulatedStep:
         ends = [self._end_s(c, rank) for c, rank in zip(classes, ranks, strict=True)]
@@ -160,6 +171,7 @@ class _Run:
             bytes_sent_by_node=sent,
             inter_utilisation=self._utilisation(sent, step_s, could),
             classes=figures,
+            agreements_s=self.agreements_s,
         )
 
     def _end_s(self, nodes: NodeClass, rank: SimulatedRank) -> float:

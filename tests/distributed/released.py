@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile import seal
 from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.runtime import validity
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, Case
 
@@ -39,3 +43,16 @@ def make_pair(mesh: DeviceMesh, case: str | Case = "odd-lora", **more: Any) -> B
     pair = Beside(mesh, chosen, options=OPTIONS, **more)
     pair.train(2)
     return pair
+
+
+@contextmanager
+def counting_fingerprints() -> Iterator[list[str]]:
+    """The fingerprints that are taken inside: as a seal breaks, and of what is compared."""
+    taken: list[str] = []
+    one, several = seal.fingerprint, validity.fingerprints
+    seal.fingerprint = lambda tensors: (taken.append("broken"), one(tensors))[1]  # type: ignore[attr-defined]
+    validity.fingerprints = lambda groups: (taken.append("compared"), several(groups))[1]  # type: ignore[attr-defined]
+    try:
+        yield taken
+    finally:
+        seal.fingerprint, validity.fingerprints = one, several  # type: ignore[attr-defined]

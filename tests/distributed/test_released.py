@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from fcdp_compile.home_shard import HomeShard
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.sharding import state_of
 from tests.distributed.beside import Beside, named, whole
 from tests.distributed.jobs import WORKS, Job, Verdicts, run_jobs
 from tests.distributed.models import CASES, Case, odd_lora
@@ -19,6 +18,7 @@ from tests.distributed.ranks import run
 from tests.distributed.released import (
     NAMES,
     OPTIONS,
+    counting_fingerprints,
     forward,
     frozen_of,
     held_bytes,
@@ -203,18 +203,19 @@ def _of_less_precision(mesh: DeviceMesh) -> None:
 
 def _no_fingerprints(mesh: DeviceMesh) -> None:
     pair = make_pair(mesh)
-    state = state_of(pair.model)
-    seen: list[int] = []
-    changed = state.fingerprints.changed
-    state.fingerprints.changed = lambda shards: (seen.extend(shards), changed(shards))[1]  # type: ignore[method-assign]
     forward(pair)
-    frozen = {b.id for bs in state.known_buckets().values() for b in bs if b.frozen}
-    assert seen, "the control: adapters are looked at"
-    assert not frozen & set(seen), "nothing can have been written to what is not there"
-    seen.clear()
-    values(pair.model)
-    forward(pair)
-    assert frozen <= set(seen)
+    with counting_fingerprints() as taken:
+        forward(pair)
+        assert not taken, "nothing can have been written to what nobody has seen"
+        values(pair.model)
+        assert taken, "what is handed out is marked"
+        assert set(taken) == {"broken"}
+        taken.clear()
+        forward(pair)
+        assert taken == ["compared"], "all at once"
+        taken.clear()
+        forward(pair)
+        assert not taken
 
 
 _JOBS: dict[str, Job] = {

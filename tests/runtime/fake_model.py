@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from builders_graph import Lowered
 from fcdp_compile.devices import Cpu
 from fcdp_compile.layout import choose_dim
-from fcdp_compile.plan import LANES, Direction, Kind, Tier, Variant
+from fcdp_compile.plan import LANES, Direction, Kind, Variant
 from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.host_cache import NodeShardCache
@@ -21,6 +21,7 @@ from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.program import Program
+from fcdp_compile.runtime.word_of_all import told_here
 from fcdp_compile.torch_compat import boxed
 from tests.passes.lockstep import cut
 
@@ -81,11 +82,8 @@ def fake_model(strategy: str = "fcdp") -> Any:
         current=0,
     )
     model.generation = lambda bucket: model.current
-    # What stands for the values of the shards is the same number as their generation.
-    model.fingerprints_of_uncached = lambda buckets: [
-        model.current if b.tier is Tier.NONE else 0 for b in buckets
-    ]
-    model.agree_on_any = lambda found, what: bool(found)
+    model.look = lambda buckets: None
+    model.tell_found = lambda found, what: told_here([len(found)])
     return model
 
 

@@ -17,12 +17,14 @@ from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.packing import unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.runtime.agreement import packed, unpacked
 from fcdp_compile.runtime.codecs import Codecs
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.gradients import Accumulation
 from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.runtime.word_of_all import Telling, told_here
 from fcdp_compile.torch_compat import backward_number
 
 CPU = torch.device("cpu")
@@ -43,11 +45,13 @@ class Peers:
 
     def __init__(self) -> None:
         self.agreed = 0
-        self.say: Callable[[list[int]], list[int]] = list
+        self.say: Callable[[list[bool]], list[bool]] = list
 
-    def agree(self, words: list[int], what: str = "") -> list[list[int]]:
+    def tell(self, words: list[int], what: str) -> Telling:
         self.agreed += 1
-        return [words, self.say(words)]
+        count = 2 * len(NAMES)
+        (said,) = packed(self.say(unpacked(words, count)))
+        return told_here([words[0] | said])
 
     def reduction(self, kind: Kind, send: Pending, name: str, codec: None = None) -> Pending:
         assert kind is Kind.INTER_REDUCE_SCATTER
@@ -162,6 +166,11 @@ class Rank:
                 grad.zero_()
 
 
+def _only(number: int) -> list[bool]:
+    """Flags of which one is raised."""
+    return [i == number for i in range(2 * len(NAMES))]
+
+
 def _record(layout: Any, name: str) -> Record:
     shape = layout.local_shape(NODE, 0)
     assert (name == "tiny") == (shape == (0,))
@@ -267,7 +276,8 @@ class TestClearing:
     def test_all(self, tier: Tier, set_to_none: bool, had: float | None) -> None:
         """had: what `.grad` was before."""
         rank = Rank(tier)
-        rank.peers.say = lambda words: [-1, *(7 if w & 1 else 0 for w in words[1:])]  # "tiny" too
+        # All that is gone here, and "tiny" too.
+        rank.peers.say = lambda flags: [flags[0]] * len(NAMES) + [False] * len(NAMES)
         if had is not None:
             rank.synchronise(had)
         rank.accumulate(1)
@@ -306,7 +316,7 @@ class TestClearing:
     def test_a_rank_whose_shard_is_empty_follows_the_others(self, tier: Tier) -> None:
         rank = Rank(tier)
         rank.accumulate(1)
-        rank.peers.say = lambda words: [-1, 1 << NAMES.index("tiny")]
+        rank.peers.say = lambda flags: _only(NAMES.index("tiny"))
         assert rank.accumulation.settle() == ["w", "s"]
         (waiting,) = rank.accumulation._waiting.values()
         assert waiting.kept.wait().view(2, -1).tolist() == [[1.0] * SLOTS["w"] + [0.0, 1.0]] * 2
@@ -328,7 +338,7 @@ class TestClearing:
         """Or else that rank alone would raise, and this one wait for it."""
         rank = Rank(Tier.GPU)
         rank.accumulate(1)
-        rank.peers.say = lambda words: [NAMES.index("tiny"), *words[1:]]
+        rank.peers.say = lambda flags: _only(len(NAMES) + NAMES.index("tiny"))
         with pytest.raises(FcdpError, match="gradient of parameter 'tiny' was changed"):
             rank.synchronise(1)
 

@@ -111,7 +111,7 @@ def test_full_parameters_die_before_the_next_bucket_is_unpacked(scheduled: bool)
         if direction is Direction.FORWARD:
             args = [*homes, X]
         else:
-            stamps = torch.zeros(2, 1 + 3, dtype=torch.int64)
+            stamps = torch.zeros(2 + 3, dtype=torch.int64)
             args = [X, *homes, stamps, T]
         model = fake_model("zero3")
         model.collectives.is_instant = True  # else a gradient lives until its lane comes to it

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from builders_plan import make_bucket
+from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.packing import pack_home
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime.row_sources import RowSources
-from fcdp_compile.runtime.validity import fingerprint
 from fcdp_compile.specs import Home, param_spec
 from fcdp_compile.strategy import Strategy
 

@@ -1,0 +1,150 @@
+"""64-bit hashes of the bits of tensors: what tells that values are not what they were.
+
+The bits are laid out as a table of words of 64 bits.  A row's hash is a weighted sum of its words, which is
+one matrix-vector product, and of their high halves: in a sum modulo 2**64 alone the top bit of a word counts
+for one bit, and two changed signs cancel.  Any one changed bit changes its row's hash (odd weights) and so
+the result (`mixed` is a bijection); exchanged words and rows have other weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_WORDS = 256  # of a row of the table
+_ROW_BYTES = 8 * _WORDS
+_TOGETHER_BYTES = 32 << 20
+"""Groups of tensors are copied into one table up to this size; a larger group is read where it is."""
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
+    """A hash of tensors in a row; an int64 scalar on their device."""
+    return fingerprints([tensors])[0]
+
+
+def fingerprints(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The hash of each group of tensors; int64 [len(groups)] on their device.
+
+    Takes a few kernels for each 32 MiB of small groups together, whatever their number, and for each larger
+    group.
+    """
+    flats = [
+        [t.detach().contiguous().view(-1).view(torch.uint8) for t in g if t.numel()] for g in groups
+    ]
+    found: list[Tensor] = []
+    together: list[list[Tensor]] = []
+    size = 0
+    for flat in flats:
+        own = sum(_padded(t.numel()) for t in flat)
+        if together and size + own > _TOGETHER_BYTES:
+            found.append(_hashes(together, groups[0][0].device))
+            together, size = [], 0
+        together.append(flat)
+        size += own
+    found.append(_hashes(together, groups[0][0].device))
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def fingerprints_of_zeros(tensors: Sequence[Tensor]) -> Tensor:
+    """What `fingerprints` gives of each of these tensors by itself if its bits are zeros; on their device."""
+    device = tensors[0].device
+    counts = tuple(_padded(t.numel() * t.itemsize) // _ROW_BYTES for t in tensors)
+    group_of_row, steps = _positions(counts, device)
+    hashes = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    return hashes.index_add_(0, group_of_row, mixed(steps))
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // _ROW_BYTES) * _ROW_BYTES
+
+
+def _hashes(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """The hash of each group of flat tensors of bytes."""
+    sizes = [sum(t.numel() for t in group) for group in groups]
+    counts = tuple(_padded(size) // _ROW_BYTES for size in sizes)
+    hashes = torch.zeros(len(groups), dtype=torch.int64, device=device)
+    if not sum(counts):
+        return hashes
+    if len(groups) == 1:
+        (group,) = groups
+        rows = _rows_of_one(torch.cat(group) if len(group) > 1 else group[0])
+        steps = _STEP * torch.arange(1, 1 + len(rows), device=device)
+        return mixed(rows + steps).sum().view(1)
+    padding = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=device)
+    parts: list[Tensor] = []
+    for group, size in zip(groups, sizes, strict=True):
+        parts += [*group, padding[: _padded(size) - size]]
+    rows = _row_hashes(torch.cat(parts).view(torch.int64).view(-1, _WORDS))
+    group_of_row, steps = _positions(counts, device)
+    return hashes.index_add_(0, group_of_row, mixed(rows + steps))
+
+
+def _rows_of_one(flat: Tensor) -> Tensor:
+    """The hashes of the rows of one flat tensor, which is read where it is if its words are aligned."""
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    whole = flat.numel() // _ROW_BYTES * _ROW_BYTES
+    hashes = [_row_hashes(flat[:whole].view(torch.int64).view(-1, _WORDS))] if whole else []
+    if whole < flat.numel():
+        rest = flat.new_zeros(_ROW_BYTES)
+        rest[: flat.numel() - whole] = flat[whole:]
+        hashes.append(_row_hashes(rest.view(torch.int64).view(1, _WORDS)))
+    return torch.cat(hashes) if len(hashes) > 1 else hashes[0]
+
+
+def _row_hashes(table: Tensor) -> Tensor:
+    """One hash for each row of `_WORDS` words."""
+    on_cpu = table.device.type == "cpu"
+    weights = _weights(0, table.device)
+    high_weights = _weights(_WORDS, table.device)
+    hashes = []
+    # Blocks that stay in a core's cache while they are read twice; on a GPU, few launches.
+    blocks = table.split(1 << 8 if on_cpu else 1 << 16)
+    halves = torch.empty_like(blocks[0])
+    for block in blocks:
+        high = torch.bitwise_right_shift(block, 32, out=halves[: len(block)])
+        if on_cpu:
+            hashes.append(block @ weights + high @ high_weights)
+        else:  # CUDA has no matrix product of integers
+            hashes.append((block * weights).sum(1) + (high * high_weights).sum(1))
+    return torch.cat(hashes) if len(hashes) > 1 else hashes[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each row of a table of groups with so many rows: the number of its group, the step for its place.
+
+    Kept, because the copy to a device of what the host counts makes the host wait.
+    """
+    with torch.inference_mode(False):
+        sizes = torch.tensor(counts, device="cpu")
+        groups = torch.arange(len(counts), device="cpu").repeat_interleave(sizes)
+        starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        places = torch.arange(len(groups), device="cpu") - starts
+        return groups.to(device), ((places + 1) * _STEP).to(device)
+
+
+_STEP = -7046029254386353131
+"""The golden ratio times 2**64: splitmix64's increment."""
+
+
+@functools.cache
+def _weights(start: int, device: torch.device) -> Tensor:
+    """Random-looking odd weights for the words of a row."""
+    with torch.inference_mode(False):
+        steps = torch.arange(1 + start, 1 + start + _WORDS, dtype=torch.int64, device=device)
+        return mixed(steps * _STEP) | 1
+
+
+def mixed(words: Tensor) -> Tensor:
+    """splitmix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators)."""
+    words = (words ^ _shifted(words, 30)) * -4658895280553007687
+    words = (words ^ _shifted(words, 27)) * -7723592293110705685
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    return (words >> bits) & ((1 << (64 - bits)) - 1)  # logical: int64's own shift copies the sign

@@ -1,0 +1,223 @@
+"""The Python thread does not wait for the device in an ordinary step, and notices every way to the values."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import fcdp_compile
+from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.home_tensor import seal
+from tests.distributed.beside import Beside, named
+from tests.distributed.jobs import WORKS, Job, Verdicts, run_jobs
+from tests.distributed.models import CASES
+from tests.distributed.ranks import run
+
+pytestmark = pytest.mark.distributed
+
+_READERS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+"""What of a tensor makes the Python thread wait for a device."""
+
+_OF_THE_HOST = {
+    ("word_of_all.py", "_exchange"),  # words of an agreement
+    ("program.py", "_stamped"),  # what a forward leaves to its backward
+}
+"""Where tensors are read that are on the host wherever the model is."""
+
+_READ = ("validity.py", "read")
+
+_OURS = [Path(fcdp_compile.__file__).parent, Path(fcdp_compile.__file__).parent.parent / "runtime"]
+
+
+@contextmanager
+def _reads() -> Iterator[Counter[tuple[str, str]]]:
+    """Where fcdp reads numbers of tensors inside, by file and function; and waits for the device's copies."""
+    found: Counter[tuple[str, str]] = Counter()
+
+    def counted(read: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            code = sys._getframe(1).f_code
+            path = Path(code.co_filename)
+            at = (path.name, code.co_name)
+            if any(folder in path.parents for folder in _OURS) and at not in _OF_THE_HOST:
+                found[at] += 1
+            return read(*args, **more)
+
+        return call
+
+    from fcdp_compile.runtime.host_cache import NodeShardCache
+
+    patch = pytest.MonkeyPatch()
+    for name in _READERS:
+        patch.setattr(Tensor, name, counted(getattr(Tensor, name)))
+    patch.setattr(NodeShardCache, "host_copy", counted(NodeShardCache.host_copy))  # synchronises
+    try:
+        yield found
+    finally:
+        patch.undo()
+
+
+def _backward(pair: Beside, *, synchronises: bool = True) -> None:
+    loss = pair.case.loss(pair.net, pair.data(pair.step))
+    pair.step += 1
+    if synchronises:
+        loss.backward()
+        return
+    with fcdp_compile.no_sync(pair.model):
+        loss.backward()
+
+
+def _counts(mesh: DeviceMesh, case: str, strategy: str) -> dict[str, dict[tuple[str, str], int]]:
+    pair = Beside(mesh, CASES[case], strategy=strategy, options={"bucket_mb": 300 / 2**20})
+
+    def step() -> None:
+        _backward(pair)
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+
+    def accumulate() -> None:
+        with fcdp_compile.no_sync(pair.model):
+            for _ in range(3):
+                pair.case.loss(pair.net, pair.data(pair.step)).backward()
+        step()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                pair.case.loss(pair.net, pair.data(pair.step))
+        step()
+
+    found = {}
+    for act in (step, accumulate, evaluate):
+        act()  # compiles
+        seen = []
+        for _ in range(4):
+            with _reads() as reads:
+                act()
+            seen.append(dict(reads))
+        # Whoever gathers a bucket of one shard sends the shard itself, and if it is still held when the next
+        # forward looks, that cannot be told from a user who holds it: then there is one read.
+        assert all(reads in ({}, {_READ: 1}) for reads in seen), seen
+        found[act.__name__] = min(seen, key=len)
+    _backward(pair)
+    pair.model.zero_grad()
+    with _reads() as reads:
+        next(p for p in pair.model.parameters() if not p.requires_grad or case == "odd").data.mul_(
+            1.0
+        )
+        _backward(pair)
+    found["control"] = dict(reads)
+    return found
+
+
+@pytest.mark.parametrize("case", ["odd", "odd-lora"])
+@pytest.mark.parametrize("strategy", ["fcdp", "zero3", "zero++"])
+def test_an_ordinary_step_never_waits_for_the_device(case: str, strategy: str) -> None:
+    for found in run(_counts, case, strategy, nodes=2, ranks_per_node=2):
+        control = found.pop("control")
+        if strategy != "zero3":
+            assert found == {"step": {}, "accumulate": {}, "evaluate": {}}
+        if strategy == "fcdp":
+            assert control[_READ] == 1, "the control: one for all"
+
+
+# --- seals ----------------------------------------------------------------------------------------------
+
+
+def _model(mesh: DeviceMesh) -> HomeShard:
+    torch.manual_seed(0)
+    model = fcdp_compile.shard(CASES["odd"].model(), mesh)
+    parameter: HomeShard = named(model, "first.weight")
+    parameter._keeps = model  # type: ignore[attr-defined]
+    return parameter
+
+
+_WAYS: dict[str, Callable[[HomeShard], object]] = {
+    "data": lambda p: p.data,
+    "detach": lambda p: p.detach(),
+    "to_local": lambda p: p.to_local(),
+    "_local_tensor": lambda p: p._local_tensor,
+    "view": lambda p: p.view_as(p),
+    "in place": lambda p: torch.no_grad()(p.mul_)(2.0),
+    "copy": lambda p: torch.no_grad()(p.copy_)(torch.ones(p.shape)),
+    "list": lambda p: torch.no_grad()(torch._foreach_mul_)([p], 2.0),
+    "state dict": lambda p: p._keeps.state_dict(),  # type: ignore[attr-defined]
+}
+
+
+def _every_way(mesh: DeviceMesh) -> None:
+    parameter = _model(mesh)
+    for name, way in _WAYS.items():
+        seal([parameter])
+        assert parameter.seal is not None
+        assert parameter.seal.is_intact(parameter.held), name
+        assert not parameter.norm().isnan(), "who only reads gets no hold of the memory"
+        assert parameter.seal.is_intact(parameter.held), name
+        way(parameter)
+        assert not parameter.seal.is_intact(parameter.held), name
+        assert parameter.seal.mark is not None, name
+    seal([parameter])
+    parameter.data = torch.zeros(parameter.shape)
+    assert parameter.seal is None
+
+
+def _older_views(mesh: DeviceMesh) -> None:
+    parameter = _model(mesh)
+    for view in (parameter.detach(), parameter.to_local(), parameter.data):
+        seal([parameter])
+        assert parameter.seal is not None
+        assert not parameter.seal.is_intact(parameter.held), "somebody else may write"
+        del view
+
+
+def _within_a_call(mesh: DeviceMesh) -> None:
+    parameter = _model(mesh)
+    seal([parameter])
+    assert parameter._calls is not None
+    assert parameter.seal is not None
+    parameter._calls.inside = True
+    local = parameter._local_tensor
+    assert parameter.seal.is_intact(parameter.held), "Dynamo's guards look"
+    with torch.no_grad():
+        local.mul_(2.0)
+    parameter._calls.inside = False
+    assert not parameter.seal.is_intact(parameter.held)
+
+
+def _captured(mesh: DeviceMesh) -> None:
+    parameter = _model(mesh)
+    seal([parameter])
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for act in (parameter.detach, optimizer.step):
+            with pytest.raises(fcdp_compile.FcdpError, match=r"outside of torch\.cuda\.graph"):
+                act()
+
+
+_JOBS: dict[str, Job] = {
+    "every way to the memory": _every_way,
+    "views from before": _older_views,
+    "raw tensors within a call": _within_a_call,
+    "CUDA graphs": _captured,
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> Verdicts:
+    return run_jobs(_JOBS, nodes=2, ranks_per_node=1)
+
+
+@pytest.mark.parametrize("job", _JOBS)
+def test_seals_and(verdicts: Verdicts, job: str) -> None:
+    assert [v[job] for v in verdicts] == [WORKS] * 2
