@@ -18,14 +18,13 @@ import matplotlib as mpl
 
 mpl.use("svg")  # needs no display; before pyplot
 import matplotlib.pyplot as plt
-import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from fcdp_compile.cost import MACHINES, agreement_s
-from fcdp_compile.dissemination import hops
+from fcdp_compile.cost import MACHINES, agreement_hops, agreement_s
+from fcdp_compile.devices import Cpu
 from fcdp_compile.mesh import make_mesh, topology_of
-from fcdp_compile.runtime.collectives import Collectives, are_blocking
+from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.counters import Counters
 from fcdp_compile.runtime.lanes import Lanes
 
@@ -45,7 +44,7 @@ def table() -> str:
         # Of a ring over ranks in their order, the hops from node to node and those within nodes.
         ring_s = between * machine.inter.latency_s + (within - between) * machine.intra.latency_s
         ours_s = agreement_s(machine, nodes, _RANKS_PER_NODE)
-        ours = hops(nodes) + hops(_RANKS_PER_NODE)
+        ours = agreement_hops(ranks)
         rows.append((ranks, nodes, ranks - 1, ours, 1e3 * ring_s, 1e3 * ours_s))
     headers = ("ranks", "nodes", "hops, ring", "hops", "ring [ms]", "predicted [ms]")
     return tabulate(rows, headers, tablefmt="pipe", floatfmt=".2f")
@@ -57,8 +56,8 @@ def draw(path: Path) -> None:
     ranks = [n * _RANKS_PER_NODE for n in _NODES]
     figure, axis = plt.subplots(figsize=(6, 4))
     axis.plot(ranks, [r - 1 for r in ranks], marker="o", label="a ring over all ranks")
-    ours = [hops(n) + hops(_RANKS_PER_NODE) for n in _NODES]
-    axis.plot(ranks, ours, marker="o", label="within nodes, then between nodes")
+    ours = [agreement_hops(r) for r in ranks]
+    axis.plot(ranks, ours, marker="o", label="to one rank, then down a tree")
     axis.set(
         xscale="log", yscale="log", xlabel="ranks, 8 a node", ylabel="hops one after the other"
     )
@@ -77,8 +76,8 @@ def write(folder: Path) -> None:
     (folder / "agreement.md").write_text(
         "# How ranks agree before a forward\n\n"
         "Before each forward all ranks compare what they are about to run, and learn which copies any of "
-        "them found stale. Each rank passes on what it knows, first within its node, then between nodes, so "
-        "that a hop doubles how many ranks' words it has. Written by\n"
+        "them found stale. The first rank gathers what all say and broadcasts it along Gloo's tree; both run "
+        "in Gloo's threads. Written by\n"
         "`python -m benchmarks.agreement docs/benchmarks`; times are hops times the latencies that the cost "
         "model\nassumes for a GPU cluster, 50 µs between nodes and 20 µs within; they are not measured.\n\n"
         "![Hops over ranks](agreement.svg)\n\n"
@@ -88,7 +87,7 @@ def write(folder: Path) -> None:
 
 def _measure(nodes: int) -> None:
     topology = topology_of(make_mesh(nodes=nodes))
-    lanes = Lanes.shared(topology, torch.device("cpu"), is_blocking=are_blocking(topology))
+    lanes = Lanes.shared(topology, Cpu(), is_blocking=True)
     collectives = Collectives(topology, Counters(), lanes)
     ways: dict[str, Callable[[], object]] = {
         "ring": lambda: collectives.agree(_WORDS),

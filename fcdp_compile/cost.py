@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fcdp_compile.dissemination import hops
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.gathering import Algorithm
 from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
@@ -99,8 +98,13 @@ def agreement_s(machine: Machine, nodes: int, ranks_per_node: int) -> float:
     The words are few, so that latency counts alone.  A device that has work left from the step before goes on
     with that meanwhile.
     """
-    within_s = hops(ranks_per_node) * machine.intra.latency_s
-    return within_s + hops(nodes) * machine.inter.latency_s
+    link = machine.inter if nodes > 1 else machine.intra
+    return agreement_hops(nodes * ranks_per_node) * link.latency_s
+
+
+def agreement_hops(ranks: int) -> int:
+    """Messages one after the other until all ranks know what any says: to the first, then down a tree."""
+    return 1 + math.ceil(math.log2(ranks)) if ranks > 1 else 0
 
 
 def assembled_bytes(bucket: Bucket) -> int:

@@ -26,7 +26,7 @@ from fcdp_compile.runtime.gathers import (
 from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.reductions import all_reduce, reduce_encoded, reduce_scatter
-from fcdp_compile.runtime.word_of_all import Teller, Telling, told_here
+from fcdp_compile.runtime.word_of_all import Telling
 from fcdp_compile.waiting import Wait
 
 
@@ -224,11 +224,10 @@ class Collectives:
 
         All ranks of the mesh must call it.  what: they agree on.
         """
-        if self._topology.ranks == 1:
-            return told_here(words)
-        teller = Teller.shared(self._topology)
-        self._counters.add(AGREE, teller.hops * len(words) * torch.int64.itemsize)
-        return teller.tell(words, partial(self.during, what))
+        t = self._topology
+        if t.ranks > 1:
+            self._counters.add(AGREE, len(words) * torch.int64.itemsize)
+        return Telling(words, t.control, partial(self.during, what))
 
     def exchange_texts(self, text: str) -> list[str]:
         """Every rank's `text`, in the order of the mesh's ranks; for reports of disagreement."""

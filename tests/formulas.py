@@ -14,7 +14,6 @@ chunk, so a bucket of slots with S elements of b bytes costs
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -303,6 +302,6 @@ def evaluation_batch(
 
 
 def agreement_bytes(nodes: int, ranks_per_node: int, *, cached: bool) -> int:
-    """What a rank sends before a forward runs, and one word before a backward that gathers again."""
+    """What a rank says before a forward runs, and one word before a backward that gathers again."""
     words = AGREE_WORDS + (0 if cached else 1)
-    return sum(math.ceil(math.log2(n)) for n in (nodes, ranks_per_node)) * words * 8
+    return words * 8 if nodes * ranks_per_node > 1 else 0

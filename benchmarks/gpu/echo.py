@@ -104,6 +104,11 @@ class EchoGroup(dist.ProcessGroup):
                 part.copy_(send)
         return EchoWork()
 
+    def gather(
+        self, outs: list[list[Tensor]], sends: list[Tensor], opts: _Options = None
+    ) -> EchoWork:
+        return self.allgather(outs, sends)
+
     def allreduce(self, tensors: list[Tensor], opts: _Options = None) -> EchoWork:
         return self._reduce(tensors, opts)
 

@@ -28,7 +28,7 @@ _READERS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"
 """What of a tensor makes the Python thread wait for a device."""
 
 _OF_THE_HOST = {
-    ("word_of_all.py", "_exchange"),  # words of an agreement
+    ("word_of_all.py", "finish"),  # words of an agreement
     ("program.py", "_stamped"),  # what a forward leaves to its backward
 }
 """Where tensors are read that are on the host wherever the model is."""

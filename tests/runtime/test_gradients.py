@@ -24,7 +24,7 @@ from fcdp_compile.runtime.gradients import Accumulation
 from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
-from fcdp_compile.runtime.word_of_all import Telling, told_here
+from fcdp_compile.runtime.word_of_all import Telling
 from fcdp_compile.torch_compat import backward_number
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ class Peers:
         self.agreed += 1
         count = 2 * len(NAMES)
         (said,) = packed(self.say(unpacked(words, count)))
-        return told_here([words[0] | said])
+        return Telling([words[0] | said], None, str)
 
     def reduction(self, kind: Kind, send: Pending, name: str, codec: None = None) -> Pending:
         assert kind is Kind.INTER_REDUCE_SCATTER

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from builders_graph import Where, lower_toy
+from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Plan, Variant
@@ -51,6 +52,8 @@ class Model:
         self.accumulation = Accumulation()
         self.counters = Counters()
         self.collectives = SimpleNamespace()
+        self.lanes = SimpleNamespace(device=Cpu())
+        self.records: dict[str, object] = {}
         self.optimizer_hooks = SimpleNamespace(note_backward=lambda *, accumulates: None)
 
     def stale(

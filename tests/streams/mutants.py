@@ -21,10 +21,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+from tests.runtime.test_lanes_on_streams import run as random_tasks
 from tests.streams.programs import PROGRAMS, Job, four_ranks
 
 MODULES = (
@@ -228,6 +230,14 @@ class Trial:
                 del self._ready[name], job
                 gc.collect()
                 return said
+        with applied(mutant):
+            for is_blocking, seed in product((False, True), range(20)):
+                try:
+                    seen = random_tasks(seed, is_blocking=is_blocking)
+                except Exception as error:
+                    return f"random tasks {seed}: {type(error).__name__}: {error}"
+                if any(found != expected for found, expected in seen):
+                    return f"random tasks {seed}: compute reads what is not there"
         return ""
 
 
