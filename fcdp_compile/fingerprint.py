@@ -70,7 +70,7 @@ def _hashes(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
         return hashes
     if len(groups) == 1:
         (group,) = groups
-        rows = _rows_of_one(torch.cat(group) if len(group) > 1 else group[0])
+        rows = _rows_of_one(torch.cat(list(group)) if len(group) > 1 else group[0])
         steps = _STEP * torch.arange(1, 1 + len(rows), device=device)
         return mixed(rows + steps).sum().view(1)
     padding = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=device)

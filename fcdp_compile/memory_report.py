@@ -15,7 +15,7 @@ class Memory:
 
     predicted_peak_bytes: the highest of the model's plans, of a step with the tiers that they chose; None
     before the first is compiled.  measured_peak_bytes: the most that was ever allocated, by whomever
-    (`torch.cuda.max_memory_allocated`); None on a CPU, where nobody counts.  fallbacks: buckets planned for
+    (as torch counts it); None on a CPU, where nobody counts.  fallbacks: buckets planned for
     the device that are on the host because it was too full.
     """
 

@@ -67,7 +67,7 @@ class Options:
 
     def compute_on(self, device_type: str) -> str:
         """What compiles the segments: on CPUs compiling takes longer than a trial run."""
-        return self.compute or ("inductor" if device_type == "cuda" else "eager")
+        return self.compute or ("eager" if device_type == "cpu" else "inductor")
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> Options:

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from fcdp_compile.devices import is_capturing
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.torch_compat import storage_id, storage_uses, without_modes
@@ -63,7 +63,7 @@ def refuse_capture() -> None:
 
     Raises: FcdpError.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise FcdpError(
             "a CUDA graph that uses sharded parameters or their gradients would write to them unseen when it "
             "is replayed, and the model would go on with copies of the old values; run this part, such as "

@@ -244,6 +244,18 @@ def test_arrows_point_one_way() -> None:
     assert wrong_arrows(all_imports()) == []
 
 
+def test_one_folder_names_kinds_of_cards() -> None:
+    found = [
+        str(i)
+        for i in all_imports()
+        if is_within(i.target, "torch.cuda")
+        and is_within(i.importer, "fcdp_compile")
+        and not is_within(i.importer, "fcdp_compile.devices")
+        and i.importer != PRIVATE_ALLOWED_IN
+    ]
+    assert found == []
+
+
 def test_private_torch_names_live_in_one_file() -> None:
     assert private_names(all_imports()) == []
 

@@ -32,6 +32,7 @@ __all__ = [
     "choose_device",
     "current_device",
     "device_of",
+    "is_capturing",
 ]
 
 
@@ -51,6 +52,11 @@ def choose_device(local_rank: int | None) -> Device:
     if local_rank is not None and torch.cuda.is_available():
         choose_card(local_rank)
     return current_device()
+
+
+def is_capturing() -> bool:
+    """Whether this thread's current stream is being captured into a graph that may be replayed later."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def are_on_stream(kind: str, group: dist.ProcessGroup | None) -> bool:

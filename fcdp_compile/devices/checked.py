@@ -304,7 +304,7 @@ class _Watch(DispatchMode):
     """Notes every operator of a thread."""
 
     def __init__(self, device: CheckedDevice) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

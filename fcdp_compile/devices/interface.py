@@ -29,6 +29,9 @@ class Stream(Protocol):
     def wait_event(self, event: Any) -> None:
         """Let what is given to the stream from now on come after an event."""
 
+    def __hash__(self) -> int:
+        """The same for every object that stands for one stream."""
+
 
 class Device(ABC):
     """One device of this process.

@@ -159,7 +159,7 @@ class TrainerCheckpoints(_Base):
                 f"{checkpoint} holds the state of step {loaded.step}, but its {TRAINER_STATE_NAME} says "
                 f"{self.state.global_step}; resume from another checkpoint"
             )
-        self._generators = rng_state(state_of(model).device)
+        self._generators = rng_state(state_of(model).device.torch)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Nothing: it came with `_load_optimizer_and_scheduler`."""
@@ -167,7 +167,7 @@ class TrainerCheckpoints(_Base):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # The Trainer calls this once the data that was trained on has been skipped, which draws numbers.
         if self._generators is not None:
-            set_rng_state(self._generators, state_of(self.sharded_model()).device)
+            set_rng_state(self._generators, state_of(self.sharded_model()).device.torch)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -177,7 +177,7 @@ class TrainerCheckpoints(_Base):
             self._load_weights(best)
             return
         model = self.sharded_model()
-        device = state_of(model).device
+        device = state_of(model).device.torch
         now = rng_state(device)
         load(Path(best, FOLDER), model=model)
         set_rng_state(now, device)

@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType, DynamoBackend
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames, ParallelMode
 
+from fcdp_compile.devices import current_device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.mesh import process_count
 from fcdp_compile.options import Options
@@ -128,7 +129,7 @@ def _problem(args: TrainingArguments) -> str | None:
             f"{args.n_gpu} GPUs are visible to one process, which the Trainer would use by DataParallel; "
             "start one process for each with torchrun"
         )
-    if args.use_cpu and torch.cuda.is_available():
+    if args.use_cpu and current_device().has_streams:
         return "use_cpu is given where there are GPUs; hide them with CUDA_VISIBLE_DEVICES= instead"
     return None
 
