@@ -1,9 +1,9 @@
 """How many bytes of device memory are alive while each node of a graph runs: read off, nothing is changed.
 
     node                      alive while it runs
-    inter_all_gather(home)    home, node shard          a started step's result exists, and its input is held
-    wait                      node shard                  until its wait
-    intra_all_gather          node shard, full bucket
+    inter_all_gather(home)    home, node shard          a started step's result exists, and both are held
+    intra_all_gather          node shard, full bucket     until a wait comes after the step
+    wait                      node shard, full bucket
     ...
     segment                   one entry for each node inside
     free(full)                full bucket               the last entry that has it
@@ -16,6 +16,7 @@ not counted.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ from torch.fx import GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.passes.context import META, StepMeta
+from fcdp_compile.plan import LANES, Lane
 from fcdp_compile.torch_compat import storage_id
 
 Bytes: TypeAlias = int | sympy.Expr
@@ -177,19 +179,52 @@ def _waits(node: Node) -> list[Node]:
 def _lives(
     events: Sequence[_Event], elsewhere: Collection[int], device_type: str
 ) -> dict[int, _Life]:
-    at = {event.node: i for i, event in enumerate(events)}
+    let_go = _let_go(events)
     lives: dict[int, _Life] = {}
     for i, event in enumerate(events):
+        until = let_go.get(event.node, i)
         for storage, size in storages(event.makes, device_type).items():
-            life = lives.setdefault(storage, _Life(born=i, dies=i, bytes=size))
-            life.dies = max(life.dies, i)
-        until = max([i, *(at[w] for w in _waits(event.node))])
+            life = lives.setdefault(storage, _Life(born=i, dies=until, bytes=size))
+            life.dies = max(life.dies, until)
         for storage in storages(event.uses, device_type):
             if storage in lives:
                 lives[storage].dies = max(lives[storage].dies, until)
         if scratch := _scratch_bytes(event.node):
-            lives[-1 - i] = _Life(born=i, dies=until, bytes=scratch)  # no storage has such a number
+            # Its lane's stream has it back once the step is issued.  No storage has such a number.
+            lives[-1 - i] = _Life(born=i, dies=i, bytes=scratch)
     return {storage: life for storage, life in lives.items() if storage not in elsewhere}
+
+
+def _let_go(events: Sequence[_Event]) -> dict[Node, int]:
+    """The event with which each started step lets go of what it reads and makes.
+
+    As the runtime does (`runtime.stream_order`, [Note: let go in stream order]): the first wait that comes
+    after the step, because it waits for the step, for a later one of its lane, or for one that read of it.
+    """
+    clocks: dict[Node, dict[Lane, int]] = {}
+    last: dict[Lane, dict[Lane, int]] = {}
+    held: dict[Lane, deque[tuple[int, Node]]] = {}
+    found: dict[Node, int] = {}
+    for i, event in enumerate(events):
+        node = event.node
+        if node.target is ops.wait:
+            for lane, count in clocks.get(node.all_input_nodes[0], {}).items():
+                while held[lane] and held[lane][0][0] <= count:
+                    found[held[lane].popleft()[1]] = i
+            continue
+        kind = ops.kind_of(node)
+        lane = Lane.COMPUTE if kind is None else LANES[kind]
+        if lane is Lane.COMPUTE:
+            continue
+        clock = dict(last.get(lane, {}))
+        for read in node.all_input_nodes:
+            for other, count in clocks.get(read, {}).items():
+                clock[other] = max(count, clock.get(other, 0))
+        clock[lane] = clock.get(lane, 0) + 1
+        last[lane] = clocks[node] = clock
+        held.setdefault(lane, deque()).append((clock[lane], node))
+    never = len(events) - 1
+    return found | {node: never for steps in held.values() for _, node in steps}
 
 
 def _scratch_bytes(node: Node) -> int:

@@ -1,0 +1,82 @@
+"""The device memory that programs hold, in stream order, is what their plans predict, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from fcdp_compile.plan import Direction, Kind, Plan
+from fcdp_compile.recording import ScheduleKey
+from fcdp_compile.runtime.run import CompiledPlan
+from tests.streams.programs import PROGRAMS, Job, four_ranks
+
+ACTIVATION_BYTES = 4 * 32 * 4
+WEIGHT_BYTES = 32 * 32 * 4
+
+
+class Meter:
+    """Stands for a recorder: the most memory alive at each step of each run, by schedule."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.found: dict[ScheduleKey, tuple[Plan, list[int]]] = {}
+
+    @contextmanager
+    def run(self, plan: Plan, key: ScheduleKey, program: Any, lanes: Any) -> Iterator[Any]:
+        alive: list[int] = []
+        self.found[key] = plan, alive
+
+        def around(index: int, call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+            def metered(values: list[Any]) -> Any:
+                before = self._job.device.alive_bytes()
+                result = call(values)
+                del values
+                alive.append(max(before, self._job.device.alive_bytes()))
+                return result
+
+            return metered
+
+        yield around
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with four_ranks():
+        yield
+
+
+@pytest.mark.parametrize("name", ["full", "zero3", "mics", "ring"])
+def test_what_is_alive_is_what_was_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[CompiledPlan] = []
+    make = CompiledPlan.__init__
+
+    def noted(self: CompiledPlan, *args: Any) -> None:
+        make(self, *args)
+        bound.append(self)
+
+    monkeypatch.setattr(CompiledPlan, "__init__", noted)
+    job = Job(PROGRAMS[name])
+    job.step()
+    meter = Meter(job)
+    for each in bound:
+        each.recorder = meter  # type: ignore[assignment]
+    job.step()
+    job.step()
+    assert {direction for direction, _ in meter.found} == {Direction.FORWARD, Direction.BACKWARD}
+    for key, (plan, alive) in meter.found.items():
+        (schedule,) = (s for s in plan.schedules if (s.direction, s.variant) == key)
+        # The plan knows the whole step, the meter what was touched: they differ by a constant.  A segment
+        # lets go of its arguments one by one, which a plan tells at the next step.
+        differences = [
+            planned - found
+            for step, planned, found in zip(
+                schedule.steps, schedule.memory_bytes, alive, strict=True
+            )
+            if step.kind is not Kind.COMPUTE
+        ]
+        within_a_segment = WEIGHT_BYTES if key[0] is Direction.FORWARD else 0
+        spread = max(differences) - min(differences)
+        assert spread <= ACTIVATION_BYTES + within_a_segment, (key, differences)
