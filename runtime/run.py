@@ -193,9 +193,13 @@ def _watched(
     program: Program, key: ScheduleKey, model: ShardedModel, args: list[Any], **options: Any
 ) -> tuple[Any, ...]:
     """Run a program; a device that checks its streams is told what they do."""
-    device, name = model.lanes.device, " ".join(part.value for part in key)
-    shards = [r.peek() for r in model.records.values()]
-    device.note([], shards, f"what came before the {name} pass")  # an optimizer writes to them
+    device = model.lanes.device
+    if not device.is_checked:
+        return program.run(model, args, **options)
+    name = " ".join(part.value for part in key)
+    trained = [r for r in model.records.values() if r.parameter().requires_grad]
+    # An optimizer may have written to them.
+    device.note([], [r.peek() for r in trained], f"what came before the {name} pass")
     with device.watching(f"the {name} pass"):
         results = program.run(model, args, **options)
     device.note(

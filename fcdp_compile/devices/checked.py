@@ -62,6 +62,7 @@ class CheckedDevice(Device):
     """
 
     has_streams = True
+    is_checked = True
 
     def __init__(self, device: Device) -> None:
         assert device.has_streams, "a device without streams has nothing to check"

@@ -38,10 +38,12 @@ class Device(ABC):
 
     has_streams: whether work is given to streams and done later; else it is done when a call returns.
     backends: what `torch.distributed.init_process_group` is asked for.
+    is_checked: whether it checks what streams do.
     timeout: how long its collectives wait unless they are told; None: as long as torch says.
     """
 
     has_streams: ClassVar[bool]
+    is_checked: ClassVar[bool] = False
     backends: ClassVar[str]
     timeout: ClassVar[timedelta | None] = None
 
