@@ -10,6 +10,7 @@ range of pyproject.toml that is already installed stays.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -55,7 +56,9 @@ def has_card(root: Path = Path("/")) -> bool:
 def cpu_builds(python: str) -> list[str]:
     """The CPU builds of torch that pip sees for a Python, newest first: versions such as 2.13.0+cpu."""
     command = [python, "-m", "pip", "--disable-pip-version-check", "index", "versions", "torch"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # What is asked for is the output, also where pip is told to be quiet.
+    environment = os.environ | {"PIP_QUIET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     listed = re.search(r"^Available versions: (.*)$", done.stdout, re.MULTILINE)
     return [v for v in listed[1].split(", ") if v.endswith("+cpu")] if listed else []
 

@@ -91,6 +91,14 @@ def test_a_cpu_build_where_there_is_no_card(
     assert all("make TORCH=" in line for line in said)
 
 
+def test_a_quiet_pip_hides_no_cpu_build(
+    python: str, registry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_torch(registry, "2.13.0+cpu")
+    monkeypatch.setenv("PIP_QUIET", "1")
+    assert torch_build.cpu_builds(python) == ["2.13.0+cpu"]
+
+
 def test_one_out_of_range_is_refused_and_replaced(
     python: str, registry: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
