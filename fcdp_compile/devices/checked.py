@@ -205,8 +205,10 @@ class CheckedDevice(Device):
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         made = self._device.pinned_like(tensor)
-        with self._lock:
-            self._memory(made, _HOST)
+        storage = made.untyped_storage()
+        memory = Memory(_HOST, storage.nbytes(), is_of_host=True)
+        with self._lock:  # the mode has seen it made, and taken it for the device's where that is a CPU
+            self._alive[storage._cdata] = StorageWeakRef(storage), memory
         return made
 
     def register(self, address: int, size_bytes: int) -> str:

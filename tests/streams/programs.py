@@ -20,6 +20,8 @@ import fcdp_compile
 from benchmarks.gpu.echo import init_echo
 from fcdp_compile import sharding
 from fcdp_compile.devices import CheckedDevice
+from fcdp_compile.plan import Kind
+from fcdp_compile.sharding import state_of
 from tests.runtime.simulated_device import SimulatedDevice
 
 BUCKET_MB = 0.004  # a bucket for each layer or two
@@ -143,6 +145,37 @@ def fall_back(job: Job) -> None:
     memory.used_bytes = 0  # type: ignore[attr-defined]
 
 
+def fail_midway(job: Job) -> None:
+    """A forward and a backward fail with transfers under way, and the next step is as any."""
+    collectives = state_of(job.model).collectives
+    for kind in (Kind.INTRA_ALL_GATHER, Kind.INTER_REDUCE_SCATTER):
+        with _failing(collectives, kind), pytest.raises(RuntimeError, match="a peer is gone"):
+            job.loss().backward()
+        job.optimizer.zero_grad()
+        gc.collect()
+        job.step()
+
+
+@contextmanager
+def _failing(collectives: Any, kind: Kind) -> Iterator[None]:
+    """The third collective of a kind fails before it is given to its lane."""
+    left = [3]
+
+    def failing(start: Callable[..., Any]) -> Callable[..., Any]:
+        def call(of: Kind, *args: Any, **more: Any) -> Any:
+            left[0] -= of is kind
+            if of is kind and not left[0]:
+                raise RuntimeError("a peer is gone")
+            return start(of, *args, **more)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "reduction"):
+            patch.setattr(collectives, name, failing(getattr(collectives, name)))
+        yield
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """What is trained, and how; compute None is an uncompiled model.
@@ -181,6 +214,7 @@ PROGRAMS = {
     "zero2": Program(strategy="zero2"),
     "mics": Program(strategy="mics"),
     "through the host": Program(once=accumulate, is_blocking=True),
+    "a step that fails": Program(once=fail_midway),
     "uncompiled": Program(compute=None),
 }
 

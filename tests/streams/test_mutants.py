@@ -1,0 +1,50 @@
+"""The check of streams notices what is taken out of the runtime (`mutants`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.streams.mutants import Mutant, Trial, mutants
+from tests.streams.programs import PROGRAMS, four_ranks
+
+EXPLAINED = {
+    "thread_lane.ThreadLane.join": "waits for threads at the end of the interpreter (test_lanes_at_exit)",
+    "thread_lane._Finisher.end": "the same",
+    "thread_lane._run_here": "of a device without streams (test_lanes)",
+}
+"""What no simulated device can notice, with the reason."""
+
+AT_ONCE = (
+    "stream_lane.OnStream.order",
+    "stream_lane.StreamLane.issue",
+    "pending.Pending.wait",
+    "lanes.Lanes.start",
+)
+"""What every program notices."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with four_ranks():
+        yield
+
+
+def _place(mutant: Mutant) -> str:
+    return f"{mutant.module}.{mutant.function}"
+
+
+def test_what_every_program_needs_is_noticed_by_one() -> None:
+    trial = Trial(["full"])
+    chosen = [m for m in mutants() if _place(m) in AT_ONCE and m.what != "done=None"]
+    assert len(chosen) == 7
+    assert [str(m) for m in chosen if not trial.caught(m)] == []
+
+
+@pytest.mark.slow
+def test_nothing_can_be_taken_out_unnoticed() -> None:
+    trial = Trial(list(PROGRAMS))
+    chosen = [m for m in mutants() if _place(m) not in EXPLAINED]
+    assert len(chosen) > 45
+    assert [str(m) for m in chosen if not trial.caught(m)] == []
