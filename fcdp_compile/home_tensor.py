@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from fcdp_compile.errors import FcdpError, MixedTensorsError
 from fcdp_compile.fingerprint import fingerprints
 from fcdp_compile.local_ops import run_locally
+from fcdp_compile.lost_ranks import naming_lost_ranks
 from fcdp_compile.mesh import all_ranks_of
 from fcdp_compile.seal import Seal, are_shared
 from fcdp_compile.torch_compat import (
@@ -99,12 +101,13 @@ class HomeTensor(DTensor):
     ) -> DTensor:
         """As DTensor's, with fewer collectives or fewer bytes between nodes."""
         found: DTensor = self
-        if placements is not None and device_mesh in (None, self.device_mesh):
-            if _is_pending(self) and all(isinstance(p, Replicate) for p in placements):
-                _settle([self])
-            for step in _steps(self.placements, placements):
-                found = DTensor.redistribute(found, placements=step, **options)
-        found = DTensor.redistribute(found, device_mesh, placements, **options)
+        with _naming_lost_ranks(self):
+            if placements is not None and device_mesh in (None, self.device_mesh):
+                if _is_pending(self) and all(isinstance(p, Replicate) for p in placements):
+                    _settle([self])
+                for step in _steps(self.placements, placements):
+                    found = DTensor.redistribute(found, placements=step, **options)
+            found = DTensor.redistribute(found, device_mesh, placements, **options)
         adopted: DTensor = HomeTensor.adopt(found)
         return adopted
 
@@ -300,6 +303,15 @@ def _is_pending(tensor: DTensor) -> TypeGuard[HomeTensor]:
     return is_pending and isinstance(tensor, HomeTensor)
 
 
+def _naming_lost_ranks(tensor: DTensor) -> AbstractContextManager[None]:
+    """Within, what fails because a rank does not come is a LostRankError; nothing of it is traced."""
+    every = all_ranks_of(tensor.device_mesh)
+    if every is None or type(_held(tensor)) is not Tensor:
+        return nullcontext()
+    doing = "a sharded tensor's own collective, as in clip_grad_norm_ or full_tensor"
+    return naming_lost_ranks(every.mesh.get_group(), doing)
+
+
 def _settle(tensors: Iterable[HomeTensor]) -> None:
     """Reduce pending values over all ranks, those of one kind together; each tensor keeps its result."""
     kinds: dict[tuple[tuple[Placement, ...], torch.dtype], dict[int, HomeTensor]] = {}
@@ -319,7 +331,8 @@ def _settle_alike(placements: Sequence[Placement], tensors: Sequence[HomeTensor]
             mesh, placements = every.mesh, placements[:1]
     packed = torch.cat([_held(t).detach().reshape(-1) for t in tensors])
     pending = DTensor.from_local(packed, mesh, placements, run_check=False)
-    reduced = pending.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+    with _naming_lost_ranks(tensors[0]):
+        reduced = pending.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
     parts = reduced.split([t.numel() for t in tensors])
     everywhere = [Replicate()] * home_mesh.ndim
     for tensor, part in zip(tensors, parts, strict=True):
@@ -334,7 +347,8 @@ def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: T
     sharded = next(g for g in grads if isinstance(g, DTensor))
     if (every := all_ranks_of(sharded.device_mesh)) is not None:
         here = DTensor.from_local(found_inf, every.mesh, [Partial("max")], run_check=False)
-        found_inf.copy_(here.redistribute(placements=[Replicate()]).to_local())
+        with _naming_lost_ranks(sharded):
+            found_inf.copy_(here.redistribute(placements=[Replicate()]).to_local())
 
 
 # --- gathers ------------------------------------------------------------------------------------------------

@@ -207,7 +207,9 @@ class CheckedDevice(Device):
         made = self._device.pinned_like(tensor)
         storage = made.untyped_storage()
         memory = Memory(_HOST, storage.nbytes(), is_of_host=True)
-        with self._lock:  # the mode has seen it made, and taken it for the device's where that is a CPU
+        with (
+            self._lock
+        ):  # the mode has seen it made, and taken it for the device's where that is a CPU
             self._alive[storage._cdata] = StorageWeakRef(storage), memory
         return made
 

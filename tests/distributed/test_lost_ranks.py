@@ -62,6 +62,10 @@ def _trains(mesh: DeviceMesh, case: Case, folder: str) -> tuple[str, float]:
             loss = model(torch.ones(1, 64)).sum()
             loss.register_hook(lambda grad: here("backward"))
             loss.backward()
+            here("clip")
+            if case.place == "clip":
+                began_s = time.monotonic()
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             here("save")
             if case.place == "save":
@@ -116,6 +120,14 @@ CASES = {
         act=_die,
         wait_s=FAR_S,
         says=r"LostRankError: saving to \S+: rank 1 did not come; see why",
+    ),
+    "killed before clipping": Case(
+        rank=1,
+        place="clip",
+        act=_die,
+        wait_s=FAR_S,
+        says=r"LostRankError: a sharded tensor's own collective, as in clip_grad_norm_ or full_tensor: "
+        r"rank 1 did not come; see why",
     ),
     "host of the store": Case(
         rank=0,
