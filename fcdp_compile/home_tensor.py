@@ -156,12 +156,18 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-def seal(tensors: Sequence[HomeTensor], kind: type[Seal] = Seal) -> None:
-    """Put a new seal on each of these tensors."""
+def seal(
+    tensors: Sequence[HomeTensor], kind: type[Seal] = Seal, *, are_apart: bool = False
+) -> None:
+    """Put a new seal on each of these tensors.
+
+    are_apart: they may be parts of one storage, as gradients are that were reduced together.
+    """
     with without_modes():
         held = [t.present() for t in tensors]
         opened: list[tuple[Seal, Tensor]] = []
-        for tensor, own, is_shared in zip(tensors, held, are_shared(held), strict=True):
+        shared = are_shared(held, are_apart=are_apart)
+        for tensor, own, is_shared in zip(tensors, held, shared, strict=True):
             tensor.seal = kind(own)
             if is_shared:
                 tensor.seal.prepare(own)

@@ -71,15 +71,19 @@ def refuse_capture() -> None:
         )
 
 
-def are_shared(tensors: Sequence[Tensor]) -> list[bool]:
-    """For each tensor, whether any but these can reach its memory."""
+def are_shared(tensors: Sequence[Tensor], *, are_apart: bool) -> list[bool]:
+    """For each tensor, whether any other can reach its memory.
+
+    are_apart: these tensors may be parts of one storage, none of which reaches another's.
+    """
     ours = Counter(storage_id(t) for t in tensors)
     return [
         t.numel() > 0
         and (
             t.is_inference()  # has no version
             or not t.untyped_storage().resizable()  # numpy has seen it
-            or storage_uses(t) > ours[storage_id(t)]
+            or (t.device.type == "cpu" and t.is_shared())  # other processes may have it
+            or storage_uses(t) > (ours[storage_id(t)] if are_apart else 1)
         )
         for t in tensors
     ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -153,10 +155,19 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+@functools.cache
+def _references_of_nobody() -> int:
+    """References to the object of a storage that nobody holds but whoever asks (3 in torch 2.11 to 2.15)."""
+    tensor = torch.empty(1, device="cpu")
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
 def storage_uses(tensor: Tensor) -> int:
-    """How many tensors share a tensor's storage, itself counted."""
+    """How many tensors share a tensor's storage, itself counted, and who else holds the storage's object."""
     storage = tensor.untyped_storage()  # counts as one more
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    held = sys.getrefcount(storage) - _references_of_nobody()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + held
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class GradientMarks:
         grads = {n: self.grad(n).tensor for n in self._of_size(names)}
         unsealed = {n: g for n, g in grads.items() if not self._is_intact(n, g)}
         homes = {n: g for n, g in unsealed.items() if isinstance(g, HomeTensor)}
-        seal(list(homes.values()), _GradientSeal)
+        seal(list(homes.values()), _GradientSeal, are_apart=True)
         for name, home in homes.items():
             assert home.seal is not None, name
             self._marks[name] = home.seal

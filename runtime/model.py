@@ -33,7 +33,7 @@ from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.released import release
 from fcdp_compile.runtime.row_sources import RowSources
-from fcdp_compile.runtime.validity import Generations, changed
+from fcdp_compile.runtime.validity import Generations, Seals
 from fcdp_compile.runtime.word_of_all import Telling
 from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
@@ -82,6 +82,7 @@ class ShardedModel:
             reductions=self._reductions_of_waiting,
         )
         self.generations = Generations(self.records)
+        self.seals = Seals()
         self.whole: dict[str, WholeParameter] = {}
         self.row_sources = RowSources()
         self._buckets: dict[str, list[Bucket]] = {}
@@ -304,10 +305,10 @@ class ShardedModel:
         parameters for the backward, and sees every change but those by optimizers, which generations tell.
         """
         keys = dict.fromkeys(k for b in buckets if b.ranks > 1 for k in self.keys_of(b))
-        if found := changed({key: self.records[key].parameter() for key in keys}):
+        if found := self.seals.changed({key: self.records[key].parameter() for key in keys}):
+            self.generations.change(found)
             for key in found:
                 self.records[key].local()  # raises if what was put there is no home shard
-            self.generations.change(found)
 
     def tell_found(self, found: Sequence[object], what: str) -> Telling:
         """Start to tell all ranks whether any found something; all must.  what: it is they agree on."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from fcdp_compile.fingerprint import fingerprints
 from fcdp_compile.home_shard import HomeShard
 from fcdp_compile.home_tensor import HomeTensor, seal
+from fcdp_compile.seal import Seal
 
 
 class Generations:
@@ -45,26 +46,43 @@ def read(values: Tensor) -> list[Any]:
     return found
 
 
-def changed(parameters: Mapping[str, Tensor]) -> list[str]:
-    """The keys of those of these parameters that may have other values than when this was last asked.
+class Seals:
+    """The seals that a model has put on its parameters, by key (`seal`, [Note: seals])."""
 
-    All are sealed (`seal`, [Note: seals]), so that next time it is known what nobody has touched.  One that
-    is looked at for the first time counts as changed, and so does one that cannot be sealed.  Waits for the
-    device only for those whose memory others got hold of.
-    """
-    keys = [key for key, p in parameters.items() if not isinstance(p, HomeShard)]
-    touched: dict[str, HomeShard] = {}
-    for key, p in parameters.items():
-        if isinstance(p, HomeShard) and (p.seal is None or not p.seal.is_intact(p.held)):
-            touched[key] = p
-    comparable = {
-        key: p for key, p in touched.items() if p.seal is not None and p.seal.mark is not None
-    }
-    differ = dict(zip(comparable, differing(list(comparable.values())), strict=True))
-    keys += [key for key in touched if differ.get(key, True)]
-    if touched:
-        seal(list(touched.values()))
-    return keys
+    def __init__(self) -> None:
+        self._own: dict[str, Seal] = {}
+
+    def changed(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        """The keys of those of these parameters that may have other values than when this was last asked.
+
+        All are sealed, so that next time it is known what nobody has touched.  One that is looked at for the
+        first time counts as changed, and so does one that cannot be sealed, or that has another seal than the
+        one put on here under its key: it was exchanged, or another model looks at it, too.  Waits for the
+        device only for those whose memory others got hold of.
+        """
+        keys = [key for key, p in parameters.items() if not isinstance(p, HomeShard)]
+        touched: dict[str, HomeShard] = {}
+        for key, p in parameters.items():
+            if isinstance(p, HomeShard) and not (
+                self._has(key, p) and self._own[key].is_intact(p.held)
+            ):
+                touched[key] = p
+        comparable = {
+            key: p
+            for key, p in touched.items()
+            if self._has(key, p) and self._own[key].mark is not None
+        }
+        differ = dict(zip(comparable, differing(list(comparable.values())), strict=True))
+        keys += [key for key in touched if differ.get(key, True)]
+        if touched:
+            seal(list(touched.values()))
+        for key, p in touched.items():
+            assert p.seal is not None, "it was put on just now"
+            self._own[key] = p.seal
+        return keys
+
+    def _has(self, key: str, parameter: HomeShard) -> bool:
+        return parameter.seal is not None and parameter.seal is self._own.get(key)
 
 
 def differing(tensors: Sequence[HomeTensor]) -> list[bool]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
@@ -205,7 +207,79 @@ def _captured(mesh: DeviceMesh) -> None:
                 act()
 
 
+class _Two(nn.Module):
+    """Two layers of one size, each of them a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.b(torch.tanh(self.a(x)))
+        return found
+
+
+def _exchange(model: _Two, teacher: _Two) -> None:
+    model.a.weight, model.b.weight = model.b.weight, model.a.weight
+
+
+def _take(model: _Two, teacher: _Two) -> None:
+    model.a.weight = teacher.b.weight
+
+
+def _tie(model: _Two, teacher: _Two) -> None:
+    model.b.weight.data = model.a.weight.data
+
+
+def _write_to_one(model: _Two, teacher: _Two) -> None:
+    model.a.weight.data.mul_(3.0)
+
+
+def _write_to_the_other(model: _Two, teacher: _Two) -> None:
+    with torch.no_grad():
+        model.b.weight.add_(1.0)
+
+
+def _places(mesh: DeviceMesh, *, strategy: str, is_frozen: bool) -> None:
+    """After each change the sharded model computes what the plain one does; nothing else looks at values."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, plain_teacher = (_Two().requires_grad_(not is_frozen) for _ in range(2))
+    model, teacher = copy.deepcopy(plain), copy.deepcopy(plain_teacher)
+    for each in (model, teacher):
+        fcdp_compile.shard(each, mesh, strategy=strategy)
+    options = {"compute": "eager", "bucket_mb": 300 / 2**20}
+    net, other = (torch.compile(m, backend="fcdp", options=options) for m in (model, teacher))
+    x = torch.ones(3, 8)
+    for change in (_exchange, _exchange, _take, _tie, _write_to_one, _write_to_the_other):
+        for _ in range(2):
+            torch.testing.assert_close(net(x), plain(x))
+            torch.testing.assert_close(other(x), plain_teacher(x))
+        change(model, teacher)
+        change(plain, plain_teacher)
+    torch.testing.assert_close(net(x), plain(x))
+
+
+def _kept_storages(mesh: DeviceMesh) -> None:
+    parameter = _model(mesh)
+    local = parameter.to_local()
+    for keep in (local.untyped_storage, local.storage):
+        kept = keep()
+        seal([parameter])
+        assert parameter.seal is not None
+        assert not parameter.seal.is_intact(parameter.held), "its holder may write"
+        del kept
+
+
 _JOBS: dict[str, Job] = {
+    **{
+        f"places, {strategy}{', frozen' * is_frozen}": partial(
+            _places, strategy=strategy, is_frozen=is_frozen
+        )
+        for strategy in ("fcdp", "zero3")
+        for is_frozen in (False, True)
+    },
+    "kept storages": _kept_storages,
     "every way to the memory": _every_way,
     "views from before": _older_views,
     "raw tensors within a call": _within_a_call,
