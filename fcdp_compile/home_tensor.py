@@ -27,7 +27,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from fcdp_compile.errors import FcdpError, MixedTensorsError
 from fcdp_compile.fingerprint import fingerprints
-from fcdp_compile.local_ops import run_locally
+from fcdp_compile.local_ops import is_in_place, run_locally
 from fcdp_compile.lost_ranks import naming_lost_ranks
 from fcdp_compile.mesh import all_ranks_of
 from fcdp_compile.seal import Seal, are_shared
@@ -240,7 +240,7 @@ def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
         args = [_whole(args[0]), *args[1:]]
     change: dict[int, DTensor] = {}
     pending: list[HomeTensor] = []
-    if torch.Tag.inplace in func.tags or func.overloadpacket is _aten._local_scalar_dense:
+    if is_in_place(func) or func.overloadpacket is _aten._local_scalar_dense:
         # DTensor cannot write to a partial value, and its `item` takes a partial value for the whole one.
         _mapped(lambda t: pending.append(t) if _is_pending(t) else None, args)
         _settle(pending)

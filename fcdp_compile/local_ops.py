@@ -76,12 +76,18 @@ def run_locally(
 
 
 @functools.cache
+def is_in_place(func: Any) -> bool:
+    """Whether an op writes to its first argument; torch's tag for this is new in 2.13, and says as much."""
+    first = next(iter(func._schema.arguments), None)
+    return first is not None and first.alias_info is not None and first.alias_info.is_write
+
+
+@functools.cache
 def _kind(func: Any) -> tuple[bool, bool]:
     """Whether an op is elementwise and writes to its first argument, and whether it is so on lists."""
     is_elementwise = torch.Tag.pointwise in func.tags or func in _ALSO_ELEMENTWISE
-    is_in_place = torch.Tag.inplace in func.tags
     is_random = torch.Tag.nondeterministic_seeded in func.tags
-    return is_elementwise and is_in_place and not is_random, func.overloadpacket in _LIST_OPS
+    return is_elementwise and is_in_place(func) and not is_random, func.overloadpacket in _LIST_OPS
 
 
 def _masks(indices: list[Any], main: Any, local_of: LocalOf) -> list[Any]:
