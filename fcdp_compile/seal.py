@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from threading import Lock
 
 from torch import Tensor
 
@@ -25,6 +26,8 @@ from fcdp_compile.devices import is_capturing
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.fingerprint import fingerprint
 from fcdp_compile.torch_compat import storage_id, storage_uses, without_modes
+
+_lock = Lock()
 
 
 class Seal:
@@ -50,9 +53,11 @@ class Seal:
         """
         if self.is_intact(held):
             refuse_capture()
-            with without_modes():
-                self.prepare(held)
-                self.mark = fingerprint([held])
+            # The first mark counts: another thread may have written since.
+            with _lock, without_modes():
+                if self.mark is None:
+                    self.prepare(held)
+                    self.mark = fingerprint([held])
 
     def prepare(self, held: Tensor) -> None:
         """Change the tensor before it is marked, in a way that does not matter to its users."""

@@ -41,17 +41,55 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
     Raises: PlanMismatchError on every rank if ranks are about to run different plans, or one in different
     modes.
     """
-    words = packed(flags)
-    first, *more = _in_messages(words)
-    same, found = _tell_first(collectives, f"{about.digest} {about.mode}", first, _ON_PLANS)
-    if not same:
+    question = Question(collectives, f"{about.digest} {about.mode}", flags, _ON_PLANS)
+    if (found := question.answer()) is None:
         modes = collectives.exchange_texts(about.mode)
         raise PlanMismatchError(
             _mode_mismatch(modes) or _mismatch(collectives.exchange_texts(about.describe()))
         )
-    for message in more:
-        found += collectives.tell(message, _ON_PLANS).finish()
-    return unpacked(found, len(flags))
+    return found
+
+
+class Question:
+    """Flags that any rank may raise, and what all ranks must be about to do.
+
+    All ranks must ask, with as many flags, and the words are on their way until the answer is wanted.  Every
+    message has one size, whatever is asked: ranks that are about to do different things must not meet in
+    messages of different sizes.  Where every rank sends the same bits and the same complement, no bit is in
+    both for all.
+
+    act: what the rank is about to do, such as "gathers parameter 'head.weight'".  what: the question itself,
+    for the error if a rank does not come.
+    """
+
+    def __init__(
+        self, collectives: Collectives, act: str, flags: Sequence[bool], what: str
+    ) -> None:
+        self._collectives = collectives
+        self._act = act
+        self._count = len(flags)
+        self._what = what
+        first, *self._more = _in_messages(packed(flags))
+        head = _head(act)
+        self._telling = collectives.tell([head, ~head, *first], what)
+
+    def answer(self) -> list[bool] | None:
+        """For each flag, whether any rank raised it; None if ranks are about to do different things."""
+        told, complement, *found = self._telling.finish()
+        if told & complement:
+            return None
+        for message in self._more:
+            found += self._collectives.tell(message, self._what).finish()
+        return unpacked(found, self._count)
+
+    def agreed(self) -> list[bool]:
+        """For each flag, whether any rank raised it.
+
+        Raises: PlanMismatchError on every rank if another one is about to do something else.
+        """
+        if (found := self.answer()) is None:
+            raise PlanMismatchError(_mode_mismatch(self._collectives.exchange_texts(self._act)))
+        return found
 
 
 def _in_messages(words: list[int]) -> list[list[int]]:
@@ -60,32 +98,14 @@ def _in_messages(words: list[int]) -> list[list[int]]:
     return [padded[at : at + _FIRST_WORDS] for at in range(0, len(padded), _FIRST_WORDS)]
 
 
-def _tell_first(
-    collectives: Collectives, text: str, words: list[int], what: str
-) -> tuple[bool, list[int]]:
-    """Whether all ranks say the same text, and the words of all.
-
-    One message of a fixed size, whatever the text: ranks that are about to do different things must not meet
-    in messages of different sizes.  Where every rank sends the same bits and the same complement, no bit is
-    in both for all.
-    """
-    head = _head(text)
-    told, complement, *found = collectives.tell([head, ~head, *words], what).finish()
-    return not told & complement, found
-
-
 def same_act(collectives: Collectives, act: str) -> None:
     """Make sure that every rank is about to do `act`, outside of compiled graphs.
 
-    act: a text that says it, such as "gathers parameter 'head.weight'".
+    act: as in `Question`.
 
     Raises: PlanMismatchError on every rank if another one is about to do something else, or to run a graph.
     """
-    # What `any_rank` sends first may be what another rank is doing.
-    (nothing,) = _in_messages([])
-    same, _ = _tell_first(collectives, act, nothing, f"the agreement before a rank {act}")
-    if not same:
-        raise PlanMismatchError(_mode_mismatch(collectives.exchange_texts(act)))
+    Question(collectives, act, [], f"the agreement before a rank {act}").agreed()
 
 
 def same_tensors(collectives: Collectives, act: str, tensors: Mapping[str, Tensor]) -> None:

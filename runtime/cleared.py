@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.fingerprint import fingerprints, fingerprints_of_zeros
 from fcdp_compile.home_tensor import HomeTensor, seal
-from fcdp_compile.runtime.agreement import packed, unpacked
+from fcdp_compile.runtime.agreement import Question
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.validity import read
@@ -131,8 +131,8 @@ class GradientMarks:
         changed = [not g and seen.get(n, _Seen()).differs for n, g in zip(names, gone, strict=True)]
         changed = [c and n in self._marks for n, c in zip(names, changed, strict=True)]
         what = "the agreement on gradients that were cleared"
-        told = collectives.tell(packed([*gone, *changed]), what).finish()
-        by_any = unpacked(told, 2 * len(names))
+        act = "looks which gradients of micro-batches were cleared"
+        by_any = Question(collectives, act, [*gone, *changed], what).agreed()
         cleared, changed = by_any[: len(names)], by_any[len(names) :]
         if any(changed):
             raise FcdpError(

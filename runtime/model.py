@@ -17,7 +17,7 @@ from fcdp_compile.plan import Bucket, Kind, Plan
 from fcdp_compile.reduction import REDUCTIONS
 from fcdp_compile.registry import ParamSpec
 from fcdp_compile.runtime import numa
-from fcdp_compile.runtime.agreement import About, any_rank
+from fcdp_compile.runtime.agreement import About, Question, any_rank
 from fcdp_compile.runtime.alone import Alone
 from fcdp_compile.runtime.awaited import Awaited
 from fcdp_compile.runtime.codecs import Codecs
@@ -34,7 +34,6 @@ from fcdp_compile.runtime.record import ParamRecord
 from fcdp_compile.runtime.released import release
 from fcdp_compile.runtime.row_sources import RowSources
 from fcdp_compile.runtime.validity import Generations, Seals
-from fcdp_compile.runtime.word_of_all import Telling
 from fcdp_compile.specs import Home
 from fcdp_compile.strategy import Scope
 
@@ -310,9 +309,9 @@ class ShardedModel:
             for key in found:
                 self.records[key].local()  # raises if what was put there is no home shard
 
-    def tell_found(self, found: Sequence[object], what: str) -> Telling:
-        """Start to tell all ranks whether any found something; all must.  what: it is they agree on."""
-        return self.collectives.tell([len(found) > 0], what)
+    def ask_if_found(self, found: Sequence[object], act: str, what: str) -> Question:
+        """Start to ask all ranks whether any found something (`agreement.Question`); all must."""
+        return Question(self.collectives, act, [len(found) > 0], what)
 
     def refresh(self, bucket: Bucket) -> None:
         """Gather a bucket between nodes straight into the cache; within the node too if it is kept whole."""

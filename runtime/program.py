@@ -16,11 +16,11 @@ from fcdp_compile.devices import Device
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.reduction import REDUCING
+from fcdp_compile.runtime.agreement import Question
 from fcdp_compile.runtime.collectives import Collectives
 from fcdp_compile.runtime.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.runtime.word_of_all import Telling
 
 _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.INTER_ALL_GATHER: lambda collectives: collectives.all_gather,
@@ -52,7 +52,7 @@ class _Run:
         self.accumulates = accumulates
         self.given = given
         self.generations: dict[int, int] = {}
-        self.changed: tuple[list[Bucket], Telling] | None = None
+        self.changed: tuple[list[Bucket], Question] | None = None
 
     def generation(self, bucket: Bucket) -> int:
         """The stamped generation in a backward, today's in a forward."""
@@ -66,8 +66,8 @@ class _Run:
         """
         if self.changed is None:
             return
-        changed, telling = self.changed
-        if not any(telling.finish()):
+        changed, question = self.changed
+        if not any(question.agreed()):
             return
         where = (
             f"bucket {changed[0].id} ({changed[0].params[0].name}, …)"
@@ -340,7 +340,8 @@ class Program:
         changed = [b for b in uncached if run.model.generation(b) != run.generations[b.id]]
         what = "the agreement on parameters that changed since the forward"
         # Ranks tell each other while the backward runs; nobody gets its gradients before.
-        run.changed = changed, run.model.tell_found(changed, what)
+        act = "runs a backward that gathers again"
+        run.changed = changed, run.model.ask_if_found(changed, act, what)
 
 
 def _stamped(stamps: Tensor) -> list[int]:

@@ -91,7 +91,8 @@ class CompiledPlan:
         if given:
             shards = [args[i] for i in self.shards[Direction.BACKWARD].values()]
             changed = [] if _mark(shards) == given else [given]
-            if any(model.tell_found(changed, "whether given values have changed").finish()):
+            act, what = "runs a backward of given values", "whether given values have changed"
+            if any(model.ask_if_found(changed, act, what).agreed()):
                 raise StaleParameterError(
                     "values that a compiled function was given in the place of parameters changed between "
                     "its forward and its backward; run the backward before anything writes to them"

@@ -302,6 +302,6 @@ def evaluation_batch(
 
 
 def agreement_bytes(nodes: int, ranks_per_node: int, *, cached: bool) -> int:
-    """What a rank says before a forward runs, and one word before a backward that gathers again."""
-    words = AGREE_WORDS + (0 if cached else 1)
+    """What a rank says before a forward runs, and before a backward that gathers again."""
+    words = AGREE_WORDS * (1 if cached else 2)
     return words * 8 if nodes * ranks_per_node > 1 else 0

@@ -21,7 +21,6 @@ from fcdp_compile.runtime.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.pending import Pending
 from fcdp_compile.runtime.pinned import PinnedPool
 from fcdp_compile.runtime.program import Program
-from fcdp_compile.runtime.word_of_all import Telling
 from fcdp_compile.torch_compat import boxed
 from tests.passes.lockstep import cut
 
@@ -83,7 +82,7 @@ def fake_model(strategy: str = "fcdp") -> Any:
     )
     model.generation = lambda bucket: model.current
     model.look = lambda buckets: None
-    model.tell_found = lambda found, what: Telling([len(found)], None, str)
+    model.ask_if_found = lambda found, act, what: SimpleNamespace(agreed=lambda: [len(found) > 0])
     return model
 
 

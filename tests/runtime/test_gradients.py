@@ -50,8 +50,9 @@ class Peers:
     def tell(self, words: list[int], what: str) -> Telling:
         self.agreed += 1
         count = 2 * len(NAMES)
-        (said,) = packed(self.say(unpacked(words, count)))
-        return Telling([words[0] | said], None, str)
+        head, complement, *flags = words
+        (said,) = packed(self.say(unpacked(flags, count)))
+        return Telling([head, complement, flags[0] | said, *flags[1:]], None, str)
 
     def reduction(self, kind: Kind, send: Pending, name: str, codec: None = None) -> Pending:
         assert kind is Kind.INTER_REDUCE_SCATTER

@@ -191,6 +191,9 @@ class Program:
     is_blocking: bool = False
 
 
+PACKED = {"bucket_mb": 4 * BUCKET_MB}
+"""Several parameters a bucket, so that what is sent is not a home shard itself but a copy."""
+
 ON_THE_DEVICE = {"device_memory": "1GB"}
 
 PROGRAMS = {
@@ -207,14 +210,15 @@ PROGRAMS = {
     "the rest": Program(once=leave_some_out),
     "w8+g4": Program(strategy="fcdp+w8+g4"),
     "c8": Program(strategy="fcdp+c8", build=adapted),
-    "ring": Program(strategy="zero3+ring"),
-    "ho_ring": Program(strategy="zero3+ho_ring"),
+    "ring": Program(strategy="zero3+ring", options=PACKED),
+    "ho_ring": Program(strategy="zero3+ho_ring", options=PACKED),
     "ho_ring+w8": Program(strategy="zero3+w8+ho_ring"),
     "ddp": Program(strategy="ddp"),
     "zero2": Program(strategy="zero2"),
     "mics": Program(strategy="mics"),
     "through the host": Program(once=accumulate, is_blocking=True),
     "a step that fails": Program(once=fail_midway),
+    "a step that fails, quantised": Program(strategy="fcdp+w8", once=fail_midway),
     "uncompiled": Program(compute=None),
 }
 
