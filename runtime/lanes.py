@@ -62,6 +62,7 @@ class Lanes:
         self.device = device
         self._is_blocking = is_blocking or not device.has_streams
         self._order = StreamOrder()
+        self._last: dict[Lane, Ordered] = {}  # of each lane, where lanes are streams
         self._lanes: dict[Lane, TaskLane] = {}
         self._task = _named  # what a lane is given to run in the place of a run
         give_up = partial(_give_up, self._lanes, self.exiting, os.getpid())
@@ -96,8 +97,19 @@ class Lanes:
         # First: a task that fails may leave behind on its stream what it had begun.
         clock = self._order.add(lane, after, held)
         task = within(partial(self.device.watching, name), task)
-        done = self._lane(lane).start(task, after, held)
-        return Pending(out, done=Ordered(done, clock, self._order))
+        done = Ordered(self._lane(lane).start(task, after, held), clock, self._order)
+        self._last[lane] = done
+        return Pending(out, done=done)
+
+    def settle(self) -> None:
+        """Let compute come after all that was started, as a step has failed that would have waited for it.
+
+        What lanes still read, such as home shards, may be written to next.  Not where that would block.
+        """
+        if not self._is_blocking:
+            for done in self._last.values():
+                done.order()
+                done.passed()
 
     @contextmanager
     def timing(self, timed: Timed) -> Iterator[None]:

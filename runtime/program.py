@@ -157,6 +157,7 @@ class Program:
             run.refuse_changed()
         except BaseException:
             values.clear()  # the error's traceback holds this frame, perhaps for long
+            model.lanes.settle()
             raise
         return tuple(
             constant if place is None else values[place]

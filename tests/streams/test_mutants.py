@@ -13,6 +13,7 @@ EXPLAINED = {
     "thread_lane.ThreadLane.join": "waits for threads at the end of the interpreter (test_lanes_at_exit)",
     "thread_lane._Finisher.end": "the same",
     "thread_lane._run_here": "of a device without streams (test_lanes)",
+    "collectives.Collectives.own_all_gather": "the lane between nodes holds the same as long",
 }
 """What no simulated device can notice, with the reason."""
 
@@ -22,7 +23,7 @@ AT_ONCE = (
     "pending.Pending.wait",
     "lanes.Lanes.start",
 )
-"""What every program notices."""
+"""What every program needs, one that fails among them."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,8 +36,8 @@ def _place(mutant: Mutant) -> str:
     return f"{mutant.module}.{mutant.function}"
 
 
-def test_what_every_program_needs_is_noticed_by_one() -> None:
-    trial = Trial(["full"])
+def test_what_every_program_needs_is_noticed() -> None:
+    trial = Trial(["full", "a step that fails"])
     chosen = [m for m in mutants() if _place(m) in AT_ONCE and m.what != "done=None"]
     assert len(chosen) == 7
     assert [str(m) for m in chosen if not trial.caught(m)] == []
@@ -45,6 +46,10 @@ def test_what_every_program_needs_is_noticed_by_one() -> None:
 @pytest.mark.slow
 def test_nothing_can_be_taken_out_unnoticed() -> None:
     trial = Trial(list(PROGRAMS))
-    chosen = [m for m in mutants() if _place(m) not in EXPLAINED]
+    # Without streams a task's thread keeps order itself, which test_lanes is about.
+    on_streams = (
+        m for m in mutants() if "done=None" not in m.what or _place(m) != "lanes.Lanes.start"
+    )
+    chosen = [m for m in on_streams if _place(m) not in EXPLAINED]
     assert len(chosen) > 45
     assert [str(m) for m in chosen if not trial.caught(m)] == []
