@@ -39,6 +39,7 @@ _MAY_BE_MISSING = (
     "`ip netns add ",  # a container that may not make namespaces
     "no token bucket filter",
     "needs a CUDA device",
+    "torch before 2.15",
     "there is a GPU",
     "is not installed",
     "needs /dev/full",
