@@ -7,9 +7,9 @@ import sys
 import venv
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 
-import pip
 import pytest
 
 from benchmarks.versions import torch_build
@@ -40,7 +40,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "pip").symlink_to(Path(pip.__file__).parent)
+    # Imported or merely looked for, pip would keep setuptools from being imported by later tests.
+    (site / "pip").symlink_to(Path(str(distribution("pip").locate_file("pip"))))
     return folder
 
 
