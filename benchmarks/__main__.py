@@ -11,18 +11,18 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.arguments import Arguments, parse
 from benchmarks.cluster.nodes import why_not
-from benchmarks.job import Job
 from benchmarks.launch import ROOT, run_job
-from benchmarks.machine import Machine
-from benchmarks.matrix import Costs, Schedule, Skipped, all_cells, plan
-from benchmarks.plots import draw
-from benchmarks.record import Record, read_record, write_record
-from benchmarks.report import write_report
-from benchmarks.rows import Cell, Failure, Row, read_rows, write_records
-from benchmarks.summary import summarise
-from benchmarks.systems import BY_NAME
+from benchmarks.reporting.plots import draw
+from benchmarks.reporting.record import Record, read_record, write_record
+from benchmarks.reporting.report import write_report
+from benchmarks.reporting.rows import Cell, Failure, Row, read_rows, write_records
+from benchmarks.reporting.summary import summarise
+from benchmarks.running.arguments import Arguments, parse
+from benchmarks.running.job import Job
+from benchmarks.running.machine import Machine
+from benchmarks.running.matrix import Costs, Schedule, Skipped, all_cells, plan
+from benchmarks.systems.names import BY_NAME
 
 NODES, RANKS_PER_NODE = 2, 2
 _PATIENCE = 4.0

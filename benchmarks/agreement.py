@@ -21,12 +21,12 @@ import matplotlib.pyplot as plt
 import torch.distributed as dist
 from tabulate import tabulate
 
-from fcdp_compile.cost import MACHINES, agreement_hops, agreement_s
 from fcdp_compile.devices import Cpu
-from fcdp_compile.mesh import make_mesh, topology_of
-from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.lanes import Lanes
+from fcdp_compile.params.mesh import make_mesh, topology_of
+from fcdp_compile.plan.cost import MACHINES, agreement_hops, agreement_s
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.lanes.lanes import Lanes
 
 _RANKS_PER_NODE = 8
 _NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

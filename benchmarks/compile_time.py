@@ -27,7 +27,7 @@ import transformers
 
 import fcdp_compile
 from fcdp_compile import backend, torch_compat
-from fcdp_compile.compute import Compute
+from fcdp_compile.backend.compute import Compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,12 +30,10 @@ from tabulate import tabulate
 import fcdp_compile
 from benchmarks.cluster.nodes import why_not
 from benchmarks.launch import ROOT, cluster_command
-from benchmarks.network import NETWORKS, cap, sent_bytes
-from fcdp_compile.cost import MACHINES, Link, Machine, assembled_bytes, simulate
+from benchmarks.running.network import NETWORKS, cap, sent_bytes
 from fcdp_compile.devices import Cpu
-from fcdp_compile.gathering import Algorithm
-from fcdp_compile.layout import ParamLayout
-from fcdp_compile.mesh import topology_of
+from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.mesh import topology_of
 from fcdp_compile.plan import (
     LANES,
     Bucket,
@@ -47,12 +45,14 @@ from fcdp_compile.plan import (
     Tier,
     Variant,
 )
-from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.lanes import Lanes
-from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.plan.cost import MACHINES, Link, Machine, assembled_bytes, simulate
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.lanes.lanes import Lanes
+from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.strategy import PRESETS
-from fcdp_compile.wire import Format
+from fcdp_compile.strategy.formats import Format
+from fcdp_compile.strategy.gathering import Algorithm
 
 ALGORITHMS = (Algorithm.HIERARCHICAL, Algorithm.HO_RING, Algorithm.RING)
 MIB = (1, 4, 16, 64)

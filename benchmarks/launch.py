@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.cluster.nodes import why_not
-from benchmarks.job import Job
-from benchmarks.rows import Failure, Row, read_rows
+from benchmarks.reporting.rows import Failure, Row, read_rows
+from benchmarks.running.job import Job
 
 ROOT = Path(__file__).resolve().parents[1]
 _CLEAN_UP_S = 60.0  # for the nodes to be removed after a timeout
@@ -41,7 +41,7 @@ def run_job(job: Job, *, folder: Path, timeout_s: float) -> list[Row] | Failure:
     shutil.rmtree(logs, ignore_errors=True)
     job_file.write_text(job.to_json(), encoding="utf-8")
     command = cluster_command(job.nodes, job.ranks_per_node, timeout_s=timeout_s, logs=logs)
-    command += [str(ROOT / "benchmarks" / "worker.py"), str(job_file), str(rows_file)]
+    command += [str(ROOT / "benchmarks" / "running" / "worker.py"), str(job_file), str(rows_file)]
     output = folder / f"{name}.log"
     with output.open("w", encoding="utf-8") as out:
         # Killing the launcher outright would leave its nodes behind; its own timeout removes them.

@@ -32,10 +32,10 @@ from tabulate import tabulate
 from torch import nn
 
 import fcdp_compile
-from benchmarks.machine import Machine
+from benchmarks.running.machine import Machine
+from fcdp_compile.files.safetensors_writer import TensorFileWriter, TensorMeta
 from fcdp_compile.pretrained import load as load_module
-from fcdp_compile.sharding import state_of
-from fcdp_compile.tensor_file import TensorFileWriter, TensorMeta
+from fcdp_compile.sharding.shard import state_of
 
 LIMIT = 1.2  # of home shards plus the largest tensor
 READ_LIMIT = 1.1  # of the file, by each node

@@ -20,11 +20,11 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from benchmarks.model import make_model
-from benchmarks.rows import Cell, Row, read_rows
-from benchmarks.shape import Shape
-from benchmarks.train_fcdp import STRATEGIES
-from fcdp_compile.cluster import ClusterProfile, read_profile
+from benchmarks.reporting.rows import Cell, Row, read_rows
+from benchmarks.systems.model import make_model
+from benchmarks.systems.shape import Shape
+from benchmarks.systems.train_fcdp import STRATEGIES
+from fcdp_compile.cluster.profile import ClusterProfile, read_profile
 from fcdp_compile.planner import Estimate, Job, TracedModel, estimate, trace
 from fcdp_compile.strategy import Strategy
 

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from tabulate import tabulate
 
-from fcdp_compile.cluster import CLUSTERS
+from fcdp_compile.cluster.profile import CLUSTERS
 from fcdp_compile.planner import (
     Estimate,
     Job,

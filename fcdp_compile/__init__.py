@@ -13,10 +13,9 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fcdp_compile.accumulation import no_sync
     from fcdp_compile.checkpointing.loading import Loaded, load
     from fcdp_compile.checkpointing.saving import PendingSave, save
-    from fcdp_compile.deferred import materialize
+    from fcdp_compile.deferred.materialize import materialize
     from fcdp_compile.errors import (
         CheckpointError,
         FcdpError,
@@ -27,16 +26,17 @@ if TYPE_CHECKING:
         UnshardedParameterError,
         UnsynchronizedGradientError,
     )
-    from fcdp_compile.explanation import Explanation, explain
-    from fcdp_compile.full_parameter import full
-    from fcdp_compile.memory_report import Memory, memory
-    from fcdp_compile.mesh import make_mesh
-    from fcdp_compile.pretrained.export import save_pretrained
+    from fcdp_compile.params.mesh import make_mesh
+    from fcdp_compile.pretrained.exporting.export import save_pretrained
     from fcdp_compile.pretrained.load import load_pretrained
-    from fcdp_compile.sharding import shard
+    from fcdp_compile.report.explain import Explanation, explain
+    from fcdp_compile.report.memory import Memory, memory
+    from fcdp_compile.report.traffic import Traffic, traffic
+    from fcdp_compile.sharding.full import full
+    from fcdp_compile.sharding.gathered import gathered
+    from fcdp_compile.sharding.no_sync import no_sync
+    from fcdp_compile.sharding.shard import shard
     from fcdp_compile.strategy import Strategy
-    from fcdp_compile.traffic_report import Traffic, traffic
-    from fcdp_compile.whole import gathered
 
 __version__: str
 """As pip knows it."""
@@ -73,32 +73,32 @@ __all__ = [
 
 _HOMES = {
     "CheckpointError": "errors",
-    "Explanation": "explanation",
+    "Explanation": "report.explain",
     "FcdpError": "errors",
     "LostRankError": "errors",
     "Loaded": "checkpointing.loading",
-    "Memory": "memory_report",
+    "Memory": "report.memory",
     "PendingSave": "checkpointing.saving",
     "PlanFormatError": "errors",
     "PlanMismatchError": "errors",
     "StaleParameterError": "errors",
-    "Strategy": "strategy",
-    "Traffic": "traffic_report",
+    "Strategy": "strategy.strategy",
+    "Traffic": "report.traffic",
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
-    "explain": "explanation",
-    "full": "full_parameter",
-    "gathered": "whole",
+    "explain": "report.explain",
+    "full": "sharding.full",
+    "gathered": "sharding.gathered",
     "load": "checkpointing.loading",
     "load_pretrained": "pretrained.load",
-    "make_mesh": "mesh",
-    "materialize": "deferred",
-    "memory": "memory_report",
-    "no_sync": "accumulation",
+    "make_mesh": "params.mesh",
+    "materialize": "deferred.materialize",
+    "memory": "report.memory",
+    "no_sync": "sharding.no_sync",
     "save": "checkpointing.saving",
-    "save_pretrained": "pretrained.export",
-    "shard": "sharding",
-    "traffic": "traffic_report",
+    "save_pretrained": "pretrained.exporting.export",
+    "shard": "sharding.shard",
+    "traffic": "report.traffic",
 }
 
 

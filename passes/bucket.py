@@ -7,16 +7,16 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from fcdp_compile.bucket_size import bucket_bytes
-from fcdp_compile.cost import gather_s
-from fcdp_compile.gathering import Algorithm
+from fcdp_compile.cluster.bucket_size import bucket_bytes
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
-from fcdp_compile.passes.context import META, PassContext, Use
-from fcdp_compile.passes.grouping import group
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.passes.graph.context import META, PassContext, Use
+from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, BucketParam, Direction, Tier
-from fcdp_compile.registry import ParamSpec
+from fcdp_compile.plan.cost import gather_s
 from fcdp_compile.strategy import Cache, GradientOn, Strategy
-from fcdp_compile.wire import BLOCK, Format, row_bytes
+from fcdp_compile.strategy.formats import BLOCK, Format, row_bytes
+from fcdp_compile.strategy.gathering import Algorithm
 
 _Kind = tuple[bool, torch.dtype, torch.dtype, Strategy]
 """frozen, gather dtype, reduce dtype, strategy: only parameters of one kind travel together."""

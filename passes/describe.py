@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
-from fcdp_compile.passes.context import META, PassContext, StepMeta
+from fcdp_compile.passes.graph.context import META, PassContext, StepMeta
+from fcdp_compile.passes.graph.work import accessed_bytes_of, flops_of
 from fcdp_compile.passes.schedule import in_flight_bytes
-from fcdp_compile.passes.work import accessed_bytes_of, flops_of
 from fcdp_compile.plan import LANES, Kind, Schedule, Step
 
 

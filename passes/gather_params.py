@@ -10,14 +10,14 @@ import torch
 from torch.fx import Graph, Node
 
 from fcdp_compile import ops
-from fcdp_compile.cost import assembled_bytes
-from fcdp_compile.gathering import Algorithm
-from fcdp_compile.packing import pack_home, unpack_full
-from fcdp_compile.passes.context import META, Packing, PassContext, Source, use_of
-from fcdp_compile.passes.explicit import explicit, wait_for
-from fcdp_compile.passes.inline import fake_flat
-from fcdp_compile.passes.views import copy_returned, same_values
+from fcdp_compile.params.packing import pack_home, unpack_full
+from fcdp_compile.passes.graph.context import META, Packing, PassContext, Source, use_of
+from fcdp_compile.passes.graph.explicit import explicit, wait_for
+from fcdp_compile.passes.graph.inline import fake_flat
+from fcdp_compile.passes.graph.views import copy_returned, same_values
 from fcdp_compile.plan import Bucket, Tier
+from fcdp_compile.plan.cost import assembled_bytes
+from fcdp_compile.strategy.gathering import Algorithm
 
 
 def gather_params(

@@ -6,12 +6,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.alone import gather_alone, lower_alone
-from fcdp_compile.passes.context import PassContext, use_of
-from fcdp_compile.passes.explicit import explicit, wait_for
 from fcdp_compile.passes.gather_params import erase_unused, gather_params
+from fcdp_compile.passes.graph.context import PassContext, use_of
+from fcdp_compile.passes.graph.explicit import explicit, wait_for
+from fcdp_compile.passes.graph.views import is_view
 from fcdp_compile.passes.reduce_grads import reduce_grads
-from fcdp_compile.passes.views import is_view
+from fcdp_compile.passes.single_rank import gather_alone, lower_alone
 from fcdp_compile.plan import Bucket
 
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
-from fcdp_compile.passes.views import changes_nothing, same_values
+from fcdp_compile.passes.graph.views import changes_nothing, same_values
 from fcdp_compile.torch_compat import (
     CheckpointPolicy,
     detect_fake_mode,

@@ -9,17 +9,17 @@ import torch
 from torch.fx import Graph, Node
 
 from fcdp_compile import ops
-from fcdp_compile.narrow_sums import narrow_sum_bytes
 from fcdp_compile.ops import REDUCE_GRAD
-from fcdp_compile.packing import pack_grads, padded, unpack_grads
-from fcdp_compile.passes.context import PassContext
-from fcdp_compile.passes.explicit import explicit, wait_for
-from fcdp_compile.passes.inline import fake_flat
+from fcdp_compile.params.narrow_sums import narrow_sum_bytes
+from fcdp_compile.params.packing import pack_grads, padded, unpack_grads
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.explicit import explicit, wait_for
+from fcdp_compile.passes.graph.inline import fake_flat
 from fcdp_compile.plan import Bucket, Kind, Tier, Variant
-from fcdp_compile.reduction import INTER_KINDS, REDUCTIONS, all_reduce_bytes
-from fcdp_compile.registry import ParamSpec
+from fcdp_compile.plan.reduction import INTER_KINDS, REDUCTIONS, all_reduce_bytes
 from fcdp_compile.strategy import Scope
-from fcdp_compile.wire import Format, row_bytes
+from fcdp_compile.strategy.formats import Format, row_bytes
 
 
 def reduce_grads(graph: Graph, ctx: PassContext) -> None:

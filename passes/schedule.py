@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile import ops
-from fcdp_compile.passes.context import META, PassContext
-from fcdp_compile.passes.explicit import wait_for
-from fcdp_compile.passes.transfers import Gather, Reduction, find_gathers, find_reductions
+from fcdp_compile.passes.graph.context import META, PassContext
+from fcdp_compile.passes.graph.explicit import wait_for
+from fcdp_compile.passes.graph.transfers import Gather, Reduction, find_gathers, find_reductions
 
 # More of any of these gains nothing on simulated lanes, and costs memory (tests/passes/test_lane_time.py).
 PREFETCHED = 1

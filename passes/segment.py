@@ -10,9 +10,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fcdp_compile.ops import EXPLICIT
-from fcdp_compile.passes.context import META
-from fcdp_compile.passes.layers import cut_layers
-from fcdp_compile.passes.views import is_view
+from fcdp_compile.passes.graph.context import META
+from fcdp_compile.passes.graph.layers import cut_layers
+from fcdp_compile.passes.graph.views import is_view
 from fcdp_compile.torch_compat import graph_module
 
 

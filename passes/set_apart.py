@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile.ops import GIVEN, REDUCE_GRAD, UNSHARD
-from fcdp_compile.passes.views import same_values
+from fcdp_compile.passes.graph.views import same_values
 
 
 def set_apart(gm: GraphModule, *, every: bool = False) -> GraphModule:

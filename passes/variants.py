@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.context import PassContext, Source, Use, use_of
-from fcdp_compile.passes.place import place
+from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.graph.context import PassContext, Source, Use, use_of
 from fcdp_compile.plan import Direction, Variant
 from fcdp_compile.torch_compat import graph_module
 

@@ -10,32 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.devices import Device
-from fcdp_compile.gathering import Algorithm
-from fcdp_compile.mesh import Topology
-from fcdp_compile.packing import pack_home
+from fcdp_compile.params.mesh import Topology
+from fcdp_compile.params.packing import pack_home
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.params.spec import Home
 from fcdp_compile.plan import Bucket, Kind, Plan
-from fcdp_compile.reduction import REDUCTIONS
-from fcdp_compile.registry import ParamSpec
-from fcdp_compile.runtime import numa
-from fcdp_compile.runtime.agreement import About, Question, any_rank
-from fcdp_compile.runtime.alone import Alone
-from fcdp_compile.runtime.awaited import Awaited
-from fcdp_compile.runtime.codecs import Codecs
-from fcdp_compile.runtime.collectives import Collectives, are_blocking
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.gradients import Accumulation
-from fcdp_compile.runtime.host_cache import NodeShardCache
-from fcdp_compile.runtime.host_memory import HostMemory
-from fcdp_compile.runtime.lanes import Lanes, range_name
-from fcdp_compile.runtime.optimizer_hooks import OptimizerHooks, WholeParameter
-from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.runtime.pinned import PinnedPool
-from fcdp_compile.runtime.record import ParamRecord
-from fcdp_compile.runtime.released import release
-from fcdp_compile.runtime.row_sources import RowSources
-from fcdp_compile.runtime.validity import Generations, Seals
-from fcdp_compile.specs import Home
+from fcdp_compile.plan.reduction import REDUCTIONS
+from fcdp_compile.runtime.cache import numa
+from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.cache.host_budget import HostMemory
+from fcdp_compile.runtime.cache.host_cache import NodeShardCache
+from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.runtime.cache.released import release
+from fcdp_compile.runtime.cache.row_sources import RowSources
+from fcdp_compile.runtime.collectives.agreement import About, Question, any_rank
+from fcdp_compile.runtime.collectives.collectives import Collectives, are_blocking
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.eager import Alone
+from fcdp_compile.runtime.lanes.lanes import Lanes, range_name
+from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.optimizers.gradients import Accumulation
+from fcdp_compile.runtime.optimizers.hooks import OptimizerHooks, WholeParameter
+from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.runtime.parameters.unset import Awaited
+from fcdp_compile.runtime.parameters.validity import Generations, Seals
 from fcdp_compile.strategy import Scope
+from fcdp_compile.strategy.gathering import Algorithm
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from fcdp_compile import ops
 from fcdp_compile.devices import Device
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Bucket, Kind, Tier
-from fcdp_compile.reduction import REDUCING
-from fcdp_compile.runtime.agreement import Question
-from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.lanes import range_name
+from fcdp_compile.plan.reduction import REDUCING
+from fcdp_compile.runtime.collectives.agreement import Question
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.lanes.lanes import range_name
+from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.runtime.pending import Pending
 
 _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.INTER_ALL_GATHER: lambda collectives: collectives.all_gather,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fcdp_compile.packing import unpack_full
+from fcdp_compile.params.packing import unpack_full
 from fcdp_compile.plan import Bucket, Kind
-from fcdp_compile.runtime.agreement import About
-from fcdp_compile.runtime.alone import gathers
-from fcdp_compile.runtime.lanes import range_name
+from fcdp_compile.runtime.collectives.agreement import About
+from fcdp_compile.runtime.eager import gathers
+from fcdp_compile.runtime.lanes.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.wire import Format
+from fcdp_compile.strategy.formats import Format
 
 
 def read(model: ShardedModel, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:

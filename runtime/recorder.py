@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 from fcdp_compile.devices import Device
 from fcdp_compile.plan import Kind, Lane, Plan, Step
-from fcdp_compile.recording import RecordedRun, Recording, ScheduleKey
-from fcdp_compile.runtime.lanes import Lanes
+from fcdp_compile.plan.recording import RecordedRun, Recording, ScheduleKey
+from fcdp_compile.runtime.lanes.lanes import Lanes
+from fcdp_compile.runtime.lanes.tasks import Begun, Run
 from fcdp_compile.runtime.program import Around, Call, Program
-from fcdp_compile.runtime.tasks import Begun, Run
 
 _WARM_UP = 1
 """Runs of a program before those that are recorded: kernels are loaded, caches and pools filled."""

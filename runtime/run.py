@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from fcdp_compile.errors import FcdpError, StaleParameterError
-from fcdp_compile.fingerprint import fingerprint
-from fcdp_compile.home_shard import bring_back_inputs
+from fcdp_compile.params.fingerprint import fingerprint
+from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
-from fcdp_compile.plan_json import to_json
-from fcdp_compile.recording import ScheduleKey
-from fcdp_compile.runtime.agreement import ACCUMULATES, SYNCHRONISES, About
-from fcdp_compile.runtime.collectives import told_alone
-from fcdp_compile.runtime.lanes import range_name
+from fcdp_compile.plan.json import to_json
+from fcdp_compile.plan.recording import ScheduleKey
+from fcdp_compile.runtime.collectives.agreement import ACCUMULATES, SYNCHRONISES, About
+from fcdp_compile.runtime.collectives.collectives import told_alone
+from fcdp_compile.runtime.lanes.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.machine import Machine
-from benchmarks.record import Record
-from benchmarks.rows import Row
-from benchmarks.shape import Shape
+from benchmarks.reporting.record import Record
+from benchmarks.reporting.rows import Row
+from benchmarks.running.machine import Machine
+from benchmarks.systems.shape import Shape
 
 W, T = 100_000_000, 1_000_000
 LOSSES = {1: [7.5, 7.4, 7.3], 8: [7.5, 7.4, 7.3, 7.2]}

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 
 from builders_plan import LANE_OF, make_bucket
-from fcdp_compile.cluster import ClusterProfile
-from fcdp_compile.cost import Link, Machine
+from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.plan import Bucket, Direction, Kind, Lane, Schedule, Step, Variant
+from fcdp_compile.plan.cost import Link, Machine
 
 INTER, INTRA, BUS = 1e9, 8e9, 4e9  # bytes/s
 FLOPS, MEMORY = 1e12, 100e9

@@ -20,18 +20,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fcdp_compile.host_memory import HostBudget, Limit
-from fcdp_compile.layout import ParamLayout
+from fcdp_compile.cluster.free_memory import HostBudget, Limit
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
+from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.bucket import bucket, buckets_of
-from fcdp_compile.passes.context import PassContext
+from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.lower import lower
-from fcdp_compile.passes.place import place
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.plan import Bucket, Direction, Variant
-from fcdp_compile.registry import ParamSpec
 from fcdp_compile.strategy import PRESETS, Strategy
 
 aten = torch.ops.aten

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import hypothesis.strategies as st
 
-from fcdp_compile.gathering import Algorithm
-from fcdp_compile.layout import ParamLayout
+from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.plan import (
     Bucket,
     BucketParam,
@@ -20,9 +19,10 @@ from fcdp_compile.plan import (
     Tier,
     Variant,
 )
-from fcdp_compile.recording import RecordedRun, Recording
+from fcdp_compile.plan.recording import RecordedRun, Recording
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
-from fcdp_compile.wire import Format
+from fcdp_compile.strategy.formats import Format
+from fcdp_compile.strategy.gathering import Algorithm
 
 # Written out once more, independently of plan.LANES.
 LANE_OF: dict[Kind, Lane] = {

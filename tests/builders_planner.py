@@ -8,8 +8,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.cluster import ClusterProfile
-from fcdp_compile.cost import Link, Machine
+from fcdp_compile.cluster.profile import ClusterProfile
+from fcdp_compile.plan.cost import Link, Machine
 from fcdp_compile.planner import Job, TracedModel, trace
 from fcdp_compile.planner.traced import Build, Inputs
 from tests.distributed.models import CASES

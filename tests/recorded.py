@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fcdp_compile.plan import Kind, Lane, Step
-from fcdp_compile.recording import RecordedRun
+from fcdp_compile.plan.recording import RecordedRun
 
 IN_FLIGHT = 3
 """Collectives of a thread's lane at once: one is being finished, one has begun, the next one begins."""

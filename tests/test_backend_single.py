@@ -21,8 +21,8 @@ from torch.fx import GraphModule
 import fcdp_compile
 from fcdp_compile import torch_compat
 from fcdp_compile.plan import Direction
-from fcdp_compile.plan_json import read_plan
-from fcdp_compile.recording import read_recordings, timelines
+from fcdp_compile.plan.json import read_plan
+from fcdp_compile.plan.recording import read_recordings, timelines
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from fcdp_compile.bucket_size import MAX_BYTES, MIN_BYTES, bucket_bytes
+from fcdp_compile.cluster.bucket_size import MAX_BYTES, MIN_BYTES, bucket_bytes
 
 
 def cost_s(size: float, total: int, latency_s: float, bytes_per_s: float) -> float:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from builders_plan import make_plan, make_recordings, make_steps
-from fcdp_compile.chrome_trace import Event, chrome_trace
 from fcdp_compile.cli import main
-from fcdp_compile.cluster import CLUSTERS, write_profile
-from fcdp_compile.cost import MACHINES, simulate
+from fcdp_compile.cluster.profile import CLUSTERS, write_profile
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
-from fcdp_compile.plan_json import write_plan
-from fcdp_compile.recording import RecordedRun, timelines, write_recordings
+from fcdp_compile.plan.cost import MACHINES, simulate
+from fcdp_compile.plan.json import write_plan
+from fcdp_compile.plan.recording import RecordedRun, timelines, write_recordings
+from fcdp_compile.view.chrome_trace import Event, chrome_trace
 
 PLAN = make_plan()
 MACHINE = MACHINES["cpu"]

@@ -17,7 +17,7 @@ from builders_plan import make_bucket, make_plan
 from commands import cells, refusal
 from fcdp_compile.cli import main
 from fcdp_compile.plan import Lane, Plan, Tier
-from fcdp_compile.plan_json import from_json, to_json, write_plan
+from fcdp_compile.plan.json import from_json, to_json, write_plan
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,11 +9,11 @@ import pytest
 from builders_plan import make_plan, make_recordings
 from commands import cells, refusal
 from fcdp_compile.cli import main
-from fcdp_compile.cluster import CLUSTERS
-from fcdp_compile.cost import MACHINES, Slot, Timeline, simulate
+from fcdp_compile.cluster.profile import CLUSTERS
 from fcdp_compile.plan import Lane
-from fcdp_compile.plan_json import from_json, write_plan
-from fcdp_compile.recording import measured, write_recordings
+from fcdp_compile.plan.cost import MACHINES, Slot, Timeline, simulate
+from fcdp_compile.plan.json import from_json, write_plan
+from fcdp_compile.plan.recording import measured, write_recordings
 
 
 @pytest.fixture

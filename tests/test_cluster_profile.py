@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from documents import REMOVED, damaged
 from documents import Path as Place
-from fcdp_compile.cluster import (
+from fcdp_compile.cluster.profile import (
     CLUSTERS,
     SCHEMA,
     ClusterProfile,
@@ -25,8 +25,8 @@ from fcdp_compile.cluster import (
     read_profile,
     write_profile,
 )
-from fcdp_compile.cost import Link, Machine
 from fcdp_compile.errors import FcdpError, ProfileError
+from fcdp_compile.plan.cost import Link, Machine
 
 above_zero = st.floats(1e-12, 1e15)
 links = st.builds(Link, latency_s=st.floats(0, 10), bytes_per_s=above_zero)

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder, aten
-from fcdp_compile import compute as compute_module
 from fcdp_compile import torch_compat
-from fcdp_compile.compute import Compute, inductor_settings
+from fcdp_compile.backend import compute as compute_module
+from fcdp_compile.backend.compute import Compute, inductor_settings
 
 
 def scaled(

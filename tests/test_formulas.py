@@ -9,8 +9,8 @@ import pytest
 import sympy
 
 from fcdp_compile.cli import main
-from fcdp_compile.formulas import F, N, T, a, b, costs, g, s
 from fcdp_compile.strategy import PRESETS, Strategy
+from fcdp_compile.strategy.formulas import F, N, T, a, b, costs, g, s
 from tests.formulas import Model, training_step
 
 SHAPES = {"frozen": (48, 8), "trained": (96, 4)}  # no padding at any of the sizes below

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcdp_compile import make_mesh, mesh
+from fcdp_compile import make_mesh
 from fcdp_compile.devices import Cpu, Cuda, are_on_stream
-from fcdp_compile.gpus import agree_on_gpus
+from fcdp_compile.params import mesh
+from fcdp_compile.sharding.gpus import agree_on_gpus
 
 _CUDA, _CPU = Cuda(torch.device("cuda", 0)), Cpu()
 
@@ -102,7 +103,9 @@ class _Ranks:
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("has_nccl", [True, False])
 def test_ranks_agree_on_their_gpus(has_nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fcdp_compile.gpus.are_blocking", lambda topology, device: not has_nccl)
+    monkeypatch.setattr(
+        "fcdp_compile.sharding.gpus.are_blocking", lambda topology, device: not has_nccl
+    )
     topology: Any = SimpleNamespace(ranks=2, device_type="cuda")
     some: Any = _Ranks(monkeypatch, [("a", 80), ("b", 40)])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: pytest.fail("a CPU"))

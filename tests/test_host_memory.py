@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fcdp_compile.host_memory import (
+from fcdp_compile.cluster.free_memory import (
     UNLIMITED,
     HostBudget,
     Limit,

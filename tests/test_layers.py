@@ -16,17 +16,27 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+ROOMS = (
+    *("errors", "suggestion", "extras", "torch_compat"),
+    *("strategy", "devices", "ranks", "params", "files", "plan", "cluster", "view"),
+    *("ops", "simulator"),
+    *("passes.graph", "passes", "passes.memory"),
+    *("runtime.lanes", "runtime.collectives", "runtime.cache", "runtime.parameters"),
+    *("runtime.optimizers", "runtime"),
+    *("probe", "sharding", "backend", "deferred", "report", "pretrained", "checkpointing"),
+    *("planner", "integrations", "cli.tables", "cli"),
+)
+"""Folders of `fcdp_compile` and modules at its root, lowest first: a room imports from those before it."""
+
 DATA = (
     "plan",
-    "plan_check",
-    "plan_diff",
-    "plan_json",
-    "layout",
+    "params.layout",
     "strategy",
     "errors",
-    "recording",
+    "files.json_records",
     "cli",
     "simulator",
+    "view",
 )
 """What works on a laptop: neither GPU nor process group, neither passes nor runtime."""
 
@@ -46,16 +56,19 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 """What may not be imported, by the module or package that may not do it."""
 
 LATE = {
-    ("fcdp_compile.cli.probe", "fcdp_compile.probe"): (
+    ("fcdp_compile.cli.probe", "fcdp_compile.probe.measure"): (
         "measuring needs torch and process groups, which no other command may wait for"
     ),
     ("fcdp_compile.cli.plan", "fcdp_compile.planner.command"): "tracing needs torch",
     ("fcdp_compile.cli.simulate", "fcdp_compile.planner.command"): "tracing needs torch",
-    ("fcdp_compile.own_save", "fcdp_compile.pretrained.export"): (
+    ("fcdp_compile.sharding.sharded_class", "fcdp_compile.pretrained.exporting.own_save"): (
         "what saves reads models that shard has made, and needs packages that training does without"
     ),
 }
 """The imports of ours that may stand in a function, with the reason: made when it is known what is wanted."""
+
+MOST_FILES = 15
+"""Of a source folder."""
 
 PRIVATE_ALLOWED_IN = "fcdp_compile.torch_compat"
 PRIVATE_OF = ("torch", "functorch")
@@ -185,6 +198,24 @@ def has_private_torch_name(target: str) -> bool:
     return root in PRIVATE_OF and any(p.startswith("_") and p not in dunders for p in parts)
 
 
+def room_of(module: str) -> int:
+    """The place in ROOMS of a module; -1 for a module that is in no room."""
+    places = [n for n, room in enumerate(ROOMS) if is_within(module, f"fcdp_compile.{room}")]
+    return max(places, key=lambda n: len(ROOMS[n]), default=-1)
+
+
+def upward(imports: list[Import]) -> list[str]:
+    """Imports of a room from one that comes after it."""
+    return [
+        str(found)
+        for found in imports
+        if not is_late(found)
+        and is_within(found.importer, "fcdp_compile")
+        and found.importer != "fcdp_compile"
+        and room_of(found.importer) < room_of(found.target)
+    ]
+
+
 def wrong_arrows(imports: list[Import]) -> list[str]:
     """Imports that a layer forbids."""
     return [
@@ -242,6 +273,24 @@ def reached(start: str, imports: list[Import], modules: set[str]) -> dict[str, s
 
 def test_arrows_point_one_way() -> None:
     assert wrong_arrows(all_imports()) == []
+
+
+def test_rooms_know_only_those_below() -> None:
+    assert upward(all_imports()) == []
+    assert [m for m in sources() if m.startswith("fcdp_compile.") and room_of(m) < 0] == []
+    inside = [i for i in all_imports() if is_within(i.importer, "fcdp_compile")]
+    used = {room_of(i.importer) for i in inside} | {room_of(i.target) for i in inside}
+    assert set(range(len(ROOMS))) <= used
+
+
+def test_no_room_is_crowded() -> None:
+    folders: dict[Path, int] = {}
+    for path in sources().values():
+        folders[path.parent] = folders.get(path.parent, 0) + 1
+    crowded = {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > MOST_FILES}
+    assert crowded == {}
+    at_root = [p for p in (ROOT / "fcdp_compile").glob("*.py") if p.stem != "__init__"]
+    assert len(at_root) <= 6
 
 
 def test_one_folder_names_kinds_of_cards() -> None:
@@ -305,7 +354,7 @@ def test_what_is_imported_late_is_so_and_needs_it() -> None:
 def test_the_project_is_really_read() -> None:
     """Control: the parser saw every layer, and arrows that are known to exist."""
     seen = {(found.importer, found.target) for found in all_imports()}
-    assert ("fcdp_compile.plan", "fcdp_compile.layout.ParamLayout") in seen
+    assert ("fcdp_compile.plan.records", "fcdp_compile.params.layout.ParamLayout") in seen
     assert ("fcdp_compile.cli", "fcdp_compile.cli.dump") in seen
     for package in ("passes", "runtime"):
         assert any(is_within(importer, f"fcdp_compile.{package}") for importer, _ in seen)
@@ -342,10 +391,10 @@ def test_the_project_is_really_read() -> None:
             "import importlib\nimportlib.import_module('fcdp_compile.passes')",
         ),
         ("fcdp_compile.plan", "import torch.cuda"),
-        ("fcdp_compile.plan_json", "import torch\ntorch.cuda.synchronize()"),
-        ("fcdp_compile.layout", "from torch.distributed.tensor import Shard"),
+        ("fcdp_compile.plan.json", "import torch\ntorch.cuda.synchronize()"),
+        ("fcdp_compile.params.layout", "from torch.distributed.tensor import Shard"),
         ("fcdp_compile.strategy", "from fcdp_compile.passes import lower"),
-        ("fcdp_compile.cli.dump", "from fcdp_compile.runtime.counters import traffic"),
+        ("fcdp_compile.cli.dump", "from fcdp_compile.runtime.collectives.counters import traffic"),
         ("fcdp_compile.cli", "from .. import backend"),
     ],
 )
@@ -358,7 +407,7 @@ def test_a_wrong_arrow_is_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("fcdp_compile.passes.lower", "import torch.fx\nfrom fcdp_compile.plan import Plan"),
-        ("fcdp_compile.passes.lower", "from fcdp_compile.passes.context import PassContext"),
+        ("fcdp_compile.passes.lower", "from fcdp_compile.passes.graph.context import PassContext"),
         ("fcdp_compile.passes.lower", "from . import context\nfrom .context import PassContext"),
         ("fcdp_compile.runtime.executor", "import torch.distributed\nfrom fcdp_compile import ops"),
         ("fcdp_compile.backend", "from fcdp_compile import passes, runtime"),
@@ -408,8 +457,8 @@ def test_a_public_name_is_left_alone(source: str) -> None:
 
 def test_an_import_inside_a_function_is_found() -> None:
     source = "def f():\n    from fcdp_compile import plan\n    import json\n"
-    found = imports_of("fcdp_compile.layout", source + "import fcdp_compile.errors\n")
-    assert hidden_imports(found) == ["fcdp_compile.layout:2 imports fcdp_compile.plan"]
+    found = imports_of("fcdp_compile.params.layout", source + "import fcdp_compile.errors\n")
+    assert hidden_imports(found) == ["fcdp_compile.params.layout:2 imports fcdp_compile.plan"]
     assert hidden_imports(imports_of("fcdp_compile", source, is_package=True)) == []
 
 
@@ -427,13 +476,13 @@ def test_late_is_what_stands_in_a_function_of_that_module_alone() -> None:
 
 def test_an_arrow_through_another_module_is_found() -> None:
     imports = [
-        *imports_of("fcdp_compile.plan", "from fcdp_compile.sharding import shard"),
-        *imports_of("fcdp_compile.sharding", "from fcdp_compile import mesh"),
+        *imports_of("fcdp_compile.plan", "from fcdp_compile.sharding.shard import shard"),
+        *imports_of("fcdp_compile.sharding.shard", "from fcdp_compile.params import mesh"),
     ]
-    modules = {f"fcdp_compile.{name}" for name in ("plan", "sharding", "mesh")}
+    modules = {f"fcdp_compile.{name}" for name in ("plan", "sharding.shard", "params.mesh")}
     assert reached("fcdp_compile.plan", imports, modules) == {
-        "fcdp_compile.sharding": "fcdp_compile.plan",
-        "fcdp_compile.mesh": "fcdp_compile.sharding",
+        "fcdp_compile.sharding.shard": "fcdp_compile.plan",
+        "fcdp_compile.params.mesh": "fcdp_compile.sharding.shard",
     }
 
 

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from fcdp_compile.cost import Link
-from fcdp_compile.link_fit import Timed, fit_link, worst_deviation
+from fcdp_compile.cluster.link_fit import Timed, fit_link, worst_deviation
+from fcdp_compile.plan.cost import Link
 
 SIZES = [4096 * 4**i for i in range(9)]  # 4 KiB to 256 MiB
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fcdp_compile.cluster import CLUSTERS, write_profile
-from fcdp_compile.cost import MACHINES
+from fcdp_compile.backend.options import Options
+from fcdp_compile.cluster.profile import CLUSTERS, write_profile
 from fcdp_compile.errors import ProfileError
-from fcdp_compile.options import Options
+from fcdp_compile.plan.cost import MACHINES
 
 
 @pytest.fixture(autouse=True)

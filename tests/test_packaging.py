@@ -129,8 +129,13 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     }
     assert sorted(Path(name) for name in names if name.endswith(".py")) == python_files()
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
-    page = {f"fcdp_compile/timeline/{f.name}" for f in (ROOT / "fcdp_compile/timeline").iterdir()}
-    assert page == {name for name in names if name.startswith("fcdp_compile/timeline/")} != set()
+    page = {
+        f"fcdp_compile/view/timeline/{f.name}"
+        for f in (ROOT / "fcdp_compile/view/timeline").iterdir()
+    }
+    assert (
+        page == {name for name in names if name.startswith("fcdp_compile/view/timeline/")} != set()
+    )
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
@@ -152,7 +157,7 @@ def test_wheel_imports_from_where_it_is_installed(installed: Path, tmp_path: Pat
 
 def test_torch_finds_the_backend_of_a_wheel(installed: Path, tmp_path: Path) -> None:
     printed = run(sys.executable, "-c", FIND_BACKEND, cwd=tmp_path, path=installed)
-    assert Path(printed.strip()) == installed / "fcdp_compile" / "backend.py"
+    assert Path(printed.strip()) == installed / "fcdp_compile" / "backend" / "compilation.py"
 
 
 def test_editable_install_runs_the_checkout(editable: Path, checkout: Path, tmp_path: Path) -> None:
@@ -174,7 +179,7 @@ def test_torch_finds_the_backend_of_an_editable_install(
     editable: Path, checkout: Path, tmp_path: Path
 ) -> None:
     printed = run(editable, "-c", FIND_BACKEND, cwd=tmp_path)
-    assert Path(printed.strip()) == checkout / "fcdp_compile" / "backend.py"
+    assert Path(printed.strip()) == checkout / "fcdp_compile" / "backend" / "compilation.py"
 
 
 def test_command_runs(editable: Path, tmp_path: Path) -> None:

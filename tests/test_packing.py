@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from builders_plan import ranks, shapes
-from fcdp_compile.layout import ParamLayout
-from fcdp_compile.packing import pack_grads, pack_home, unpack_full, unpack_grads
+from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from tests.passes.lockstep import cut
 
 dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int8])

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 import sympy
 
-from fcdp_compile.formulas import F, N, T, a, b, costs, g, s
 from fcdp_compile.strategy import Scope, Strategy
+from fcdp_compile.strategy.formulas import F, N, T, a, b, costs, g, s
 
 G = N * g
 PSI, K = T, sympy.Symbol("K", positive=True)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 
 from builders_plan import make_bucket, make_plan, make_steps, plans
-from fcdp_compile.gathering import Algorithm
 from fcdp_compile.plan import Bucket, Kind, Plan, Schedule, Step, Tier, Variant
-from fcdp_compile.plan_diff import diff
+from fcdp_compile.plan.diff import diff
 from fcdp_compile.strategy import PRESETS
-from fcdp_compile.wire import Format
+from fcdp_compile.strategy.formats import Format
+from fcdp_compile.strategy.gathering import Algorithm
 
 
 def with_bucket(plan: Plan, **changes: Any) -> Plan:

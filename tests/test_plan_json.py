@@ -19,7 +19,7 @@ from documents import REMOVED, damaged
 from documents import Path as Place
 from fcdp_compile.errors import PlanFormatError
 from fcdp_compile.plan import LANES, SCHEMA, Bucket, BucketParam, Kind, Plan, Schedule, Step
-from fcdp_compile.plan_json import from_json, read_plan, to_json, write_plan
+from fcdp_compile.plan.json import from_json, read_plan, to_json, write_plan
 
 PLAN = make_plan(layers=2)
 DOCUMENT: dict[str, Any] = json.loads(to_json(PLAN))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.cluster import CLUSTERS
+from fcdp_compile.cluster.profile import CLUSTERS
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.planner import Job, estimate, trace
 from fcdp_compile.planner.ranking import rank

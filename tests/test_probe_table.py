@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from fcdp_compile.cli.probe_table import format_profile, table_three, verdict
-from fcdp_compile.cluster import CLUSTERS, ClusterProfile, Measured, Sample
-from fcdp_compile.cost import Link
+from fcdp_compile.cli.tables.probe import format_profile, table_three, verdict
+from fcdp_compile.cluster.profile import CLUSTERS, ClusterProfile, Measured, Sample
+from fcdp_compile.plan.cost import Link
 
 A40 = CLUSTERS["a40x8-10gbe"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fcdp_compile.quantities import parse_bytes, parse_bytes_per_s
+from fcdp_compile.cluster.quantities import parse_bytes, parse_bytes_per_s
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fcdp_compile import codec_kernels
-from fcdp_compile.codec_kernels import compile_codec
-from fcdp_compile.compute import Compute
-from fcdp_compile.quantize import Codec
-from fcdp_compile.wire import BLOCK, LEVELS, Format, blocks_of, row_bytes
+from fcdp_compile.backend import codec_kernels
+from fcdp_compile.backend.codec_kernels import compile_codec
+from fcdp_compile.backend.compute import Compute
+from fcdp_compile.runtime.collectives.quantize import Codec
+from fcdp_compile.strategy.formats import BLOCK, LEVELS, Format, blocks_of, row_bytes
 
 CPU = torch.device("cpu")
 QUANTISED = [Format.INT8, Format.INT4]

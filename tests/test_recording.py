@@ -11,10 +11,10 @@ from hypothesis import given
 
 from builders_plan import make_plan, make_recordings, make_run, make_steps, recordings
 from documents import damaged
-from fcdp_compile.cost import Slot
 from fcdp_compile.errors import RecordingError
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
-from fcdp_compile.recording import (
+from fcdp_compile.plan.cost import Slot
+from fcdp_compile.plan.recording import (
     RecordedRun,
     Recording,
     RecordingFile,

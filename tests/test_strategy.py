@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fcdp_compile.strategy import PRESETS, Cache, GradientOn, Life, Scope, Strategy
-from fcdp_compile.wire import Format
+from fcdp_compile.strategy.formats import Format
 
 
 @pytest.mark.parametrize("name", PRESETS)

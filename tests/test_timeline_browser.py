@@ -14,10 +14,10 @@ import pytest
 
 from builders_gpt import gpt_plan
 from builders_plan import make_bucket, make_plan
-from fcdp_compile.cost import MACHINES, Link, simulate
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Variant
-from fcdp_compile.plan_story import readable_bytes
-from fcdp_compile.timeline_html import ScheduleKey, timeline_html
+from fcdp_compile.plan.cost import MACHINES, Link, simulate
+from fcdp_compile.view.story import readable_bytes
+from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

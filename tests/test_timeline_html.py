@@ -17,11 +17,11 @@ from hypothesis import given
 from builders_gpt import gpt_plan
 from builders_plan import make_bucket, make_plan, make_steps, plans
 from fcdp_compile.cli import main
-from fcdp_compile.cost import MACHINES, Slot, Timeline, simulate
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Variant
-from fcdp_compile.plan_json import write_plan
-from fcdp_compile.plan_story import FLOWS, Flow, Story, moved, readable_bytes, tell, tell_sharding
-from fcdp_compile.timeline_html import ScheduleKey, timeline_html
+from fcdp_compile.plan.cost import MACHINES, Slot, Timeline, simulate
+from fcdp_compile.plan.json import write_plan
+from fcdp_compile.view.story import FLOWS, Flow, Story, moved, readable_bytes, tell, tell_sharding
+from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html
 
 MACHINE = MACHINES["cuda"]
 FOLDER = Path(__file__).parents[1] / "fcdp_compile" / "timeline"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fcdp_compile import waiting
 from fcdp_compile.errors import LostRankError
-from fcdp_compile.waiting import Wait, finish
+from fcdp_compile.ranks import waiting
+from fcdp_compile.ranks.waiting import Wait, finish
 
 
 class Work:

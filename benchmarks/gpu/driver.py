@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.results import Outcome, State, read_found, write_outcome
-from benchmarks.machine import Machine
+from benchmarks.running.machine import Machine
 
 Command = Callable[[Part, Path, float], list[str]]
 """The command of each process of a part, from the file that it is to write and the seconds that it has."""

@@ -9,8 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import Machine
-from benchmarks.shape import Shape
+from benchmarks.running.machine import Machine
+from benchmarks.systems.shape import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.copies import copies
-from benchmarks.gpu.cuda_tests import cuda_tests
-from benchmarks.gpu.lane_runs import lane_runs
-from benchmarks.gpu.parity import parity
 from benchmarks.gpu.results import Found, write_found
-from benchmarks.gpu.setting import NotRunError, Setting
-from benchmarks.gpu.training import train
-from benchmarks.gpu.watched import sanitizer, streams
+from benchmarks.gpu.workers.copies import copies
+from benchmarks.gpu.workers.cuda_tests import cuda_tests
+from benchmarks.gpu.workers.lane_runs import lane_runs
+from benchmarks.gpu.workers.parity import parity
+from benchmarks.gpu.workers.setting import NotRunError, Setting
+from benchmarks.gpu.workers.training import train
+from benchmarks.gpu.workers.watched import sanitizer, streams
 
 EXIT_NOT_RUN = 77
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fcdp_compile.checkpointing.boxes import Cut
 from fcdp_compile.checkpointing.contents import (
     Job,
     extra_states,
@@ -18,13 +17,14 @@ from fcdp_compile.checkpointing.contents import (
     parameter_names,
     plain_tensors,
 )
-from fcdp_compile.checkpointing.cuts import cut
-from fcdp_compile.checkpointing.marks import mark_of_all
+from fcdp_compile.checkpointing.format.boxes import Cut
+from fcdp_compile.checkpointing.format.cuts import cut
+from fcdp_compile.checkpointing.format.marks import mark_of_all
+from fcdp_compile.checkpointing.format.record import TORCH_DTYPES, Checkpoint, CutTensor
+from fcdp_compile.checkpointing.format.tree import Reference, has_state
 from fcdp_compile.checkpointing.optimizers import check_groups, class_of
-from fcdp_compile.checkpointing.record import TORCH_DTYPES, Checkpoint, CutTensor
-from fcdp_compile.checkpointing.tree import Reference, has_state
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.registry import ParamSpec
+from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.runtime.model import ShardedModel
 
 

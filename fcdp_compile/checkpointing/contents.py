@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fcdp_compile.checkpointing.cuts import cut
-from fcdp_compile.checkpointing.marks import mark_of
+from fcdp_compile.checkpointing.format.cuts import cut
+from fcdp_compile.checkpointing.format.marks import mark_of
+from fcdp_compile.checkpointing.format.record import CutTensor, LeftOut
+from fcdp_compile.checkpointing.format.tree import Encoded, encode
 from fcdp_compile.checkpointing.optimizers import class_of, parts_of
-from fcdp_compile.checkpointing.record import CutTensor, LeftOut
 from fcdp_compile.checkpointing.rng import rng_state
-from fcdp_compile.checkpointing.tree import Encoded, encode
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.registry import ParamSpec
+from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.runtime.record import ParamRecord
+from fcdp_compile.runtime.parameters.record import ParamRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp_compile.checkpointing.blocks import DataFiles
-from fcdp_compile.checkpointing.boxes import Cut, Slab, slabs
 from fcdp_compile.checkpointing.comparing import Comparison, restores
 from fcdp_compile.checkpointing.contents import (
     Job,
@@ -32,24 +30,26 @@ from fcdp_compile.checkpointing.contents import (
     persistent_buffers,
     plain_tensors,
 )
-from fcdp_compile.checkpointing.optimizers import put_back
-from fcdp_compile.checkpointing.progress import Bar, bar, need_bar
-from fcdp_compile.checkpointing.record import (
+from fcdp_compile.checkpointing.format.blocks import DataFiles
+from fcdp_compile.checkpointing.format.boxes import Cut, Slab, slabs
+from fcdp_compile.checkpointing.format.record import (
     TORCH_DTYPES,
     SavedValue,
     read_record,
 )
+from fcdp_compile.checkpointing.format.tree import Reference, decode
+from fcdp_compile.checkpointing.optimizers import put_back
+from fcdp_compile.checkpointing.progress import Bar, bar, need_bar
 from fcdp_compile.checkpointing.rng import set_rng_state
 from fcdp_compile.checkpointing.saving import end_of_saves, refuse_whole
-from fcdp_compile.checkpointing.tree import Reference, decode
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.folder_argument import refuse_nameless, refuse_swapped
-from fcdp_compile.home_shard import placements_of
-from fcdp_compile.registry import ParamSpec
+from fcdp_compile.files.safetensors_header import Stored
+from fcdp_compile.params.home_shard import placements_of
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.sharding import model_of, state_of
-from fcdp_compile.tensor_header import Stored
-from fcdp_compile.together import together
+from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
+from fcdp_compile.sharding.shard import model_of, state_of
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp_compile.checkpointing.tree import Reference
+from fcdp_compile.checkpointing.format.tree import Reference
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.registry import ParamSpec
+from fcdp_compile.params.registry import ParamSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

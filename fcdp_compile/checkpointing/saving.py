@@ -18,15 +18,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fcdp_compile.checkpointing.contents import Contents, Copies, Job, contents_of
-from fcdp_compile.checkpointing.disk import Disk
+from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.progress import need_bar
 from fcdp_compile.checkpointing.writing import Write
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.folder_argument import refuse_nameless, refuse_swapped
-from fcdp_compile.mesh import Topology, new_control_group
+from fcdp_compile.params.mesh import Topology, new_control_group
+from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.sharding import model_of, state_of
-from fcdp_compile.together import together
+from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
+from fcdp_compile.sharding.shard import model_of, state_of
 
 log = logging.getLogger(__name__)
 

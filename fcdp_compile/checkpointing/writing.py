@@ -17,10 +17,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from fcdp_compile.checkpointing.contents import Contents
-from fcdp_compile.checkpointing.disk import Disk
-from fcdp_compile.checkpointing.marks import mark_of_all
-from fcdp_compile.checkpointing.progress import bar
-from fcdp_compile.checkpointing.record import (
+from fcdp_compile.checkpointing.format.disk import Disk
+from fcdp_compile.checkpointing.format.marks import mark_of_all
+from fcdp_compile.checkpointing.format.record import (
     BLOCK_BYTES,
     Checkpoint,
     DataFile,
@@ -29,10 +28,11 @@ from fcdp_compile.checkpointing.record import (
     folder_of,
     seal,
 )
+from fcdp_compile.checkpointing.progress import bar
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.specs import Home
-from fcdp_compile.tensor_file import TensorMeta
-from fcdp_compile.together import together
+from fcdp_compile.files.safetensors_writer import TensorMeta
+from fcdp_compile.params.spec import Home
+from fcdp_compile.ranks.all_or_none import together
 
 T = TypeVar("T")
 

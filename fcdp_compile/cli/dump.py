@@ -14,18 +14,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fcdp_compile.chrome_trace import Event, chrome_trace
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.machine import machine_named
-from fcdp_compile.cli.plan_table import format_plan
-from fcdp_compile.cli.times import PLAN_SUFFIX, Measured, read_measured
-from fcdp_compile.cli.why import explain_bucket
-from fcdp_compile.cost import Machine
+from fcdp_compile.cli.tables.plan import format_plan
+from fcdp_compile.cli.tables.times import PLAN_SUFFIX, Measured, read_measured
+from fcdp_compile.cli.tables.why import explain_bucket
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.fold import fold_numbers
 from fcdp_compile.plan import Direction, Plan, Variant
-from fcdp_compile.plan_json import diff, one_line, read_plan, to_json
-from fcdp_compile.timeline_html import ScheduleKey, timeline_html
+from fcdp_compile.plan.cost import Machine
+from fcdp_compile.plan.json import diff, one_line, read_plan, to_json
+from fcdp_compile.view.chrome_trace import Event, chrome_trace
+from fcdp_compile.view.short_names import fold_numbers
+from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html
 
 SUMMARY = "print the plans of compiled graphs: buckets and ordered steps"
 DESCRIPTION = (

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from fcdp_compile.cluster import CLUSTERS
-from fcdp_compile.model_table import MODELS
+from fcdp_compile.cluster.profile import CLUSTERS
+from fcdp_compile.planner.model_table import MODELS
+from fcdp_compile.planner.request import DTYPES
 from fcdp_compile.strategy import Strategy
-
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Names of dtypes, and what torch calls them."""
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, *, are_nodes_required: bool = True) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fcdp_compile.cluster import find_profile
-from fcdp_compile.cost import MACHINES, Machine
+from fcdp_compile.cluster.profile import find_profile
 from fcdp_compile.errors import FcdpError, ProfileError
+from fcdp_compile.plan.cost import MACHINES, Machine
 
 
 def machine_named(name: str) -> Machine:

@@ -32,5 +32,4 @@ def run(options: argparse.Namespace) -> Answer:
 
     Raises: FcdpError for what cannot be planned; OSError for a file that cannot be read.
     """
-    answer: Answer = importlib.import_module("fcdp_compile.planner.command").plan(options)
-    return answer
+    return Answer(*importlib.import_module("fcdp_compile.planner.command").plan(options))

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fcdp_compile.cli.answer import Answer
-from fcdp_compile.cli.probe_table import format_profile
-from fcdp_compile.cluster import profile_to_json
+from fcdp_compile.cli.tables.probe import format_profile
+from fcdp_compile.cluster.probe_request import LEAST_BYTES, ProbeOutcome, ProbeRequest
+from fcdp_compile.cluster.profile import profile_to_json
+from fcdp_compile.cluster.quantities import parse_bytes, parse_bytes_per_s
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.probe_request import LEAST_BYTES, ProbeOutcome, ProbeRequest
-from fcdp_compile.quantities import parse_bytes, parse_bytes_per_s
 
 SUMMARY = "measure this cluster: is the host faster than your network?"
 DESCRIPTION = (
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> Answer:
         inter_bytes_per_s=options.inter,
     )
     probe: Callable[[ProbeRequest], ProbeOutcome]
-    probe = importlib.import_module("fcdp_compile.probe").probe
+    probe = importlib.import_module("fcdp_compile.probe.measure").probe
     outcome = probe(request)
     if outcome.refusal and outcome.is_first:
         raise FcdpError(outcome.refusal)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from dataclasses import dataclass
 
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.job_arguments import add_job_arguments, whole
+from fcdp_compile.cluster.quantities import parse_bytes_per_s
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.quantities import parse_bytes_per_s
+from fcdp_compile.planner.request import Sweep
 from fcdp_compile.simulator.conditions import Conditions
 from fcdp_compile.simulator.rings import Collectives
 
@@ -18,15 +18,6 @@ DESCRIPTION = (
     "Replay the plans of strategies on a cluster's profile, event by event: five lanes a rank, cards and "
     "host links shared.  Takes the arguments of fcdp plan and prints the same rows."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """Values of "nodes" or of "bandwidth" (bytes per second of a node's card), and how they were written."""
-
-    of: str
-    values: tuple[float, ...]
-    texts: tuple[str, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,8 +91,7 @@ def run(options: argparse.Namespace) -> Answer:
     except ValueError as error:
         raise FcdpError(str(error)) from None
     command = importlib.import_module("fcdp_compile.planner.command")
-    answer: Answer = command.simulate(options, conditions)
-    return answer
+    return Answer(*command.simulate(options, conditions))
 
 
 def _pair(text: str) -> tuple[int, float]:

@@ -9,8 +9,8 @@ from dataclasses import asdict, fields
 from tabulate import tabulate
 
 from fcdp_compile.cli.answer import Answer
-from fcdp_compile.formulas import Costs, costs
 from fcdp_compile.strategy import MODIFIERS, PRESETS, Scope, Strategy, aliases_of
+from fcdp_compile.strategy.formulas import Costs, costs
 
 SUMMARY = "list the strategies with formulas for their traffic and memory"
 DESCRIPTION = (

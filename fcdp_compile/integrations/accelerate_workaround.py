@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainingArguments
 
-from fcdp_compile.accumulation import no_sync
+from fcdp_compile.sharding.no_sync import no_sync
 
 BACKEND = "fcdp"
 

@@ -12,10 +12,10 @@ from accelerate.utils import DistributedType, DynamoBackend
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames, ParallelMode
 
+from fcdp_compile.backend.options import Options
 from fcdp_compile.devices import current_device
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.mesh import process_count
-from fcdp_compile.options import Options
+from fcdp_compile.params.mesh import process_count
 from fcdp_compile.strategy import Strategy
 
 BACKEND = "fcdp"

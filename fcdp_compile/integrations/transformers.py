@@ -25,15 +25,15 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.explanation import explain
 from fcdp_compile.integrations import accelerate_workaround
 from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
 from fcdp_compile.integrations.trainer_options import FcdpOptions, check_arguments, check_launch
-from fcdp_compile.mesh import make_mesh
-from fcdp_compile.sharding import model_of, shard, state_of
+from fcdp_compile.params.mesh import make_mesh
+from fcdp_compile.report.explain import explain
+from fcdp_compile.report.traffic import traffic
+from fcdp_compile.sharding.gathered import gathered
+from fcdp_compile.sharding.shard import model_of, shard, state_of
 from fcdp_compile.torch_compat import graph_breaks
-from fcdp_compile.traffic_report import traffic
-from fcdp_compile.whole import gathered
 
 __all__ = ["FcdpMixin", "FcdpOptions", "Seq2SeqTrainer", "Trainer"]
 

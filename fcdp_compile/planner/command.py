@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fcdp_compile.cli.answer import Answer
-from fcdp_compile.cli.job_arguments import DTYPES
-from fcdp_compile.cli.simulate import Sweep
-from fcdp_compile.cluster import find_profile
+from fcdp_compile.cluster.profile import find_profile
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.planner import traced_model
 from fcdp_compile.planner.job import Job
@@ -27,6 +24,7 @@ from fcdp_compile.planner.ranking_table import (
     sweep_text,
     title,
 )
+from fcdp_compile.planner.request import DTYPES, Sweep
 from fcdp_compile.planner.source import ModelOptions, find_source
 from fcdp_compile.planner.sweep_plot import check_plot, draw
 from fcdp_compile.planner.traced import TracedModel
@@ -45,8 +43,8 @@ class Asked:
     strategies: tuple[Strategy, ...]
 
 
-def plan(options: argparse.Namespace) -> Answer:
-    """Plan and rank.
+def plan(options: argparse.Namespace) -> tuple[str, int]:
+    """Plan and rank; the text to print and the exit code.
 
     Raises: FcdpError for what cannot be planned; OSError for a file that cannot be read.
     """
@@ -55,12 +53,12 @@ def plan(options: argparse.Namespace) -> Answer:
     ranking = rank(estimates(found.traced, strategies, found.job, note=tell))
     code = 0 if ranking.recommended else 1
     if options.format == "json":
-        return Answer(json.dumps(ranking_record(ranking), indent=1), code)
-    return Answer(ranking_text(ranking, found.job), code)
+        return json.dumps(ranking_record(ranking), indent=1), code
+    return ranking_text(ranking, found.job), code
 
 
-def simulate(options: argparse.Namespace, conditions: Conditions) -> Answer:
-    """Simulate the plans of strategies, once or for each value of a sweep.
+def simulate(options: argparse.Namespace, conditions: Conditions) -> tuple[str, int]:
+    """Simulate the plans of strategies, once or for each value of a sweep; the text and the exit code.
 
     Raises: FcdpError for what cannot be planned or drawn; OSError for a file that cannot be read or written.
     """
@@ -81,11 +79,11 @@ def simulate(options: argparse.Namespace, conditions: Conditions) -> Answer:
             raise FcdpError(str(error)) from None
     code = 0 if any(r.recommended for r in rankings) else 1
     if sweep is None:
-        return Answer(_one(options.format, rankings[0], found.job), code)
+        return _one(options.format, rankings[0], found.job), code
     points = [Point(text=t, ranking=r) for t, r in zip(sweep.texts, rankings, strict=True)]
     if options.plot is not None:
         draw(options.plot, sweep.of, sweep.values, points, title(found.job))
-    return Answer(_swept_text(options.format, sweep.of, points, found.job), code)
+    return _swept_text(options.format, sweep.of, points, found.job), code
 
 
 def _swept(job: Job, of: str, value: float) -> Job:

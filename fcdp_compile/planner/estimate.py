@@ -15,24 +15,24 @@ import sympy
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fcdp_compile.cluster.free_memory import HostBudget, Limit
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.host_memory import HostBudget, Limit
-from fcdp_compile.lowering import Lowered, lower_all, lower_variant, used_again
 from fcdp_compile.ops import REDUCE_GRAD
+from fcdp_compile.params.spec import fit_strategy
 from fcdp_compile.passes.bucket import host_bytes_taken, reduced_params
-from fcdp_compile.passes.choose_tiers import place_steps
-from fcdp_compile.passes.context import PassContext
-from fcdp_compile.passes.inline import Inliner
-from fcdp_compile.passes.memory import evaluate, storages
-from fcdp_compile.passes.place_gradients import fit_gradients, gradient_bytes
-from fcdp_compile.passes.predict import predict
-from fcdp_compile.placement import Placed, Room, place_all
+from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.inline import Inliner
+from fcdp_compile.passes.memory.choose_tiers import place_steps
+from fcdp_compile.passes.memory.curve import evaluate, storages
+from fcdp_compile.passes.memory.place_gradients import fit_gradients, gradient_bytes
+from fcdp_compile.passes.memory.placement import Placed, Room, place_all
+from fcdp_compile.passes.memory.predict import predict
+from fcdp_compile.passes.pipeline import Lowered, lower_all, lower_variant, used_again
 from fcdp_compile.plan import Bucket, Direction, Kind, Lane, Plan, Schedule, Tier, Variant
 from fcdp_compile.planner.job import Job
 from fcdp_compile.planner.retarget import KnownBuckets, Retargeted, specs_of
 from fcdp_compile.planner.traced import TracedModel
 from fcdp_compile.simulator import Collectives, Conditions, SimulatedStep, simulate_step
-from fcdp_compile.specs import fit_strategy
 from fcdp_compile.strategy import Cache, Strategy
 
 _THRESHOLD = 0.9  # tau, the default of the backend's option memory_threshold

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fcdp_compile.cluster import ClusterProfile
+from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.specs import Home
+from fcdp_compile.params.spec import Home
 
 USABLE = 0.9
 """The part of a device's memory that tensors may take; contexts, workspaces and fragments take the rest."""

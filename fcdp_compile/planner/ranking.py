@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.passes.inline import Inliner
+from fcdp_compile.params.spec import fit_strategy
+from fcdp_compile.passes.graph.inline import Inliner
 from fcdp_compile.planner.estimate import Estimate, estimate
 from fcdp_compile.planner.job import Job
 from fcdp_compile.planner.traced import TracedModel
 from fcdp_compile.simulator import Collectives, Conditions
-from fcdp_compile.specs import fit_strategy
 from fcdp_compile.strategy import Strategy
 
 SENSIBLE = (

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 import sympy
 from torch.fx import GraphModule
 
-from fcdp_compile.lowering import Graphs, known_to_backward
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.params.spec import Home, param_spec
 from fcdp_compile.passes.bucket import bucket, buckets_of
-from fcdp_compile.passes.context import PassContext, use_of
+from fcdp_compile.passes.graph.context import PassContext, use_of
+from fcdp_compile.passes.pipeline import Graphs, known_to_backward
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Bucket, Direction, Tier
 from fcdp_compile.planner.traced import TracedGraph, TracedModel
-from fcdp_compile.registry import ParamSpec
-from fcdp_compile.specs import Home, param_spec
 from fcdp_compile.strategy import Cache, Strategy
 
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from fcdp_compile.compute import Compute
+from fcdp_compile.backend.compute import Compute
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.memory import hints_of
+from fcdp_compile.passes.memory.curve import hints_of
 from fcdp_compile.passes.partition import partition
-from fcdp_compile.sharding import shard, state_of
+from fcdp_compile.sharding.shard import shard, state_of
 from fcdp_compile.torch_compat import (
     aot_autograd,
     as_boxed,

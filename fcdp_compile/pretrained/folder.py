@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.files.safetensors_header import Stored, parse_json
 from fcdp_compile.pretrained.header import Header, read_header
-from fcdp_compile.tensor_header import Stored, parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.tensor_header import LENGTH_BYTES, Stored, header_bytes, stored_tensors
+from fcdp_compile.files.safetensors_header import LENGTH_BYTES, Stored, header_bytes, stored_tensors
 
 _SAMPLED_BYTES = 64
 

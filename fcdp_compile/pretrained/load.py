@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.errors import CheckpointError, FcdpError
-from fcdp_compile.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.pretrained.destination import Destinations, Part
 from fcdp_compile.pretrained.folder import open_checkpoint, refuse
 from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match, told
 from fcdp_compile.pretrained.rows import is_local
 from fcdp_compile.pretrained.source import Files, Source
-from fcdp_compile.sharding import model_of, state_of
-from fcdp_compile.together import together
+from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
+from fcdp_compile.sharding.shard import model_of, state_of
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.files.safetensors_header import Stored
 from fcdp_compile.pretrained.conversion import Target, converted
 from fcdp_compile.pretrained.huggingface import (
     Renamed,
@@ -20,7 +21,6 @@ from fcdp_compile.pretrained.huggingface import (
 )
 from fcdp_compile.pretrained.names import Entry, Role, entries_of
 from fcdp_compile.pretrained.source import Leaf, Source
-from fcdp_compile.tensor_header import Stored
 
 _SHOWN = 12  # of tensors, by name
 

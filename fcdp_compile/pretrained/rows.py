@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.pretrained.source import Files, Source
-from fcdp_compile.registry import ParamSpec
 
 _REMOTE = (
     "9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",

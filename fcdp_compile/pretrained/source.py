@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.tensor_header import Stored
+from fcdp_compile.files.safetensors_header import Stored
 
 _REOPEN_BYTES = 2**28
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fcdp_compile.cluster import ClusterProfile
-from fcdp_compile.cost import Link, Machine
+from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
+from fcdp_compile.plan.cost import Link, Machine
 from fcdp_compile.simulator.rings import Collectives, ring_bytes, within_rings
 from fcdp_compile.simulator.sharing import Demand, SharedLink, Sharing, Use
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.arguments import parse
-from benchmarks.shape import QUICK, Shape
-from benchmarks.systems import BY_NAME
+from benchmarks.running.arguments import parse
+from benchmarks.systems.names import BY_NAME
+from benchmarks.systems.shape import QUICK, Shape
 
 
 def test_defaults_are_the_full_matrix() -> None:

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.cuda_tests import read_report
 from benchmarks.gpu.driver import EXIT_NOT_RUN, run_parts
-from benchmarks.gpu.echo import EchoGroup
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.report import page, page_before
 from benchmarks.gpu.results import (
@@ -35,8 +33,10 @@ from benchmarks.gpu.results import (
     read_outcome,
     write_outcome,
 )
-from benchmarks.gpu.traces import FORWARD, gaps_of, kept_events
-from benchmarks.shape import QUICK
+from benchmarks.gpu.workers.cuda_tests import read_report
+from benchmarks.gpu.workers.echo import EchoGroup
+from benchmarks.gpu.workers.traces import FORWARD, gaps_of, kept_events
+from benchmarks.systems.shape import QUICK
 from builders_bench import make_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -350,8 +350,8 @@ import contextlib, threading, time
 import torch
 from pathlib import Path
 from torch.utils._python_dispatch import TorchDispatchMode
-from benchmarks.gpu import watched
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.workers import watched
+from benchmarks.gpu.workers.setting import Setting
 
 seen = []
 

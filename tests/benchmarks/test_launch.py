@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.job import Job, Timed
 from benchmarks.launch import run_job
-from benchmarks.rows import Failure, Row
-from benchmarks.shape import Shape
-from benchmarks.summary import summarise
+from benchmarks.reporting.rows import Failure, Row
+from benchmarks.reporting.summary import summarise
+from benchmarks.running.job import Job, Timed
+from benchmarks.systems.shape import Shape
 from tests.cluster.simulated import needs_nodes
 
 pytestmark = needs_nodes

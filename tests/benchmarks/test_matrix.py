@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.job import Job
-from benchmarks.matrix import MAX_STEPS, Costs, Schedule, all_cells, plan
-from benchmarks.rows import Cell
-from benchmarks.shape import Shape
-from benchmarks.systems import BY_NAME, SYSTEMS
+from benchmarks.reporting.rows import Cell
+from benchmarks.running.job import Job
+from benchmarks.running.matrix import MAX_STEPS, Costs, Schedule, all_cells, plan
+from benchmarks.systems.names import BY_NAME, SYSTEMS
+from benchmarks.systems.shape import Shape
 
 SHAPE = Shape()
 COSTS = Costs(shape=SHAPE)

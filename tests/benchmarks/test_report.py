@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.matrix import Skipped
-from benchmarks.plots import draw
-from benchmarks.record import read_record, write_record
-from benchmarks.report import write_report
-from benchmarks.rows import Cell, Failure, Row, read_rows, write_records
+from benchmarks.reporting.plots import draw
+from benchmarks.reporting.record import read_record, write_record
+from benchmarks.reporting.report import write_report
+from benchmarks.reporting.rows import Cell, Failure, Row, read_rows, write_records
+from benchmarks.running.matrix import Skipped
 from builders_bench import make_record, make_row
 
 

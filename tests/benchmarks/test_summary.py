@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from benchmarks.rows import Cell
-from benchmarks.summary import LOSS_TOLERANCE, summarise
+from benchmarks.reporting.rows import Cell
+from benchmarks.reporting.summary import LOSS_TOLERANCE, summarise
 from builders_bench import LOSSES, make_row
 
 

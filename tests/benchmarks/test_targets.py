@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.rows import Row
-from benchmarks.summary import summarise
-from benchmarks.targets import Verdict, judge
+from benchmarks.reporting.rows import Row
+from benchmarks.reporting.summary import summarise
+from benchmarks.reporting.targets import Verdict, judge
 from builders_bench import make_row
 
 

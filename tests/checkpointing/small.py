@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fcdp_compile
 from fcdp_compile.checkpointing.contents import Job as Given
-from fcdp_compile.checkpointing.disk import Disk
+from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.saving import save_on
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fcdp_compile.checkpointing import boxes
-from fcdp_compile.checkpointing.boxes import Cut, slabs
-from fcdp_compile.checkpointing.cuts import cut
-from fcdp_compile.checkpointing.record import CutTensor
-from fcdp_compile.registry import ParamSpec
-from fcdp_compile.specs import Home, fit_strategy, param_spec
+from fcdp_compile.checkpointing.format import boxes
+from fcdp_compile.checkpointing.format.boxes import Cut, slabs
+from fcdp_compile.checkpointing.format.cuts import cut
+from fcdp_compile.checkpointing.format.record import CutTensor
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.params.spec import Home, fit_strategy, param_spec
 from fcdp_compile.strategy import Strategy
 
 meshes = st.tuples(st.integers(1, 4), st.integers(1, 4))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpointing.small import Small, data_file
-from fcdp_compile.checkpointing.record import FORMAT, Checkpoint, read_record, seal
+from fcdp_compile.checkpointing.format.record import FORMAT, Checkpoint, read_record, seal
 from fcdp_compile.errors import CheckpointError
 
 Damage = Callable[[Path, st.DataObject], None]
@@ -235,7 +235,7 @@ def _sealed(text: str) -> str:
 
 
 def _sums(path: Path):  # type: ignore[no-untyped-def]
-    from fcdp_compile.checkpointing.disk import BlockSums
+    from fcdp_compile.checkpointing.format.disk import BlockSums
 
     sums = BlockSums()
     sums.add(memoryview(path.read_bytes()))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import fcdp_compile
 from checkpointing.small import Net, data_file
-from fcdp_compile.checkpointing.marks import mark_of, mark_of_all
+from fcdp_compile.checkpointing.format.marks import mark_of, mark_of_all
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.layout import ParamLayout
+from fcdp_compile.params.layout import ParamLayout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
 

@@ -16,10 +16,10 @@ from torch import nn
 import fcdp_compile
 from checkpointing.small import Net, Small
 from fcdp_compile.checkpointing.contents import Job as Given
-from fcdp_compile.checkpointing.disk import Disk
+from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.saving import save_on
 from fcdp_compile.errors import CheckpointError, FcdpError
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding.shard import state_of
 
 
 def test_a_job_continues_bit_by_bit(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_the_interpreter_waits_for_a_save(tmp_path: Path) -> None:
         from pathlib import Path
         from checkpointing.small import Small
         from fcdp_compile.checkpointing.contents import Job
-        from fcdp_compile.checkpointing.disk import Disk
+        from fcdp_compile.checkpointing.format.disk import Disk
         from fcdp_compile.checkpointing.saving import save_on
 
         class Late(Disk):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fcdp_compile.checkpointing.tree import Encoded, Reference, decode, encode
+from fcdp_compile.checkpointing.format.tree import Encoded, Reference, decode, encode
 from fcdp_compile.errors import CheckpointError, FcdpError
 
 floats = st.floats(allow_nan=False) | st.integers(0, 2**64 - 1).map(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fcdp_compile.cluster import Measured, find_profile
+from fcdp_compile.cluster.profile import Measured, find_profile
 from tests.cluster.simulated import needs_nodes, run_on_nodes
 
 pytestmark = needs_nodes

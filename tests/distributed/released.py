@@ -9,9 +9,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcdp_compile import seal
-from fcdp_compile.home_shard import HomeShard
-from fcdp_compile.runtime import validity
+from fcdp_compile.params import seal
+from fcdp_compile.params.home_shard import HomeShard
+from fcdp_compile.runtime.parameters import validity
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, Case
 

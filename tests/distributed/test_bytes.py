@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Tier, Variant
-from fcdp_compile.plan_json import read_plan
-from fcdp_compile.runtime.counters import FLAT_WITHIN
+from fcdp_compile.plan.json import read_plan
+from fcdp_compile.runtime.collectives.counters import FLAT_WITHIN
 from tests import formulas
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile.checkpointing.contents import Job as Given
-from fcdp_compile.checkpointing.disk import Disk
+from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.saving import save_on
 from fcdp_compile.errors import CheckpointError, LostRankError
 from tests.distributed.jobs import WORKS, Verdicts, message_of, run_jobs

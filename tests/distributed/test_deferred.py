@@ -11,7 +11,7 @@ from torch import nn
 
 import fcdp_compile
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding.shard import state_of
 from tests.distributed.deferred import (
     SAME,
     Make,

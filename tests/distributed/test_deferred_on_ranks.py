@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside, whole
 from tests.distributed.deferred import (
     SAME,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile.home_shard import HomeShard
-from fcdp_compile.home_tensor import seal
+from fcdp_compile.params.home_shard import HomeShard
+from fcdp_compile.params.home_tensor import seal
 from tests.distributed.beside import Beside, named
 from tests.distributed.jobs import WORKS, Job, Verdicts, run_jobs
 from tests.distributed.models import CASES
@@ -56,7 +56,7 @@ def _reads() -> Iterator[Counter[tuple[str, str]]]:
 
         return call
 
-    from fcdp_compile.runtime.host_cache import NodeShardCache
+    from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 
     patch = pytest.MonkeyPatch()
     for name in _READERS:

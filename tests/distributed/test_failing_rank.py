@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from fcdp_compile.devices import Cpu
 from fcdp_compile.plan import Kind, Lane
-from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.lanes import Lanes
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.lanes.lanes import Lanes
 
 rank, port, leaves = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.devices import Cpu
-from fcdp_compile.gathering import Algorithm
-from fcdp_compile.mesh import topology_of
+from fcdp_compile.params.mesh import topology_of
 from fcdp_compile.plan import Kind, Tier
-from fcdp_compile.quantize import Codec
-from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.lanes import Lanes
-from fcdp_compile.sharding import state_of
-from fcdp_compile.wire import Format
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.collectives.quantize import Codec
+from fcdp_compile.runtime.lanes.lanes import Lanes
+from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.strategy.formats import Format
+from fcdp_compile.strategy.gathering import Algorithm
 from tests.distributed.parity import Sharded, Trial, check_equal, history
 from tests.distributed.ranks import run
 

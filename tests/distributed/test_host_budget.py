@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
+from fcdp_compile.cluster.free_memory import HostBudget, Limit
 from fcdp_compile.errors import PlanMismatchError, StaleParameterError
-from fcdp_compile.host_memory import HostBudget, Limit
 from fcdp_compile.plan import Tier
-from fcdp_compile.plan_json import read_plan
-from fcdp_compile.runtime import host_memory
-from fcdp_compile.sharding import state_of
+from fcdp_compile.plan.json import read_plan
+from fcdp_compile.runtime.cache import host_budget
+from fcdp_compile.sharding.shard import state_of
 from tests.distributed.jobs import message_of
 from tests.distributed.models import CASES, batch
 from tests.distributed.parity import adamw, check_equal, fresh
@@ -100,7 +100,7 @@ def _with_different_limits(mesh: DeviceMesh) -> tuple[list[Any], list[str]]:
     mine = HostBudget(bytes=300, limit=Limit.CGROUP) if rank == 2 else HostBudget(
         bytes=10**9 + rank, limit=Limit.AVAILABLE
     )  # fmt: skip
-    host_memory.detect = lambda **ranks: mine
+    host_budget.detect = lambda **ranks: mine
     folders = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     net, _ = _model("broken", mesh, dump=folders[0])

@@ -38,7 +38,7 @@ from transformers import (
 import fcdp_compile
 from fcdp_compile.errors import CheckpointError, FcdpError
 from fcdp_compile.pretrained.folder import INDEX
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding.shard import state_of
 from tests.distributed.jobs import WORKS, Job, message_of, run_jobs
 from tests.distributed.models import Odd
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
-from fcdp_compile.compute import BoxedCallable, Compute
+from fcdp_compile.backend.compute import BoxedCallable, Compute
 from tests.distributed import graph_safe
 from tests.distributed.parity import (
     GRADIENT_FLOOR,

@@ -11,14 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import fcdp_compile
-from fcdp_compile import backend, placement
-from fcdp_compile.passes.choose_tiers import choose_tiers
-from fcdp_compile.passes.predict import StepMemory
+from fcdp_compile import backend
+from fcdp_compile.passes.memory.choose_tiers import choose_tiers
+from fcdp_compile.passes.memory.curve import placement
+from fcdp_compile.passes.memory.predict import StepMemory
 from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
-from fcdp_compile.plan_json import from_json, to_json
-from fcdp_compile.runtime.device_memory import DeviceMemory
+from fcdp_compile.plan.json import from_json, to_json
+from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.run import CompiledPlan
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding.shard import state_of
 from tests.distributed.models import CASES, batch
 from tests.distributed.parity import adamw, check_equal, fresh, rank_and_ranks, values
 from tests.distributed.ranks import run

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding.shard import state_of
 from tests.distributed.models import VOCABULARY
 from tests.distributed.parity import BUCKET_MB, Sharded, Trial, check_equal, history, values
 from tests.distributed.ranks import run

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from fcdp_compile.cli import main
 from fcdp_compile.plan import Direction, Variant
-from fcdp_compile.plan_json import read_plan
-from fcdp_compile.recording import ScheduleKey, read_recordings, timelines
+from fcdp_compile.plan.json import read_plan
+from fcdp_compile.plan.recording import ScheduleKey, read_recordings, timelines
 from tests.distributed.beside import Beside, whole
 from tests.distributed.models import CASES
 from tests.distributed.ranks import run

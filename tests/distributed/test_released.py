@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.runtime.model import ShardedModel
 from tests.distributed.beside import Beside, named, whole
 from tests.distributed.jobs import WORKS, Job, Verdicts, run_jobs

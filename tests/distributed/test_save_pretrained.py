@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fcdp_compile
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.home_shard import HomeShard
+from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.torch_compat import DispatchMode, storage_id, tree_leaves
 from tests.distributed.beside import named, whole
 from tests.distributed.exports import (

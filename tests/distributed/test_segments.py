@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-import fcdp_compile.compute
+import fcdp_compile.backend.compute
 from fcdp_compile import torch_compat
 from tests.distributed.layered import Model
 from tests.distributed.parity import fresh
@@ -25,7 +25,7 @@ def _count(
     asked: list[int] = []
     compile_segment, of_any = (
         torch_compat.compile_with_inductor,
-        fcdp_compile.compute.Compute.compile,
+        fcdp_compile.backend.compute.Compute.compile,
     )
 
     def instead(gm: Any, inputs: Any, settings: Any) -> Any:
@@ -37,7 +37,7 @@ def _count(
         return of_any(self, gm)
 
     torch_compat.compile_with_inductor = instead
-    fcdp_compile.compute.Compute.compile = counted  # type: ignore[method-assign]
+    fcdp_compile.backend.compute.Compute.compile = counted  # type: ignore[method-assign]
     try:
         model = Model(layers, dropout)
         layer_bytes = sum(p.numel() for p in model.layers[0].parameters()) * 4
@@ -48,7 +48,7 @@ def _count(
         net(torch.zeros(2, 5, dtype=torch.int64)).sum().backward()
     finally:
         torch_compat.compile_with_inductor = compile_segment
-        fcdp_compile.compute.Compute.compile = of_any  # type: ignore[method-assign]
+        fcdp_compile.backend.compute.Compute.compile = of_any  # type: ignore[method-assign]
     return len(compiled), len(asked)
 
 

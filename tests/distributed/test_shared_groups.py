@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile.plan import Lane
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding.shard import state_of
 from tests.distributed.parity import check_close, fresh, rank_and_ranks
 from tests.distributed.ranks import run
 

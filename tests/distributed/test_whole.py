@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside, assert_close, sgd, whole
 from tests.distributed.jobs import WORKS, Job, message_of, run_jobs
 from tests.distributed.models import CASES, batch, llama, with_lora

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from fcdp_compile import ops
-from fcdp_compile.passes.context import PassContext
+from fcdp_compile.passes.graph.context import PassContext
 from tests.passes.scheduled import GATHERS, REDUCTIONS, SPREADS, last_wait, users
 
 

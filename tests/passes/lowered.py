@@ -11,9 +11,9 @@ from builders_graph import GraphBuilder, Shape, Where, calls, clone, make_contex
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.context import META, StepMeta
+from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.graph.context import META, StepMeta
 from fcdp_compile.passes.lower import lower
-from fcdp_compile.passes.place import place
 from fcdp_compile.plan import LANES
 from tests.passes.storages import storages
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from builders_graph import Where, lower_toy
 from fcdp_compile import ops
-from fcdp_compile.passes.context import META, Packing, PassContext
+from fcdp_compile.passes.graph.context import META, Packing, PassContext
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.plan import Direction, Variant
 

@@ -20,11 +20,11 @@ from builders_graph import (
     toy_forward,
 )
 from builders_plan import ranks, shapes
-from fcdp_compile.cost import MACHINES, Link, Machine
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.bucket import bucket, buckets_of
-from fcdp_compile.passes.context import META, use_of
+from fcdp_compile.passes.graph.context import META, use_of
 from fcdp_compile.plan import Direction, Tier
+from fcdp_compile.plan.cost import MACHINES, Link, Machine
 
 WHERE = Where()
 SHAPES = {"a": (4, 4), "big": (64, 16), "b": (8,), "c": (4, 8)}

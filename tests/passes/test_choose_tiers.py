@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from fcdp_compile.passes.choose_tiers import Entry, Placement, choose_tiers
+from fcdp_compile.passes.memory.choose_tiers import Entry, Placement, choose_tiers
 from fcdp_compile.plan import Tier
 
 

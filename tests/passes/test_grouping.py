@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from fcdp_compile.passes.grouping import group
+from fcdp_compile.passes.graph.grouping import group
 
 SIZES = {"e": 40, "n": 1, "a": 6, "m": 3, "h": 2}  # a layer of n, a, m takes 10
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder
-from fcdp_compile.passes import inline as inline_module
-from fcdp_compile.passes.inline import Inliner
+from fcdp_compile.passes.graph import inline as inline_module
+from fcdp_compile.passes.graph.inline import Inliner
 
 
 def scaled_twice(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 
 from builders_gpt import HIDDEN, TOKENS, VOCABULARY, WHERE, gpt
-from fcdp_compile.cost import Link, Machine, simulate
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
+from fcdp_compile.plan.cost import Link, Machine, simulate
 
 FORWARD = (Direction.FORWARD, Variant.COLD)
 WARM = (Direction.FORWARD, Variant.WARM)

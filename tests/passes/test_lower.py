@@ -29,9 +29,9 @@ from builders_plan import shapes
 from fcdp_compile import ops
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.context import META
+from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.graph.context import META
 from fcdp_compile.passes.lower import lower
-from fcdp_compile.passes.place import place
 from fcdp_compile.plan import Direction, Variant
 from tests.passes.lowered import SHAPES, STARTS, WHERE, check
 

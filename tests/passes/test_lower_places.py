@@ -24,9 +24,9 @@ from builders_graph import (
 from fcdp_compile import ops
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.context import META, Packing
+from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.graph.context import META, Packing
 from fcdp_compile.passes.lower import lower
-from fcdp_compile.passes.place import place
 from tests.passes.lowered import SHAPES, WHERE, check, known, lowered
 
 

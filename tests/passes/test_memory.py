@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from builders_graph import GraphBuilder, Where, aten, lower_toy
 from fcdp_compile import ops
-from fcdp_compile.passes.memory import hints_of, peak, storages, timeline
+from fcdp_compile.passes.memory.curve import hints_of, peak, storages, timeline
 from fcdp_compile.plan import LANES, Lane
 from fcdp_compile.torch_compat import storage_id
 

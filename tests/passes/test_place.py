@@ -17,8 +17,8 @@ from builders_graph import (
 )
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.context import META, Source, use_of
-from fcdp_compile.passes.place import place
+from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.graph.context import META, Source, use_of
 from fcdp_compile.plan import Direction, Variant
 
 WHERE = Where()

@@ -8,7 +8,11 @@ from dataclasses import replace
 import pytest
 
 from builders_plan import make_bucket
-from fcdp_compile.passes.place_gradients import fit_gradients, gradient_bytes, place_gradients
+from fcdp_compile.passes.memory.place_gradients import (
+    fit_gradients,
+    gradient_bytes,
+    place_gradients,
+)
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.strategy import GradientOn, Strategy
 

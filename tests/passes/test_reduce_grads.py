@@ -19,7 +19,7 @@ from builders_graph import (
     toy_backward,
 )
 from fcdp_compile import ops
-from fcdp_compile.passes.context import META
+from fcdp_compile.passes.graph.context import META
 from fcdp_compile.passes.schedule import in_flight_bytes
 from fcdp_compile.plan import Direction, Variant
 from fcdp_compile.strategy import GradientOn, Strategy

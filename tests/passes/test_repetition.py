@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from fcdp_compile.passes.repetition import Repetition, longest_repetition
+from fcdp_compile.passes.graph.repetition import Repetition, longest_repetition
 
 
 def slowly(word: list[int]) -> Repetition | None:

@@ -11,7 +11,7 @@ import pytest
 
 from builders_graph import GraphBuilder, aten, calls, lower_toy, make_context
 from fcdp_compile import ops
-from fcdp_compile.passes.context import META
+from fcdp_compile.passes.graph.context import META
 from fcdp_compile.passes.schedule import in_flight_bytes, schedule
 from fcdp_compile.plan import Direction, Variant
 from tests.passes.in_flight import peak

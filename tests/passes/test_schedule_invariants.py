@@ -24,7 +24,7 @@ from builders_graph import (
 )
 from builders_plan import shapes
 from fcdp_compile import ops
-from fcdp_compile.passes.context import META, Packing
+from fcdp_compile.passes.graph.context import META, Packing
 from fcdp_compile.passes.schedule import in_flight_bytes, schedule
 from tests.passes.in_flight import peak
 from tests.passes.schedule_checks import check, runs

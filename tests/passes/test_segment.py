@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder, Where, aten, calls, lower_toy
 from fcdp_compile import ops
-from fcdp_compile.passes.context import META, Packing
+from fcdp_compile.passes.graph.context import META, Packing
 from fcdp_compile.passes.segment import segment
 
 WHERE = Where()

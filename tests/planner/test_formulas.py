@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from builders_planner import make_job, make_profile
-from fcdp_compile.formulas import Costs, F, N, T, a, b, costs, g, s
-from fcdp_compile.passes.place_gradients import gradient_bytes
+from fcdp_compile.passes.memory.place_gradients import gradient_bytes
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.planner import Estimate, TracedModel, estimate, trace
 from fcdp_compile.planner.traced import Inputs
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
-from fcdp_compile.wire import Format
+from fcdp_compile.strategy.formats import Format
+from fcdp_compile.strategy.formulas import Costs, F, N, T, a, b, costs, g, s
 
 SIZES = [(2, 2), (4, 8), (3, 5)]
 EVEN = 480 * 256  # whole blocks of what is quantised on every rank of all sizes

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from builders_planner import MACHINE, faster, make_job, make_profile
-from fcdp_compile.cluster import ClusterProfile
-from fcdp_compile.cost import Link
+from fcdp_compile.cluster.profile import ClusterProfile
+from fcdp_compile.plan.cost import Link
 from fcdp_compile.planner import Job, Ranking, TracedModel, estimates, rank, sensible, trace
 from fcdp_compile.planner.ranking_table import ranking_record
 from fcdp_compile.planner.traced import Inputs

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from builders_planner import LENGTH, Losing, make_job, make_profile, traced
-from fcdp_compile.cluster import write_profile
+from fcdp_compile.cluster.profile import write_profile
 from fcdp_compile.plan import Bucket, Kind, Plan, Schedule, Tier
 from fcdp_compile.planner import Estimate, estimate
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy import Strategy
 from tests.distributed.models import batch
 from tests.distributed.ranks import run

@@ -28,7 +28,7 @@ from transformers import (
 
 import fcdp_compile
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding.shard import state_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fcdp_compile.pretrained.replace_files import Aside
+from fcdp_compile.pretrained.exporting.replace_files import Aside
 
 INDEX = "model.safetensors.index.json"
 Files = Mapping[str, str]

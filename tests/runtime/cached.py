@@ -9,10 +9,10 @@ import torch
 from builders_plan import make_bucket
 from fcdp_compile.devices import Cpu
 from fcdp_compile.plan import Bucket, Tier
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.host_cache import NodeShardCache
-from fcdp_compile.runtime.lanes import Lanes
-from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.runtime.cache.host_cache import NodeShardCache
+from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.strategy import Life
 
 HOST = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4))

@@ -12,14 +12,14 @@ from torch.fx import GraphModule
 
 from builders_graph import Lowered
 from fcdp_compile.devices import Cpu
-from fcdp_compile.layout import choose_dim
+from fcdp_compile.params.layout import choose_dim
 from fcdp_compile.plan import LANES, Direction, Kind, Variant
-from fcdp_compile.runtime.codecs import Codecs
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.host_cache import NodeShardCache
-from fcdp_compile.runtime.lanes import Lanes, tensor_of
-from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.cache.host_cache import NodeShardCache
+from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
+from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.torch_compat import boxed
 from tests.passes.lockstep import cut

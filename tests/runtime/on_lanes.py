@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.plan import Lane
-from fcdp_compile.runtime.lanes import Lanes
-from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.lanes.lanes import Lanes
+from fcdp_compile.runtime.lanes.pending import Pending
 
 LONG_S = 30.0  # far more than anything here takes
 

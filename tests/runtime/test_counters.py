@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fcdp_compile.plan import Kind
-from fcdp_compile.runtime.counters import AGREE, Counters
+from fcdp_compile.runtime.collectives.counters import AGREE, Counters
 
 
 def test_totals_by_kind() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fcdp_compile.devices import Cpu, current_device
-from fcdp_compile.runtime.device_memory import DeviceMemory
+from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 
 CPU = torch.device("cpu")
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from builders_plan import make_bucket
 from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.packing import unpack_grads
+from fcdp_compile.params.packing import unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
-from fcdp_compile.runtime.agreement import packed, unpacked
-from fcdp_compile.runtime.codecs import Codecs
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.gradients import Accumulation
-from fcdp_compile.runtime.lanes import Lanes, tensor_of
-from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.runtime.pinned import PinnedPool
-from fcdp_compile.runtime.word_of_all import Telling
+from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.runtime.collectives.agreement import packed, unpacked
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.collectives.word_of_all import Telling
+from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
+from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.torch_compat import backward_number
 
 CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Kind, Lane
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.host_cache import NodeShardCache
-from fcdp_compile.runtime.lanes import Lanes
-from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.runtime.cache.host_cache import NodeShardCache
+from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.lanes.lanes import Lanes
+from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.strategy import Life
 from tests.runtime.cached import GPU, HOST, OTHER, SHARD_BYTES, make, shard, until_backward
 

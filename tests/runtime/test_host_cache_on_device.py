@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 
-from fcdp_compile.mesh import Topology
+from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Kind
-from fcdp_compile.runtime.counters import Counters
-from fcdp_compile.runtime.device_memory import DeviceMemory
-from fcdp_compile.runtime.host_cache import NodeShardCache
-from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.cache.device_memory import DeviceMemory
+from fcdp_compile.runtime.cache.host_cache import NodeShardCache
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.lanes.pending import Pending
 from tests.runtime.cached import FULL, GPU, HOST, OTHER, SHARD_BYTES, make, shard, until_backward
 
 _memory = partial(DeviceMemory, serves=1)

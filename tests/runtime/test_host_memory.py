@@ -13,10 +13,10 @@ from torch import nn
 
 import fcdp_compile
 from builders_plan import make_bucket
-from fcdp_compile.host_memory import UNLIMITED, HostBudget, Limit
+from fcdp_compile.cluster.free_memory import UNLIMITED, HostBudget, Limit
 from fcdp_compile.plan import Tier
-from fcdp_compile.runtime import host_memory
-from fcdp_compile.runtime.host_memory import HostMemory
+from fcdp_compile.runtime.cache import host_budget
+from fcdp_compile.runtime.cache.host_budget import HostMemory
 
 MIB = 2**20
 GIB = 2**30
@@ -45,8 +45,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return HostBudget(bytes=found.bytes, limit=found.limit)
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(host_memory, "detect", detect)
-    monkeypatch.setattr(host_memory, "lockable_bytes", lambda: found.lockable)
+    monkeypatch.setattr(host_budget, "detect", detect)
+    monkeypatch.setattr(host_budget, "lockable_bytes", lambda: found.lockable)
     return found
 
 

@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 from builders_plan import make_bucket
 from fcdp_compile.devices import Cpu
 from fcdp_compile.plan import Kind, Lane
-from fcdp_compile.runtime.lanes import Lanes, range_name, tensor_of
-from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.runtime.tasks import Begun
+from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of
+from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Begun
 from fcdp_compile.torch_compat import every_thread
 from tests.runtime.on_lanes import LONG_S, Gate, start
 
@@ -380,5 +380,5 @@ class TestProfiler:
         def refuse(name: str) -> None:
             raise AssertionError(f"a range {name}")
 
-        monkeypatch.setattr("fcdp_compile.runtime.lanes.record_function", refuse)
+        monkeypatch.setattr("fcdp_compile.runtime.lanes.lanes.record_function", refuse)
         start(lanes, Lane.INTER, lambda: None).wait()

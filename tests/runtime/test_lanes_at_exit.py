@@ -11,7 +11,7 @@ import pytest
 
 from fcdp_compile.devices import Cpu
 from fcdp_compile.plan import Lane
-from fcdp_compile.runtime.lanes import Lanes
+from fcdp_compile.runtime.lanes.lanes import Lanes
 from tests.runtime.on_lanes import Gate, start
 
 
@@ -20,7 +20,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
         import sys, threading, time, torch
         from fcdp_compile.devices import Cpu
         from fcdp_compile.plan import Lane
-        from fcdp_compile.runtime.lanes import Lanes
+        from fcdp_compile.runtime.lanes.lanes import Lanes
         lanes, out = Lanes(Cpu(), is_blocking=True), torch.zeros(1)
         begun = threading.Event()
 
@@ -63,7 +63,7 @@ def test_blocked_tasks_give_up_and_others_never_begin() -> None:
 
 def test_what_has_begun_gives_up_too() -> None:
     done = run("""
-        from fcdp_compile.runtime.tasks import Begun
+        from fcdp_compile.runtime.lanes.tasks import Begun
 
         for _ in range(3):
             lanes.start(Lane.INTER, lambda: Begun(blocked), out=out, reads=[], name="x")

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fcdp_compile.devices import Cuda
 from fcdp_compile.plan import Lane
-from fcdp_compile.runtime.lanes import Lanes
-from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.lanes.lanes import Lanes
+from fcdp_compile.runtime.lanes.pending import Pending
 from tests.runtime.simulated_device import Buffer, Memory, SimulatedDevice
 
 CUDA = torch.device("cuda", 0)
@@ -124,8 +124,8 @@ def hold_nothing(self: object, lane: Lane, after: Any, held: list[object]) -> di
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("fcdp_compile.runtime.stream_lane.OnStream.order", order_nothing),
-        ("fcdp_compile.runtime.stream_order.StreamOrder.add", hold_nothing),
+        ("fcdp_compile.runtime.lanes.stream_lane.OnStream.order", order_nothing),
+        ("fcdp_compile.runtime.lanes.stream_order.StreamOrder.add", hold_nothing),
         ("tests.runtime.simulated_device.Stream.wait_event", lambda self, event: None),
     ],
 )

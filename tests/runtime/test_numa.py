@@ -12,8 +12,8 @@ from torch import nn
 
 import fcdp_compile
 from fcdp_compile.devices import Cpu
-from fcdp_compile.runtime import numa
-from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.runtime.cache import numa
+from fcdp_compile.runtime.cache.pinned import PinnedPool
 
 GPU = "0000:3b:00.0"
 

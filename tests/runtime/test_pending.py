@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.runtime.lanes.pending import Pending
 
 
 class Task:

@@ -16,9 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from fcdp_compile.devices import Cpu, Cuda
-from fcdp_compile.plan_check import ITEMSIZES
-from fcdp_compile.runtime import pinned
-from fcdp_compile.runtime.pinned import PinnedPool
+from fcdp_compile.plan.check import ITEMSIZES
+from fcdp_compile.runtime.cache import pinned
+from fcdp_compile.runtime.cache.pinned import PinnedPool
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)

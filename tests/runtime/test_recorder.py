@@ -21,11 +21,11 @@ from builders_plan import make_plan, make_steps
 from fcdp_compile.devices import Cpu, Cuda
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import LANES, Direction, Kind, Lane, Plan, Schedule, Step, Tier, Variant
-from fcdp_compile.recording import Recording, ScheduleKey
-from fcdp_compile.runtime.lanes import Lanes
-from fcdp_compile.runtime.pending import Pending
+from fcdp_compile.plan.recording import Recording, ScheduleKey
+from fcdp_compile.runtime.lanes.lanes import Lanes
+from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Begun
 from fcdp_compile.runtime.recorder import Mark, Recorder, clock_of
-from fcdp_compile.runtime.tasks import Begun
 from tests.recorded import assert_causal, assert_in_turn
 from tests.runtime.fake_model import fake_model, program, same_on_all_ranks
 from tests.runtime.on_lanes import Gate

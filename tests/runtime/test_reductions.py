@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.devices import Cpu
-from fcdp_compile.narrow_sums import is_narrow
-from fcdp_compile.runtime import channel, reductions
-from fcdp_compile.runtime.channel import Channel
-from fcdp_compile.runtime.tasks import Begun
+from fcdp_compile.params.narrow_sums import is_narrow
+from fcdp_compile.runtime.collectives.channel import Channel
+from fcdp_compile.runtime.collectives.collectives import channel, reductions
+from fcdp_compile.runtime.lanes.tasks import Begun
 
 NODES, PLACES, ELEMENTS = 8, 8, 2000
 ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from builders_plan import make_bucket
-from fcdp_compile.fingerprint import fingerprint
-from fcdp_compile.packing import pack_home
-from fcdp_compile.registry import ParamSpec
-from fcdp_compile.runtime.row_sources import RowSources
-from fcdp_compile.specs import Home, param_spec
+from fcdp_compile.params.fingerprint import fingerprint
+from fcdp_compile.params.packing import pack_home
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.params.spec import Home, param_spec
+from fcdp_compile.runtime.cache.row_sources import RowSources
 from fcdp_compile.strategy import Strategy
 
 MESH = Home(nodes=2, ranks_per_node=2, node=1, place=0)

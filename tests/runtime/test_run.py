@@ -14,8 +14,8 @@ from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Plan, Variant
-from fcdp_compile.runtime.agreement import About
-from fcdp_compile.runtime.counters import Counters
+from fcdp_compile.runtime.collectives.agreement import About
+from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Strategy
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fcdp_compile.cluster.link_fit import Timed
 from fcdp_compile.devices import Cpu
-from fcdp_compile.link_fit import Timed
-from fcdp_compile.runtime.collectives import Collectives
-from fcdp_compile.runtime.pending import Pending
-from fcdp_compile.runtime.stopwatch import Stopwatch
+from fcdp_compile.probe.stopwatch import Stopwatch
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.lanes.pending import Pending
 
 CPU = Cpu()
 

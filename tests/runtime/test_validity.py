@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fcdp_compile.runtime.validity import Generations
+from fcdp_compile.runtime.parameters.validity import Generations
 
 
 class TestGenerations:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fcdp_compile.cluster import ClusterProfile
+from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.plan import Kind, Lane, Step
 
 LATENCY, BYTES, COPY, OVER = range(4)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from builders_cluster import buckets_for, make_profile, schedules
-from fcdp_compile.cluster import ClusterProfile
+from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.plan import Schedule
 from fcdp_compile.simulator import Conditions, simulate_step
 from fcdp_compile.simulator.engine import Engine

@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from builders_cluster import Program, buckets_for, make_profile, make_schedule, schedules
-from fcdp_compile.cost import simulate
 from fcdp_compile.plan import Kind, Lane, Schedule
+from fcdp_compile.plan.cost import simulate
 from fcdp_compile.simulator import Conditions, simulate_step
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 5))

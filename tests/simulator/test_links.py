@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders_cluster import BUS, Program, buckets_for, make_profile
-from fcdp_compile.cluster import ClusterProfile
+from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.simulator import Conditions, SimulatedStep, simulate_step
 

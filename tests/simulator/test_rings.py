@@ -17,12 +17,12 @@ from builders_graph import (
     toy_forward,
 )
 from builders_plan import make_bucket
-from fcdp_compile.cost import Machine, gather_s
-from fcdp_compile.gathering import Algorithm
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Kind, Lane, Schedule, Step, Variant
+from fcdp_compile.plan.cost import Machine, gather_s
 from fcdp_compile.simulator import Collectives, SimulatedStep, simulate_step
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
+from fcdp_compile.strategy.gathering import Algorithm
 
 NODES, RANKS = 3, 2
 G = NODES * RANKS

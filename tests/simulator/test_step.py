@@ -20,7 +20,7 @@ from builders_cluster import (
     make_profile,
     schedules,
 )
-from fcdp_compile.cluster import CLUSTERS, ClusterProfile
+from fcdp_compile.cluster.profile import CLUSTERS, ClusterProfile
 from fcdp_compile.plan import Kind, Lane, Schedule
 from fcdp_compile.simulator import Collectives, Conditions, SimulatedStep, simulate_step
 

@@ -1,6 +1,6 @@
 """Small jobs of every kind on one rank of 2 x 2 whose device is simulated and checks its streams.
 
-The group is an echo (`benchmarks.gpu.echo`): every other rank does what this one does.
+The group is an echo (`benchmarks.gpu.workers.echo`): every other rank does what this one does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fcdp_compile
-from benchmarks.gpu.echo import init_echo
-from fcdp_compile import sharding
+from benchmarks.gpu.workers.echo import init_echo
 from fcdp_compile.devices import CheckedDevice
 from fcdp_compile.plan import Kind
-from fcdp_compile.sharding import state_of
+from fcdp_compile.sharding import shard as shard_module
+from fcdp_compile.sharding.shard import state_of
 from tests.runtime.simulated_device import SimulatedDevice
 
 BUCKET_MB = 0.004  # a bucket for each layer or two
@@ -71,7 +71,7 @@ class Job:
         self.device = CheckedDevice(SimulatedDevice(0, is_blocking=program.is_blocking))
         self.model = program.build()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharding, "_device_of", lambda names, topology: self.device)
+            patch.setattr(shard_module, "_device_of", lambda names, topology: self.device)
             mesh = fcdp_compile.make_mesh(nodes=2)
             fcdp_compile.shard(self.model, mesh, strategy=program.strategy)
         options = {"compute": program.compute, "bucket_mb": BUCKET_MB, **program.options}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fcdp_compile.plan import Direction, Kind, Plan
-from fcdp_compile.recording import ScheduleKey
+from fcdp_compile.plan.recording import ScheduleKey
 from fcdp_compile.runtime.run import CompiledPlan
 from tests.streams.programs import PROGRAMS, Job, four_ranks
 

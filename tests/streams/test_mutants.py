@@ -10,18 +10,18 @@ from tests.streams.mutants import Mutant, Trial, mutants
 from tests.streams.programs import PROGRAMS, four_ranks
 
 EXPLAINED = {
-    "thread_lane.ThreadLane.join": "waits for threads at the end of the interpreter (test_lanes_at_exit)",
-    "thread_lane._Finisher.end": "the same",
-    "thread_lane._run_here": "of a device without streams (test_lanes)",
-    "collectives.Collectives.own_all_gather": "the lane between nodes holds the same as long",
+    "lanes.thread_lane.ThreadLane.join": "waits for threads at the end of the interpreter (test_lanes_at_exit)",
+    "lanes.thread_lane._Finisher.end": "the same",
+    "lanes.thread_lane._run_here": "of a device without streams (test_lanes)",
+    "collectives.collectives.Collectives.own_all_gather": "the lane between nodes holds the same as long",
 }
 """What no simulated device can notice, with the reason."""
 
 AT_ONCE = (
-    "stream_lane.OnStream.order",
-    "stream_lane.StreamLane.issue",
-    "pending.Pending.wait",
-    "lanes.Lanes.start",
+    "lanes.stream_lane.OnStream.order",
+    "lanes.stream_lane.StreamLane.issue",
+    "lanes.pending.Pending.wait",
+    "lanes.lanes.Lanes.start",
 )
 """What every program needs, one that fails among them."""
 
@@ -48,7 +48,7 @@ def test_nothing_can_be_taken_out_unnoticed() -> None:
     trial = Trial(list(PROGRAMS))
     # Without streams a task's thread keeps order itself, which test_lanes is about.
     on_streams = (
-        m for m in mutants() if "done=None" not in m.what or _place(m) != "lanes.Lanes.start"
+        m for m in mutants() if "done=None" not in m.what or _place(m) != "lanes.lanes.Lanes.start"
     )
     chosen = [m for m in on_streams if _place(m) not in EXPLAINED]
     assert len(chosen) > 45

@@ -1,0 +1,1 @@
+"""What one process of one part of `make gpu` measures."""

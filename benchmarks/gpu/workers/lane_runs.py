@@ -1,0 +1,176 @@
+"""Transfers and collectives on lanes, called directly, in a group of one rank: NCCL on a GPU, Gloo on a CPU.
+
+`Collectives` passes over a collective of one rank, so tasks are given to the lanes here.  Each result is
+read by the compute stream right after `wait`, while the lane may still be at work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.gpu.results import LaneRun, LaneRuns
+from benchmarks.gpu.workers.copies import synchronize
+from benchmarks.gpu.workers.setting import Setting
+from fcdp_compile.devices import device_of
+from fcdp_compile.plan import Lane
+from fcdp_compile.ranks.waiting import Wait
+from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.runtime.collectives.channel import Channel
+from fcdp_compile.runtime.collectives.gathers import gather_encoded, gather_flat, gather_own
+from fcdp_compile.runtime.collectives.quantize import Codec
+from fcdp_compile.runtime.collectives.reductions import all_reduce, reduce_encoded, reduce_scatter
+from fcdp_compile.runtime.lanes.lanes import Lanes
+from fcdp_compile.runtime.lanes.tasks import Run
+from fcdp_compile.strategy.formats import LEVELS, Format
+
+_ELEMENTS, _QUICK_ELEMENTS = 1 << 24, 1 << 12
+_TIMES, _QUICK_TIMES = 200, 5
+_WAIT = Wait(lambda: "a collective of one rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """tolerance: of the result, relative to the largest value."""
+
+    name: str
+    lane: Lane
+    run: Callable[[Tensor, Tensor], Run]
+    tolerance: float = 0.0
+
+
+def lane_runs(setting: Setting) -> LaneRuns:
+    """Check and time each kind of task."""
+    backend = "nccl" if setting.is_cuda else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    channel = Channel(group, 1, device_of(setting.device), _WAIT)
+    is_blocking = not channel.is_on_stream
+    lanes = Lanes(channel.device, is_blocking=is_blocking)
+    elements = _QUICK_ELEMENTS if setting.is_quick else _ELEMENTS
+    times = _QUICK_TIMES if setting.is_quick else _TIMES
+    runs: list[LaneRun] = []
+    for case in _cases(channel, elements, setting.device):
+        is_right = _is_right(lanes, case, elements, setting.device)
+        runs.append(
+            LaneRun(
+                name=case.name,
+                is_right=is_right,
+                issue_us=_issue_us(lanes, case, setting.device, times),
+            )
+        )
+        setting.write(LaneRuns(backend=backend, is_blocking=is_blocking, runs=runs))
+    runs.append(_round_trip(lanes, elements, setting.device))
+    return LaneRuns(backend=backend, is_blocking=is_blocking, runs=runs)
+
+
+def _cases(channel: Channel, elements: int, device: torch.device) -> list[_Case]:
+    codec = Codec(Format.INT8, [elements])
+    small = Codec(Format.INT8, [_QUICK_ELEMENTS])
+    rounding = 1.0 / LEVELS[Format.INT8]
+    order = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def fitting(out: Tensor) -> Codec:
+        return codec if out.numel() == elements else small
+
+    def encoded(out: Tensor, send: Tensor) -> Run:
+        travels = torch.empty(fitting(out).bytes, dtype=torch.uint8, device=device)
+        return partial(gather_encoded, out, travels, send, fitting(out), channel)
+
+    return [
+        _Case(name="copy", lane=Lane.INTRA, run=lambda out, send: partial(out.copy_, send)),
+        _Case(
+            name="all-gather",
+            lane=Lane.INTER,
+            run=lambda out, send: partial(channel.all_gather, out, send),
+        ),
+        _Case(name="all-gather, int8", lane=Lane.INTER, run=encoded, tolerance=rounding),
+        _Case(
+            name="all-gather, own",
+            lane=Lane.INTRA,
+            run=lambda out, send: partial(gather_own, out, send, None, channel),
+        ),
+        _Case(
+            name="all-gather, flat",
+            lane=Lane.INTER,
+            run=lambda out, send: partial(gather_flat, out, send, None, channel, order),
+        ),
+        _Case(
+            name="reduce-scatter",
+            lane=Lane.INTRA,
+            run=lambda out, send: partial(reduce_scatter, out, send, channel),
+        ),
+        _Case(
+            name="reduce-scatter, int8",
+            lane=Lane.INTER,
+            run=lambda out, send: partial(reduce_encoded, out, send, fitting(out), channel),
+            tolerance=rounding,
+        ),
+        _Case(
+            name="all-reduce",
+            lane=Lane.INTER,
+            run=lambda out, send: partial(all_reduce, out, send, channel),
+        ),
+    ]
+
+
+def _is_right(lanes: Lanes, case: _Case, elements: int, device: torch.device) -> bool:
+    """Whether what compute makes comes to the lane, and what the lane makes to compute, in order."""
+    expected = torch.linspace(-1, 1, elements, device=device)
+    source, out = torch.zeros_like(expected), torch.zeros_like(expected)
+    run = case.run(out, source)
+    synchronize(device)
+    _busy(device)
+    source.copy_(expected)
+    pending = lanes.start(case.lane, run, out=out, reads=[source], name="")
+    off = (pending.wait() - expected).abs().max().item()
+    return off <= case.tolerance
+
+
+def _issue_us(lanes: Lanes, case: _Case, device: torch.device, times: int) -> float:
+    source = torch.zeros(_QUICK_ELEMENTS, device=device)
+    out = torch.zeros_like(source)
+    found = []
+    for _ in range(times):
+        run = case.run(out, source)
+        began_s = time.perf_counter()
+        pending = lanes.start(case.lane, run, out=out, reads=[source], name="")
+        found.append(time.perf_counter() - began_s)
+        pending.wait()
+        synchronize(device)
+    return 1e6 * median(found)
+
+
+def _round_trip(lanes: Lanes, elements: int, device: torch.device) -> LaneRun:
+    """Out to a slab of the pool and back again, on two lanes, the second after the first."""
+    pool = PinnedPool(device_of(device))
+    slab = pool.take(elements, torch.float32)
+    expected = torch.linspace(-1, 1, elements, device=device)
+    source, back = torch.zeros_like(expected), torch.zeros_like(expected)
+    synchronize(device)
+    _busy(device)
+    source.copy_(expected)
+    began_s = time.perf_counter()
+    store = partial(slab.copy_, source, non_blocking=True)
+    stored = lanes.start(Lane.D2H, store, out=slab, reads=[source], name="")
+    load = partial(back.copy_, slab, non_blocking=True)
+    loaded = lanes.start(Lane.H2D, load, out=back, reads=[stored], name="")
+    issue_us = 1e6 * (time.perf_counter() - began_s)
+    is_right = bool((loaded.wait() == expected).all())
+    return LaneRun(name="store, then load", is_right=is_right, issue_us=issue_us)
+
+
+def _busy(device: torch.device) -> None:
+    """Keep the compute stream at work for a while, so that a missing wait shows."""
+    if device.type == "cuda":
+        matrix = torch.ones(4096, 4096, device=device)
+        for _ in range(10):
+            matrix = matrix @ matrix * 1e-4

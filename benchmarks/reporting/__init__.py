@@ -1,0 +1,1 @@
+"""Rows of measurements, and the tables and plots made of them."""

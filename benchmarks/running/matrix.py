@@ -1,0 +1,204 @@
+"""Which cells are measured, in which order, with how many steps: arithmetic on estimates, ahead of any run.
+
+Every cell gets the same share of time: many steps where a step is short, one where it takes minutes.  The
+share is the largest with which all fits into the budget.  If even one step each does not fit, the dearest
+cells are left out, those of twins first, and the report lists them with their price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from benchmarks.reporting.rows import Cell
+from benchmarks.running.job import Job, Timed
+from benchmarks.running.network import NETWORKS
+from benchmarks.systems.names import BY_NAME, SYSTEMS, System
+from benchmarks.systems.shape import Shape
+
+MODES = ("lora", "full")
+ACCUMULATIONS = (1, 8)
+CHECK_STEPS = {1: 3}
+"""Steps of the fixed beginning, by accumulation; one of each other accumulation."""
+
+MAX_STEPS = 7
+_SHORT_S = 4.0  # a step that is cheap enough to be repeated always
+_LORA_SHARE = 0.0075  # of the parameters of the default shape; an estimate for planning only
+_SHARES_S = (240, 120, 80, 60, 45, 35, 28, 22, 18, 14, 11, 8, 6, 4, 3, 2, 1, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What things take on this machine, in seconds; starting values for two cores and 2 x 2 ranks.
+
+    launch_s: start of a job until training can begin.  micro_batch_s: compute of one micro-batch of every
+    rank, full fine-tuning; LoRA takes two thirds.
+    """
+
+    shape: Shape
+    launch_s: float = 14.0
+    flops_per_s: float = 60e9
+    ranks: int = 4
+
+    @cached_property
+    def micro_batch_s(self) -> float:
+        """Six operations for each parameter and token, all ranks on the same cores."""
+        values = self.shape.approximate_bytes / 4
+        return 6 * values * self.shape.tokens * self.ranks / self.flops_per_s
+
+    def step_s(self, cell: Cell) -> float:
+        """Expected time of one step: compute, and after it the network."""
+        system = BY_NAME[cell.system]
+        all_bytes = self.shape.approximate_bytes
+        trained = all_bytes if cell.mode == "full" else int(_LORA_SHARE * all_bytes)
+        sent = system.traffic.step_bytes(
+            all_bytes=all_bytes, trained_bytes=trained, accumulation=cell.accumulation
+        )
+        compute = cell.accumulation * self.micro_batch_s * (1.0 if cell.mode == "full" else 2 / 3)
+        return 0.05 + compute + NETWORKS[cell.network].transfer_s(sent)
+
+    def job_s(self, job: Job) -> float:
+        """Expected time of a whole launch."""
+        total = self.launch_s + BY_NAME[job.system].compile_s
+        for accumulation, steps in job.check_steps.items():
+            cell = Cell(job.system, job.mode, accumulation, "unlimited")
+            total += steps * self.step_s(cell)
+        for timed in job.timed:
+            cell = Cell(job.system, job.mode, timed.accumulation, timed.network)
+            total += timed.steps * self.step_s(cell)
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A cell that does not fit into the time, and what one step of it would take."""
+
+    cell: Cell
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The jobs in the order in which they run, and the cells left out."""
+
+    jobs: list[Job]
+    skipped: list[Skipped]
+    expected_s: float
+
+
+def all_cells(
+    *,
+    systems: Sequence[str] = tuple(BY_NAME),
+    modes: Sequence[str] = MODES,
+    accumulations: Sequence[int] = ACCUMULATIONS,
+    networks: Sequence[str] = tuple(NETWORKS),
+) -> list[Cell]:
+    """The cells of the matrix that make sense: what differs only in accumulating needs some."""
+    return [
+        Cell(system.name, mode, accumulation, network)
+        for system in SYSTEMS
+        if system.name in systems
+        for mode in modes
+        for accumulation in accumulations
+        if accumulation > 1 or not system.accumulating_only
+        for network in networks
+    ]
+
+
+def plan(
+    cells: Sequence[Cell],
+    *,
+    shape: Shape,
+    costs: Costs,
+    budget_s: float,
+    rounds: int = 2,
+    nodes: int = 2,
+    ranks_per_node: int = 2,
+) -> Schedule:
+    """Fit the cells into the budget.
+
+    rounds: passes over all systems, fewer if that makes everything fit.  The steps of a cell are spread over
+    them; a cell with fewer steps than rounds is measured in the first ones only.
+
+    Raises: ValueError if there is nothing to plan.
+    """
+    if not cells or rounds < 1 or budget_s <= 0:
+        raise ValueError(
+            f"{len(cells)} cells in {rounds} rounds and {budget_s:.0f} s leave nothing to measure; "
+            "choose at least one cell, one round and a positive time"
+        )
+    kept = list(cells)
+    skipped: list[Skipped] = []
+
+    def fit(rounds: int, share_s: float) -> Schedule:
+        steps = {cell: _steps(share_s, costs.step_s(cell)) for cell in kept}
+        jobs = _jobs(steps, shape=shape, rounds=rounds, nodes=nodes, ranks_per_node=ranks_per_node)
+        expected_s = sum(costs.job_s(job) for job in jobs)
+        return Schedule(jobs=jobs, skipped=skipped, expected_s=expected_s)
+
+    while fit(1, 0.0).expected_s > budget_s and len(kept) > 1:
+        dearest = max(kept, key=lambda cell: _dearness(BY_NAME[cell.system], costs.step_s(cell)))
+        kept.remove(dearest)
+        skipped.append(Skipped(cell=dearest, step_s=costs.step_s(dearest)))
+    for tried in range(rounds, 0, -1):
+        for share_s in _SHARES_S:
+            schedule = fit(tried, share_s)
+            if schedule.expected_s <= budget_s:
+                return schedule
+    return fit(1, 0.0)  # a single cell, whatever it takes
+
+
+def _dearness(system: System, step_s: float) -> float:
+    # What a twin sends, and so what a slow network makes of it, is measured with its sibling.
+    return step_s * (4 if system.is_twin else 1)
+
+
+def _steps(share_s: float, step_s: float) -> int:
+    least = 3 if step_s <= _SHORT_S else 1
+    return max(least, min(MAX_STEPS, int(share_s / step_s)))
+
+
+def _jobs(
+    steps: dict[Cell, int], *, shape: Shape, rounds: int, nodes: int, ranks_per_node: int
+) -> list[Job]:
+    jobs = []
+    for number in range(rounds):
+        for mode in dict.fromkeys(cell.mode for cell in steps):
+            for system in dict.fromkeys(cell.system for cell in steps):
+                timed = [
+                    Timed(
+                        accumulation=cell.accumulation,
+                        network=cell.network,
+                        steps=share,
+                    )
+                    for cell, count in steps.items()
+                    if (cell.system, cell.mode) == (system, mode)
+                    if (share := _share(count, number, rounds))
+                ]
+                if not timed:
+                    continue
+                jobs.append(
+                    Job(
+                        system=system,
+                        mode=mode,
+                        round=number,
+                        shape=shape,
+                        nodes=nodes,
+                        ranks_per_node=ranks_per_node,
+                        check_steps=_check_steps(timed),
+                        timed=timed,
+                    )
+                )
+    return jobs
+
+
+def _share(count: int, number: int, rounds: int) -> int:
+    """How many of `count` steps a round takes, the first rounds the odd ones."""
+    return count // rounds + (number < count % rounds)
+
+
+def _check_steps(timed: Sequence[Timed]) -> dict[int, int]:
+    # Accumulation 1 always: it compiles, and it is the beginning that all launches share.
+    needed = {1, *(t.accumulation for t in timed)}
+    return {accumulation: CHECK_STEPS.get(accumulation, 1) for accumulation in sorted(needed)}

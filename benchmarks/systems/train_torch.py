@@ -1,0 +1,109 @@
+"""Training with what PyTorch ships: DDP, FSDP2 and HSDP, and without communication."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.systems.model import Gpt
+from benchmarks.systems.trainer import LEARNING_RATE, WEIGHT_DECAY, HostMemory, Place
+
+
+def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    """The optimizer of every system; DeepSpeed gets this object too."""
+    trained = [p for p in parameters if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+
+
+class TorchTrainer:
+    """The plain loop; systems differ in the model they bring and in how they accumulate."""
+
+    # torch says neither of a compiled module nor of a fully sharded one that it is a module.
+    def __init__(self, model: Any, parameters: list[nn.Parameter]) -> None:
+        self.model = model
+        self.optimizer = make_adamw(parameters)
+
+    def micro_batch(self, ids: Tensor, *, is_last: bool, accumulation: int) -> Tensor:
+        with self.accumulating(is_last=is_last):
+            loss: Tensor = self.model(ids)
+            (loss / accumulation).backward()
+        return loss.detach()
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def host_memory(self) -> HostMemory:
+        return HostMemory()
+
+
+class DdpTrainer(TorchTrainer):
+    """Gradients cross in the last micro-batch only; DDP holds them whole anyway."""
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last else self.model.no_sync()
+
+
+class HsdpTrainer(TorchTrainer):
+    """Gradients are reduced within the node every time, between nodes in the last micro-batch."""
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        self.model.set_requires_all_reduce(is_last)
+        return nullcontext()
+
+
+class NoSyncTrainer(TorchTrainer):
+    """Gradients are reduced in the last micro-batch only, and whole until then."""
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        self.model.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+
+def make_compute_trainer(model: Gpt, place: Place) -> TorchTrainer:
+    """Train without communication: the compute that all systems share.
+
+    The optimizer has the rank's share of the parameters, as where optimizer state is sharded.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return TorchTrainer(model, parameters[place.rank :: place.ranks])
+
+
+def make_trainer(name: str, model: Gpt, place: Place) -> TorchTrainer:
+    """Give the model to the system of that name."""
+    if name == "ddp":
+        return DdpTrainer(DistributedDataParallel(model), list(model.parameters()))
+    if name == "hsdp":
+        shape = (place.nodes, place.ranks_per_node)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra"))
+        sharded = _shard_blocks(model, mesh)
+        return HsdpTrainer(sharded, list(sharded.parameters()))
+    mesh = init_device_mesh("cpu", (place.ranks,))
+    if name == "fsdp2-node":
+        sharded = _shard_blocks(model, mesh, reshard_after_forward=place.ranks_per_node)
+        return TorchTrainer(sharded, list(sharded.parameters()))
+    if name == "fsdp2-compiled":
+        # Before fully_shard, so that its hooks stay outside of the compiled blocks.
+        for block in model.blocks:
+            block.compile()
+    sharded = _shard_blocks(model, mesh)
+    kind = NoSyncTrainer if name == "fsdp2-nosync" else TorchTrainer
+    return kind(sharded, list(sharded.parameters()))
+
+
+def _shard_blocks(
+    model: Gpt, mesh: DeviceMesh, *, reshard_after_forward: int | None = None
+) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return model

@@ -1,0 +1,134 @@
+"""Compile the codecs of a plan's buckets, as the segments of its graphs are.
+
+A part of the backend: what is compiled is handed to the runtime's codecs.  Equal shapes are compiled once
+(`Compute`), so layers that repeat cost one layer's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fcdp_compile import ops
+from fcdp_compile.backend.compute import Compute
+from fcdp_compile.plan import Bucket
+from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.collectives.quantize import Codec, decode_blocks, encode_blocks
+from fcdp_compile.strategy.formats import BLOCK
+from fcdp_compile.strategy.gathering import Algorithm
+from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode, without_modes
+
+log = logging.getLogger(__name__)
+
+
+def compile_codecs(
+    lowered: GraphModule,
+    buckets: dict[int, Bucket],
+    codecs: Codecs,
+    compute: Compute,
+    device: torch.device,
+) -> None:
+    """Compile what the steps of a graph encode and decode, and what refreshing its buckets does.
+
+    Nothing with ATen's kernels, which need no compiling.
+    """
+    if not compute.is_inductor:
+        return
+    with without_modes():
+        for number in dict.fromkeys(_buckets_of(lowered)):
+            _compile_weights(buckets[number], codecs, compute, device)
+        for node in lowered.graph.find_nodes(op="call_function", target=ops.inter_reduce_scatter):
+            bucket, params = buckets[node.kwargs["bucket"]], node.kwargs["params"]
+            if (codec := codecs.of_gradients(bucket, params)) is not None:
+                dtype, rows = getattr(torch, bucket.reduce_dtype), bucket.nodes
+                wide = torch.promote_types(dtype, torch.float32)
+                compile_codec(codec, compute, device, encodes=True, rows=rows, dtype=dtype)
+                compile_codec(codec, compute, device, encodes=False, rows=rows, dtype=wide)
+
+
+_ROWS: dict[Algorithm, Callable[[Bucket], set[int]]] = {
+    Algorithm.HIERARCHICAL: lambda bucket: {bucket.nodes},
+    Algorithm.HO_RING: lambda bucket: {bucket.nodes, 1},
+    Algorithm.RING: lambda bucket: {bucket.ranks},
+}
+"""How many slots are decoded at once: those of a node shard, a node's own, all."""
+
+
+def _compile_weights(
+    bucket: Bucket, codecs: Codecs, compute: Compute, device: torch.device
+) -> None:
+    if (codec := codecs.of_weights(bucket)) is None:
+        return
+    dtype = getattr(torch, bucket.dtype)
+    compile_codec(codec, compute, device, encodes=True, rows=1, dtype=dtype)
+    for rows in _ROWS[bucket.algorithm](bucket):
+        compile_codec(codec, compute, device, encodes=False, rows=rows, dtype=dtype)
+
+
+def _buckets_of(lowered: GraphModule) -> Iterable[int]:
+    return (
+        n.kwargs["bucket"]
+        for n in lowered.graph.nodes
+        if n.target in ops.EXPLICIT and isinstance(n.kwargs.get("bucket"), int)
+    )
+
+
+def compile_codec(
+    codec: Codec,
+    compute: Compute,
+    device: torch.device,
+    *,
+    encodes: bool,
+    rows: int,
+    dtype: torch.dtype,
+) -> None:
+    """Compile one direction of a codec for so many rows of values of a dtype, where that helps."""
+    kernels = codec.encoders if encodes else codec.decoders
+    if (rows, dtype) in kernels or not codec.is_regular or not codec.elements:
+        return
+
+    def encode(values: Tensor) -> tuple[Tensor, ...]:
+        return encode_blocks(codec, values)
+
+    def decode(scales: Tensor, data: Tensor) -> tuple[Tensor, ...]:
+        return (decode_blocks(codec, scales, data, dtype),)
+
+    function = encode if encodes else decode
+    # The same on every rank, and of a generator of its own: compiling must not change what users draw.
+    numbers = torch.Generator().manual_seed(0)
+    values = torch.randn(rows, codec.blocks, BLOCK, generator=numbers, device="cpu")
+    values = values.to(device, dtype)
+    inputs = [values] if encodes else list(encode_blocks(codec, values))
+    kernel = compute.compile(_trace(function, inputs, compute))
+    # Trusted after a look: with torch 2.13 on CPUs, Inductor can leave elements out of a loop, silently.
+    expected = decode_blocks(codec, *encode_blocks(codec, values), torch.float32)
+    found = kernel(list(inputs))
+    decoded = (
+        decode_blocks(codec, found[0], found[1], torch.float32) if encodes else found[0].float()
+    )
+    if torch.allclose(decoded, expected, rtol=2.0**-7, atol=0.0):
+        kernels[rows, dtype] = kernel
+    else:
+        _warn_once(str(device))
+
+
+@functools.cache
+def _warn_once(device: str) -> None:
+    log.warning(
+        "Inductor compiles the kernels that quantise wrongly for %s, so ATen's run instead", device
+    )
+
+
+def _trace(function: Callable[..., Any], like: Iterable[Tensor], compute: Compute) -> GraphModule:
+    # In AOTAutograd the mode of its trace is Inductor's too.
+    with detect_fake_mode() or FakeTensorMode():
+        values = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like]
+        # Inductor wants a graph without writes in place.
+        return make_fx(torch.func.functionalize(function), compute.decompositions())(*values)

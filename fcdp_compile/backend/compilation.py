@@ -1,0 +1,367 @@
+"""`torch.compile(model, backend="fcdp")`: the pipeline from a Dynamo graph to a bound program.
+
+    Dynamo graph -> AOTAutograd's joint graph -> partition -> bucket -> stamp
+                 -> lowering -> placement -> plan -> programs
+
+With `model_placement` the only part that knows both the passes and the runtime.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from fcdp_compile.backend.codec_kernels import compile_codecs
+from fcdp_compile.backend.compute import Compute, inductor_settings
+from fcdp_compile.backend.dump import Dump, trace
+from fcdp_compile.backend.fit_memory import fit_on_host, place_on_device
+from fcdp_compile.backend.options import Options
+from fcdp_compile.backend.writes import refuse_writes
+from fcdp_compile.errors import FcdpError, UnshardedParameterError
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.params import registry
+from fcdp_compile.params.home_shard import bring_back_inputs
+from fcdp_compile.params.mesh import process_count
+from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken
+from fcdp_compile.passes.graph.context import PassContext, use_of
+from fcdp_compile.passes.graph.inline import Inliner
+from fcdp_compile.passes.memory.choose_tiers import place_steps
+from fcdp_compile.passes.partition import partition
+from fcdp_compile.passes.pipeline import known_to_backward, lower_all, lower_variant, used_again
+from fcdp_compile.passes.segment import segment
+from fcdp_compile.passes.set_apart import set_apart, shard_inputs
+from fcdp_compile.passes.stamp import stamp
+from fcdp_compile.passes.variants import clone
+from fcdp_compile.plan import Bucket, Direction, Plan, Tier, Variant
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.program import Program
+from fcdp_compile.runtime.recorder import Recorder, clock_of
+from fcdp_compile.runtime.run import CompiledPlan
+from fcdp_compile.sharding.refusals import is_ignored
+from fcdp_compile.strategy import Cache
+from fcdp_compile.torch_compat import (
+    FakeTensorMode,
+    aot_autograd,
+    as_boxed,
+    detect_fake_mode,
+    min_cut_rematerialization_partition,
+    without_code,
+)
+
+log = logging.getLogger(__name__)
+
+
+def fcdp(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph; torch.compile calls this.
+
+    mode: of torch.compile, for the segments; modes with CUDA graphs are refused.
+
+    Raises: ValueError or TypeError for a bad mode or options, UnshardedParameterError for a parameter that
+    `shard` has not seen while several processes run, FcdpError for a forward that writes to a parameter.
+    """
+    settings = inductor_settings(mode)
+    checked = Options.parse({**(options or {}), **more})
+    _refuse_unsharded(gm, example_inputs)
+    refuse_writes(gm)
+    if settings:  # a mode is Inductor's, also where ATen's kernels are the default
+        checked = replace(checked, compute=checked.compute or "inductor")
+    return _Compilation(checked, example_inputs, settings).compile(gm, example_inputs)
+
+
+def _refuse_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    if (world := process_count()) == 1:
+        return
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=False):
+        if isinstance(value, nn.Parameter) and not (
+            isinstance(value, DTensor) or is_ignored(value)
+        ):
+            raise UnshardedParameterError(
+                f"{node.name}, a parameter of shape {tuple(value.shape)}, is not sharded but "
+                f"{world} processes run, so nothing would average its gradient; call "
+                "fcdp_compile.shard on the whole model, after adding adapters and before torch.compile"
+            )
+
+
+class _Compilation:
+    """One Dynamo graph on its way through AOTAutograd, which calls back for each part."""
+
+    def __init__(
+        self, options: Options, example_inputs: Sequence[Any], settings: Mapping[str, Any]
+    ) -> None:
+        self._options = options
+        device_type = _device_type(example_inputs)
+        self._machine = options.machine_on(device_type)
+        kind = Compute.available(options.compute_on(device_type), device_type)
+        self._compute = Compute(kind, settings)
+        self._inliner = Inliner(self._compute.decompositions())
+        self._bound: CompiledPlan | None = None
+        self._forward_buckets: dict[str, Bucket] = {}
+        self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
+        self._dump: Dump | None = None
+
+    def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiler = aot_autograd(
+            fw_compiler=partial(self._compile, Direction.FORWARD),
+            bw_compiler=partial(self._compile, Direction.BACKWARD),
+            inference_compiler=partial(self._compile, Direction.INFERENCE),
+            partition_fn=self._partition,
+            decompositions=self._compute.decompositions(),
+            keep_inference_input_mutations=True,
+        )
+        with without_code():
+            compiled: Callable[..., Any] = compiler(gm, example_inputs)
+        return compiled
+
+    # --- planning: no communication, nothing runs ---------------------------------------------------------
+
+    def _partition(
+        self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        fw, bw = partition(
+            self._compute.prepare_joint(set_apart(joint)),
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            partitioner=min_cut_rematerialization_partition,
+            **options,
+        )
+        model = _model_of(fw)
+        if model is not None:
+            self._bucket(model, Direction.FORWARD, fw)
+            self._forward_buckets = _bucket_by_key(fw)
+            self._bucket(model, Direction.BACKWARD, bw)
+            # A single rank's backward is given the parameters themselves: autograd watches them.
+            if model.topology.ranks > 1:
+                stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
+            self._plan(model, {Direction.FORWARD: fw, Direction.BACKWARD: bw})
+        return fw, bw
+
+    def _bucket(self, model: ShardedModel, direction: Direction, gm: GraphModule) -> None:
+        model.host_memory.ask(self._options.host_memory)
+        made = buckets_of(bucket(gm, self._context(model, direction)))
+        model.adopt(made)
+        model.host_memory.plan(host_bytes_taken(self._context(model, direction)))
+        if direction is not Direction.BACKWARD:
+            model.host_memory.note([b for b in made if b.strategy.keeps_on_host])
+
+    def _context(self, model: ShardedModel, direction: Direction) -> PassContext:
+        return PassContext(
+            nodes=model.topology.nodes,
+            ranks_per_node=model.topology.ranks_per_node,
+            specs={key: record.spec for key, record in model.records.items()},
+            frozen=frozenset(
+                key
+                for key, r in model.records.items()
+                if (p := r.living()) is not None and not p.requires_grad
+            ),
+            known=self._known(model, direction),
+            next_bucket=model.next_bucket,
+            bucket_bytes=self._options.bucket_bytes,
+            machine=self._machine,
+            in_flight_bytes=self._options.in_flight_bytes,
+            host_budget=model.host_memory.budget,
+            direction=direction,
+            inliner=self._inliner,
+        )
+
+    def _known(self, model: ShardedModel, direction: Direction) -> dict[str, tuple[Bucket, ...]]:
+        known = model.known_buckets()
+        if direction is Direction.BACKWARD:
+            return {
+                key: known_to_backward(self._forward_buckets.get(key), found)
+                for key, found in known.items()
+            }
+        # What a backward gathers for itself is cached by nobody.
+        return {
+            key: tuple(
+                b
+                for b in found
+                if b.strategy.cache is Cache.NONE
+                or b.tier is not Tier.NONE
+                or model.host_memory.is_left_out(b)
+            )
+            for key, found in known.items()
+        }
+
+    def _plan(self, model: ShardedModel, graphs: dict[Direction, GraphModule]) -> None:
+        """Lower every variant of the graphs and describe them all in one plan."""
+        contexts = {direction: self._context(model, direction) for direction in graphs}
+        lowered = lower_all(graphs, contexts)
+        self._lowered |= lowered.graphs
+        placed = place_on_device(
+            model, graphs, lowered, next(iter(contexts.values())), self._options
+        )
+        plan = Plan(
+            strategy=", ".join(dict.fromkeys(b.strategy.name for b in placed.buckets)),
+            nodes=model.topology.nodes,
+            ranks_per_node=model.topology.ranks_per_node,
+            graph=model.next_graph(),
+            buckets=placed.buckets,
+            refresh=lowered.refresh,
+            schedules=placed.schedules,
+            peak_bytes=placed.peak_bytes,
+            memory_limit_bytes=placed.limit_bytes,
+        )
+        self._bound = CompiledPlan(plan, model)
+        if self._options.dump is not None:
+            self._dump = Dump(self._options.dump, model.number)
+            if self._options.record:
+                self._bound.recorder = Recorder(
+                    self._options.record, clock_of(model.device), self._dump.write_recordings
+                )
+        model.plans[plan.graph] = plan
+        if model.topology.ranks > 1:
+            kept = {direction: clone(gm) for direction, gm in graphs.items()}
+            places = {d: _shard_places(gm) for d, gm in kept.items()}
+            given = next(iter(places.values()))  # a backward compares what its forward was given
+            self._bound.shards = {
+                d: {key: i for key, i in found.items() if key in given}
+                for d, found in places.items()
+            }
+            self._bound.add_given = partial(self._add_given, self._bound, kept)
+        backward = graphs.get(Direction.BACKWARD)
+        if backward is not None and any(b.strategy.accumulates_on for b in plan.buckets):
+            ctx = replace(
+                self._context(model, Direction.BACKWARD), backward_buckets=used_again(graphs)
+            )
+            self._bound.add_accumulation = partial(
+                self._add_accumulation, self._bound, clone(backward), ctx
+            )
+        log.info("%s", _summary(plan))
+        self._show(plan, again=False)
+
+    def _show(self, plan: Plan, *, again: bool) -> None:
+        trace(plan, self._lowered)
+        if self._dump is not None:
+            self._dump.write(plan, self._lowered, again=again)
+
+    def _add_accumulation(
+        self, bound: CompiledPlan, backward: GraphModule, base: PassContext
+    ) -> None:
+        """Lower and compile the variants of a backward that most users never run."""
+        schedules = []
+        base = fit_on_host(bound.living_model(), backward, base)
+        for variant in (Variant.ACCUMULATE, Variant.COLLECT):
+            ctx = replace(base, variant=variant)
+            # As while AOTAutograd calls the passes: what they make of sizes alone is fake, too.
+            with _fake_mode(backward):
+                lowered, described = lower_variant(backward, ctx)
+            self._lowered[Direction.BACKWARD, variant] = lowered
+            schedules.append(place_steps(described, bound.plan.buckets))
+            self._bind(bound, Direction.BACKWARD, variant)
+        bound.plan = replace(bound.plan, schedules=(*bound.plan.schedules, *schedules))
+        bound.living_model().plans[bound.plan.graph] = bound.plan
+        self._show(bound.plan, again=True)
+
+    def _add_given(self, bound: CompiledPlan, graphs: Mapping[Direction, GraphModule]) -> None:
+        """Compile what runs where other values than the model's own are given; nothing of it is planned."""
+        for direction, gm in graphs.items():
+            with _fake_mode(gm):
+                self._lowered[direction, Variant.GIVEN] = segment(set_apart(gm, every=True))
+            self._bind(bound, direction, Variant.GIVEN)
+
+    # --- compiling ----------------------------------------------------------------------------------------
+
+    def _compile(self, direction: Direction, gm: GraphModule, inputs: Any) -> Callable[..., Any]:
+        if direction is Direction.INFERENCE:
+            set_apart(gm)
+        model = _model_of(gm)
+        if model is not None and direction is Direction.INFERENCE:
+            self._bucket(model, direction, gm)
+            self._plan(model, {direction: gm})
+        bound = self._bound
+        if bound is None:
+            return as_boxed(_reading(self._compute.compile(gm)))
+        for of, variant in self._lowered:
+            if of is direction:
+                self._bind(bound, of, variant)
+        if direction is Direction.BACKWARD:
+            return as_boxed(bound.backward)
+        return as_boxed(partial(bound.forward, direction))
+
+    def _bind(self, bound: CompiledPlan, direction: Direction, variant: Variant) -> None:
+        lowered = self._lowered[direction, variant]
+        names = [str(n.target) for n in lowered.graph.find_nodes(op="call_module")]
+        segments = {name: self._compute.compile(getattr(lowered, name)) for name in names}
+        buckets = {b.id: b for b in bound.plan.buckets}
+        model = bound.living_model()
+        compile_codecs(lowered, buckets, model.codecs, self._compute, model.device.torch)
+        bound.programs[direction, variant] = Program(lowered, segments, buckets)
+        bound.reads[direction, variant] = _read_inputs(lowered)
+
+
+def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The function of a graph that gathers nothing but may read home shards as they are."""
+
+    def call(args: list[Any]) -> Any:
+        bring_back_inputs(args)
+        return function(args)
+
+    return call
+
+
+def _read_inputs(lowered: GraphModule) -> tuple[int, ...]:
+    """The inputs that a graph does more with than return them."""
+    inputs = lowered.graph.find_nodes(op="placeholder")
+    return tuple(i for i, n in enumerate(inputs) if any(u.op != "output" for u in n.users))
+
+
+def _shard_places(gm: GraphModule) -> dict[str, int]:
+    """Which of a graph's inputs is the home shard of each key."""
+    places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    return {key: places[n] for key, n in shard_inputs(gm.graph).items() if n is not None}
+
+
+def _fake_mode(gm: GraphModule) -> FakeTensorMode:
+    mode: FakeTensorMode | None = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
+    assert mode is not None, "graphs are traced with fake tensors"
+    return mode
+
+
+def _device_type(example_inputs: Sequence[Any]) -> str:
+    tensors = [v for v in example_inputs if isinstance(v, Tensor)]
+    return next((t.device.type for t in tensors if t.device.type != "cpu"), "cpu")
+
+
+def _model_of(gm: GraphModule) -> ShardedModel | None:
+    """The sharded model whose parameters a graph reads, if any."""
+    nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
+    owners = list({id(o): o for o in (registry.owner_of(str(n.args[1])) for n in nodes)}.values())
+    if len(owners) > 1:
+        raise FcdpError(
+            "one compiled graph reads parameters of two sharded models; compile each model on its own"
+        )
+    if not owners:
+        return None
+    assert isinstance(owners[0], ShardedModel)
+    return owners[0]
+
+
+def _bucket_by_key(gm: GraphModule) -> dict[str, Bucket]:
+    nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
+    return {str(n.args[1]): use_of(n).bucket for n in nodes}
+
+
+def _summary(plan: Plan) -> str:
+    steps = sum(len(s.steps) for s in plan.schedules)
+    frozen = sum(b.frozen for b in plan.buckets)
+    kept = sum(b.tier in (Tier.GPU, Tier.GPU_FULL) for b in plan.buckets)
+    peak = "" if plan.peak_bytes is None else f", predicted peak {plan.peak_bytes / 2**20:.1f} MiB"
+    return (
+        f"graph {plan.graph}: {plan.strategy} on {plan.nodes} x {plan.ranks_per_node} ranks, "
+        f"{len(plan.buckets)} buckets ({frozen} frozen, {kept} on the gpu), "
+        f"{len(plan.schedules)} schedules, {steps} steps{peak}"
+    )

@@ -1,0 +1,40 @@
+"""Which rank writes which rows of a parameter: each of them once, however many ranks have a copy."""
+
+from __future__ import annotations
+
+from fcdp_compile.checkpointing.format.record import CutTensor
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.params.spec import Home
+from fcdp_compile.strategy import Scope
+
+
+def cut(name: str, dtype: str, spec: ParamSpec, mesh: Home, index: int) -> CutTensor:
+    """How the home shards of a parameter, or of a tensor that lies as they do, are written.
+
+    Of copies, on all nodes or all ranks, one is written; index: of the tensor among all, so that each node or
+    rank writes some.  Rows that no rank has are left out.
+    """
+    layout, scope = spec.layout, spec.strategy.home
+    g = mesh.ranks_per_node
+    if layout.dim is None or scope is Scope.NONE:
+        return CutTensor(
+            name=name,
+            dtype=dtype,
+            shape=layout.shape,
+            dim=None,
+            rows=(1,),
+            files=(index % mesh.ranks,),
+        )
+    if scope is Scope.GLOBAL:
+        owners = [(c % mesh.nodes) * g + c // mesh.nodes for c in range(layout.ranks)]
+    else:
+        owners = [(index % mesh.nodes) * g + place for place in range(g)]
+    parts = [(rows, owner) for rows, owner in zip(layout.rows, owners, strict=True) if rows]
+    return CutTensor(
+        name=name,
+        dtype=dtype,
+        shape=layout.shape,
+        dim=layout.dim,
+        rows=tuple(rows for rows, _ in parts),
+        files=tuple(owner for _, owner in parts),
+    )

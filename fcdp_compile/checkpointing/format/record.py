@@ -1,0 +1,185 @@
+"""checkpoint.json: which files a checkpoint has, what they hold, and how to tell that they are intact."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fcdp_compile.errors import CheckpointError
+from fcdp_compile.files.json_records import RecordFormat, fail
+from fcdp_compile.files.safetensors_writer import DTYPES
+
+RECORD = "checkpoint.json"
+BLOCK_BYTES = 2**22
+"""Bytes under one checksum: 4 TB of data then have 68 MB of them."""
+_CHECKSUM = re.compile(r'"checksum": "([0-9a-f]{64})"')
+ID = re.compile(r"[0-9a-f]{16}")
+TORCH_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One rank's file: its size, and the checksum of each block of it."""
+
+    size_bytes: int
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutTensor:
+    """A tensor that ranks have written parts of.
+
+    dtype: torch's name of it.  dim: along which it is cut, None if one file has it whole.
+    rows, files: of each part, in the order of the rows along dim, how many and whose file has them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    dim: int | None
+    rows: tuple[int, ...]
+    files: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A frozen parameter whose values are not in the checkpoint; mark: of them (`marks`)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    mark: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedValue:
+    """A value (`tree`), with its tensors in one file.
+
+    rank: whose it is and whose file has its tensors; None if all ranks have the same, in rank 0's file.
+    """
+
+    name: str
+    rank: int | None
+    tree: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The record.  checksum: of the rest.  id: of the data's folder.  files: by rank, node * g + place."""
+
+    checksum: str
+    id: str
+    nodes: int
+    ranks_per_node: int
+    block_bytes: int
+    files: tuple[DataFile, ...]
+    tensors: tuple[CutTensor, ...]
+    left_out: tuple[LeftOut, ...]
+    values: tuple[SavedValue, ...]
+
+    @property
+    def folder(self) -> str:
+        """The name of the data's folder."""
+        return folder_of(self.id)
+
+
+def folder_of(id: str) -> str:
+    """The name of the folder of a checkpoint's data."""
+    return f"data-{id}"
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05}.safetensors"
+
+
+def seal(record: Checkpoint) -> Checkpoint:
+    """The record with its checksum."""
+    text = FORMAT.to_json(replace(record, checksum=""))
+    return replace(record, checksum=hashlib.sha256(text.encode()).hexdigest())
+
+
+def read_record(folder: Path) -> Checkpoint:
+    """The record of the checkpoint in a folder.
+
+    Raises: CheckpointError, naming the file, if there is none or it is damaged.
+    """
+    path = folder / RECORD
+    try:
+        return FORMAT.read(path)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} has no {RECORD}, so there is no checkpoint in it; give the folder that "
+            "fcdp_compile.save was given"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _check_text(text: str) -> None:
+    """Compare the checksum with that of the text around it, as it was written."""
+    found = _CHECKSUM.search(text)
+    if found is None:
+        fail("checksum", "is missing, or not 64 hexadecimal digits")
+    rest = text[: found.start(1)] + text[found.end(1) :]
+    if hashlib.sha256(rest.encode()).hexdigest() != found[1]:
+        fail("checksum", "is not that of the rest, so the file is damaged")
+
+
+def _check(record: Checkpoint) -> None:
+    if not ID.fullmatch(record.id):
+        fail("id", "is not 16 hexadecimal digits")
+    ranks = record.nodes * record.ranks_per_node
+    if len(record.files) != ranks or not ranks:
+        fail("files", f"are {len(record.files)}, but {ranks} ranks have written")
+    if record.block_bytes < 1:
+        fail("block_bytes", "is 0")
+    for i, file in enumerate(record.files):
+        if len(file.blocks) != -(-file.size_bytes // record.block_bytes):
+            fail(f"files[{i}].blocks", f"are {len(file.blocks)}, not as many as the file has")
+    for i, tensor in enumerate(record.tensors):
+        _check_tensor(tensor, ranks, f"tensors[{i}]")
+    for i, frozen in enumerate(record.left_out):
+        if frozen.dtype not in TORCH_DTYPES:
+            fail(f"left_out[{i}].dtype", f"is {frozen.dtype!r}, which no parameter has")
+    names = Counter([t.name for t in record.tensors] + [t.name for t in record.left_out])
+    if repeated := [n for n, k in names.items() if k > 1]:
+        fail("tensors", f"has {repeated[0]!r} twice")
+    _check_values(record.values, ranks)
+
+
+def _check_tensor(tensor: CutTensor, ranks: int, path: str) -> None:
+    if tensor.dtype not in TORCH_DTYPES:
+        fail(f"{path}.dtype", f"is {tensor.dtype!r}, which no file holds")
+    if len(tensor.rows) != len(tensor.files) or any(f >= ranks for f in tensor.files):
+        fail(f"{path}.files", "are not one for each part")
+    if len(set(tensor.files)) < len(tensor.files):
+        fail(f"{path}.files", "have two parts in one file")
+    is_whole = tensor.dim is None and tensor.rows == (1,)
+    is_cut = tensor.dim is not None and tensor.dim < len(tensor.shape)
+    if not is_whole and not (is_cut and sum(tensor.rows) == tensor.shape[tensor.dim or 0]):
+        fail(f"{path}.rows", "are not those of the shape")
+
+
+def _check_values(values: tuple[SavedValue, ...], ranks: int) -> None:
+    seen: dict[str, list[int | None]] = {}
+    for value in values:
+        seen.setdefault(value.name, []).append(value.rank)
+    for name, whose in seen.items():
+        if whose != [None] and whose != list(range(ranks)):
+            fail("values", f"has {name!r} neither once nor once for each rank")
+
+
+FORMAT = RecordFormat(
+    record=Checkpoint,
+    schema="fcdp-checkpoint/1",
+    what="checkpoint",
+    remedy="load another checkpoint",
+    error=CheckpointError,
+    check=_check,
+    check_text=_check_text,
+)

@@ -1,0 +1,84 @@
+"""A plan as tables for a terminal: buckets, and the ordered steps of each schedule."""
+
+from __future__ import annotations
+
+from fcdp_compile.cli.tables.schedule import format_schedule
+from fcdp_compile.cli.tables.table import mib, table, wrapped
+from fcdp_compile.cli.tables.times import Measured
+from fcdp_compile.files.json_records import one_line
+from fcdp_compile.plan import Bucket, Plan
+from fcdp_compile.plan.cost import Machine, simulate
+from fcdp_compile.view.short_names import fold_numbers, fold_params
+
+_BUCKET_HEADERS = (
+    "bucket",
+    "parameters",
+    "slot MiB",
+    "node MiB",
+    "full MiB",
+    "dtype",
+    "reduce dtype",
+    "frozen",
+    "strategy",
+    "tier",
+)
+
+
+def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured: Measured) -> str:
+    """The buckets of a plan, then the steps of each schedule, what they move over each link, and when.
+
+    note: whose speeds those of `machine` are.
+    """
+    header = (
+        f"{one_line(name)}: "
+        f"graph {plan.graph}, strategy {one_line(plan.strategy)}, "
+        f"{plan.nodes} x {plan.ranks_per_node} ranks (N x g), digest {plan.digest()[:12]}"
+    )
+    refresh = fold_numbers(sorted(plan.refresh)) or "none"
+    if measured:
+        note += "; measured: of each schedule the median of the recorded runs, on one rank"
+    sections = [header, _format_buckets(plan), f"refresh before a forward: {refresh}", note]
+    directions = [schedule.direction for schedule in plan.schedules]
+    for schedule in plan.schedules:
+        title = schedule.direction.value
+        if directions.count(schedule.direction) > 1:
+            title += f" {schedule.variant.value}"
+        times = {"predicted": simulate(schedule, machine, plan.ranks_per_node)}
+        if (found := measured.get((schedule.direction, schedule.variant))) is not None:
+            times["measured"] = found
+        sections.append(format_schedule(schedule, title, times))
+    return "\n\n".join(sections)
+
+
+def _format_buckets(plan: Plan) -> str:
+    """The table of buckets, and below it what is in each and why; names are too long for a column."""
+    rows = [_bucket_row(bucket) for bucket in plan.buckets]
+    count = sum(len(bucket.params) for bucket in plan.buckets)
+    rows.append(("total", str(count), *_sizes(*plan.buckets), "", "", "", "", ""))
+    align = ("right", "right", "right", "right", "right", *["left"] * 5)
+    contents = [line for bucket in plan.buckets for line in _contents(bucket)]
+    return "\n".join([table(_BUCKET_HEADERS, rows, align), *contents])
+
+
+def _contents(bucket: Bucket) -> list[str]:
+    names = [f"  {one_line(line)}" for line in fold_params(bucket.params)]
+    return ["", wrapped(f"bucket {bucket.id}: {one_line(bucket.why)}"), *names]
+
+
+def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
+    return (
+        str(bucket.id),
+        str(len(bucket.params)),
+        *_sizes(bucket),
+        bucket.dtype,
+        bucket.reduce_dtype,
+        "yes" if bucket.frozen else "no",
+        one_line(bucket.strategy.name),
+        bucket.tier.value,
+    )
+
+
+def _sizes(*buckets: Bucket) -> tuple[str, ...]:
+    """Slot, node shard and full parameters in MiB, of all together."""
+    sizes = [(b.slot_bytes, b.node_bytes, b.full_bytes) for b in buckets] or [(0, 0, 0)]
+    return tuple(mib(sum(column)) for column in zip(*sizes, strict=True))

@@ -1,0 +1,195 @@
+"""The profile of a cluster: speeds and sizes, from `fcdp probe`, a file, or a table of built-in ones.
+
+The scheduler takes its `machine` (`options={"machine": "cluster.json"}`), the planner and the simulator all
+of it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from fcdp_compile.errors import FcdpError, ProfileError
+from fcdp_compile.files.json_records import RecordFormat, fail
+from fcdp_compile.plan.cost import Link, Machine
+from fcdp_compile.suggestion import did_you_mean
+
+SCHEMA = "fcdp.cluster/1"
+
+MAX_RANKS_PER_NODE = 1024
+
+
+class Measured(Enum):
+    """What a sample is of; all ranks of the cluster, or of a node, at the same time."""
+
+    INTER_ALL_GATHER = "inter_all_gather"
+    INTRA_ALL_GATHER = "intra_all_gather"
+    H2D = "h2d"
+    D2H = "d2h"
+    COPY = "copy"
+    MATMUL = "matmul"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One measurement: the median time of something on the slowest rank.
+
+    bytes: sent over its card by one node (inter), sent by one rank (intra), copied by one rank (h2d, d2h),
+    read and written by one rank (copy).  flops: of one rank (matmul).
+    """
+
+    of: Measured
+    bytes: int
+    flops: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterProfile:
+    """What the planner and the simulator know of a cluster.
+
+    device_type: "cuda" or "cpu".  nodes: how many were measured, None for a table's entry.  ranks_per_node:
+    the most that a node has.  device_memory_bytes: of one rank.  host_memory_bytes: of one node.
+    ranks_per_host_link: ranks that share one link to host memory (a PCIe switch).  intra_over_host_link:
+    whether what ranks of a node send each other takes that link too (no NVLink between all of them).
+    machine: its h2d and d2h are of one such link, which all of these ranks may use at once; `rank_machine`
+    has a rank's share.  source: where the figures come from, for people.
+    """
+
+    name: str
+    device_type: str
+    nodes: int | None
+    ranks_per_node: int
+    device_memory_bytes: int
+    host_memory_bytes: int
+    ranks_per_host_link: int
+    intra_over_host_link: bool
+    machine: Machine
+    source: str
+    samples: tuple[Sample, ...] = ()
+
+    @property
+    def rank_machine(self) -> Machine:
+        """The speeds for one rank while all ranks copy at once, as they do in training."""
+        h2d, d2h = (
+            replace(link, bytes_per_s=link.bytes_per_s / self.ranks_per_host_link)
+            for link in (self.machine.h2d, self.machine.d2h)
+        )
+        return replace(self.machine, h2d=h2d, d2h=d2h)
+
+
+def _check(profile: ClusterProfile) -> None:
+    if not profile.name:
+        fail("name", "is empty")
+    if profile.device_type not in ("cuda", "cpu"):
+        fail("device_type", f"is {profile.device_type!r}, not cuda or cpu")
+    if not 1 <= profile.ranks_per_node <= MAX_RANKS_PER_NODE:
+        fail("ranks_per_node", f"is {profile.ranks_per_node}, not 1 to {MAX_RANKS_PER_NODE}")
+    if not 1 <= profile.ranks_per_host_link <= profile.ranks_per_node:
+        fail(
+            "ranks_per_host_link",
+            f"is {profile.ranks_per_host_link}, not 1 to the {profile.ranks_per_node} of a node",
+        )
+    if profile.nodes is not None and profile.nodes < 1:
+        fail("nodes", f"is {profile.nodes}, but must be at least 1")
+    for name in ("device_memory_bytes", "host_memory_bytes"):
+        if not getattr(profile, name):
+            fail(name, "is 0")
+    for i, sample in enumerate(profile.samples):
+        if sample.seconds <= 0:
+            fail(f"samples[{i}].seconds", f"is {sample.seconds}, but must be above 0")
+
+
+_FORMAT = RecordFormat(
+    record=ClusterProfile,
+    schema=SCHEMA,
+    what="cluster profile",
+    remedy="measure again with fcdp probe, or mend the field",
+    error=ProfileError,
+    check=_check,
+)
+
+
+def read_profile(path: str | os.PathLike[str]) -> ClusterProfile:
+    """Read a profile from a file.
+
+    Raises: ProfileError with the field and the fault; OSError where the file cannot be read.
+    """
+    return _FORMAT.read(path)
+
+
+def write_profile(path: str | os.PathLike[str], profile: ClusterProfile) -> None:
+    """Write a profile to a file that others see either whole or not at all.
+
+    Raises: OSError where it cannot be written.
+    """
+    _FORMAT.write(path, profile)
+
+
+def profile_to_json(profile: ClusterProfile) -> str:
+    """The text of a profile's file."""
+    return _FORMAT.to_json(profile)
+
+
+def profile_from_json(text: str, *, source: str) -> ClusterProfile:
+    """Read a profile from JSON text.
+
+    Raises: ProfileError, which names the source, the field and the fault.
+    """
+    return _FORMAT.from_json(text, source=source)
+
+
+def find_profile(name: str) -> ClusterProfile:
+    """A built-in profile by name, or the one in a file.
+
+    Raises: ProfileError for a damaged file; FcdpError for what is neither a built-in name nor a file.
+    """
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    if os.sep in name or name.endswith(".json") or Path(name).exists():
+        return read_profile(name)
+    hint = did_you_mean(name, CLUSTERS)
+    raise FcdpError(
+        f"unknown cluster {name!r}; give a file that fcdp probe wrote, or one of {', '.join(CLUSTERS)}{hint}"
+    )
+
+
+# "FCDP: Fully Cached Data Parallel" (Park et al.), table III: 16 GB in 0.613 s over PCIe 4.0 x16, and between
+# nodes in the times below.  That 10 GbE then carries 9.5 Gbit/s says that half of it crosses in each
+# direction, as in an all-gather of two nodes.
+_TABLE_III_BYTES = 16e9
+_TABLE_III_PCIE_S = 0.613
+_TABLE_III_S = {"100g-rdma": 0.949, "100g-ipoib": 3.963, "10gbe": 6.745, "1gbe": 67.66}
+_LATENCY_S = {"100g-rdma": 10e-6, "100g-ipoib": 50e-6, "10gbe": 50e-6, "1gbe": 100e-6}
+
+
+def _a40x8(network: str) -> ClusterProfile:
+    bus = Link(latency_s=10e-6, bytes_per_s=_TABLE_III_BYTES / _TABLE_III_PCIE_S)
+    crossing = _TABLE_III_BYTES / 2 / _TABLE_III_S[network]
+    return ClusterProfile(
+        name=f"a40x8-{network}",
+        device_type="cuda",
+        nodes=None,
+        ranks_per_node=8,
+        device_memory_bytes=46068 * 2**20,  # what nvidia-smi reports of 48 GB
+        host_memory_bytes=1000 * 10**9,
+        ranks_per_host_link=1,
+        intra_over_host_link=True,  # NVLink joins pairs only; a ring through all eight takes PCIe
+        machine=Machine(
+            inter=Link(latency_s=_LATENCY_S[network], bytes_per_s=crossing),
+            intra=Link(latency_s=20e-6, bytes_per_s=bus.bytes_per_s),
+            h2d=bus,
+            d2h=bus,
+            flops_per_s=0.75 * 149.7e12,  # of the data sheet's fp16 with fp32 sums
+            memory_bytes_per_s=0.8 * 696e9,  # of the data sheet's GDDR6
+        ),
+        source="FCDP (Park et al.), section VI and table III; A40 data sheet",
+    )
+
+
+CLUSTERS: dict[str, ClusterProfile] = {
+    profile.name: profile for profile in map(_a40x8, _TABLE_III_S)
+}
+"""Built-in profiles by name."""

@@ -1,0 +1,1 @@
+"""Values for models that were built on the meta device."""

@@ -1,0 +1,198 @@
+"""What the training loop computes of sharded parameters: `model.head.weight.norm()`.
+
+[Note: meeting whole tensors] An operation on home shards gives a DTensor, which torch does not let meet a
+plain tensor: `loss + 0.1 * weight.norm()` fails, or, where the plain one is a scalar, torch takes this rank's
+value for that of all ranks.  So such a DTensor becomes whole where it meets a plain tensor.  Its gradient is
+averaged over the ranks, as the model's are: the loss of the job is the mean of the ranks' losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.params.home_tensor import HomeTensor
+from fcdp_compile.params.layout import chunk_rows
+from fcdp_compile.params.mesh import all_ranks_of
+from fcdp_compile.torch_compat import tree_leaves, tree_map_only, without_torch_function
+
+
+class Sharded(HomeTensor):
+    """What home shards and what is computed of them have in common."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.copy_.default and _is_whole_copy(*args[:2]):
+            args = (args[0], args[0].cut(args[1].expand(args[0].shape)), *args[2:])
+        _refuse_plain(func, args, kwargs)
+        return _derived(func, super().__torch_dispatch__(func, types, args, kwargs), args)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor of the full shape; a view of it, on its device."""
+        for over, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                # As `layout`, [Note: chunk order], says: cut over the places, then over the nodes.
+                rows = chunk_rows(whole.shape[placement.dim], self.device_mesh.size(over))
+                mine = self.device_mesh.get_local_rank(over)
+                whole = whole.narrow(placement.dim, sum(rows[:mine]), rows[mine])
+        return whole
+
+    def cut(self, whole: Tensor) -> DTensor:
+        """A whole tensor of the full shape as a DTensor that is cut like this one; shares its memory."""
+        return DTensor(self.part_of(whole.detach()), self._spec, requires_grad=False)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """As DTensor's, but that gradients are averaged over the ranks unless grad_placements says more."""
+        if grad_placements is not None:
+            return super().full_tensor(grad_placements=grad_placements)
+        everywhere = [Replicate()] * self.device_mesh.ndim
+        whole: Tensor = _Whole.apply(self.redistribute(placements=everywhere))  # type: ignore[no-untyped-call]
+        return whole
+
+
+class Derived(Sharded):
+    """A DTensor that was computed of home shards ([Note: meeting whole tensors])."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        meets = any(is_plain(v) for v in tree_leaves((args, kwargs)))
+        # What is written to cannot become another tensor.
+        if meets and not (_writes(func, args, kwargs) or torch.compiler.is_compiling()):
+            args, kwargs = tree_map_only(DTensor, lambda d: d.full_tensor(), (args, kwargs))
+        with without_torch_function():
+            return func(*args, **kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        """The values without autograd, sharing memory."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        # DTensor takes it and keeps its values.
+        self.detach().copy_(other)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> Derived:
+        # As HomeShard's.
+        return _made(
+            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        )
+
+
+class _Whole(Function):
+    """A replicated DTensor as a plain tensor, whose gradient is averaged."""
+
+    @staticmethod
+    def forward(ctx: Any, replicated: DTensor) -> Tensor:
+        ctx.mesh = replicated.device_mesh
+        return replicated._local_tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        averaged = (grad / ctx.mesh.size()).contiguous()
+        every = all_ranks_of(ctx.mesh)
+        assert every is not None, "home shards are on a home mesh"
+        dist.all_reduce(averaged, group=every.mesh.get_group())
+        placements = [Replicate()] * ctx.mesh.ndim
+        return DTensor.from_local(averaged, ctx.mesh, placements, run_check=False)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a tensor that DTensors do not mix with."""
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def _is_whole_copy(target: Any, source: Any) -> bool:
+    """Whether `target.copy_(source)` gives sharded values those of a tensor that is no DTensor."""
+    return isinstance(target, Sharded) and not isinstance(source, DTensor)
+
+
+def _writes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function of torch writes to a DTensor, told by its name: `mul_`, `__iadd__`, `out=`."""
+    name: str = getattr(func, "__name__", "")
+    in_place = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+    written = [args[:1] if in_place else (), kwargs.get("out")]
+    return any(isinstance(v, DTensor) for v in tree_leaves(written))
+
+
+_WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow"))}
+
+
+def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse that sharded values meet a whole tensor where something is trained.
+
+    Raises: FcdpError.
+    """
+    if not torch.is_grad_enabled():
+        return
+    values = tree_leaves((args, kwargs))
+    if (plain := next((v for v in values if type(v) is Tensor), None)) is None:
+        return
+    if not (plain.ndim or any(getattr(v, "requires_grad", False) for v in values)):
+        return
+    key = next((k for v in values if (k := getattr(v, "_fcdp_key", None)) is not None), None)
+    name = (
+        "a value of sharded parameters" if key is None else f"parameter {key.partition(':')[2]!r}"
+    )
+    raise FcdpError(
+        f"{name} meets a whole tensor of shape {tuple(plain.shape)} in {func}; take "
+        "fcdp_compile.full(parameter), which is the whole parameter and averages its gradient"
+    )
+
+
+def _derived(func: Any, result: Any, args: Any) -> Any:
+    """The result of an operation on home shards or `Derived`, as such if it depends on their values."""
+    if func in _SAME and isinstance(args[0], Derived):
+        return _made(result)  # while compiling, too: AOTAutograd insists on the class of its inputs
+    if func in _INDEPENDENT or func._schema.is_mutable or torch.compiler.is_compiling():
+        return result
+    return tree_map_only(HomeTensor, _made_of, result)
+
+
+_aten = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.clone.default, _aten.alias.default)
+"""Operations that change nothing about a `Derived`."""
+
+_INDEPENDENT = (
+    _aten.detach.default,  # what one takes to have the shard
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.randint_like.default,
+    _aten.new_empty.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+)
+"""Operations whose results stay DTensors, such as an optimizer's states."""
+
+
+def _made_of(value: HomeTensor) -> HomeTensor:
+    return _made(value) if type(value) is HomeTensor else value
+
+
+def _made(dtensor: DTensor) -> Derived:
+    """The same object, as `Derived`."""
+    dtensor.__class__ = Derived
+    assert isinstance(dtensor, Derived)
+    return dtensor

@@ -1,0 +1,392 @@
+"""Which rank sits where: the mesh a user makes, and the topology that everything else reads from it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fcdp_compile.devices import are_on_stream, choose_device
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.params.spec import Home
+from fcdp_compile.ranks.lost_ranks import RollCall, naming_lost_ranks
+from fcdp_compile.ranks.process_groups import (
+    checked_timeout,
+    cpu_backend,
+    group_of,
+    timeout_of_new_groups,
+)
+from fcdp_compile.ranks.rendezvous import initialise
+from fcdp_compile.strategy import Scope
+
+log = logging.getLogger(__name__)
+
+INTER, INTRA = "inter", "intra"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Topology:
+    """N nodes of g ranks, where this rank is, and the groups it talks in.
+
+    node, place: n and l of this rank.  home_mesh: the ("intra", "inter") mesh of the DTensors (`layout`,
+    [Note: chunk order]).  control: a CPU group over all ranks for small agreements.  In one process without
+    torch.distributed there are no groups and no mesh.
+
+    [Note: groups of our own] Where collectives block, threads begin them, and a group whose members begin its
+    collectives in different orders mixes them up, silently.  So inter and intra are then not the mesh's: in
+    those the Python thread communicates, for DTensors and for the user.  Models on one mesh share them, and
+    the lanes that use them (`runtime.lanes.Lanes.shared`).
+    """
+
+    nodes: int
+    ranks_per_node: int
+    node: int
+    place: int
+    device_type: str
+    home_mesh: DeviceMesh | None
+    inter: dist.ProcessGroup | None
+    intra: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+    timeout: timedelta | None = None
+    roll_call: RollCall | None = None
+
+    @property
+    def ranks(self) -> int:
+        """G, the number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    def home(self, scope: Scope) -> Home:
+        """Where this rank is among those that home shards of a scope are cut over."""
+        return self.position.of(scope)
+
+    @property
+    def position(self) -> Home:
+        """Where this rank is among all."""
+        return Home(
+            nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            node=self.node,
+            place=self.place,
+        )
+
+
+def make_mesh(
+    nodes: int | None = None, *, timeout: timedelta | float | None = None
+) -> DeviceMesh | None:
+    """Make the ("inter", "intra") mesh from torchrun's environment.
+
+    Initialises torch.distributed if torchrun started this process and nobody has done so.  In a single
+    process without torchrun it returns None, which `shard` takes as one node of one rank.
+
+    nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
+    timeout: how long a rank waits for others before it raises LostRankError, in seconds or as a timedelta;
+    by default as long as the default process group does, which is NCCL's own 10 minutes if it is initialised
+    here for GPUs.  It holds for all groups that fcdp makes for this mesh, and for the default group if it is
+    initialised here.
+
+    Raises: ValueError on all ranks if they cannot be divided into nodes, or would not be alike.
+    """
+    chosen = checked_timeout(timeout)
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        if nodes not in (None, 1):
+            raise ArgumentError(
+                f"nodes={nodes} needs several processes and this is a single one; start it with torchrun"
+            )
+        return None
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    local_rank = os.environ.get("LOCAL_RANK")
+    device = choose_device(None if local_rank is None else int(local_rank))
+    had_groups = dist.is_initialized()
+    if not had_groups:
+        initialise(device.backends, chosen or device.timeout)
+    try:
+        with naming_lost_ranks(None, "make_mesh"):
+            count = _agreed_count(world, nodes)
+    except ValueError:
+        if not had_groups:
+            dist.destroy_process_group()
+        raise
+    return _make_mesh(device.torch.type, count, world // count, timeout_of_new_groups(chosen))
+
+
+def _make_mesh(
+    device_type: str, nodes: int, ranks_per_node: int, timeout: timedelta | None
+) -> DeviceMesh:
+    # Not torch's init_device_mesh, whose groups have torch's timeout, whatever the default group has.
+    ranks = torch.arange(nodes * ranks_per_node, device="cpu").view(nodes, ranks_per_node)
+    with naming_lost_ranks(None, "make_mesh, as groups are made"):
+        inter, intra = (
+            dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
+            for rows in (ranks.T, ranks)
+        )
+    mesh = DeviceMesh.from_group(
+        [inter, intra], device_type, mesh=ranks, mesh_dim_names=(INTER, INTRA)
+    )
+    _timeouts[inter] = timeout
+    return mesh
+
+
+_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta | None] = (
+    weakref.WeakKeyDictionary()
+)
+"""The timeout of the groups of a mesh that `make_mesh` made, by its inter group."""
+
+
+def _agreed_count(world: int, nodes: int | None) -> int:
+    """The number of nodes, once every rank has come to the same.
+
+    Machines may have started different numbers of ranks, or been told different numbers of nodes; a rank that
+    went on by itself, or left, would keep the others waiting.
+    """
+    try:
+        mine: int | str = _count_nodes(world, nodes)
+    except ValueError as error:
+        mine = str(error)
+    everyone: list[int | str] = [mine] * world
+    if world > 1 and dist.get_backend() != "fake":  # whose other ranks are not there
+        dist.all_gather_object(everyone, mine)
+    for found in everyone:
+        if isinstance(found, str):
+            raise ArgumentError(found)
+    counts = [int(found) for found in everyone]
+    if (other := next((r for r, n in enumerate(counts) if n != counts[0]), None)) is not None:
+        raise ArgumentError(
+            f"rank 0 makes {counts[0]} nodes of {world} ranks and rank {other} makes {counts[other]}; start "
+            "the same number of ranks on every node, or pass the same nodes=… on all"
+        )
+    return counts[0]
+
+
+def _count_nodes(world: int, nodes: int | None) -> int:
+    if nodes is not None:
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise ArgumentError(f"nodes must be a positive whole number, not {nodes!r}")
+        if world % nodes:
+            raise ArgumentError(
+                f"world size {world} cannot be split into {nodes} nodes; "
+                f"pass nodes=… so that it divides {world}"
+            )
+        return nodes
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % per_node:
+        raise ArgumentError(
+            f"world size {world} cannot be split into nodes of {per_node} ranks (LOCAL_WORLD_SIZE); "
+            f"start the same number of ranks on every node or pass nodes=… so that it divides {world}"
+        )
+    return world // per_node
+
+
+def process_count() -> int:
+    """How many processes run this job: torch.distributed's count, or torchrun's before it is initialised."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def topology_of(mesh: DeviceMesh | None) -> Topology:
+    """Read the topology off a mesh; the first time that makes groups, so every rank of the mesh must call it.
+
+    Raises: TypeError for anything but a DeviceMesh, ValueError if it lacks "inter" and "intra" or numbers
+    ranks in no order, or if there is no mesh though several processes run.
+    """
+    if mesh is None:
+        if (world := process_count()) > 1:
+            raise ArgumentError(
+                f"{world} processes run but shard got no mesh; pass fcdp_compile.make_mesh()"
+            )
+        return Topology(
+            nodes=1, ranks_per_node=1, node=0, place=0, device_type="cpu",
+            home_mesh=None, inter=None, intra=None, control=None,
+        )  # fmt: skip
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(f"mesh must be a DeviceMesh or None, not {type(mesh).__name__}")
+    names = mesh.mesh_dim_names or ()
+    if tuple(names) != (INTER, INTRA):
+        raise ArgumentError(
+            f"mesh has dimensions {tuple(names) or 'without names'}, expected ('inter', 'intra'); "
+            "make it with fcdp_compile.make_mesh()"
+        )
+    if len(set(_positions(mesh.mesh).values())) < mesh.mesh.numel():
+        raise ArgumentError(
+            f"mesh {mesh.mesh.tolist()} gives two ranks one position, as torch sorts the ranks of a group; "
+            "number the ranks of the nodes in one order, or make it with fcdp_compile.make_mesh()"
+        )
+    if id(mesh) not in _topologies:
+        _topologies[id(mesh)] = _make_topology(mesh)
+        weakref.finalize(mesh, _topologies.pop, id(mesh), None).atexit = False
+    return _topologies[id(mesh)]
+
+
+_topologies: dict[int, Topology] = {}
+"""By the mesh, as long as that lives: torch never gives a group back."""
+
+
+def _make_topology(mesh: DeviceMesh) -> Topology:
+    inter, intra = mesh.get_group(INTER), mesh.get_group(INTRA)
+    nodes, ranks_per_node = mesh.mesh.shape
+    ranks = mesh.mesh.flatten().tolist()
+    # Flattening this mesh would spare DTensor a collective, and make it silently wrong: for uneven shards
+    # torch 2.13 then gathers as if the rows had been cut once over all ranks, not twice.
+    home_mesh = DeviceMesh.from_group(
+        [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
+    )
+    _warn_of_staging(mesh.device_type, [inter, intra])
+    timeout = _timeouts[inter] if inter in _timeouts else timeout_of_new_groups(None)
+    roll_call = RollCall(ranks)
+    roll_call.begin()
+    with naming_lost_ranks(None, "shard, as groups are made"):
+        control = group_of(ranks, timeout, cpu_backend())
+        own_inter, own_intra = (_own(g, mesh.device_type, timeout) for g in (inter, intra))
+        every = _keep_all_ranks(home_mesh, intra, timeout)
+    roll_call.covers([inter, intra, own_inter, own_intra, control, every])
+    return Topology(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        node=mesh.get_local_rank(INTER),
+        place=mesh.get_local_rank(INTRA),
+        device_type=mesh.device_type,
+        home_mesh=home_mesh,
+        inter=own_inter,
+        intra=own_intra,
+        control=control,
+        timeout=timeout,
+        roll_call=roll_call,
+    )
+
+
+def _warn_of_staging(device_type: str, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Say once a mesh that what cards exchange goes through host memory; rank 0 says it."""
+    blocking = [g for g in groups if not are_on_stream(device_type, g)]
+    if device_type == "cpu" or not blocking or dist.get_rank():
+        return
+    found = dist.get_backend_config(blocking[0])
+    if "fake" not in found:
+        log.warning(
+            "the process groups of this mesh have no NCCL for GPUs (%s), so every transfer between them goes "
+            "through host memory; initialise torch.distributed with backend='cpu:gloo,cuda:nccl', or let "
+            "fcdp_compile.make_mesh do it",
+            found,
+        )
+
+
+def new_control_group(topology: Topology) -> dist.ProcessGroup | None:
+    """Another CPU group over all ranks of a mesh, which all of them must make; None for a single process."""
+    if topology.control is None:
+        return None
+    return _new_group(topology, dist.get_process_group_ranks(topology.control), cpu_backend())
+
+
+def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
+    assert topology.roll_call is not None, "several processes have one"
+    with naming_lost_ranks(topology.control, "shard, as groups are made"):
+        group = group_of(ranks, topology.timeout, backend)
+    topology.roll_call.covers([group])
+    return group
+
+
+@dataclass(slots=True, kw_only=True)
+class AllRanks:
+    """The mesh of one dimension over all ranks of a home mesh, for reductions of DTensors.
+
+    sent_bytes: what each node has sent to others for ops of DTensors.  The Python
+    thread communicates in the mesh's group ([Note: groups of our own]).
+    """
+
+    mesh: DeviceMesh
+    sent_bytes: int = 0
+
+
+def all_ranks_of(home_mesh: DeviceMesh) -> AllRanks | None:
+    """All ranks of a home mesh; None for any other mesh."""
+    return _all_ranks.get(id(home_mesh))
+
+
+_all_ranks: dict[int, AllRanks] = {}
+"""By the home mesh, as long as that lives."""
+
+
+def _keep_all_ranks(
+    home_mesh: DeviceMesh, intra: dist.ProcessGroup, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    ranks = sorted(home_mesh.mesh.flatten().tolist())
+    group = dist.group.WORLD
+    if len(ranks) < dist.get_world_size():
+        group = group_of(ranks, timeout, dist.get_backend(intra))
+    assert group is not None, "a mesh has process groups"
+    flat = DeviceMesh.from_group(group, home_mesh.device_type, mesh_dim_names=("all",))
+    _all_ranks[id(home_mesh)] = AllRanks(mesh=flat)
+    weakref.finalize(home_mesh, _all_ranks.pop, id(home_mesh), None).atexit = False
+    return group
+
+
+def control_ranks(topology: Topology) -> dict[tuple[int, int], int]:
+    """By node and place, the rank within the control group."""
+    if topology.home_mesh is None or topology.control is None:
+        return {(0, 0): 0}
+    positions = _positions(topology.home_mesh.mesh.T)
+    return {at: dist.get_group_rank(topology.control, rank) for rank, at in positions.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class FlatGroup:
+    """All ranks of a mesh in one group.
+
+    order: the rank in the group that has each chunk (`layout`, [Note: chunk order]).  crosses: whether this
+    rank's successor in a ring is on another node.
+    """
+
+    group: dist.ProcessGroup
+    order: tuple[int, ...]
+    crosses: bool
+
+
+def flat_group(topology: Topology) -> FlatGroup:
+    """The group over all ranks for the lanes; the first time that makes it, so every rank must call it."""
+    if topology not in _flat_groups:
+        _flat_groups[topology] = _make_flat_group(topology)
+    return _flat_groups[topology]
+
+
+_flat_groups: weakref.WeakKeyDictionary[Topology, FlatGroup] = weakref.WeakKeyDictionary()
+
+
+def _make_flat_group(topology: Topology) -> FlatGroup:
+    assert topology.home_mesh is not None, "a single process gathers nothing"
+    assert topology.inter is not None, "several nodes have groups between them"
+    on_stream = are_on_stream(topology.device_type, topology.inter)
+    positions = _positions(topology.home_mesh.mesh.T)
+    group = _new_group(topology, sorted(positions), None if on_stream else cpu_backend())
+    ranks = dist.get_process_group_ranks(group)
+    successor = ranks[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
+    return FlatGroup(
+        group=group,
+        order=tuple(ranks.index(r) for r in sorted(ranks, key=lambda r: positions[r][::-1])),
+        crosses=positions[successor][0] != topology.node,
+    )
+
+
+def _positions(mesh: Tensor) -> dict[int, tuple[int, int]]:
+    """Node and place of each rank, which follow from the order of ranks in groups: ascending, in torch."""
+    rows, columns = mesh.tolist(), mesh.T.tolist()
+    return {
+        rank: (sorted(column).index(rank), sorted(row).index(rank))
+        for row in rows
+        for rank, column in zip(row, columns, strict=True)
+    }
+
+
+def _own(
+    group: dist.ProcessGroup, device_type: str, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """A group of the same ranks for the lanes ([Note: groups of our own])."""
+    if dist.get_world_size(group) == 1 or are_on_stream(device_type, group):
+        return group
+    return group_of(dist.get_process_group_ranks(group), timeout, cpu_backend())

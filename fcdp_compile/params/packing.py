@@ -1,0 +1,133 @@
+"""Line parameters up in a bucket's flat buffer and take them out again: tensor arithmetic only.
+
+The same functions run eagerly and are traced into the lowered graphs.  Buffers (S = slot elements of the
+bucket, see `layout` [Note: slots]):
+
+    shards -> home buffer [S]        pack_home       no copy for one full slot of the right dtype
+    full buffer [G*S] -> parameters  unpack_full     no copy for a bucket of one evenly cut parameter
+    gradients -> buffer [G*S]        pack_grads
+    reduced buffer [S] -> shards     unpack_grads    what is behind the slot is padding
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.params.layout import ParamLayout
+
+
+def _rows_first(tensor: Tensor, layout: ParamLayout) -> Tensor:
+    return tensor if layout.dim in (None, 0) else tensor.movedim(layout.dim, 0)
+
+
+def _rows_back(rows: Tensor, layout: ParamLayout, count: int) -> Tensor:
+    """Undo `_rows_first` for a flat tensor of `count` rows; contiguous."""
+    if layout.dim is None:
+        return rows.reshape(())
+    others = [s for i, s in enumerate(layout.shape) if i != layout.dim]
+    tensor = rows.reshape([count, *others])
+    return tensor if layout.dim == 0 else tensor.movedim(0, layout.dim).contiguous()
+
+
+def _padded(flat: Tensor, elements: int) -> Tensor:
+    missing = elements - flat.numel()
+    return flat if not missing else torch.cat([flat, flat.new_zeros(missing)])
+
+
+def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
+
+
+def pack_home(
+    shards: Sequence[Tensor], layouts: Sequence[ParamLayout], dtype: torch.dtype
+) -> Tensor:
+    """Line up this rank's home shards as one slot of shape [S] in `dtype`."""
+    return _joined(
+        [
+            _padded(_rows_first(shard.to(dtype), layout).reshape(-1), layout.slot_elements)
+            for shard, layout in zip(shards, layouts, strict=True)
+        ],
+        0,
+    )
+
+
+def unpack_full(full: Tensor, layouts: Sequence[ParamLayout]) -> list[Tensor]:
+    """Take the parameters, contiguous and of their full shapes, out of the gathered buffer [G*S]."""
+    ranks = layouts[0].ranks
+    slots = full.view(ranks, -1)
+    params, offset = [], 0
+    for layout in layouts:
+        mine = slots.narrow(1, offset, layout.slot_elements)
+        offset += layout.slot_elements
+        if layout.dim is None:
+            params.append(mine[0].reshape(()))
+            continue
+        if layout.is_even:
+            flat = mine.reshape(-1)
+        else:
+            flat = _joined(_used(mine, layout) or [mine[0, :0]], 0)
+        # Slots of one element reshape to a strided view.
+        params.append(_rows_back(flat.contiguous(), layout, layout.shape[layout.dim]))
+    return params
+
+
+def _used(slots: Tensor, layout: ParamLayout) -> list[Tensor]:
+    """What is no padding in the slots [G, slot elements] of a parameter, flat, in order."""
+    used, first = [], 0
+    for run in layout.runs:
+        if run.rows:
+            rows = slots.narrow(0, first, run.slots).narrow(1, 0, run.rows * layout.row_elements)
+            used.append(rows.reshape(-1))
+        first += run.slots
+    return used
+
+
+def pack_grads(
+    grads: Sequence[Tensor], layouts: Sequence[ParamLayout], dtype: torch.dtype
+) -> Tensor:
+    """Line up full gradients as G slots, [G*S] in `dtype`: slot i is what chunk i's owner shall receive."""
+    return _joined(
+        [_grad_slots(g.to(dtype), layout) for g, layout in zip(grads, layouts, strict=True)], 1
+    ).reshape(-1)
+
+
+def padded(flat: Tensor, multiple: int) -> Tensor:
+    """A flat tensor with zeros at its end, as many as make its length a multiple."""
+    return _padded(flat, -(-flat.numel() // multiple) * multiple)
+
+
+def _grad_slots(grad: Tensor, layout: ParamLayout) -> Tensor:
+    if layout.dim is None:
+        return grad.reshape(1, 1).expand(layout.ranks, 1)
+    rows = _rows_first(grad, layout)
+    if layout.is_even:
+        return rows.reshape(layout.ranks, layout.slot_elements)
+    slots, start = [], 0
+    for run in layout.runs:
+        used = run.rows * layout.row_elements
+        taken = rows.narrow(0, start, run.slots * run.rows).reshape(run.slots, used)
+        if missing := layout.slot_elements - used:
+            taken = torch.cat([taken, taken.new_zeros(run.slots, missing)], 1)
+        slots.append(taken)
+        start += run.slots * run.rows
+    return _joined(slots, 0)
+
+
+def unpack_grads(
+    reduced: Tensor,
+    layouts: Sequence[ParamLayout],
+    local_shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    """Take this rank's gradient shards out of its reduced slot [S], each of its local shape and dtype."""
+    shards, offset = [], 0
+    for layout, shape, dtype in zip(layouts, local_shapes, dtypes, strict=True):
+        flat = reduced.narrow(0, offset, math.prod(shape))
+        offset += layout.slot_elements
+        count = shape[layout.dim] if layout.dim is not None else 1
+        shards.append(_rows_back(flat, layout, count).to(dtype))
+    return shards

@@ -1,0 +1,109 @@
+"""Parameters by key: what the two traced ops need to know of a parameter, and who owns it.
+
+A key is `m<model number>:<qualified name>`, unique in the process.  It is a string and not a number
+because Dynamo turns numbers that differ between two models of one class into symbols.  The registry holds
+owners weakly: it forgets a model when the model dies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """What every part may know of one sharded parameter.
+
+    home_dtype: of the shard that the optimizer steps.  gather_dtype: of what travels in all-gathers and of
+    the full parameter.  reduce_dtype: of what travels in reduce-scatters.  local_shape: of this rank's shard.
+    strategy: on this mesh.
+    """
+
+    key: str
+    name: str
+    layout: ParamLayout
+    home_dtype: torch.dtype
+    gather_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    strategy: Strategy
+
+
+class Owner(Protocol):
+    """The part of a sharded model that the traced ops call when they run eagerly."""
+
+    def spec(self, key: str) -> ParamSpec:
+        """The parameter's spec."""
+
+    def gather_eagerly(self, key: str, shard: torch.Tensor) -> torch.Tensor:
+        """Gather one parameter now."""
+
+    def gather(self, key: str, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Gather any value of one parameter now, in a dtype."""
+
+    def reduce_eagerly(self, key: str, grad: torch.Tensor) -> torch.Tensor:
+        """Reduce one gradient now."""
+
+
+_owners: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def new_model_number() -> int:
+    """The number of one more sharded model; the same on all ranks that shard in the same order."""
+    return next(_numbers)
+
+
+def register(key: str, owner: Owner) -> None:
+    """Make `owner` answer for `key` for as long as it lives."""
+    _owners[key] = owner
+
+
+def owner_of(key: str) -> Owner:
+    """Who answers for `key`.
+
+    Raises: FcdpError if the sharded model is gone.
+    """
+    owner = _owners.get(key)
+    if owner is None:
+        raise FcdpError(
+            f"parameter {key!r} belongs to a sharded model that no longer exists; compile the current model"
+        )
+    return owner
+
+
+def spec_of(key: str) -> ParamSpec:
+    """The spec of the parameter with that key; FcdpError if its model is gone."""
+    return owner_of(key).spec(key)
+
+
+def check_shard(spec: ParamSpec, shard: torch.Tensor) -> None:
+    """Refuse a shard that is not the one `shard` made: converted, replaced or reshaped since.
+
+    Raises: FcdpError.
+    """
+    if tuple(shard.shape) == spec.layout.shape != spec.local_shape:
+        raise whole_error(spec.name, shard)
+    if shard.dtype != spec.home_dtype or tuple(shard.shape) != spec.local_shape:
+        raise FcdpError(
+            f"parameter {spec.name!r} is now {shard.dtype} {tuple(shard.shape)} on this rank, but was "
+            f"sharded as {spec.home_dtype} {spec.local_shape}; convert the model before fcdp_compile.shard"
+        )
+
+
+def whole_error(name: str, found: torch.Tensor) -> FcdpError:
+    """The error for a plain tensor in the place of a home shard."""
+    return FcdpError(
+        f"parameter {name!r} is now {found.dtype} {tuple(found.shape)}, whole, where its home shard belongs; "
+        "do not replace it, give torch.func.functional_call values that are computed of the model's "
+        "parameters, and within fcdp_compile.gathered call the model, not a part that was compiled by itself"
+    )

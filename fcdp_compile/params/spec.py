@@ -1,0 +1,88 @@
+"""What becomes of one parameter on some mesh: arithmetic that needs neither the mesh nor the parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.strategy import Scope, Strategy
+from fcdp_compile.strategy.gathering import Algorithm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """The nodes and ranks of each that one copy of the parameters is cut over, and which of them this is."""
+
+    nodes: int
+    ranks_per_node: int
+    node: int
+    place: int
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share one copy."""
+        return self.nodes * self.ranks_per_node
+
+    def of(self, scope: Scope) -> Home:
+        """Where this rank of a whole mesh is among those that home shards of a scope are cut over."""
+        return Home(
+            nodes=self.nodes if scope is Scope.GLOBAL else 1,
+            ranks_per_node=1 if scope is Scope.NONE else self.ranks_per_node,
+            node=self.node if scope is Scope.GLOBAL else 0,
+            place=0 if scope is Scope.NONE else self.place,
+        )
+
+
+def fit_strategy(strategy: Strategy, mesh: Home) -> Strategy:
+    """The strategy as it is on this many nodes.
+
+    mesh: this rank among all of them.
+
+    Raises: ValueError for one that makes no sense there.
+    """
+    if mesh.nodes > 1:
+        if mesh.ranks_per_node == 1:  # there is one link, and one way to gather over it
+            strategy = replace(strategy, algorithm=Algorithm.HIERARCHICAL)
+        is_whole = mesh.of(strategy.home).ranks == 1
+        return strategy.on_whole_copies() if is_whole else strategy
+    if strategy.home is Scope.INTRA and mesh.ranks > 1:
+        raise ArgumentError(
+            f"strategy {strategy.name!r} shards within a node and replicates over nodes, but there is one "
+            "node; use 'zero3', which shards over all ranks, or make_mesh(nodes=…)"
+        )
+    return strategy.on_one_node(mesh.ranks_per_node)
+
+
+def param_spec(
+    key: str,
+    name: str,
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    strategy: Strategy,
+    mesh: Home,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> ParamSpec:
+    """The spec of a parameter of that shape on this rank of the mesh.
+
+    param_dtype, reduce_dtype: of computation and of reductions, None for its own.
+    """
+    home = mesh.of(strategy.home)
+    layout = ParamLayout.of(shape, home.nodes, home.ranks_per_node)
+    gathers_as = param_dtype if param_dtype and dtype.is_floating_point else dtype
+    reduces_as = reduce_dtype if reduce_dtype and dtype.is_floating_point else gathers_as
+    return ParamSpec(
+        key=key,
+        name=name,
+        layout=layout,
+        home_dtype=dtype,
+        gather_dtype=gathers_as,
+        reduce_dtype=reduces_as,
+        local_shape=layout.local_shape(home.node, home.place),
+        strategy=strategy,
+    )

@@ -1,0 +1,33 @@
+"""What will happen, as data: the records of a plan, its JSON file, and what it costs."""
+
+from fcdp_compile.plan.records import (
+    ASSEMBLING,
+    LANES,
+    SCHEMA,
+    Bucket,
+    BucketParam,
+    Direction,
+    Kind,
+    Lane,
+    Plan,
+    Schedule,
+    Step,
+    Tier,
+    Variant,
+)
+
+__all__ = [
+    "ASSEMBLING",
+    "LANES",
+    "SCHEMA",
+    "Bucket",
+    "BucketParam",
+    "Direction",
+    "Kind",
+    "Lane",
+    "Plan",
+    "Schedule",
+    "Step",
+    "Tier",
+    "Variant",
+]

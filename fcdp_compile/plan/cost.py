@@ -1,0 +1,217 @@
+"""What steps cost: links, compute, and the time that a schedule takes on its five lanes.
+
+Arithmetic only; speeds come from the user, a measurement or the defaults below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
+from fcdp_compile.strategy.gathering import Algorithm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A link: what starting a transfer costs, and how fast it then goes.
+
+    Raises: ValueError for a latency below or a bandwidth not above zero.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency_s < math.inf and 0 < self.bytes_per_s < math.inf):
+            raise ArgumentError(
+                f"a link needs finite latency_s >= 0 and bytes_per_s > 0, not {self.latency_s} and "
+                f"{self.bytes_per_s}"
+            )
+
+    def time_s(self, sent_bytes: float) -> float:
+        """Seconds for a transfer; none for no bytes."""
+        return self.latency_s + sent_bytes / self.bytes_per_s if sent_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The speeds of one cluster.
+
+    inter: of one node's card, which its ranks share.  intra: of one rank to the others of its node.  h2d,
+    d2h: of one rank's bus.  flops_per_s, memory_bytes_per_s: what one rank's compute reaches.
+
+    Raises: ValueError for a speed of compute that is not above zero.
+    """
+
+    inter: Link
+    intra: Link
+    h2d: Link
+    d2h: Link
+    flops_per_s: float
+    memory_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_s", "memory_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ArgumentError(
+                    f"machine's {name!r} must be above zero, not {getattr(self, name)}"
+                )
+
+    def time_s(self, step: Step, ranks_per_node: int) -> float:
+        """Seconds that a step keeps its lane busy."""
+        if step.kind is Kind.COMPUTE:
+            return max(step.flops / self.flops_per_s, step.accessed_bytes / self.memory_bytes_per_s)
+        copying = step.accessed_bytes / self.memory_bytes_per_s
+        if step.kind is Kind.FLAT_ALL_GATHER:  # as fast as the slower link
+            return copying + max(self.inter.time_s(step.bytes), self.intra.time_s(step.bytes))
+        links = {Lane.INTRA: self.intra, Lane.H2D: self.h2d, Lane.D2H: self.d2h}
+        if step.lane is Lane.INTER:  # the ranks of a node gather at the same time
+            return self.inter.time_s(step.bytes * ranks_per_node)
+        return copying + links[step.lane].time_s(step.bytes) if step.lane in links else 0.0
+
+
+def gather_s(bucket: Bucket, algorithm: Algorithm, machine: Machine) -> float:
+    """Seconds from home shards to full parameters with an algorithm, nothing else being under way."""
+    nodes, others = bucket.nodes, bucket.ranks_per_node - 1
+    own, crossing = bucket.slot_bytes, (nodes - 1) * bucket.wire_bytes
+    between = machine.inter.time_s(bucket.ranks_per_node * crossing)
+    copying = assembled_bytes(bucket) / machine.memory_bytes_per_s
+    if algorithm is Algorithm.HIERARCHICAL:
+        return between + machine.intra.time_s(others * nodes * own)
+    if algorithm is Algorithm.HO_RING:
+        at_once = max(between, machine.intra.time_s(others * own))
+        return at_once + machine.intra.time_s(others * (nodes - 1) * own) + copying
+    assert algorithm is Algorithm.RING, algorithm
+    sent = (bucket.ranks - 1) * bucket.wire_bytes
+    # It goes from rank to rank; a gather between nodes, which the latency is of, from node to node.
+    more_hops_s = ((bucket.ranks - 1) / (nodes - 1) - 1) * machine.inter.latency_s
+    return max(machine.inter.time_s(sent), machine.intra.time_s(sent)) + more_hops_s + copying
+
+
+def agreement_s(machine: Machine, nodes: int, ranks_per_node: int) -> float:
+    """Seconds until all ranks have agreed on what a forward runs, which its Python thread waits for.
+
+    The words are few, so that latency counts alone.  A device that has work left from the step before goes on
+    with that meanwhile.
+    """
+    link = machine.inter if nodes > 1 else machine.intra
+    return agreement_hops(nodes * ranks_per_node) * link.latency_s
+
+
+def agreement_hops(ranks: int) -> int:
+    """Messages one after the other until all ranks know what any says: to the first, then down a tree."""
+    return 1 + math.ceil(math.log2(ranks)) if ranks > 1 else 0
+
+
+def assembled_bytes(bucket: Bucket) -> int:
+    """Bytes read and written to put the parts of a full buffer in order."""
+    return 2 * bucket.full_bytes
+
+
+# Round figures: data sheets of an A100-class card on PCIe 4 and 10 Gbit/s Ethernet, half of the peak where
+# kernels do not reach it; and of two cores of a server on 1 Gbit/s.
+MACHINES: Mapping[str, Machine] = {
+    "cuda": Machine(
+        inter=Link(latency_s=50e-6, bytes_per_s=1.25e9),
+        intra=Link(latency_s=20e-6, bytes_per_s=20e9),
+        h2d=Link(latency_s=10e-6, bytes_per_s=20e9),
+        d2h=Link(latency_s=10e-6, bytes_per_s=20e9),
+        flops_per_s=150e12,
+        memory_bytes_per_s=1.2e12,
+    ),
+    "cpu": Machine(
+        inter=Link(latency_s=500e-6, bytes_per_s=125e6),
+        intra=Link(latency_s=200e-6, bytes_per_s=2e9),
+        h2d=Link(latency_s=20e-6, bytes_per_s=5e9),
+        d2h=Link(latency_s=20e-6, bytes_per_s=5e9),
+        flops_per_s=5e10,
+        memory_bytes_per_s=1e10,
+    ),
+}
+"""Speeds assumed where nothing was measured, by device type."""
+
+
+def machine_from(description: Mapping[str, Any], base: Machine) -> Machine:
+    """A machine from nested numbers, such as `{"inter": {"bytes_per_s": 125e6}}`; the rest is as in `base`.
+
+    Raises: ValueError for an unknown name or an impossible value, TypeError for what is no number.
+    """
+    values: dict[str, Any] = {name: getattr(base, name) for name in Machine.__slots__}
+    for name, value in description.items():
+        if name not in values:
+            raise ArgumentError(f"a machine has no {name!r}; it has {', '.join(values)}")
+        if not isinstance(values[name], Link):
+            values[name] = _number(name, value)
+            continue
+        if not isinstance(value, Mapping):
+            raise ArgumentError(f"machine's {name!r} must be a mapping, not {type(value).__name__}")
+        parts = {part: getattr(values[name], part) for part in Link.__slots__}
+        for part, number in value.items():
+            if part not in parts:
+                raise ArgumentError(f"a link has no {part!r}; it has {', '.join(parts)}")
+            parts[part] = _number(f"{name}.{part}", number)
+        values[name] = Link(**parts)
+    return Machine(**values)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentError(f"machine's {name!r} must be a number, not {type(value).__name__}")
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """When a step keeps its lane busy; for a wait, when compute stands still."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A schedule in time: a slot for each step, and how long each lane is busy."""
+
+    slots: tuple[Slot, ...]
+    busy_s: Mapping[Lane, float]
+    total_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """No order of the same steps is faster than the busiest lane."""
+        return max(self.busy_s.values())
+
+    @property
+    def exposed_s(self) -> float:
+        """How long compute stands still."""
+        return self.total_s - self.busy_s[Lane.COMPUTE]
+
+
+def simulate(schedule: Schedule, machine: Machine, ranks_per_node: int) -> Timeline:
+    """Run a schedule as the runtime does: a program that starts steps, lanes that take them in turn.
+
+    Compute and waits hold the program up; every other step starts when the program has come to it, its lane
+    is free and what it reads is done.
+    """
+    now = 0.0
+    free_s = dict.fromkeys(Lane, 0.0)
+    busy_s = dict.fromkeys(Lane, 0.0)
+    slots: list[Slot] = []
+    for step in schedule.steps:
+        ready = max((slots[i].end_s for i in step.waits), default=0.0)
+        cost = machine.time_s(step, ranks_per_node)
+        if step.lane is Lane.COMPUTE:
+            slot = Slot(start_s=now, end_s=max(now, ready) + cost)
+            now = slot.end_s
+        else:
+            start = max(now, ready, free_s[step.lane])
+            slot = Slot(start_s=start, end_s=start + cost)
+            free_s[step.lane] = slot.end_s
+        busy_s[step.lane] += cost
+        slots.append(slot)
+    total = max((s.end_s for s in slots), default=0.0)
+    return Timeline(slots=tuple(slots), busy_s=busy_s, total_s=total)

@@ -1,0 +1,193 @@
+"""What steps really took: recorded starts and ends, beside the plan that they are of.
+
+    runs of a program -> RecordedRun -> Recording (one schedule) -> RecordingFile (one plan) -> Timeline
+
+Data only; `runtime.recorder` takes the times, docs/recording.md describes the file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fcdp_compile.errors import ArgumentError, RecordingError
+from fcdp_compile.files.json_records import RecordFormat, one_line
+from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Variant
+from fcdp_compile.plan.cost import Slot, Timeline
+
+SCHEMA = "fcdp.recording/1"
+SUFFIX = ".recorded.json"
+
+_REMEDY = "record again with the options dump and record, or delete the file"
+
+ScheduleKey = tuple[Direction, Variant]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """When each step of one run started and ended on its lane, in seconds since the run's start.
+
+    Raises: ValueError for times that are no times.
+    """
+
+    starts_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.starts_s) != len(self.ends_s):
+            raise ArgumentError(f"{len(self.starts_s)} starts for {len(self.ends_s)} ends")
+        for i, (start_s, end_s) in enumerate(zip(self.starts_s, self.ends_s, strict=True)):
+            if not 0 <= start_s <= end_s < math.inf:
+                raise ArgumentError(f"step {i} lasts from {start_s} s to {end_s} s")
+
+    @property
+    def total_s(self) -> float:
+        """When the last step ended."""
+        return max(self.ends_s, default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """Runs of one schedule on one rank, in the order that they were made.
+
+    plan: the digest of its plan.  graph: the plan's number.
+
+    Raises: ValueError if there is no run, or if runs are of different numbers of steps.
+    """
+
+    plan: str
+    graph: int
+    direction: Direction
+    variant: Variant
+    runs: tuple[RecordedRun, ...]
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ArgumentError("it has no runs")
+        if len(counts := sorted({len(run.ends_s) for run in self.runs})) > 1:
+            raise ArgumentError(f"some runs have {counts[0]} steps and others {counts[-1]}")
+
+    @property
+    def key(self) -> ScheduleKey:
+        """Which schedule of the plan was run."""
+        return self.direction, self.variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingFile:
+    """What was recorded of one plan.
+
+    Raises: ValueError for two recordings of one schedule.
+    """
+
+    recordings: tuple[Recording, ...]
+
+    def __post_init__(self) -> None:
+        keys = [r.key for r in self.recordings]
+        for direction, variant in keys:
+            if keys.count((direction, variant)) > 1:
+                raise ArgumentError(f"{direction.value} {variant.value} was recorded twice")
+
+
+_FORMAT = RecordFormat(
+    record=RecordingFile,
+    schema=SCHEMA,
+    what="recording",
+    remedy=_REMEDY,
+    error=RecordingError,
+)
+
+
+def write_recordings(path: str | os.PathLike[str], recordings: Sequence[Recording]) -> None:
+    """Write what was recorded of one plan to a file that others see either whole or not at all.
+
+    Raises: OSError where the file cannot be written.
+    """
+    _FORMAT.write(path, RecordingFile(recordings=tuple(recordings)))
+
+
+def read_recordings(folder: str | os.PathLike[str]) -> dict[str, tuple[Recording, ...]]:
+    """What was recorded of the plans in a folder, by the name that plan and recording share.
+
+    Raises: RecordingError with the file, the field and the fault; OSError where a file cannot be read.
+    """
+    found = sorted(Path(folder).glob(f"*{SUFFIX}"))
+    return {path.name.removesuffix(SUFFIX): _FORMAT.read(path).recordings for path in found}
+
+
+def recordings_to_json(recordings: Sequence[Recording]) -> str:
+    """The text of a file of recordings."""
+    return _FORMAT.to_json(RecordingFile(recordings=tuple(recordings)))
+
+
+def recordings_from_json(text: str, *, source: str) -> tuple[Recording, ...]:
+    """Read recordings from JSON text.
+
+    Raises: RecordingError, which names the source, the field and the fault.
+    """
+    return _FORMAT.from_json(text, source=source).recordings
+
+
+def measured(recording: Recording, schedule: Schedule) -> Timeline:
+    """The run of median duration (of an even number, the shorter one) as a timeline.
+
+    A lane is busy while any step is on it; compute while it computes, not while it waits.
+
+    Raises: RecordingError for a recording of another number of steps.
+    """
+    runs = sorted(recording.runs, key=lambda run: run.total_s)
+    run = runs[(len(runs) - 1) // 2]
+    if len(run.ends_s) != len(schedule.steps):
+        raise RecordingError(
+            f"{_name(recording)} was recorded with {len(run.ends_s)} steps and the plan has "
+            f"{len(schedule.steps)}; {_REMEDY}"
+        )
+    slots = tuple(
+        Slot(start_s=start_s, end_s=end_s)
+        for start_s, end_s in zip(run.starts_s, run.ends_s, strict=True)
+    )
+    busy_s = {
+        lane: _covered_s(
+            slot
+            for step, slot in zip(schedule.steps, slots, strict=True)
+            if step.lane is lane and step.kind is not Kind.WAIT
+        )
+        for lane in Lane
+    }
+    return Timeline(slots=slots, busy_s=busy_s, total_s=run.total_s)
+
+
+def timelines(plan: Plan, recordings: Sequence[Recording]) -> dict[ScheduleKey, Timeline]:
+    """What was measured of each schedule of a plan that was recorded.
+
+    Raises: RecordingError for a recording of another plan.
+    """
+    schedules = {(s.direction, s.variant): s for s in plan.schedules}
+    digest = plan.digest()
+    for recording in recordings:
+        if (recording.plan, recording.graph) != (digest, plan.graph):
+            raise RecordingError(
+                f"{_name(recording)} was recorded with the plan {one_line(recording.plan[:12])} of graph "
+                f"{recording.graph}, not with {digest[:12]} of graph {plan.graph}; {_REMEDY}"
+            )
+        if recording.key not in schedules:
+            raise RecordingError(
+                f"{_name(recording)} was recorded and the plan has no such schedule; {_REMEDY}"
+            )
+    return {r.key: measured(r, schedules[r.key]) for r in recordings}
+
+
+def _name(recording: Recording) -> str:
+    return f"{recording.direction.value} {recording.variant.value}"
+
+
+def _covered_s(slots: Iterable[Slot]) -> float:
+    """How long at least one of the slots lasts."""
+    covered_s = until_s = 0.0
+    for slot in sorted(slots, key=lambda s: s.start_s):
+        covered_s += max(0.0, slot.end_s - max(slot.start_s, until_s))
+        until_s = max(until_s, slot.end_s)
+    return covered_s

@@ -1,0 +1,311 @@
+"""The plan: what a compiled graph communicates, when, and why - as data.
+
+A plan is made at compile time without running or communicating anything, is the same on every rank,
+serialises to JSON (`plan_json`), and says of every step what it moves and what it waits for.  The
+executed graph carries the same steps, one to one.
+
+Letters: N nodes, g ranks per node, G = N*g ranks that share one copy of a bucket, whose slot is P/G elements
+of `dtype`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.strategy import Strategy
+from fcdp_compile.strategy.formats import Format, row_bytes
+from fcdp_compile.strategy.gathering import Algorithm
+
+SCHEMA = "fcdp.plan/5"
+
+
+class Lane(Enum):
+    """The five resources a step can occupy."""
+
+    COMPUTE = "compute"
+    INTER = "inter"
+    INTRA = "intra"
+    H2D = "h2d"
+    D2H = "d2h"
+
+
+class Kind(Enum):
+    """What a step does; the name of its graph op, its counter, its profiler range and its dump line."""
+
+    COMPUTE = "compute"
+    INTER_ALL_GATHER = "inter_all_gather"
+    INTRA_ALL_GATHER = "intra_all_gather"
+    INTRA_OWN_ALL_GATHER = "intra_own_all_gather"
+    INTRA_REST_ALL_GATHER = "intra_rest_all_gather"
+    FLAT_ALL_GATHER = "flat_all_gather"
+    STORE = "store"
+    LOAD = "load"
+    WAIT = "wait"
+    FREE = "free"
+    COLLECT = "collect"
+    ACCUMULATE = "accumulate"
+    INTRA_REDUCE_SCATTER = "intra_reduce_scatter"
+    INTER_REDUCE_SCATTER = "inter_reduce_scatter"
+    INTER_ALL_REDUCE = "inter_all_reduce"
+    INTRA_GRAD_ALL_GATHER = "intra_grad_all_gather"
+
+
+LANES: dict[Kind, Lane] = {
+    Kind.COMPUTE: Lane.COMPUTE,
+    Kind.INTER_ALL_GATHER: Lane.INTER,
+    Kind.INTRA_ALL_GATHER: Lane.INTRA,
+    Kind.INTRA_OWN_ALL_GATHER: Lane.INTRA,
+    Kind.INTRA_REST_ALL_GATHER: Lane.INTRA,
+    Kind.FLAT_ALL_GATHER: Lane.INTER,
+    Kind.STORE: Lane.D2H,
+    Kind.LOAD: Lane.H2D,
+    Kind.WAIT: Lane.COMPUTE,
+    Kind.FREE: Lane.COMPUTE,
+    Kind.COLLECT: Lane.H2D,
+    Kind.ACCUMULATE: Lane.D2H,
+    Kind.INTRA_REDUCE_SCATTER: Lane.INTRA,
+    Kind.INTER_REDUCE_SCATTER: Lane.INTER,
+    Kind.INTER_ALL_REDUCE: Lane.INTER,
+    Kind.INTRA_GRAD_ALL_GATHER: Lane.INTRA,
+}
+"""The lane that a step of each kind occupies."""
+
+
+ASSEMBLING = frozenset({Kind.INTRA_REST_ALL_GATHER, Kind.FLAT_ALL_GATHER})
+"""Gathers that put parts in order once they have arrived, which costs a copy."""
+
+
+class Tier(Enum):
+    """What of a bucket waits between its uses, and where: its node shard, or on the GPU all of it."""
+
+    NONE = "none"
+    HOST = "host"
+    GPU = "gpu"
+    GPU_FULL = "gpu-full"
+
+
+class Direction(Enum):
+    """Which graph of a training step a schedule belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+class Variant(Enum):
+    """Of a forward, cold: trainable buckets have changed, gather them; warm: everything is cached, load it.
+
+    Of a backward, cold: reduce gradients to the home shards; accumulate: keep them at the strategy's scope,
+    as within `no_sync`; collect: reduce them with what was accumulated before.
+
+    Of both, given: gather what the graph is given, which is not the model's own, past buckets and caches; no
+    plan has it (`passes.set_apart`).
+    """
+
+    COLD = "cold"
+    WARM = "warm"
+    ACCUMULATE = "accumulate"
+    COLLECT = "collect"
+    GIVEN = "given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketParam:
+    """One parameter of a bucket: qualified name, layout, and where its slot starts in the bucket's slot.
+
+    offset: elements of the bucket's dtype.
+    """
+
+    name: str
+    layout: ParamLayout
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters that travel together.
+
+    id: number within the model. strategy: of its parameters. dtype: what travels in all-gathers.
+    reduce_dtype: what travels in reduce-scatters. frozen: no parameter of it requires a gradient. tier:
+    what of it waits between its uses, and where. gradient_tier: where gradients of micro-batches wait for
+    the one that synchronises; none: each is reduced to the home shards. wire, reduce_wire: what crosses
+    between nodes in all-gathers and reduce-scatters. host_format: what node shards are kept as in host
+    memory. algorithm: how it is gathered where that crosses between nodes, never auto. why: the reason for
+    its composition and tier, for people.
+    """
+
+    id: int
+    params: tuple[BucketParam, ...]
+    strategy: Strategy
+    dtype: str
+    itemsize: int
+    reduce_dtype: str
+    reduce_itemsize: int
+    frozen: bool
+    tier: Tier
+    gradient_tier: Tier
+    wire: Format
+    reduce_wire: Format
+    host_format: Format
+    algorithm: Algorithm
+    why: str
+
+    @property
+    def nodes(self) -> int:
+        """N: over how many nodes one copy is cut."""
+        return self.params[0].layout.nodes
+
+    @property
+    def ranks_per_node(self) -> int:
+        """g: over how many ranks of each."""
+        return self.params[0].layout.ranks_per_node
+
+    @property
+    def ranks(self) -> int:
+        """G: the ranks that share one copy."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def slot_elements(self) -> int:
+        """P/G: elements that a rank contributes."""
+        return sum(p.layout.slot_elements for p in self.params)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one rank's slot, padding included."""
+        return self.slot_elements * self.itemsize
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of one rank's slot between nodes."""
+        return row_bytes(self._slots, self.wire, self.itemsize)
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of the node shard, W/g."""
+        return self.slot_bytes * self.nodes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the node shard in host memory."""
+        return row_bytes(self._slots, self.host_format, self.itemsize) * self.nodes
+
+    @property
+    def _slots(self) -> list[int]:
+        return [p.layout.slot_elements for p in self.params]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered bucket, W."""
+        return self.slot_bytes * self.ranks
+
+    def agreed(self) -> Bucket:
+        """What ranks must agree on: for reasons of its own each may have a copy on its GPU or its host."""
+        tier, gradient_tier = (
+            Tier.NONE if t is Tier.NONE else Tier.HOST for t in (self.tier, self.gradient_tier)
+        )
+        return replace(self, tier=tier, gradient_tier=gradient_tier, why="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a schedule.
+
+    index: position.  bytes: what this rank sends over the link, or is planned to copy over H2D or D2H; 0 for
+    steps that move nothing.  waits: indices of the steps whose results it needs.  flops, accessed_bytes: the
+    work of a compute step, floating point operations and bytes read and written; also what a gather reads and
+    writes to put parts in order.  label: for people.
+    """
+
+    index: int
+    kind: Kind
+    lane: Lane
+    bucket: int | None
+    bytes: int
+    waits: tuple[int, ...]
+    flops: int = 0
+    accessed_bytes: int = 0
+    label: str = ""
+
+    @property
+    def agreed_bytes(self) -> int:
+        """Bytes that ranks must agree on in a plan: those that travel between them.
+
+        But not those of an intra-node all-gather, which its bucket implies: whether it is needed at all is
+        agreed on at run time (`runtime.host_cache` [Note: full parameters]).
+        """
+        local = self.lane in (Lane.H2D, Lane.D2H) or self.kind is Kind.INTRA_ALL_GATHER
+        return 0 if local else self.bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The ordered steps of one graph in one variant.
+
+    in_flight_bytes: the most bytes of gathered parameters and of gradients on their way that are alive at
+    once (`passes.schedule` [Note: in-flight budget]).  memory_bytes: for each step the most device memory
+    that is predicted to be in use during it; empty if nobody predicted it.
+    """
+
+    direction: Direction
+    variant: Variant
+    steps: tuple[Step, ...]
+    in_flight_bytes: int = 0
+    memory_bytes: tuple[int, ...] = ()
+
+    def bytes_by_kind(self) -> dict[Kind, int]:
+        """Bytes that one run moves, by kind; kinds that move nothing are left out."""
+        totals: dict[Kind, int] = {}
+        for step in self.steps:
+            if step.bytes:
+                totals[step.kind] = totals.get(step.kind, 0) + step.bytes
+        return totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that one compiled graph will do.
+
+    graph: number of the compilation within the model.  refresh: buckets that must be valid in the cache
+    before the forward starts; a stale one is gathered between nodes and stored first.  peak_bytes: the most
+    device memory that a step is predicted to take with the buckets in these tiers; None if nobody asked.
+    memory_limit_bytes: what a cache that adapts may let that grow to; None if there is none.
+    strategy: the names of its buckets' strategies, for people.  nodes, ranks_per_node: of the mesh.
+    Ranks may disagree on graph and what is said of memory, and on what is on the GPU or the host.
+    """
+
+    strategy: str
+    nodes: int
+    ranks_per_node: int
+    graph: int
+    buckets: tuple[Bucket, ...]
+    refresh: tuple[int, ...]
+    schedules: tuple[Schedule, ...]
+    peak_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+
+    def bucket(self, bucket_id: int) -> Bucket:
+        """The bucket with that number; KeyError if there is none."""
+        for bucket in self.buckets:
+            if bucket.id == bucket_id:
+                return bucket
+        raise KeyError(f"plan has no bucket {bucket_id}")
+
+    def digest(self) -> str:
+        """A hash of everything that ranks must agree on before they communicate.
+
+        Compute steps are left out: a rank that recompiled for dynamic shapes sends and receives the same.
+        """
+        parts: list[object] = [SCHEMA, self.strategy, self.nodes, self.ranks_per_node, self.refresh]
+        parts += [bucket.agreed() for bucket in self.buckets]
+        for schedule in self.schedules:
+            parts.append((schedule.direction, schedule.variant))
+            parts += [
+                (s.kind, s.bucket, s.agreed_bytes)
+                for s in schedule.steps
+                if s.kind is not Kind.COMPUTE
+            ]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""`save_pretrained`: a sharded model as Transformers and PEFT write theirs."""

@@ -1,0 +1,123 @@
+"""Whole parameters on one rank, one at a time: what is written to a file that any program reads.
+
+    home shards [W/G] on G ranks ── point to point ──▶ the writer [W]; nobody else ever has more than its own
+
+The writer is the rank at place 0 of node 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.mesh import Topology, control_ranks
+from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
+from fcdp_compile.runtime.parameters.record import ParamRecord
+
+_DOING = "whole parameters on their way to the rank that writes them"
+
+
+class WholeValues:
+    """Brings whole parameters to the writer.
+
+    [Note: no early way out] What fails on a rank is remembered (`error`) and the rank goes on sending and
+    receiving, zeros if need be: the others are about to do their part.  All ranks meet now and then to
+    hear of errors (`together`), and whatever was written by then is thrown away.
+
+    The control group is used, on the Python thread.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._ranks = control_ranks(topology)
+        self.is_writer = topology.node == 0 and topology.place == 0
+        self.error: Exception | None = None
+
+    def attempt(self, act: Callable[[], None]) -> None:
+        """Do something alone, unless this rank has failed before ([Note: no early way out])."""
+        if self.error is None:
+            try:
+                act()
+            except Exception as error:  # whatever it is, it is for all ranks to hear
+                self.error = error
+
+    def check(self) -> None:
+        """Raise what this rank has remembered; for `together`."""
+        if self.error is not None:
+            raise self.error
+
+    def whole(self, record: ParamRecord) -> Tensor | None:
+        """A parameter in its home dtype on the CPU of the writer, None on the others; all ranks must call it.
+
+        Shapes: this rank's part `spec.local_shape`, the result `spec.layout.shape`.
+        """
+        layout = record.spec.layout
+        owners = [(n, p) for n in range(layout.nodes) for p in range(layout.ranks_per_node)]
+        here = (self._topology.node, self._topology.place)
+        if not self.is_writer:
+            # Where every rank, or every node, has a copy of its own, the writer's is complete.
+            if layout.dim is not None and here in owners:
+                self._send(self._part(record))
+            return None
+        room: list[Tensor] = []
+        dtype = record.spec.home_dtype
+        self.attempt(lambda: room.append(torch.empty(layout.shape, dtype=dtype, device="cpu")))
+        for owner in owners if layout.dim is not None else [here]:
+            shape = layout.local_shape(*owner)
+            into = (
+                _rows(room[0], layout, *owner)
+                if room
+                else torch.empty(shape, dtype=record.spec.home_dtype, device="cpu")
+            )
+            if owner == here:
+                into.copy_(self._part(record))
+            else:
+                self._receive(into, self._ranks[owner])
+        return room[0] if room else None
+
+    def _part(self, record: ParamRecord) -> Tensor:
+        parts: list[Tensor] = []
+        self.attempt(lambda: parts.append(record.values().cpu()))
+        spec = record.spec
+        return (
+            parts[0]
+            if parts
+            else torch.zeros(spec.local_shape, dtype=spec.home_dtype, device="cpu")
+        )
+
+    def _send(self, part: Tensor) -> None:
+        if part.numel():
+            with naming_lost_ranks(self._topology.control, _DOING):
+                dist.send(
+                    _bytes(part.contiguous()),
+                    group=self._topology.control,
+                    group_dst=self._ranks[0, 0],
+                )
+
+    def _receive(self, into: Tensor, rank: int) -> None:
+        if not into.numel():
+            return
+        part = into
+        if not into.is_contiguous():
+            part = torch.empty(into.shape, dtype=into.dtype, device="cpu")
+        with naming_lost_ranks(self._topology.control, _DOING):
+            dist.recv(_bytes(part), group=self._topology.control, group_src=rank)
+        if part is not into:
+            into.copy_(part)
+
+
+def _rows(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor:
+    """The part of a whole parameter that the rank at this node and place owns."""
+    if layout.dim is None:
+        return whole
+    rows = layout.local_shape(node, place)[layout.dim]
+    return whole.narrow(layout.dim, layout.local_start(node, place), rows)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # Gloo knows few dtypes.
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""Measure the cluster that a process is a rank of."""

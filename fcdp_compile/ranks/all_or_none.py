@@ -1,0 +1,57 @@
+"""Do something on every rank such that all succeed or all raise: nobody waits for a rank that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.ranks.messages import gather_objects
+
+T = TypeVar("T")
+
+
+def together(
+    group: dist.ProcessGroup | None,
+    act: Callable[[], T],
+    error: type[FcdpError] = FcdpError,
+    doing: str = "an agreement of all ranks",
+) -> list[T]:
+    """Call `act` on every rank and return what each rank's gave, by rank in the group.
+
+    act: without collectives of its own; its result is picklable and small.  group: a CPU group, such as
+    `Topology.control`; None in a single process.  doing: what the error says if a rank does not come.
+
+    Raises: LostRankError if a rank does not come; `error` on every rank of the group if `act` raises on any,
+    with the message of the first that did and how many more.
+    """
+    cause: Exception | None = None
+    try:
+        mine: tuple[bool, T | str] = (True, act())
+    except Exception as raised:
+        # Whatever it is, the other ranks have to hear of it.
+        mine, cause = (False, str(raised) or type(raised).__name__), raised
+    everyone: list[tuple[bool, T | str]] = [mine]
+    if group is not None:
+        everyone = gather_objects(mine, group, doing)
+    problems = {rank: str(value) for rank, (works, value) in enumerate(everyone) if not works}
+    if problems:
+        raise error(_told(problems, len(everyone))) from cause
+    return [value for _, value in everyone]  # type: ignore[misc]  # no rank has a message
+
+
+def _told(problems: dict[int, str], ranks: int) -> str:
+    first = next(iter(problems))
+    alike = [rank for rank, text in problems.items() if text == problems[first]]
+    if len(alike) == ranks:
+        return problems[first]
+    others = len(problems) - len(alike)
+    more = f" ({others} other ranks failed otherwise)" if others else ""
+    return f"{_ranks(alike)}: {problems[first]}{more}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

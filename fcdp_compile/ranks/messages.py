@@ -1,0 +1,48 @@
+"""Small messages between ranks on the caller's thread: numbers, objects, the bytes of one rank for all.
+
+The groups are CPU groups such as `Topology.control`.  doing: what a message is for, which the error says if a
+rank does not come.
+
+Raises, in every function: LostRankError.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcdp_compile.ranks.waiting import Wait, finish
+
+T = TypeVar("T")
+
+# torch 2.13 renamed it and warns of the older name, the only one of 2.11.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def gather_at_once(out: Tensor, send: Tensor, group: dist.ProcessGroup, doing: str) -> None:
+    """[n] of every rank -> [size*n]."""
+    finish(all_gather(out, send, group=group, async_op=True), group, Wait(lambda: doing))
+
+
+def gather_objects(mine: T, group: dist.ProcessGroup, doing: str) -> list[T]:
+    """What every rank gave, by rank in the group: anything small that can be pickled."""
+    data = pickle.dumps(mine)
+    ranks = dist.get_world_size(group)
+    sizes = torch.empty(ranks, dtype=torch.int64, device="cpu")
+    gather_at_once(sizes, torch.tensor([len(data)], device="cpu"), group, doing)
+    longest = int(sizes.max())
+    send = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+    everyone = torch.empty(ranks * longest, dtype=torch.uint8, device="cpu")
+    gather_at_once(everyone, send, group, doing)
+    rows = zip(everyone.view(ranks, -1), sizes.tolist(), strict=True)
+    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in rows]
+
+
+def broadcast_first(data: Tensor, group: dist.ProcessGroup, doing: str) -> None:
+    """Fill `data` with what the group's first rank has in it."""
+    work = dist.broadcast(data, group=group, group_src=0, async_op=True)
+    finish(work, group, Wait(lambda: doing))

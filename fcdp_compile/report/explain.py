@@ -1,0 +1,117 @@
+"""What became of a model: strategies, graphs and what each moves, and what no graph has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tabulate import tabulate
+from torch import nn
+
+from fcdp_compile.plan import Direction, Lane, Plan, Schedule
+from fcdp_compile.report.memory import Memory, memory
+from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.torch_compat import graph_break_places, graph_breaks
+
+_LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
+_SHOWN = 5
+_PLACES_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One schedule of a compiled graph: what a rank is planned to send or copy in it, by link.
+
+    name: such as "forward cold".  bytes: by lane (inter, intra, h2d, d2h).
+    """
+
+    graph: int
+    name: str
+    buckets: int
+    steps: int
+    bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What `explain` found.
+
+    strategies: each with the number of its parameters.  passes: of all graphs compiled so far, those of
+    other shapes or modes among them.  uncovered: names of parameters that are in no compiled graph.
+    graph_breaks: reasons that Dynamo gave in this process, for whatever model, with how often.
+    broken_at: where it lately broke graphs, "FILE:LINE"; a break in a function that was being inlined shows
+    in its caller too.
+    """
+
+    strategies: tuple[tuple[str, int], ...]
+    passes: tuple[Pass, ...]
+    uncovered: tuple[str, ...]
+    graph_breaks: tuple[tuple[str, int], ...]
+    broken_at: tuple[str, ...]
+    memory: Memory
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} ({count} parameters)" for name, count in self.strategies)
+        text = [f"strategy: {parts}", self._table(), self._uncovered(), self._breaks()]
+        if (peak := self.memory.predicted_peak_bytes) is not None:
+            text.append(f"predicted peak of device memory: {peak / 2**20:.1f} MiB")
+        return "\n\n".join(text)
+
+    def _table(self) -> str:
+        if not self.passes:
+            return "nothing is compiled yet; run a step of the compiled model first"
+        headers = ["graph", "pass", "buckets", "steps", *(f"{lane.value} [B]" for lane in _LINKS)]
+        rows = [
+            [p.graph, p.name, p.buckets, p.steps, *(p.bytes[lane.value] for lane in _LINKS)]
+            for p in self.passes
+        ]
+        return tabulate(rows, headers=headers, tablefmt="simple")
+
+    def _uncovered(self) -> str:
+        if not self.uncovered:
+            return "every parameter is in a compiled graph"
+        shown = ", ".join(self.uncovered[:_SHOWN])
+        more = f" and {len(self.uncovered) - _SHOWN} more" if len(self.uncovered) > _SHOWN else ""
+        return f"in no compiled graph, so gathered past the cache if they are used: {shown}{more}"
+
+    def _breaks(self) -> str:
+        if not self.graph_breaks:
+            return "no graph breaks"
+        lines = (f"  {count} x {reason}" for reason, count in self.graph_breaks)
+        places = "".join(f"\n  at {place}" for place in self.broken_at[:_PLACES_SHOWN])
+        if (more := len(self.broken_at) - _PLACES_SHOWN) > 0:
+            places += f"\n  and at {more} places more"
+        return "graph breaks (TORCH_LOGS=graph_breaks says all):\n" + "\n".join(lines) + places
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What was compiled of `model`, compiled or not, so far, and what that moves.
+
+    Raises: ValueError if the model is not sharded.
+    """
+    state = state_of(model)
+    specs = [record.spec for record in state.records.values()]
+    plans = [state.plans[number] for number in sorted(state.plans)]
+    covered = {p.name for plan in plans for bucket in plan.buckets for p in bucket.params}
+    return Explanation(
+        strategies=tuple(
+            (str(strategy), sum(s.strategy == strategy for s in specs))
+            for strategy in state.strategies
+        ),
+        passes=tuple(_pass(plan, schedule) for plan in plans for schedule in plan.schedules),
+        uncovered=tuple(s.name for s in specs if s.name not in covered),
+        graph_breaks=tuple(graph_breaks().items()),
+        broken_at=tuple(graph_break_places()),
+        memory=memory(model),
+    )
+
+
+def _pass(plan: Plan, schedule: Schedule) -> Pass:
+    is_inference = schedule.direction is Direction.INFERENCE
+    sent = {lane.value: sum(s.bytes for s in schedule.steps if s.lane is lane) for lane in _LINKS}
+    return Pass(
+        graph=plan.graph,
+        name=f"{'evaluation' if is_inference else schedule.direction.value} {schedule.variant.value}",
+        buckets=len({s.bucket for s in schedule.steps if s.bucket is not None}),
+        steps=len(schedule.steps),
+        bytes=sent,
+    )

@@ -1,0 +1,37 @@
+"""What device memory a sharded model was predicted to take, and took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fcdp_compile.sharding.shard import state_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of this rank's device.
+
+    predicted_peak_bytes: the highest of the model's plans, of a step with the tiers that they chose; None
+    before the first is compiled.  measured_peak_bytes: the most that was ever allocated, by whomever
+    (as torch counts it); None on a CPU, where nobody counts.  fallbacks: buckets planned for
+    the device that are on the host because it was too full.
+    """
+
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    fallbacks: int
+
+
+def memory(model: nn.Module) -> Memory:
+    """The device memory of `model`, compiled or not, on this rank.
+
+    Raises: ValueError if the model is not sharded.
+    """
+    state = state_of(model)
+    return Memory(
+        predicted_peak_bytes=state.predicted_peak_bytes,
+        measured_peak_bytes=state.device.peak_bytes(),
+        fallbacks=state.cache.fallen_back,
+    )

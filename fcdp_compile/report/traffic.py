@@ -1,0 +1,107 @@
+"""What a sharded model has moved, by link and kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tabulate import tabulate
+from torch import nn
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.plan import Kind
+from fcdp_compile.runtime.collectives.counters import AGREE, FLAT_WITHIN, Counters
+from fcdp_compile.sharding.shard import state_of
+
+_KINDS: dict[str, tuple[str, str, str]] = {
+    Kind.INTER_ALL_GATHER.value: ("inter", "all_gather", "weights from other nodes"),
+    Kind.FLAT_ALL_GATHER.value: ("inter", "flat_all_gather", "weights, in a ring over all ranks"),
+    Kind.INTER_REDUCE_SCATTER.value: ("inter", "reduce_scatter", "gradients to their owners"),
+    Kind.INTER_ALL_REDUCE.value: ("inter", "all_reduce", "gradients of replicated shards"),
+    AGREE: ("inter", "agree", "ranks agree on a plan, and on what is stale"),
+    Kind.INTRA_ALL_GATHER.value: ("intra", "all_gather", "weights from ranks of the node"),
+    Kind.INTRA_OWN_ALL_GATHER.value: ("intra", "own_all_gather", "HO-Ring: the node's own weights"),
+    Kind.INTRA_REST_ALL_GATHER.value: (
+        "intra",
+        "rest_all_gather",
+        "HO-Ring: weights that came from other nodes",
+    ),
+    FLAT_WITHIN: ("intra", "flat_all_gather", "weights, in a ring over all ranks"),
+    Kind.INTRA_REDUCE_SCATTER.value: ("intra", "reduce_scatter", "gradients, summed in the node"),
+    Kind.INTRA_GRAD_ALL_GATHER.value: ("intra", "grad_all_gather", "averaged gradients"),
+    Kind.STORE.value: ("d2h", "store", "gathered weights into host memory"),
+    Kind.LOAD.value: ("h2d", "load", "gathered weights out of host memory"),
+    Kind.ACCUMULATE.value: ("d2h", "accumulate", "gradients that wait for the next micro-batch"),
+    Kind.COLLECT.value: ("h2d", "collect", "gradients that waited"),
+}
+"""Link, kind and meaning of every counter, in the order of the table.
+
+Messages of agreement are counted as inter.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """Bytes this rank sent to others (inter, intra) or copied over its bus (h2d, d2h), by link and kind."""
+
+    rows: tuple[tuple[str, str, int], ...]
+
+    def bytes(self, link: str, kind: str | None = None) -> int:
+        """Bytes over one link, of one kind or of all.
+
+        Raises: ValueError for a link or kind that does not exist.
+        """
+        known = [row for row in self.rows if row[0] == link and kind in (None, row[1])]
+        if not known:
+            pairs = ", ".join(f"{a} {b}" for a, b, _ in self.rows)
+            raise ArgumentError(f"no traffic of link {link!r} and kind {kind!r}; there is {pairs}")
+        return sum(row[2] for row in known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one rank's part of a model has moved.
+
+    rank: of `ranks`.  last_step: from the optimizer step before last to the last one.  total: since `shard`.
+    steps: how many optimizer steps there were.
+    """
+
+    rank: int
+    ranks: int
+    last_step: Moved
+    total: Moved
+    steps: int
+
+    def __str__(self) -> str:
+        one = f"rank {self.rank} of {self.ranks} alone"
+        title = f"Sent to others (inter, intra) or copied (d2h, h2d) by {one}"
+        counted = zip(_KINDS.values(), self.last_step.rows, self.total.rows, strict=True)
+        rows = [
+            (link, kind, last, total, meaning)
+            for (link, kind, meaning), (_, _, last), (_, _, total) in counted
+            if total
+        ]
+        if not rows:
+            return f"{title}: nothing so far"
+        headers = ["link", "kind", "last step [B]", "total [B]", "what"]
+        return f"{title}:\n\n{tabulate(rows, headers=headers, tablefmt='simple')}"
+
+
+def traffic(model: nn.Module) -> Traffic:
+    """The bytes that this rank has sent or copied for `model`, compiled or not.
+
+    Raises: ValueError if the model is not sharded.
+    """
+    state = state_of(model)
+    counters: Counters = state.counters
+    here = state.topology
+    return Traffic(
+        rank=here.node * here.ranks_per_node + here.place,
+        ranks=here.ranks,
+        last_step=_moved(counters.last_step),
+        total=_moved(counters.sent),
+        steps=counters.steps,
+    )
+
+
+def _moved(sent: dict[str, int]) -> Moved:
+    return Moved(rows=tuple((*_KINDS[name][:2], sent.get(name, 0)) for name in _KINDS))

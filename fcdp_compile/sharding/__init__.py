@@ -1,0 +1,1 @@
+"""`shard`, and what users do to a sharded model."""

@@ -1,0 +1,72 @@
+"""`full(parameter)`: a sharded parameter as a whole, in the training loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+
+from fcdp_compile.errors import UnshardedParameterError
+from fcdp_compile.params import registry
+from fcdp_compile.params.home_shard import HomeShard, key_of, placements_of
+from fcdp_compile.params.mesh import process_count
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.read import read
+from fcdp_compile.sharding.refusals import is_ignored
+
+
+def full(parameter: Tensor) -> Tensor:
+    """Return a parameter of a sharded model as a plain whole tensor that gradients flow through.
+
+        loss = net(**batch).loss + 0.1 * fcdp_compile.full(model.head.weight).norm()
+
+    The gradient is averaged over all ranks and scattered, like those of the model's own forward, whether the
+    ranks compute the same with the parameter or each multiplies its own data by it.  If the cache has a valid
+    copy, nothing crosses between nodes.  Every rank must call it, in the same order.
+
+    Returns the whole parameter in the dtype that the model computes in (`param_dtype`), in memory of its own.
+    A parameter that is whole and of that dtype, in one process or among ignored_params, is returned itself.
+
+    Raises: UnshardedParameterError for what is no parameter of a sharded model while several processes run;
+    PlanMismatchError on every rank if ranks read different parameters.
+    """
+    if (key := key_of(parameter)) is not None:
+        dtype = registry.spec_of(key).gather_dtype
+        if not isinstance(parameter, HomeShard):
+            return parameter.to(dtype)
+        whole: Tensor = _Full.apply(parameter, key, dtype)  # type: ignore[no-untyped-call]
+        return whole
+    if not isinstance(parameter, DTensor) and (process_count() == 1 or is_ignored(parameter)):
+        return parameter
+    kind = "a parameter" if isinstance(parameter, nn.Parameter) else "a tensor"
+    raise UnshardedParameterError(
+        f"full was given {kind} of shape {tuple(parameter.shape)} that belongs to no sharded model; give "
+        "it a parameter as the model has it after fcdp_compile.shard, such as model.head.weight"
+    )
+
+
+class _Full(Function):
+    """Gathers forward, averages and scatters backward: `fcdp::unshard` for whole HomeShards."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: HomeShard, key: str, dtype: Any) -> Tensor:
+        model = registry.owner_of(key)
+        assert isinstance(model, ShardedModel)
+        ctx.key, ctx.mesh, ctx.stride = key, parameter.device_mesh, parameter.stride()
+        return read(model, key, parameter.values().to(model.device.torch), dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        spec = registry.spec_of(ctx.key)
+        shard = registry.owner_of(ctx.key).reduce_eagerly(ctx.key, grad)
+        scattered = DTensor.from_local(
+            shard,
+            ctx.mesh,
+            placements_of(spec.layout, spec.strategy.home),
+            run_check=False,
+            shape=grad.shape,
+            stride=ctx.stride,
+        )
+        return scattered, None, None

@@ -1,0 +1,275 @@
+"""`with gathered(model):` parameters are plain and whole on every rank for a while."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fcdp_compile.errors import ArgumentError, FcdpError
+from fcdp_compile.params.fingerprint import fingerprint
+from fcdp_compile.params.home_shard import rows_of
+from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.optimizers.hooks import WholeParameter
+from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.sharding.assignment import matching
+from fcdp_compile.sharding.shard import model_of, state_of
+
+Modules = str | nn.Module | Iterable[str | nn.Module] | None
+
+
+@contextmanager
+def gathered(model: nn.Module, modules: Modules = None, writeback: bool = False) -> Iterator[None]:
+    """Make parameters of a sharded model plain, whole `nn.Parameter`s on every rank within the block.
+
+        with torch.no_grad(), fcdp_compile.gathered(model):
+            model.generate(ids)
+
+    Within the block nothing is gathered for a forward, so ranks may call the model as often as they like,
+    each on its own; a compiled model runs uncompiled there.  Attributes have the dtype of the home shards,
+    in a forward that of `param_dtype`; ties are ties.  They do not require gradients: training goes on after
+    the block, and what trains in a block that gathers other modules takes these for constants.  When the
+    block is left, also by an exception, the parameters are the home shards again, the same objects as before.
+
+    model: compiled or not.  modules: whose parameters, with those of the modules in them: names as in
+    `shard(module_strategies=…)`, with `*` for anything between two dots, or the modules; None for all.
+    writeback: let what is written to the parameters last.  Every rank must have written the same.  Copies of
+    those that changed go stale, no others.
+
+    All ranks must enter and leave the block.  Nested blocks leave alone what the outer one has gathered.
+
+    Memory: the whole parameters of these modules on every rank, and while they are gathered the largest once
+    more.
+
+    Raises: ValueError or TypeError for modules that the model does not have, and for writeback of what an
+    outer block gathered without.  FcdpError on every rank if ranks ask for different things or anything has
+    no values yet; on leaving the block, with the home shards as they were, if it changed parameters without
+    writeback, changed them differently on another rank, or gave them another shape, dtype, tie or gradient,
+    and on the other ranks if it failed on one.
+    """
+    root, state = model_of(model), state_of(model)
+    block = _Block(state, _chosen(root, state, modules, writeback=writeback), writeback=writeback)
+    block.enter()
+    try:
+        yield
+    except Exception as error:
+        block.leave()
+        # The others stand at the end of the block, where they wait for this rank's word.
+        block.tell(f"the block of fcdp_compile.gathered failed: {error}")
+        raise
+    except BaseException:
+        block.leave()
+        raise
+    block.finish(block.leave())
+
+
+def _chosen(
+    root: nn.Module, state: ShardedModel, modules: Modules, *, writeback: bool
+) -> list[ParamRecord]:
+    """The parameters to gather, the same on all ranks.
+
+    Raises: what `gathered` raises on entering.
+    """
+    problem: Exception | None = None
+    found: list[ParamRecord] = []
+    try:
+        found = _records(root, state, modules, writeback=writeback)
+    except (TypeError, ValueError) as error:
+        problem = error
+    names = "\n".join(r.spec.name for r in found)
+    digest = hashlib.sha256(names.encode()).hexdigest()
+    text = str(problem) if problem else f"{len(found)} parameters, {writeback=} ({digest[:8]})"
+    texts = state.collectives.exchange_texts(text)
+    if problem is not None:
+        raise problem
+    if other := next((rank for rank, t in enumerate(texts) if t != texts[0]), None):
+        raise FcdpError(
+            f"ranks 0 and {other} gather different things: {texts[0]} against {texts[other]}; enter "
+            "fcdp_compile.gathered with the same modules on every rank"
+        )
+    state.refuse_awaited("fcdp_compile.gathered")
+    return found
+
+
+def _records(
+    root: nn.Module, state: ShardedModel, modules: Modules, *, writeback: bool
+) -> list[ParamRecord]:
+    inside = {inner for m in _modules(root, modules) for inner in m.modules()}
+    found = []
+    for key, record in state.records.items():
+        if not any(module in inside for module, _ in record.owners()):
+            continue
+        if (outer := state.whole.get(key)) is None:
+            found.append(record)
+        elif writeback and not outer.writeback:
+            raise ArgumentError(
+                f"writeback of parameter {record.spec.name!r}, which an outer fcdp_compile.gathered has "
+                "gathered without; give that one writeback=True"
+            )
+    return found
+
+
+def _modules(root: nn.Module, modules: Modules) -> list[nn.Module]:
+    if modules is None:
+        return [root]
+    given = [modules] if isinstance(modules, str | nn.Module) else list(modules)
+    by_name = dict(root.named_modules(remove_duplicate=False))
+    known = set(by_name.values())
+    found = []
+    for one in given:
+        if isinstance(one, str):
+            found += [by_name[name] for name in matching(one, by_name, "modules")]
+        elif not isinstance(one, nn.Module):
+            raise ArgumentError(f"modules must be names or modules, not {type(one).__name__}")
+        elif model_of(one) not in known:
+            raise ArgumentError(
+                f"modules has a {type(one).__name__} that is not in the model; give modules of the model "
+                "that was sharded, or their names"
+            )
+        else:
+            found.append(model_of(one))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathered:
+    """One parameter in the block: where it is, its home, and the fingerprint of the values it came with."""
+
+    record: ParamRecord
+    places: list[tuple[nn.Module, str]]
+    home: nn.Parameter
+    mark: int
+
+    def now(self) -> list[Tensor | None]:
+        """What is in its places."""
+        return [module._parameters.get(name) for module, name in self.places]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Left:
+    """What the block left of one parameter, and its fingerprint."""
+
+    values: Tensor
+    mark: int
+
+
+class _Block:
+    """One use of `gathered`."""
+
+    def __init__(self, state: ShardedModel, records: list[ParamRecord], *, writeback: bool) -> None:
+        self._state = state
+        self._records = records
+        self._writeback = writeback
+        self._inside: list[_Gathered] = []
+
+    def enter(self) -> None:
+        """Gather the parameters, one after the other."""
+        try:
+            for record in self._records:
+                self._gather(record)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _gather(self, record: ParamRecord) -> None:
+        spec, home = record.spec, record.parameter()
+        values = self._state.gather(spec.key, record.local(), spec.home_dtype)
+        whole = nn.Parameter(values, requires_grad=False)
+        places = record.owners()
+        mark = int(fingerprint([whole]))
+        self._inside.append(_Gathered(record=record, places=places, home=home, mark=mark))
+        self._state.whole[spec.key] = WholeParameter(home=home, writeback=self._writeback)
+        for module, name in places:
+            module._parameters[name] = whole
+
+    def leave(self) -> list[list[Tensor | None]]:
+        """Put the home shards back; what the block left in the places of each parameter.  Asks nobody."""
+        left = []
+        for one in self._inside:
+            left.append(one.now())
+            del self._state.whole[one.record.spec.key]
+            for module, name in one.places:
+                module._parameters[name] = one.home
+        return left
+
+    def tell(self, problem: str) -> None:
+        """Let the other ranks, which are in `finish`, raise for this one's problem."""
+
+        def raise_it() -> None:
+            raise FcdpError(problem)
+
+        with suppress(FcdpError):
+            together(self._state.topology.control, raise_it)
+
+    def finish(self, found: list[list[Tensor | None]]) -> None:
+        """Compare with the other ranks what the block left, and write back what changed."""
+        left: list[_Left] = []
+
+        def look() -> None:
+            for was, now in zip(self._inside, found, strict=True):
+                left.append(_left(was, now))
+
+        together(self._state.topology.control, look)
+        changed = [one.mark != was.mark for one, was in zip(left, self._inside, strict=True)]
+        words = [one.mark for one in left] + [int(c) for c in changed]
+        rows = self._state.collectives.agree(words) if left else []
+        changed = [any(row[len(left) + i] for row in rows) for i in range(len(left))]
+        for i, was in enumerate(self._inside):
+            if changed[i] and not self._writeback:
+                raise FcdpError(
+                    f"parameter {was.record.spec.name!r} was changed within fcdp_compile.gathered, which was "
+                    "not told to write it back, so nothing was; pass writeback=True, or restore what the "
+                    "block changes"
+                )
+            # Copies of a strategy that shards within nodes may differ between them by rounding.
+            if changed[i] and len({row[i] for row in rows}) > 1:
+                raise FcdpError(
+                    f"ranks have written different values to parameter {was.record.spec.name!r} within "
+                    "fcdp_compile.gathered, so nothing was written back; write the same on every rank"
+                )
+        self._write(left, changed)
+
+    def _write(self, left: list[_Left], changed: list[bool]) -> None:
+        written = []
+        for one, was, is_changed in zip(left, self._inside, changed, strict=True):
+            if is_changed:
+                spec = was.record.spec
+                where = self._state.topology.home(spec.strategy.home)
+                with torch.no_grad():
+                    local = was.record.local_of(was.home)
+                    local.copy_(rows_of(one.values, spec.layout, where.node, where.place))
+                written.append(spec.key)
+        if written:
+            self._state.values_arrived(written)
+
+
+def _left(was: _Gathered, now: list[Tensor | None]) -> _Left:
+    """What the block left of a parameter; FcdpError for what cannot be its values."""
+    spec, values = was.record.spec, now[0]
+    if values is None or any(v is None for v in now):
+        raise FcdpError(
+            f"parameter {spec.name!r} was removed within fcdp_compile.gathered; change the model's structure "
+            "before fcdp_compile.shard"
+        )
+    if (values.dtype, tuple(values.shape)) != (spec.home_dtype, spec.layout.shape):
+        raise FcdpError(
+            f"parameter {spec.name!r} became {values.dtype} {tuple(values.shape)} within "
+            f"fcdp_compile.gathered and is {spec.home_dtype} {spec.layout.shape}; write values into it"
+        )
+    if any(v is not values for v in now):
+        raise FcdpError(
+            f"parameter {spec.name!r} is tied, but two tensors were left in its places within "
+            "fcdp_compile.gathered; put one in all of them"
+        )
+    if values.grad is not None:
+        raise FcdpError(
+            f"parameter {spec.name!r} got a gradient within fcdp_compile.gathered, which nothing averages; "
+            "compute gradients outside of the block"
+        )
+    values = values.detach().to(was.home.device)
+    return _Left(values=values, mark=int(fingerprint([values])))

@@ -1,0 +1,32 @@
+"""What the ranks of a mesh find out about each other's GPUs before they use them."""
+
+from __future__ import annotations
+
+from fcdp_compile.devices import Device
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.params.mesh import Topology
+from fcdp_compile.runtime.collectives.collectives import Collectives, are_blocking
+
+
+def agree_on_gpus(topology: Topology, collectives: Collectives, device: Device) -> int | None:
+    """The bytes of the smallest GPU of all ranks, which all of them must call; None without GPUs.
+
+    All ranks plan for the smallest, so that they place the same buckets on the device.
+
+    Raises: ValueError on every rank if NCCL is to connect ranks that use one GPU.
+    """
+    if topology.ranks > 1 and topology.device_type == "cpu":
+        return None
+    # Not its index: each rank may be shown another GPU as its only one (CUDA_VISIBLE_DEVICES).
+    mine = device.identity()
+    texts = collectives.exchange_texts("" if mine is None else f"{mine} {device.total_bytes()}")
+    found = [text.split() for text in texts if text]
+    uuids = [uuid for uuid, _ in found]
+    shared = next((uuid for uuid in uuids if uuids.count(uuid) > 1), None)
+    if shared is not None and not are_blocking(topology, device):
+        count = uuids.count(shared)
+        raise ArgumentError(
+            f"{count} ranks use one GPU ({shared}), which NCCL does not connect; call torch.cuda.set_device "
+            "with LOCAL_RANK before the model is moved to the GPU, and start as many ranks as a node has GPUs"
+        )
+    return min((int(size) for _, size in found), default=None)

@@ -1,0 +1,168 @@
+"""What `shard` refuses, each with one sentence, before anything is communicated."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.sharding.references import find_references
+from fcdp_compile.torch_compat import FakeTensor
+
+log = logging.getLogger(__name__)
+
+_IGNORED = "_fcdp_ignored"
+
+_WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, nn.DataParallel)
+
+
+def check_model(
+    model: nn.Module,
+    ignored: Collection[str],
+    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    mesh: DeviceMesh | None,
+) -> None:
+    """Check that `shard` can shard the model.
+
+    ignored: names of parameters that it leaves alone.  dtypes: of parameters, reductions and buffers.
+
+    Raises: TypeError if it is no module or a dtype no floating point dtype; ValueError for a model that is
+    wrapped or sharded already, has no parameters, or has one on another device than the mesh's (`meta` is
+    fine, but for ignored ones), uninitialised, sparse, complex, quantised, or sharing memory with another, or
+    for a module that holds a parameter in a list, closure or the like (`references`).
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
+    options = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    for option, dtype in zip(options, dtypes, strict=True):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ArgumentError(f"{option} must be a floating point torch.dtype, not {dtype!r}")
+    for name, module in model.named_modules():
+        if isinstance(module, _WRAPPERS):
+            raise ArgumentError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}; pass the bare module to shard"
+            )
+        if "_fcdp" in vars(module):
+            raise ArgumentError(
+                f"{name or 'the model'} is sharded already; shard a model once, after its structure is final"
+            )
+    parameters = {n: p for n, p in model.named_parameters() if n not in ignored}
+    if not parameters:
+        raise ArgumentError("the model has no parameters; there is nothing to shard")
+    for name, parameter in parameters.items():
+        if (problem := _problem(parameter, mesh)) is not None:
+            raise ArgumentError(f"parameter {name!r} {problem}")
+    for name, parameter in model.named_parameters():
+        if name in ignored and parameter.is_meta:
+            raise ArgumentError(
+                f"parameter {name!r} is among ignored_params and on meta, where nothing would give it values;"
+                " give it values before shard"
+            )
+    _check_memory({n: p for n, p in parameters.items() if not p.is_meta})
+    _check_references(model, parameters)
+
+
+def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
+    """Mark parameters that `shard` leaves alone; returns their names in the model's order.
+
+    A mark tells that nobody need average the gradient; it may be of another model's `shard`, or of one that
+    failed.
+
+    Raises: TypeError for what is no parameter, ValueError for one that is not the model's.
+    """
+    if not isinstance(model, nn.Module):
+        return []  # check_model says so
+    names = {id(p): name for name, p in model.named_parameters()}
+    marked = list(parameters)
+    for parameter in marked:
+        if not isinstance(parameter, nn.Parameter):
+            raise ArgumentError(
+                f"ignored_params must be parameters of the model, not {type(parameter).__name__}"
+            )
+        if id(parameter) not in names:
+            raise ArgumentError(
+                f"ignored_params has a parameter of shape {tuple(parameter.shape)} that the model does not "
+                "have; give those of the model as it is now"
+            )
+    for parameter in marked:
+        setattr(parameter, _IGNORED, True)
+    # Sets, which FSDP2's option of that name takes, have another order on each rank.
+    given = {id(p) for p in marked}
+    return [name for i, name in names.items() if i in given]
+
+
+def is_ignored(parameter: object) -> bool:
+    """Whether `shard` was told to leave a parameter alone."""
+    return getattr(parameter, _IGNORED, False)
+
+
+def _check_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse what would go on using a parameter's old values, and warn of what may."""
+    for found in find_references(model, parameters):
+        where = (
+            f"{found.module or 'the model'} keeps parameter {found.parameter!r} in its {found.path}"
+        )
+        if not found.is_copy:
+            raise ArgumentError(
+                f"{where}, where shard cannot replace it: what reads it there would never be trained; read "
+                "the parameter through the module that it belongs to (self.layer.weight) where it is used"
+            )
+        log.warning("%s, which shares memory with it now and will not after shard", where)
+
+
+def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters that share memory: their home shards would be independent."""
+    spans = []
+    for name, p in parameters.items():
+        if p.numel() and not isinstance(p, FakeTensor):  # which has no memory
+            elements = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+            if elements < p.numel():
+                raise ArgumentError(
+                    f"parameter {name!r} of shape {tuple(p.shape)} holds each value several times (expand); "
+                    "make it contiguous, or keep the smaller tensor as the parameter"
+                )
+            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + elements * p.itemsize, name))
+    spans.sort()
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            raise ArgumentError(
+                f"parameters {name!r} and {other!r} share memory but are two parameters; tie them "
+                "(assign one nn.Parameter to both) or give one of them memory of its own (clone)"
+            )
+
+
+def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:
+    if isinstance(parameter, DTensor):
+        return (
+            "is a DTensor already (FSDP2 or tensor parallelism); pass a model with plain parameters"
+        )
+    if isinstance(parameter, UninitializedParameter):
+        return "is not initialised; run one forward before shard"
+    if parameter.layout is not torch.strided:
+        return f"is sparse ({parameter.layout}); make it dense before shard"
+    if parameter.is_complex():
+        return (
+            f"is complex ({parameter.dtype}); store its real view (torch.view_as_real) before shard"
+        )
+    if parameter.is_quantized:
+        return f"is quantised ({parameter.dtype}); dequantise it before shard"
+    if (
+        mesh is not None
+        and not parameter.is_meta  # its home shard will be where it has to be
+        and isinstance(mesh, DeviceMesh)
+        and parameter.device.type != mesh.device_type
+    ):
+        return (
+            f"is on {parameter.device} but the mesh is of {mesh.device_type} devices; "
+            f"call model.to({mesh.device_type!r}) before shard"
+        )
+    return None

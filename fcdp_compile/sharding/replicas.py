@@ -1,0 +1,69 @@
+"""Make sure that every rank is about to shard the same model."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.params.fingerprint import fingerprint
+from fcdp_compile.params.mesh import Topology
+from fcdp_compile.ranks.messages import broadcast_first
+from fcdp_compile.runtime.collectives.collectives import Collectives
+
+log = logging.getLogger(__name__)
+
+
+def agree_on_replicas(
+    topology: Topology,
+    collectives: Collectives,
+    description: Sequence[str],
+    tensors: Sequence[tuple[str, Tensor]],
+) -> None:
+    """Compare what each rank is about to shard; take rank 0's values where they differ, as DDP does.
+
+    description: one line for each thing that must be the same.  tensors: parameters and buffers by name,
+    the same on all ranks once the descriptions are.
+
+    Raises: ValueError on every rank if the descriptions differ.
+    """
+    if topology.ranks == 1:
+        return
+    texts = collectives.exchange_texts("\n".join(description))
+    if other := next((i for i, text in enumerate(texts) if text != texts[0]), None):
+        lines = difflib.unified_diff(
+            texts[0].split("\n"), texts[other].split("\n"), "rank 0", f"rank {other}", "", "", 0, ""
+        )
+        shown = "\n  ".join(itertools.islice(lines, 12))
+        raise ArgumentError(
+            f"ranks 0 and {other} are about to shard different models; build the same model with the same "
+            f"settings on every rank:\n  {shown}"
+        )
+    if not tensors:
+        return
+    marks = torch.stack([fingerprint([t]).cpu() for _, t in tensors]).tolist()
+    rows = collectives.agree(marks)
+    differing = [
+        (name, tensor)
+        for (name, tensor), values in zip(tensors, zip(*rows, strict=True), strict=True)
+        if len(set(values)) > 1
+    ]
+    for _, tensor in differing:
+        on_host = tensor.detach().cpu().contiguous()
+        assert topology.control is not None, "several processes have one"
+        doing = "shard, as rank 0's values go to all ranks"
+        broadcast_first(on_host.view(-1).view(torch.uint8), topology.control, doing)
+        with torch.no_grad():
+            tensor.detach().copy_(on_host)
+    if differing and topology.node == topology.place == 0:
+        log.warning(
+            "%d of %d parameters and buffers differed between ranks (%s, …); rank 0's values were taken",
+            len(differing),
+            len(tensors),
+            differing[0][0],
+        )

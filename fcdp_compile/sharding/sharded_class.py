@@ -1,0 +1,257 @@
+"""The class that a sharded module gets: a subclass of its own class, of the same name.
+
+Within the forward of any module of the sharded model, when activation checkpointing recomputes, and in every
+graph that Dynamo traces, reading a parameter's attribute gathers it (`fcdp::unshard`).  Elsewhere the
+attribute is the parameter itself, so that freezing, optimizers, merging adapters and `state_dict` see what
+they would see without fcdp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterError
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.params.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
+from fcdp_compile.params.registry import whole_error
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.sharding.refusals import is_ignored
+from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
+
+STATE = "_fcdp"
+"""The attribute of a sharded module that has its `ModuleState`."""
+
+
+class Gate:
+    """Whether a forward of any module of the model is running; shared by all its modules.
+
+    calls: whether the model itself is being called, which begins before its guards are looked at.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.calls = Calls()
+
+
+class ModuleState:
+    """What a sharded module knows: its model, the keys of its own parameters, the gate.
+
+    cuts: the placements of its own parameters.  is_on_mesh: whether these are DTensors: with several ranks.
+    """
+
+    def __init__(self, model: ShardedModel, gate: Gate, keys: dict[str, str]) -> None:
+        self.model = model
+        self.gate = gate
+        self.keys = keys
+        self.is_on_mesh = model.topology.home_mesh is not None
+        specs = {name: model.spec(key) for name, key in keys.items()}
+        self.cuts = {n: placements_of(s.layout, s.strategy.home) for n, s in specs.items()}
+
+
+def sharded_class(
+    cls: type[nn.Module], names: tuple[str, ...], input_dtype: torch.dtype | None, is_root: bool
+) -> type:
+    """A subclass of `cls` whose attributes of these names gather.
+
+    input_dtype: what floating point inputs of its forward are cast to.
+    """
+    members: dict[str, Any] = {name: _gathering_property(name) for name in names}
+    members["__reduce_ex__"] = _refuse_to_copy
+    members["_apply"] = _apply_to_buffers(cls._apply)
+    if callable(getattr(cls, "save_pretrained", None)):
+        members["save_pretrained"] = _saving(cls.save_pretrained)  # type: ignore[attr-defined]  # a library's
+    if cls.forward is not nn.Module.forward:
+        members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
+    if is_root:
+        members["__call__"] = _noted_call(cls)
+        members["_fcdp_refuse_new_parameters"] = _fcdp_refuse_new_parameters
+    members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
+    return type(cls.__name__, (cls,), members)
+
+
+def _state(module: nn.Module) -> ModuleState:
+    state: Any = module._fcdp  # nn.Module's attributes are typed as tensors and modules
+    found: ModuleState = state
+    return found
+
+
+def _saving(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own_save = import_module("fcdp_compile.pretrained.exporting.own_save")
+        return own_save.save_own(self, _state(self).model, inner, args, kwargs)
+
+    return save_pretrained
+
+
+def _gathering_property(name: str) -> property:
+    def get(self: nn.Module) -> Tensor:
+        parameter = self._parameters.get(name)
+        state = _state(self)
+        if parameter is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no parameter {name!r}")
+        # A checkpointed function that a backward runs again is outside of every forward.
+        if not (torch.compiler.is_compiling() or state.gate.inside or is_recomputing()):
+            return parameter
+        if not torch.compiler.is_compiling() and state.keys[name] in state.model.whole:
+            # As it would be gathered; no copy where that is the dtype of the home shards.
+            return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
+        if state.is_on_mesh and not isinstance(parameter, DTensor):
+            # By its class, which is the same on all ranks: its shape may be that of a shard on some.
+            raise whole_error(state.keys[name].partition(":")[2], parameter)
+        if isinstance(parameter, DTensor) and not isinstance(parameter, HomeShard):
+            # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.
+            check_cut(parameter, state.keys[name], state.cuts[name])
+        local: Tensor = parameter
+        if isinstance(parameter, HomeShard) and not torch.compiler.is_compiling():
+            local = parameter.to_gather()
+        elif isinstance(parameter, DTensor):
+            local = parameter.to_local()
+        full: Tensor = UNSHARD(local, state.keys[name])
+        return full
+
+    return property(get)
+
+
+def _forward_within_gate(
+    cls: type[nn.Module], input_dtype: torch.dtype | None, is_root: bool
+) -> Callable[..., Any]:
+    inner: Callable[..., Any] = cls.forward
+
+    # A graph break inside makes Dynamo leave this frame to Python, which then sets the gate for what
+    # runs eagerly; without one the assignments cancel out and cost nothing.
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_root:
+            self._fcdp_refuse_new_parameters()
+        gate = _state(self).gate
+        was_inside = gate.inside
+        gate.inside = True
+        try:
+            if input_dtype is not None:
+                args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
+            return inner(self, *args, **kwargs)
+        finally:
+            gate.inside = was_inside
+
+    # Dynamo counts recompiles by code object: a shared one would add up those of all classes and models.
+    own: Any = forward
+    own.__code__ = own.__code__.replace(co_name=f"forward of {cls.__name__}")
+    return forward
+
+
+def gated_forward(
+    own: Callable[..., Any], gate: Gate, input_dtype: torch.dtype | None
+) -> Callable[..., Any]:
+    """What a forward of the root's own becomes, which hides that of its class.
+
+    Some libraries (TRL's fused heads, Liger) replace the forward of an instance.  Outside of the gate what it
+    reads would be home shards, and what it computes of them a gradient that nobody averages.
+    """
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        was_inside = gate.inside
+        gate.inside = True
+        try:
+            if input_dtype is not None:
+                args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
+            return own(*args, **kwargs)
+        finally:
+            gate.inside = was_inside
+
+    return forward
+
+
+def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
+    inner: Callable[..., Any] = cls.__call__
+
+    @functools.wraps(inner)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return inner(self, *args, **kwargs)
+        state = _state(self)
+        calls = state.gate.calls
+        state.model.refuse_awaited("a forward")
+        was_inside = calls.inside
+        calls.inside = True
+        try:
+            if state.model.whole:
+                # Compiled graphs gather, and there is nothing to gather now.
+                return torch.compiler.disable(inner)(self, *args, **kwargs)
+            return inner(self, *args, **kwargs)
+        finally:
+            calls.inside = was_inside
+
+    # The guards of what this calls must find that it has begun.
+    skip_frame(call)
+    return call
+
+
+# Dynamo calls it when it traces, and traces nothing of it.  A method, because torch 2.11 takes no module for
+# a constant argument; and a member of this name, because torch looks it up by the name of the function.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _fcdp_refuse_new_parameters(root: nn.Module) -> None:
+    model = _state(root).model
+    whole = {model.spec(key).name for key in model.whole}
+    for name, parameter in root.named_parameters():
+        is_known = key_of(parameter) is not None or isinstance(parameter, DTensor)
+        if model.topology.ranks == 1:  # functional_call puts tensors there for a while
+            is_known |= not isinstance(parameter, nn.Parameter)
+        if not (is_known or is_ignored(parameter) or name in whole):
+            raise UnshardedParameterError(
+                f"parameter {name!r} was added or replaced after fcdp_compile.shard, so nothing would "
+                "average its gradient; finish the model's structure, adapters too, and shard it then"
+            )
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    # nn.Module._apply, which is what half(), to() and the like call, would put another tensor in the place
+    # of every parameter, even where nothing changes, and cannot make a Parameter of a HomeShard.
+    @functools.wraps(inner)
+    def apply(
+        self: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        held = self._parameters
+        for name, parameter in held.items():
+            if parameter is not None and key_of(parameter) is not None:
+                _refuse_to_convert(f"{type(self).__name__}.{name}", parameter, convert)
+        homes = {n: p for n, p in held.items() if key_of(p) is not None}
+        self._parameters = {n: p for n, p in held.items() if n not in homes}
+        try:
+            return inner(self, convert, *args, **kwargs)
+        finally:
+            self._parameters = {n: homes.get(n, self._parameters.get(n)) for n in held}
+
+    return apply
+
+
+def _refuse_to_convert(
+    name: str, parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]
+) -> None:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local.detach()
+    converted = convert(local)
+    if (converted.dtype, converted.device) != (local.dtype, local.device):
+        raise FcdpError(
+            f"{name} is sharded as {local.dtype} on {local.device} and cannot become {converted.dtype} on "
+            f"{converted.device}; convert the model before fcdp_compile.shard"
+        )
+
+
+def _refuse_to_copy(self: nn.Module, protocol: Any) -> NoReturn:
+    raise ArgumentError(
+        f"a sharded {type(self).__name__} cannot be copied or pickled, its copy would share caches with it; "
+        "save its state_dict with torch.distributed.checkpoint instead"
+    )

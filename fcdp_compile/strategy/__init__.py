@@ -1,0 +1,23 @@
+"""What a user chooses: a strategy of sharded data parallel training, its formats and its costs in symbols."""
+
+from fcdp_compile.strategy.strategy import (
+    MODIFIERS,
+    PRESETS,
+    Cache,
+    GradientOn,
+    Life,
+    Scope,
+    Strategy,
+    aliases_of,
+)
+
+__all__ = [
+    "MODIFIERS",
+    "PRESETS",
+    "Cache",
+    "GradientOn",
+    "Life",
+    "Scope",
+    "Strategy",
+    "aliases_of",
+]

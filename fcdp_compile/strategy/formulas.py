@@ -1,0 +1,102 @@
+"""What a strategy costs, in symbols: bytes that travel and bytes that stay, from its fields alone.
+
+N nodes of g ranks, G = N g.  F, T: bytes of frozen and of trainable parameters in the dtype that is gathered,
+W = F + T; gradients are counted in that dtype too.  s: micro-batches of an optimizer step, each of which
+gathers what its forward and its backward read (here: everything), with `no_sync` around all but the last.
+a: bytes of an accumulated gradient, in fp32 or wider, per byte of parameter.  b: bytes of a parameter's
+element, for what is quantised: with the scales of its blocks (`wire`) 8 bits come to 1 + 1/64 bytes.  Padding
+comes on top.
+
+Sources: ZeRO (Rajbhandari et al., 2020), ZeRO++ (Wang et al., 2023), PaRO (Wu et al., 2023, tables 2 and 3),
+FCDP (Park et al., table I).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from fcdp_compile.strategy import Cache, Scope, Strategy
+from fcdp_compile.strategy.formats import BLOCK, Format
+from fcdp_compile.strategy.gathering import Algorithm
+
+N, g, s = sympy.symbols("N g s", positive=True, integer=True)
+F, T = sympy.symbols("F T", nonnegative=True)
+a, b = sympy.symbols("a b", positive=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Of an optimizer step in the steady state, in bytes.
+
+    inter: sent by one node to others.  intra: sent by one rank within its node, on average.  bus: copied by
+    one rank to and from host memory.  first_inter, first_intra: what the very first step sends in addition.
+    gpu: of parameters on one rank between their uses, home shards included.  gradients: of gradients on one
+    rank, shards for the optimizer included.  host: in one node's memory, gradients included.  Memory is what
+    s > 1 takes.
+    """
+
+    inter: sympy.Expr
+    intra: sympy.Expr
+    bus: sympy.Expr
+    first_inter: sympy.Expr
+    first_intra: sympy.Expr
+    gpu: sympy.Expr
+    gradients: sympy.Expr
+    host: sympy.Expr
+
+
+def costs(strategy: Strategy) -> Costs:
+    """The costs of a strategy on N > 1 nodes; an adaptive cache counts as if all of it were on the host.
+
+    An algorithm that is to be chosen counts as hierarchical.
+    """
+    W = F + T
+    shards = {Scope.GLOBAL: N * g, Scope.INTRA: g, Scope.NONE: sympy.Integer(1)}[strategy.home]
+    is_global, is_whole = strategy.home is Scope.GLOBAL, strategy.home is Scope.NONE
+    is_full = strategy.cache is Cache.GPU_FULL
+    on_host = strategy.keeps_on_host
+    between, within = (N - 1) / N, (g - 1) / g
+    weights, gradients, kept_part = map(
+        _part, (strategy.weight_format, strategy.gradient_format, strategy.host_format)
+    )
+    # How often each crosses: resident ones once a change, others in every forward, uncached ones twice.
+    gathered, first = s * W * (1 if strategy.cache is not Cache.NONE else 2), sympy.Integer(0)
+    if strategy.is_resident:
+        gathered, first = T, F
+    # A frozen bucket that is kept in full is spread once; a node shard in every forward and backward.
+    spread = T if is_full else sympy.Integer(0) if is_whole else 2 * s * W
+    crossing = between
+    if strategy.algorithm is Algorithm.RING:  # each slot goes over all links but one, as it crosses
+        crossing = (N * g - 1) / (N * g)
+        spread = gathered * weights * crossing
+    # Gradients wait whole and are reduced once, wait within the node, or are reduced every time.
+    times = s if strategy.gradient is Scope.GLOBAL else 1
+    within_node = 1 if strategy.gradient is Scope.NONE else s
+    waits = {Scope.NONE: a * T, Scope.INTRA: a * T / g}.get(strategy.gradient, sympy.Integer(0))
+    # An all-reduce is a reduce-scatter and an all-gather; what is whole comes back within the node, too.
+    reduced = times * T * gradients * (1 if is_global else 2)
+    reduced_within = within_node * T + (T if is_whole else 0)
+    # A frozen home shard whose node shard is on the host, as exact as it is.
+    leaves = on_host and strategy.is_resident and strategy.weight_format is Format.FULL
+    kept = {Cache.GPU: W / g, Cache.GPU_FULL: W}.get(strategy.cache, sympy.Integer(0))
+    return Costs(
+        inter=sympy.factor(reduced * between + (gathered * weights * crossing if is_global else 0)),
+        intra=sympy.factor((spread + reduced_within) * within),
+        # A store in a cold forward, a load in any other and in every backward; gradients there and back.
+        bus=2 * s * W * kept_part / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0),
+        first_inter=sympy.factor(first * weights * between if is_global else sympy.Integer(0)),
+        first_intra=sympy.factor((F if is_full else sympy.Integer(0)) * within),
+        gpu=sympy.factor((T if leaves else W) / shards + kept),
+        gradients=sympy.factor(T / shards + (0 if on_host else waits)),
+        host=W * kept_part + g * waits if on_host else sympy.Integer(0),
+    )
+
+
+def _part(wire: Format) -> sympy.Expr:
+    """What is sent of each byte."""
+    if wire is Format.FULL:
+        return sympy.Integer(1)
+    bits = {Format.INT8: 8, Format.INT4: 4}[wire]
+    return (sympy.Rational(bits, 8) + sympy.Rational(4, BLOCK)) / b

@@ -1,0 +1,377 @@
+"""Strategies of sharded data parallel training as points of one space: home x cache x gradient.
+
+Scopes: `NONE` whole on every rank, `INTRA` sharded within a node, `GLOBAL` sharded over all ranks
+(PaRO's N, I, G).  A preset is a line of `PRESETS`; nothing else in the code knows a strategy by name.
+
+Sources: ZeRO (Rajbhandari et al., 2020), ZeRO++ (Wang et al., 2023), PaRO (Wu et al., 2023),
+FCDP (Park et al.).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.strategy.formats import Format
+from fcdp_compile.strategy.gathering import Algorithm
+from fcdp_compile.suggestion import did_you_mean
+
+
+class Scope(Enum):
+    """Over which ranks something is sharded."""
+
+    NONE = "none"
+    INTRA = "intra"
+    GLOBAL = "global"
+
+
+class Cache(Enum):
+    """Where a gathered node shard waits for its next use; gpu-full: the whole bucket.
+
+    Adaptive: on the GPU while there is room, and there the whole bucket while there is room for that.
+    """
+
+    NONE = "none"
+    GPU = "gpu"
+    GPU_FULL = "gpu-full"
+    HOST = "host"
+    ADAPTIVE = "adaptive"
+
+
+class GradientOn(Enum):
+    """Where accumulated gradients wait; auto: on the GPU while the planned step has room for them."""
+
+    AUTO = "auto"
+    GPU = "gpu"
+    HOST = "host"
+
+
+class Life(Enum):
+    """How long a cached node shard is kept."""
+
+    UNTIL_BACKWARD = "until-backward"
+    UNTIL_CHANGED = "until-changed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One point of the space.
+
+    name: the preset's name, for people.
+    home: scope of the shards that the optimizer owns and steps.
+    cache, life: where a gathered node shard waits, and until when.
+    gradient: scope at which gradients accumulate between micro-batches (`fcdp_compile.no_sync`).
+    gradient_on: where they wait meanwhile.
+    weight_format, gradient_format: what weights and gradients cross between nodes as, where that is less.
+    host_format: what node shards wait as in host memory.
+    algorithm: how gathers go that cross between nodes.
+
+    Raises: ValueError for a point that is not available.
+    """
+
+    name: str
+    home: Scope
+    cache: Cache
+    life: Life
+    gradient: Scope
+    gradient_on: GradientOn = GradientOn.AUTO
+    weight_format: Format = Format.FULL
+    gradient_format: Format = Format.FULL
+    host_format: Format = Format.FULL
+    algorithm: Algorithm = Algorithm.HIERARCHICAL
+
+    def __post_init__(self) -> None:
+        self._check_scopes()
+        self._check_formats()
+        self._check_algorithm()
+        if self.gradient is Scope.GLOBAL and self.gradient_on is GradientOn.HOST:
+            raise ArgumentError(
+                f"strategy {self.name!r} reduces every micro-batch's gradients to the home shards, so none "
+                "wait on the host; use gradient_on='auto', or a strategy that accumulates, such as 'fcdp'"
+            )
+
+    def __str__(self) -> str:
+        """The name, and in parentheses what is otherwise than it says."""
+        try:
+            named = Strategy.parse(self.name)
+        except ValueError:
+            named = None
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        other = {n: v for n, v in values.items() if named is None or getattr(named, n) != v}
+        shown = ", ".join(f"{n}={v.value}" for n, v in other.items())
+        return f"{self.name} ({shown})" if shown else self.name
+
+    def _check_scopes(self) -> None:
+        widths = list(Scope)
+        if widths.index(self.gradient) > widths.index(self.home):
+            raise ArgumentError(
+                f"strategy {self.name!r} shards gradients ({self.gradient.value}) over more ranks than what "
+                f"the optimizer steps ({self.home.value}); PaRO's Principle 1 rules it out"
+            )
+        useful = {
+            Scope.NONE: [Cache.NONE],
+            Scope.INTRA: [Cache.NONE, Cache.GPU_FULL],
+            Scope.GLOBAL: list(Cache),
+        }
+        if self.cache not in useful[self.home]:
+            raise ArgumentError(
+                f"strategy {self.name!r} keeps what is gathered ({self.cache.value}) although home shards "
+                f"({self.home.value}) are no less; use cache none"
+            )
+
+    def _check_formats(self) -> None:
+        if self.home is not Scope.GLOBAL and (
+            (self.weight_format, self.gradient_format) != (Format.FULL, Format.FULL)
+        ):
+            raise ArgumentError(
+                f"strategy {self.name!r} keeps whole copies on every node, between which nothing is gathered "
+                "or scattered that a format could shorten; use one that shards over all ranks, such as 'fcdp'"
+            )
+        if self.weight_format is Format.INT4 or self.host_format is Format.INT4:
+            raise ArgumentError(
+                f"strategy {self.name!r} would send or keep weights in 4 bits, which is for gradients alone; "
+                "use int8"
+            )
+        if self.host_format is Format.FULL:
+            return
+        if not self.keeps_on_host:
+            raise ArgumentError(
+                f"strategy {self.name!r} keeps no node shards on the host, so no format for them can be "
+                "chosen; leave 'c8' out, or use 'fcdp'"
+            )
+        if self.weight_format is Format.FULL:
+            # A backward would compute with other weights than its forward.
+            raise ArgumentError(
+                f"strategy {self.name!r} keeps weights on the host in another format than they arrive in; "
+                "choose the same weight_format"
+            )
+
+    def _check_algorithm(self) -> None:
+        if self.algorithm is Algorithm.HIERARCHICAL:
+            return
+        if self.home is not Scope.GLOBAL:
+            raise ArgumentError(
+                f"strategy {self.name!r} keeps whole copies on every node and gathers nothing between nodes, "
+                f"with {self.algorithm.value!r} or without; use a strategy that shards over all ranks"
+            )
+        if self.algorithm is Algorithm.RING and self.cache is not Cache.NONE:
+            raise ArgumentError(
+                f"strategy {self.name!r} keeps node shards, which a flat ring does not leave on its way; use "
+                "'ho_ring', or 'ring' with a strategy that keeps nothing, such as 'zero3'"
+            )
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether a cached node shard outlives the backward, so that the next forward may reuse it."""
+        return self.cache is not Cache.NONE and self.life is Life.UNTIL_CHANGED
+
+    @property
+    def keeps_on_host(self) -> bool:
+        """Whether cached node shards may wait in host memory."""
+        return self.cache in (Cache.HOST, Cache.ADAPTIVE)
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything may wait in host memory."""
+        return self.keeps_on_host or self.accumulates_on is GradientOn.HOST
+
+    @property
+    def may_keep_full(self) -> bool:
+        """Whether gathered parameters may stay on the GPU between their uses."""
+        return self.cache in (Cache.ADAPTIVE, Cache.GPU_FULL)
+
+    @property
+    def accumulates_on(self) -> GradientOn | None:
+        """Where gradients of micro-batches wait; None if each is reduced to the home shards."""
+        return None if self.gradient is Scope.GLOBAL else self.gradient_on
+
+    def on_one_node(self, ranks_per_node: int) -> Strategy:
+        """The same strategy where there is nothing to avoid between nodes, and perhaps within the node."""
+        gradient = Scope.GLOBAL if self.gradient is Scope.INTRA else self.gradient
+        keeps = self.cache is Cache.GPU_FULL and ranks_per_node > 1
+        return replace(
+            self,
+            home=Scope.GLOBAL if self.home is Scope.INTRA else self.home,
+            cache=Cache.GPU_FULL if keeps else Cache.NONE,
+            life=self.life if keeps else Life.UNTIL_BACKWARD,
+            gradient=gradient,
+            gradient_on=GradientOn.AUTO if gradient is Scope.GLOBAL else self.gradient_on,
+            weight_format=Format.FULL,
+            gradient_format=Format.FULL,
+            host_format=Format.FULL,
+            algorithm=Algorithm.HIERARCHICAL,
+        )
+
+    def on_whole_copies(self) -> Strategy:
+        """The same strategy where every rank has whole parameters at home: nothing is gathered."""
+        return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
+
+    def with_gradients_on(self, place: str) -> Strategy:
+        """The same strategy with accumulated gradients in that place.
+
+        Raises: ValueError for an unknown place, and for one that the strategy has no use for.
+        """
+        places = [p.value for p in GradientOn]
+        if place not in places:
+            raise ArgumentError(f"gradient_on must be one of {', '.join(places)}, not {place!r}")
+        return replace(self, gradient_on=GradientOn(place))
+
+    @staticmethod
+    def fsdp(reshard_after_forward: bool | int, ranks_per_node: int) -> Strategy:
+        """What FSDP2's option of that name does: True zero3, the ranks of a node zero++, False neither.
+
+        False: gathered parameters stay on the GPU until the backward.
+
+        Raises: TypeError or ValueError for anything else.
+        """
+        if not isinstance(reshard_after_forward, int):
+            raise ArgumentError(
+                "reshard_after_forward must be True, False or the number of ranks of a node, not "
+                f"{type(reshard_after_forward).__name__}"
+            )
+        if reshard_after_forward is True:
+            return PRESETS["zero3"]
+        if reshard_after_forward is False:
+            name = "fsdp, reshard_after_forward=False"
+            return _preset(name, Cache.GPU_FULL, Life.UNTIL_BACKWARD, Scope.GLOBAL)
+        if reshard_after_forward != ranks_per_node:
+            raise ArgumentError(
+                f"reshard_after_forward={reshard_after_forward} is not the {ranks_per_node} ranks of a node, "
+                "which is what parameters can be resharded to; group ranks with make_mesh(nodes=…)"
+            )
+        return PRESETS["zero++"]
+
+    @staticmethod
+    def parse(name: str | Strategy) -> Strategy:
+        """Look a preset up by name, with modifiers joined by `+`: "fcdp+w8+g4" (`MODIFIERS`).
+
+        Raises: TypeError for anything but a name or a Strategy, ValueError for an unknown name or modifier
+        (with the known ones and the nearest), for modifiers that contradict each other or the preset, and for
+        a code of PaRO's that is invalid or not available.
+        """
+        if isinstance(name, Strategy):
+            return name
+        if not isinstance(name, str):
+            raise ArgumentError(f"strategy must be a name or a Strategy, not {type(name).__name__}")
+        if _PARO.match(name):
+            name = name.lower()
+        names = [*PRESETS, *_ALIASES]
+        # The longest first: "zero++" is no "zero" with modifiers.
+        for known in sorted(names, key=len, reverse=True):
+            if name == known or name.startswith(f"{known}+"):
+                preset = PRESETS[_ALIASES.get(known, known)]
+                return _modified(preset, name[len(known) + 1 :].split("+"), name)
+        if (code := _PARO.match(name)) is not None:
+            raise ArgumentError(_why_no_paro(name, code[1]))
+        hint = did_you_mean(name.lower().partition("+")[0] or name, names)
+        raise ArgumentError(f"unknown strategy {name!r}; choose one of {', '.join(names)}{hint}")
+
+
+def _preset(
+    name: str, cache: Cache, life: Life, gradient: Scope, home: Scope = Scope.GLOBAL
+) -> Strategy:
+    return Strategy(name=name, home=home, cache=cache, life=life, gradient=gradient)
+
+
+_KEPT = {
+    "n": (Cache.GPU_FULL, Life.UNTIL_CHANGED),
+    "i": (Cache.GPU, Life.UNTIL_CHANGED),
+    "g": (Cache.NONE, Life.UNTIL_BACKWARD),
+}
+"""What PaRO's scope of parameters comes to: where what is gathered stays."""
+
+_SCOPES = {"n": Scope.NONE, "i": Scope.INTRA, "g": Scope.GLOBAL}
+
+
+def _paro(code: str, name: str = "") -> Strategy:
+    """PaRO's strategy of that code: scopes of parameters, gradients and optimizer states."""
+    parameters = (
+        "g" if code[0] == code[2] else code[0]
+    )  # where home shards are, nothing is to be kept
+    return _preset(name or f"paro-{code}", *_KEPT[parameters], _SCOPES[code[1]], _SCOPES[code[2]])
+
+
+PRESETS: dict[str, Strategy] = {
+    s.name: s
+    for s in (
+        _paro("nnn", "ddp"),
+        _paro("nng", "zero1"),
+        _paro("ngg", "zero2"),
+        _paro("ggg", "zero3"),
+        _preset("zero++", Cache.GPU, Life.UNTIL_BACKWARD, Scope.GLOBAL),
+        _paro("iii", "mics"),
+        *(_paro(code) for code in ("nni", "nii", "ini")),
+        *(_paro(code) for code in ("nig", "ing", "iig", "igg", "gng", "gig")),
+        _preset("fcdp", Cache.ADAPTIVE, Life.UNTIL_CHANGED, Scope.INTRA),
+    )
+}
+
+_ALIASES = {
+    "fsdp": "zero3",
+    "hpz": "zero++",
+    "hsdp": "mics",
+    "paro-nnn": "ddp",
+    "paro-iii": "mics",
+    "paro-nng": "zero1",
+    "paro-ngg": "zero2",
+    "paro-ggg": "zero3",
+}
+"""Other names of the same points."""
+
+
+def aliases_of(strategy: Strategy) -> list[str]:
+    """The other names of a preset."""
+    return [alias for alias, name in _ALIASES.items() if name == strategy.name]
+
+
+MODIFIERS: dict[str, dict[str, Format | Algorithm]] = {
+    "w8": {"weight_format": Format.INT8},
+    "g8": {"gradient_format": Format.INT8},
+    "g4": {"gradient_format": Format.INT4},
+    "c8": {"weight_format": Format.INT8, "host_format": Format.INT8},
+    "ring": {"algorithm": Algorithm.RING},
+    "ho_ring": {"algorithm": Algorithm.HO_RING},
+    "auto": {"algorithm": Algorithm.AUTO},
+}
+"""What may follow a preset's name: weights between nodes in 8 bits (ZeRO++'s qwZ), gradients between nodes in
+8 or 4 (qgZ), weights between nodes and on the host in 8; the algorithm of gathers (`gathering`)."""
+
+
+def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
+    if name in (preset.name, *aliases_of(preset)):
+        return preset
+    chosen: dict[str, Any] = {}
+    for modifier in modifiers:
+        if modifier not in MODIFIERS:
+            hint = did_you_mean(modifier.lower(), MODIFIERS)
+            raise ArgumentError(
+                f"strategy {name!r} has an unknown modifier {modifier!r}; choose from "
+                f"{', '.join(MODIFIERS)}{hint}"
+            )
+        for field, value in MODIFIERS[modifier].items():
+            if chosen.setdefault(field, value) is not value:
+                rivals = [m for m in MODIFIERS if field in MODIFIERS[m] and m in modifiers]
+                raise ArgumentError(
+                    f"strategy {name!r} has two modifiers for one thing; give one of "
+                    f"{' and '.join(rivals)}"
+                )
+    given = [m for m in MODIFIERS if m in modifiers]
+    return replace(preset, name="+".join([preset.name, *given]), **chosen)
+
+
+_PARO = re.compile(r"paro-([nig]{3})(?=\+|$)", re.IGNORECASE)
+
+
+def _why_no_paro(name: str, code: str) -> str:
+    """Why a code (scopes of parameters, gradients and optimizer states, N, I or G each) is no preset here."""
+    parameters, gradients, states = ("nig".index(scope) for scope in code.lower())
+    for what, scope in (("parameters", parameters), ("gradients", gradients)):
+        if scope > states:
+            return (
+                f"strategy {name!r} shards {what} over more ranks than optimizer states, so a rank would "
+                f"step values whose {what} it does not hold; PaRO's Principle 1 rules it out"
+            )
+    raise AssertionError(f"{name} is valid and no preset")

@@ -1,0 +1,1 @@
+"""Plans for people: a story, a trace, a page for a browser."""

@@ -1,0 +1,152 @@
+"""A plan in time, as a trace that Perfetto and chrome://tracing open.
+
+One process for each schedule, one track for each lane, arrows from a step to those that wait for it.  Times
+are those of the simulated lanes (`cost.simulate`) with assumed speeds; what was measured of a schedule has a
+process of its own behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fcdp_compile.plan import Bucket, Kind, Lane, Plan, Schedule, Step
+from fcdp_compile.plan.cost import Machine, Slot, Timeline, simulate
+from fcdp_compile.plan.recording import ScheduleKey
+
+Event = dict[str, Any]
+
+_MICROSECONDS = 1e6
+_LANES = list(Lane)
+
+
+def chrome_trace(
+    plan: Plan,
+    machine: Machine,
+    *,
+    first_process: int = 0,
+    measured: Mapping[ScheduleKey, Timeline] | None = None,
+) -> list[Event]:
+    """The events of all schedules of a plan.
+
+    first_process: the number of the first schedule's process; the others follow.
+    """
+    buckets = {b.id: b for b in plan.buckets}
+    process = first_process
+    events: list[Event] = []
+    for schedule in plan.schedules:
+        title = f"graph {plan.graph}, {schedule.direction.value} {schedule.variant.value}"
+        times = {title: simulate(schedule, machine, plan.ranks_per_node)}
+        if (found := (measured or {}).get((schedule.direction, schedule.variant))) is not None:
+            times[f"{title}, measured"] = found
+        for name, time in times.items():
+            events += _process(schedule, time, buckets, name, process)
+            process += 1
+    return events
+
+
+def _process(
+    schedule: Schedule, time: Timeline, buckets: Mapping[int, Bucket], title: str, process: int
+) -> Iterator[Event]:
+    tracks = _tracks(schedule, time)
+    yield _named("process_name", title, process)
+    yield {**_named("process_sort_index", "", process), "args": {"sort_index": process}}
+    for track in sorted({*range(len(_LANES)), *tracks}):
+        beside, lane = divmod(track, len(_LANES))
+        name = _LANES[lane].value + (f" {beside + 1}" if beside else "")
+        yield _named("thread_name", name, process, track)
+        yield {
+            **_named("thread_sort_index", "", process, track),
+            "args": {"sort_index": lane * len(schedule.steps) + beside},
+        }
+    yield from _slices(schedule, time, buckets, process, tracks)
+    yield from _arrows(schedule, time, process, tracks)
+
+
+def _tracks(schedule: Schedule, time: Timeline) -> list[int]:
+    """The track of each step: its lane's, or where another step is under way on that one beside it."""
+    free_s: dict[int, float] = {}
+    tracks = [0] * len(schedule.steps)
+    for step in sorted(schedule.steps, key=lambda s: time.slots[s.index].start_s):
+        slot, track = time.slots[step.index], _LANES.index(step.lane)
+        while free_s.get(track, 0.0) > slot.start_s:
+            track += len(_LANES)
+        tracks[step.index] = track
+        free_s[track] = slot.end_s
+    return tracks
+
+
+def _named(what: str, name: str, process: int, track: int = 0) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _slices(
+    schedule: Schedule,
+    time: Timeline,
+    buckets: Mapping[int, Bucket],
+    process: int,
+    tracks: Sequence[int],
+) -> Iterator[Event]:
+    for step, slot in zip(schedule.steps, time.slots, strict=True):
+        if slot.end_s > slot.start_s or step.lane is not Lane.COMPUTE:
+            yield {
+                "ph": "X",
+                "name": _name(step),
+                "cat": step.kind.value,
+                "pid": process,
+                "tid": tracks[step.index],
+                "ts": slot.start_s * _MICROSECONDS,
+                "dur": (slot.end_s - slot.start_s) * _MICROSECONDS,
+                "args": _about(step, buckets),
+            }
+
+
+def _name(step: Step) -> str:
+    if step.kind is Kind.COMPUTE:
+        return step.label or step.kind.value
+    waits_for = f" for {step.label}" if step.kind is Kind.WAIT else ""
+    return f"{step.kind.value}{waits_for} {step.bucket}"
+
+
+def _about(step: Step, buckets: Mapping[int, Bucket]) -> Event:
+    about: Event = {"step": step.index, "waits for": list(step.waits)}
+    if step.bytes:
+        about["bytes"] = step.bytes
+    if step.kind is Kind.COMPUTE:
+        return {**about, "flops": step.flops, "accessed bytes": step.accessed_bytes}
+    if step.bucket is not None:
+        bucket = buckets[step.bucket]
+        about |= {
+            "bucket": bucket.id,
+            "parameters": [p.name for p in bucket.params],
+            "strategy": bucket.strategy.name,
+            "tier": bucket.tier.value,
+            "why": bucket.why,
+        }
+    return {**about, "label": step.label} if step.label else about
+
+
+def _arrows(
+    schedule: Schedule, time: Timeline, process: int, tracks: Sequence[int]
+) -> Iterator[Event]:
+    """From the end of a step to the start of one on another lane that waits for it."""
+    number = 0
+    for step, slot in zip(schedule.steps, time.slots, strict=True):
+        for index in step.waits:
+            source = schedule.steps[index]
+            if source.lane is step.lane:
+                continue
+            where = {"cat": "waits", "name": "waits", "id": f"{process}.{number}", "pid": process}
+            number += 1
+            left_s = _just_before_end(time.slots[index])
+            # A wait begins when compute stands still, and ends with what it waits for.
+            arrived_s = min(max(slot.start_s, left_s), slot.end_s)
+            leaves = {"ph": "s", "tid": tracks[index]}
+            arrives = {"ph": "f", "bp": "e", "tid": tracks[step.index]}
+            yield {**where, **leaves, "ts": left_s * _MICROSECONDS}
+            yield {**where, **arrives, "ts": arrived_s * _MICROSECONDS}
+
+
+def _just_before_end(slot: Slot) -> float:
+    """A time inside of the slice, which an arrow must leave from."""
+    return max(slot.start_s, slot.end_s - 1e-9)

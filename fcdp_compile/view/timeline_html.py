@@ -1,0 +1,260 @@
+"""Plans in time, as one page for a browser that explains them to somebody who has never seen one.
+
+    plans -> simulated lanes (`cost.simulate`) -> JSON inside of timeline/page.html, with its style and script
+
+The page is one file: it fetches nothing, and its policy forbids it to.  Names of parameters reach it as JSON
+alone and become text, never markup.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.files.json_records import one_line
+from fcdp_compile.plan import LANES, Bucket, Direction, Kind, Lane, Plan, Schedule, Step, Variant
+from fcdp_compile.plan.cost import Link, Machine, Timeline, simulate
+from fcdp_compile.view.short_names import fold_numbers, fold_params
+from fcdp_compile.view.story import FLOWS, Flow, moved, tell, tell_sharding
+
+Json = dict[str, Any]
+
+
+class ScheduleKey(NamedTuple):
+    """One schedule of several plans: the position of its plan, and which of its schedules."""
+
+    plan: int
+    direction: Direction
+    variant: Variant
+
+
+SCRIPTS = ("data.js", "story.js", "axis.js", "lanes.js", "memory.js", "details.js", "page.js")
+"""The parts of the page's script, in the order in which they run."""
+
+_NOTHING: Mapping[ScheduleKey, Timeline] = MappingProxyType({})
+_MICROSECONDS = 1e6
+
+_LANES: dict[Lane, tuple[str, str]] = {
+    Lane.COMPUTE: ("Compute", "the GPU's work; hatched: it waits"),
+    Lane.INTER: ("Between nodes", "the slow network of the node"),
+    Lane.INTRA: ("Within the node", "fast links among its ranks"),
+    Lane.H2D: ("Host to GPU", "the bus, out of host memory"),
+    Lane.D2H: ("GPU to host", "the bus, into host memory"),
+}
+"""What each lane is called and what it stands for."""
+
+_KINDS: dict[Kind, str] = {
+    Kind.COMPUTE: "runs operators of the model",
+    Kind.INTER_ALL_GATHER: "collects a bucket's weights from the other nodes",
+    Kind.INTRA_ALL_GATHER: "collects the rest from the other ranks of the node",
+    Kind.INTRA_OWN_ALL_GATHER: "spreads what is at home on the node while the rest crosses",
+    Kind.INTRA_REST_ALL_GATHER: "spreads what came from other nodes",
+    Kind.FLAT_ALL_GATHER: "passes weights on from rank to rank, through all nodes",
+    Kind.STORE: "keeps gathered weights for their next use",
+    Kind.LOAD: "takes weights from where they were kept",
+    Kind.WAIT: "compute stands still until a transfer is done",
+    Kind.FREE: "gives up gathered weights",
+    Kind.COLLECT: "adds gradients that waited",
+    Kind.ACCUMULATE: "lets gradients wait for the next micro-batch",
+    Kind.INTRA_REDUCE_SCATTER: "sums gradients within the node",
+    Kind.INTER_REDUCE_SCATTER: "sums gradients between nodes, to their owners",
+    Kind.INTER_ALL_REDUCE: "averages gradients between nodes",
+    Kind.INTRA_GRAD_ALL_GATHER: "spreads averaged gradients within the node",
+}
+"""What each kind of step does, in a few words."""
+
+_LAST_GATHERS = frozenset({Kind.INTRA_ALL_GATHER, Kind.INTRA_REST_ALL_GATHER, Kind.FLAT_ALL_GATHER})
+"""Those that leave whole parameters."""
+
+
+def timeline_html(
+    plans: Sequence[Plan],
+    machine: Machine,
+    *,
+    measured: Mapping[ScheduleKey, Timeline] = _NOTHING,
+) -> str:
+    """The text of the page: ASCII, so that it survives any terminal and any redirection.
+
+    measured: recorded times, shown beneath those predicted for the same schedule.
+
+    Raises: ValueError for measured times of another number of steps than the schedule has.
+    """
+    data = {
+        "speeds": _speeds(machine),
+        "lanes": [
+            {"id": lane.value, "name": name, "text": text} for lane, (name, text) in _LANES.items()
+        ],
+        "kinds": [_kind(kind, text) for kind, text in _KINDS.items()],
+        "graphs": [
+            _graph(plan, machine, {k[1:]: t for k, t in measured.items() if k.plan == i})
+            for i, plan in enumerate(plans)
+            if plan.schedules
+        ],
+    }
+    parts = {
+        "style": _read("page.css"),
+        "data": _escaped(data),
+        "script": "\n".join(_read(name) for name in SCRIPTS),
+    }
+    # In one go, so that nothing within a part is taken for a place for another.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read("page.html"))
+
+
+def _read(name: str) -> str:
+    return files("fcdp_compile.view").joinpath("timeline", name).read_text(encoding="ascii")
+
+
+def _escaped(data: Json) -> str:
+    """JSON that no name within can end early: HTML looks for nothing but `<` in a script."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _speeds(machine: Machine) -> Json:
+    def of(link: Link) -> Json:
+        return {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
+
+    links = {lane: of(getattr(machine, lane)) for lane in ("inter", "intra", "h2d", "d2h")}
+    return {**links, "flops_per_s": machine.flops_per_s}
+
+
+def _kind(kind: Kind, text: str) -> Json:
+    flow = FLOWS[kind].value if kind in FLOWS else None
+    return {"id": kind.value, "lane": LANES[kind].value, "text": text, "flow": flow}
+
+
+def _graph(
+    plan: Plan, machine: Machine, measured: Mapping[tuple[Direction, Variant], Timeline]
+) -> Json:
+    return {
+        "strategy": one_line(plan.strategy),
+        "nodes": plan.nodes,
+        "ranks_per_node": plan.ranks_per_node,
+        "graph": plan.graph,
+        "sharding": tell_sharding(plan),
+        "peak_bytes": plan.peak_bytes,
+        "memory_limit_bytes": plan.memory_limit_bytes,
+        "buckets": _buckets(plan),
+        "schedules": [
+            _schedule(plan, s, machine, measured.get((s.direction, s.variant)))
+            for s in plan.schedules
+        ],
+    }
+
+
+def _buckets(plan: Plan) -> dict[int, Json]:
+    """Buckets by id; the beginning that all their titles share is left out of what bars are called."""
+    titles = [one_line(_title(b)) for b in plan.buckets]
+    columns = zip(*(title.split(".")[:-1] for title in titles), strict=False)
+    shared = list(takewhile(lambda column: len(set(column)) == 1, columns))
+    return {
+        bucket.id: _bucket(bucket, title, ".".join(title.split(".")[len(shared) :]))
+        for bucket, title in zip(plan.buckets, titles, strict=True)
+    }
+
+
+def _bucket(bucket: Bucket, title: str, short: str) -> Json:
+    return {
+        "title": title,
+        "short": short,
+        "parameters": [one_line(line) for line in fold_params(bucket.params)],
+        "strategy": one_line(bucket.strategy.name),
+        "dtype": bucket.dtype,
+        "tier": bucket.tier.value,
+        "frozen": bucket.frozen,
+        "node_bytes": bucket.node_bytes,
+        "full_bytes": bucket.full_bytes,
+        "why": one_line(bucket.why),
+    }
+
+
+def _title(bucket: Bucket) -> str:
+    """The module that all of a bucket's parameters belong to, or the layers: h.3, h.{3-4}."""
+    names = [p.name.split(".") for p in bucket.params]
+    common: list[str] = []
+    for parts in zip(*names, strict=False):
+        if len(set(parts)) == 1:
+            common.append(parts[0])
+            continue
+        if all(part.isdecimal() for part in parts):
+            common.append(f"{{{fold_numbers(sorted({int(part) for part in parts}))}}}")
+        break
+    return ".".join(common) or f"{bucket.params[0].name} ..."
+
+
+def _schedule(plan: Plan, schedule: Schedule, machine: Machine, measured: Timeline | None) -> Json:
+    steps, story = schedule.steps, tell(plan, schedule)
+    return {
+        "direction": schedule.direction.value,
+        "variant": schedule.variant.value,
+        "headline": story.headline,
+        "text": story.text,
+        "flows": {flow.value: moved(schedule)[flow] for flow in Flow},
+        "kinds": [s.kind.value for s in steps],
+        "buckets": [_bucket_of(s, steps) for s in steps],
+        "bytes": [s.bytes for s in steps],
+        "flops": [s.flops for s in steps],
+        "waits": [s.waits for s in steps],
+        "labels": [one_line(s.label) for s in steps],
+        "memory_bytes": schedule.memory_bytes,
+        "predicted": _times(schedule, simulate(schedule, machine, plan.ranks_per_node)),
+        "measured": None if measured is None else _times(schedule, measured),
+    }
+
+
+def _bucket_of(step: Step, steps: Sequence[Step]) -> int | None:
+    """The bucket of a step; of compute, the last one whose weights it waited for."""
+    if step.kind is not Kind.COMPUTE:
+        return step.bucket
+    waited = [steps[i] for i in step.waits if steps[i].kind is Kind.WAIT]
+    gathers = [steps[i] for wait in waited for i in wait.waits if steps[i].kind in _LAST_GATHERS]
+    return gathers[-1].bucket if gathers else None
+
+
+def _times(schedule: Schedule, timeline: Timeline) -> Json:
+    if len(timeline.slots) != len(schedule.steps):
+        raise ArgumentError(
+            f"times of {len(timeline.slots)} steps do not belong to the {len(schedule.steps)} steps of "
+            f"{schedule.direction.value} {schedule.variant.value}; record the plan that is shown"
+        )
+    return {
+        "starts_us": [_us(slot.start_s) for slot in timeline.slots],
+        "ends_us": [_us(slot.end_s) for slot in timeline.slots],
+        "total_us": _us(timeline.total_s),
+        "still_us": _us(_still_s(schedule, timeline)),
+        "memory": list(_memory_curve(schedule, timeline)),
+    }
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * _MICROSECONDS, 3)
+
+
+def _still_s(schedule: Schedule, timeline: Timeline) -> float:
+    """How long no operator of the model runs."""
+    pairs = zip(schedule.steps, timeline.slots, strict=True)
+    return timeline.total_s - sum(t.end_s - t.start_s for s, t in pairs if s.kind is Kind.COMPUTE)
+
+
+def _memory_curve(schedule: Schedule, timeline: Timeline) -> Iterator[tuple[float, int, int]]:
+    """When, in microseconds, how many bytes begin to be in use, and during which step.
+
+    Memory is predicted in the order of the program, which goes on only in compute and waits: what steps
+    started in between take counts for the next of those.
+    """
+    most = (0, 0)
+    for step, slot, size in zip(
+        schedule.steps, timeline.slots, schedule.memory_bytes, strict=False
+    ):
+        most = max(most, (size, step.index))
+        if step.lane is Lane.COMPUTE and slot.end_s > slot.start_s:
+            yield (_us(slot.start_s), *most)
+            most = (0, 0)

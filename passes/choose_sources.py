@@ -1,0 +1,50 @@
+"""Decide how a graph comes by the node shard of each of its buckets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import GraphModule
+
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.passes.graph.context import META, PassContext, Source, use_of
+from fcdp_compile.plan import Bucket, Direction, Tier, Variant
+
+
+def place(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Give every `unshard` the source of its bucket.
+
+        one node                          HOME, unless whole buckets are kept
+        tier none                         GATHER
+        backward                          LOAD
+        kept until the backward           GATHER_AND_STORE if the backward uses it, else GATHER
+        kept until changed: frozen        LOAD (refreshed before the graph starts when stale)
+                            cold          GATHER_AND_STORE
+                            warm          LOAD
+
+    A bucket with a parameter that this graph lacks cannot be gathered in it and is loaded.
+
+    Requires: `bucket`.
+    Leaves: a source on every `unshard`; no other change.
+    """
+    nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
+    present = {ctx.specs[str(n.args[1])].name for n in nodes}
+    for node in nodes:
+        use = use_of(node)
+        node.meta[META] = replace(use, source=_source(use.bucket, present, ctx))
+    return gm
+
+
+def _source(bucket: Bucket, present: set[str], ctx: PassContext) -> Source:
+    if bucket.nodes == 1 and bucket.tier is Tier.NONE:
+        return Source.HOME
+    if bucket.tier is Tier.NONE:
+        return Source.GATHER
+    if ctx.direction is Direction.BACKWARD:
+        return Source.LOAD
+    if not bucket.strategy.is_resident:
+        used_again = bucket.id in ctx.backward_buckets
+        return Source.GATHER_AND_STORE if used_again else Source.GATHER
+    whole = all(p.name in present for p in bucket.params)
+    cold = ctx.variant is Variant.COLD and whole and not bucket.frozen
+    return Source.GATHER_AND_STORE if cold else Source.LOAD

@@ -1,0 +1,1 @@
+"""Tools of the passes: nodes, views, transfers and what repeats in a graph."""

@@ -1,0 +1,67 @@
+"""Insert explicit nodes into a graph, each with its step; not a pass, a tool of the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fcdp_compile import ops
+from fcdp_compile.passes.graph.context import META, StepMeta
+from fcdp_compile.plan import LANES, Bucket, Kind, Step
+
+
+def explicit(
+    graph: Graph,
+    op: Callable[..., Any],
+    args: Sequence[Node],
+    bucket: Bucket,
+    sent_bytes: int,
+    val: Tensor | None = None,
+    *,
+    accessed_bytes: int = 0,
+    scratch_bytes: int = 0,
+) -> Node:
+    """Insert an explicit node; `val` is the device memory that its result takes from here on.
+
+    accessed_bytes: what it reads and writes besides to put parts in order.  scratch_bytes: the device memory
+    that it takes besides while it is on its way.
+    """
+    node = graph.call_function(op, tuple(args), {"bucket": bucket.id})
+    kind = ops.EXPLICIT[op]
+    assert kind is not None
+    step = Step(
+        index=0,
+        kind=kind,
+        lane=LANES[kind],
+        bucket=bucket.id,
+        bytes=sent_bytes,
+        waits=(),
+        accessed_bytes=accessed_bytes,
+    )
+    node.meta[META] = StepMeta(step=step, scratch_bytes=scratch_bytes)
+    if val is not None:
+        node.meta["val"] = val
+    return node
+
+
+def wait_for(graph: Graph, pending: Node) -> Node:
+    """Insert a wait for a started step, whose result it gives."""
+    meta = pending.meta[META]
+    node = graph.call_function(ops.wait, (pending,), {"bucket": meta.step.bucket})
+    node.meta[META] = StepMeta(
+        step=Step(
+            index=0,
+            kind=Kind.WAIT,
+            lane=LANES[Kind.WAIT],
+            bucket=meta.step.bucket,
+            bytes=0,
+            waits=(),
+            label=meta.step.kind.value,
+        )
+    )
+    if "val" in pending.meta:
+        node.meta["val"] = pending.meta["val"]
+    return node

@@ -1,0 +1,164 @@
+"""Find the transfers of a lowered graph: which explicit nodes belong together, and what they keep alive.
+
+Not a pass; what `schedule` moves around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fcdp_compile import ops
+from fcdp_compile.passes.graph.context import PassContext
+
+_GATHERS = (
+    ops.load,
+    ops.inter_all_gather,
+    ops.intra_all_gather,
+    ops.intra_rest_all_gather,
+    ops.flat_all_gather,
+)
+_REDUCTIONS = (
+    ops.collect,
+    ops.accumulate,
+    ops.intra_reduce_scatter,
+    ops.inter_reduce_scatter,
+    ops.inter_all_reduce,
+    ops.intra_grad_all_gather,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gather:
+    """A bucket's way to compute, in up to two stages.
+
+    pack: compute that lines its home shards up, of inputs alone.  fetch: load or inter-node all-gather, what
+    goes on beside it, and the store; none where nothing follows it.  spread: what ends in full parameters,
+    the intra-node all-gather where there are two stages.  wait: for the last of them.  ends: the wait for the
+    store, and the free; the bucket is alive until these.  fetched_bytes, full_bytes: what the stages leave.
+    """
+
+    pack: tuple[Node, ...]
+    fetch: tuple[Node, ...]
+    spread: tuple[Node, ...]
+    wait: Node
+    ends: tuple[Node, ...]
+    fetched_bytes: int
+    full_bytes: int
+
+    @property
+    def starts(self) -> tuple[Node, ...]:
+        """All steps in order."""
+        return (*self.fetch, *self.spread)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of node shard and full parameters."""
+        return self.fetched_bytes + self.full_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A bucket's gradients on their way to the home shards, or to where they accumulate.
+
+    starts: reduce-scatters, and what adds and keeps accumulated gradients, in order.  wait: for the last of
+    them.  packed_bytes: of the gradients lined up, which the first one reads.  reduced_bytes: of what it
+    leaves.
+    """
+
+    starts: tuple[Node, ...]
+    wait: Node
+    packed_bytes: int
+    reduced_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes alive until the first half is done."""
+        return self.packed_bytes + self.reduced_bytes
+
+
+def find_gathers(graph: Graph, ctx: PassContext) -> list[Gather]:
+    """The gathers of a lowered graph in the order compute waits for them."""
+    waits = ((w, _chain(w)) for w in _calls(graph, ops.wait))
+    return [_gather(w, c, ctx) for w, c in waits if c[-1].target in _GATHERS]
+
+
+def find_reductions(graph: Graph) -> list[Reduction]:
+    """The reductions of a lowered graph in the order their results are waited for."""
+    waits = ((w, _chain(w)) for w in _calls(graph, ops.wait))
+    return [
+        _reduction(w, c)
+        for w, c in waits
+        if c[-1].target in _REDUCTIONS and _next(c[-1], _REDUCTIONS) is None
+    ]
+
+
+def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
+    # Where there is one node, what is stored is what a rank has at home.
+    before = [s for n in chain[0].all_input_nodes if (s := _next(n, (ops.store,))) is not None]
+    stores = [s for n in chain if (s := _next(n, (ops.store,))) is not None]
+    two_stages = len(chain) > 1
+    beside = [n for n in chain[-1].all_input_nodes if n is not chain[-2]] if two_stages else []
+    ends = [w for s in (*before, *stores) if (w := _next(s, (ops.wait,))) is not None]
+    if (free := _next(wait, (ops.free,))) is not None:
+        ends.append(free)
+    full = _nbytes(wait)
+    return Gather(
+        pack=_pack(chain[0]),
+        fetch=(chain[0], *beside, *stores) if two_stages else (),
+        spread=tuple(chain[1:]) if two_stages else (*before, chain[0], *stores),
+        wait=wait,
+        ends=tuple(ends),
+        fetched_bytes=_nbytes(chain[0]) + sum(map(_nbytes, beside)) if two_stages else 0,
+        full_bytes=full,
+    )
+
+
+def _reduction(wait: Node, chain: list[Node]) -> Reduction:
+    return Reduction(
+        starts=tuple(chain),
+        wait=wait,
+        packed_bytes=_nbytes(chain[0].all_input_nodes[0]),
+        reduced_bytes=_nbytes(chain[0]),
+    )
+
+
+def _calls(graph: Graph, op: Callable[..., Any]) -> list[Node]:
+    return list(graph.find_nodes(op="call_function", target=op))
+
+
+def _chain(wait: Node) -> list[Node]:
+    """The steps that a wait ends, the first one first: each takes the one before while it is on its way."""
+    chain: list[Node] = []
+    node: Node | None = wait.all_input_nodes[0]
+    while node is not None and node.target in ops.EXPLICIT and node.target is not ops.wait:
+        chain.insert(0, node)
+        node = next(iter(node.all_input_nodes), None)
+    return chain
+
+
+def _next(node: Node, targets: tuple[Callable[..., Any], ...]) -> Node | None:
+    return next((u for u in node.users if u.target in targets), None)
+
+
+def _pack(start: Node) -> tuple[Node, ...]:
+    """What a home buffer is computed by, in order; empty for a load."""
+    found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if node.op != "placeholder" and node not in found:
+            for source in node.all_input_nodes:
+                visit(source)
+            found[node] = None
+
+    for source in start.all_input_nodes:
+        visit(source)
+    return tuple(found)
+
+
+def _nbytes(node: Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.dtype.itemsize)

@@ -1,0 +1,1 @@
+"""How much device memory a step takes, and what may therefore stay on the device."""

@@ -1,0 +1,250 @@
+"""How many bytes of device memory are alive while each node of a graph runs: read off, nothing is changed.
+
+    node                      alive while it runs
+    inter_all_gather(home)    home, node shard          a started step's result exists, and both are held
+    intra_all_gather          node shard, full bucket     until a wait comes after the step
+    wait                      node shard, full bucket
+    ...
+    segment                   one entry for each node inside
+    free(full)                full bucket               the last entry that has it
+
+Memory is counted by storage: views share one.  Sizes may be symbolic (batch, sequence length); they count
+with the values that one asks for.  What a reduction takes besides is noted on its node (`narrow_sums`).  What
+else an operator or a collective allocates for itself alone (workspaces, Gloo's staging) is in no graph and is
+not counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fcdp_compile import ops
+from fcdp_compile.passes.graph.context import META, StepMeta
+from fcdp_compile.plan import LANES, Lane
+from fcdp_compile.torch_compat import storage_id
+
+Bytes: TypeAlias = int | sympy.Expr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """What is alive while one node runs: arguments, result, and all that a later node needs.
+
+    node: its name, for people.  at: which node of the graph it is, or is inside of, counted from 0.
+    step: the op or bucket step that it is.  bucket: of an explicit node.
+    """
+
+    node: str
+    at: int
+    step: str
+    bucket: int | None
+    bytes: int
+
+
+def timeline(
+    gm: GraphModule,
+    *,
+    elsewhere: Collection[int],
+    device_type: str,
+    sizes: Mapping[sympy.Symbol, int] | None = None,
+) -> tuple[Alive, ...]:
+    """The bytes alive on the device while each node but inputs and output runs, in order.
+
+    elsewhere: storages (`storage_id`) that live on whatever the graph does, such as home shards and the
+    caller's batch; they are left out.  Any other input lives from the start to its last use, as what a
+    backward has saved does; results live to the end.
+
+    sizes: values of the symbols in sizes, by default those that the graph was traced with.
+
+    Requires: fake `val`s on all nodes whose results are tensors; explicit nodes or none.
+    """
+    events = list(_events(gm))
+    lives = _lives(events, elsewhere, device_type)
+    known = hints_of(gm) if sizes is None else sizes
+    change = [0] * (len(events) + 1)
+    found: dict[Bytes, int] = {}  # of thousands of sizes few differ
+    for life in lives.values():
+        if life.bytes not in found:
+            found[life.bytes] = evaluate(life.bytes, known)
+        change[life.born] += found[life.bytes]
+        change[life.dies + 1] -= found[life.bytes]
+    now = 0
+    alive = []
+    for event, delta in zip(events, change, strict=False):
+        now = now + delta
+        if event.node.op not in ("placeholder", "output"):
+            alive.append(
+                Alive(
+                    node=event.node.name,
+                    at=event.at,
+                    step=_step(event.node),
+                    bucket=_bucket(event.node),
+                    bytes=now,
+                )
+            )
+    return tuple(alive)
+
+
+def evaluate(size: Bytes, hints: Mapping[sympy.Symbol, int]) -> int:
+    """Bytes of a size for given values of its symbols; one that has none, as data decide it, counts as 0."""
+    if isinstance(size, int):
+        return size
+    values = {s: hints.get(s, 0) for s in size.free_symbols}
+    return int(size.xreplace(values))
+
+
+def peak(alive: Sequence[Alive]) -> int:
+    """The most bytes of a timeline; 0 for an empty one."""
+    return max((a.bytes for a in alive), default=0)
+
+
+def storages(values: Iterable[object], device_type: str) -> dict[int, Bytes]:
+    """The storages of those values that are tensors of the device, each with its bytes."""
+    found: dict[int, Bytes] = {}
+    for value in values:
+        if isinstance(value, Tensor) and value.device.type == device_type:
+            found[storage_id(value)] = _bytes(value)
+    return found
+
+
+def hints_of(gm: GraphModule) -> dict[sympy.Symbol, int]:
+    """The values that a graph's symbols had when it was traced."""
+    found: dict[sympy.Symbol, int] = {}
+    for node in gm.graph.nodes:
+        val = node.meta.get("val")
+        sizes: list[Any] = list(val.shape) if isinstance(val, Tensor) else [val]
+        for size in sizes:
+            if not isinstance(size, torch.SymInt):
+                continue
+            if size.node.expr.is_symbol and size.node.has_hint():
+                found[size.node.expr] = int(size.node.hint)
+    return found
+
+
+@dataclass(slots=True)
+class _Event:
+    """A node in the order of execution, nodes inside segments one by one in the place of their call."""
+
+    node: Node
+    at: int
+    uses: list[object]
+    makes: list[object]
+
+
+@dataclass(slots=True)
+class _Life:
+    """First and last event that needs a storage."""
+
+    born: int
+    dies: int
+    bytes: Bytes
+
+
+def _events(gm: GraphModule) -> Iterator[_Event]:
+    for at, node in enumerate(gm.graph.nodes):
+        if node.op == "call_module":
+            inner = gm.get_submodule(str(node.target))
+            assert isinstance(inner, GraphModule), f"{node.target} is no segment"
+            # Its nodes carry the very values of the graph that they were taken from.
+            for event in _events(inner):
+                if event.node.op not in ("placeholder", "output"):
+                    yield replace(event, at=at)
+        else:
+            yield _Event(node, at, [_value(n) for n in node.all_input_nodes], _made(node))
+
+
+def _value(node: Node) -> object:
+    return node.meta.get("val")
+
+
+def _made(node: Node) -> list[object]:
+    """What exists once a node has started: a started step's result, before its wait."""
+    val = _value(node)
+    made = list(val) if isinstance(val, list | tuple) else [val]
+    return [*made, *(_value(w) for w in _waits(node))]
+
+
+def _waits(node: Node) -> list[Node]:
+    return [u for u in node.users if u.target is ops.wait]
+
+
+def _lives(
+    events: Sequence[_Event], elsewhere: Collection[int], device_type: str
+) -> dict[int, _Life]:
+    let_go = _let_go(events)
+    lives: dict[int, _Life] = {}
+    for i, event in enumerate(events):
+        until = let_go.get(event.node, i)
+        for storage, size in storages(event.makes, device_type).items():
+            life = lives.setdefault(storage, _Life(born=i, dies=until, bytes=size))
+            life.dies = max(life.dies, until)
+        for storage in storages(event.uses, device_type):
+            if storage in lives:
+                lives[storage].dies = max(lives[storage].dies, until)
+        if scratch := _scratch_bytes(event.node):
+            # Its lane's stream has it back once the step is issued.  No storage has such a number.
+            lives[-1 - i] = _Life(born=i, dies=i, bytes=scratch)
+    return {storage: life for storage, life in lives.items() if storage not in elsewhere}
+
+
+def _let_go(events: Sequence[_Event]) -> dict[Node, int]:
+    """The event with which each started step lets go of what it reads and makes.
+
+    As the runtime does (`runtime.stream_order`, [Note: let go in stream order]): the first wait that comes
+    after the step, because it waits for the step, for a later one of its lane, or for one that read of it.
+    """
+    clocks: dict[Node, dict[Lane, int]] = {}
+    last: dict[Lane, dict[Lane, int]] = {}
+    held: dict[Lane, deque[tuple[int, Node]]] = {}
+    found: dict[Node, int] = {}
+    for i, event in enumerate(events):
+        node = event.node
+        if node.target is ops.wait:
+            for lane, count in clocks.get(node.all_input_nodes[0], {}).items():
+                while held[lane] and held[lane][0][0] <= count:
+                    found[held[lane].popleft()[1]] = i
+            continue
+        kind = ops.kind_of(node)
+        lane = Lane.COMPUTE if kind is None else LANES[kind]
+        if lane is Lane.COMPUTE:
+            continue
+        clock = dict(last.get(lane, {}))
+        for read in node.all_input_nodes:
+            for other, count in clocks.get(read, {}).items():
+                clock[other] = max(count, clock.get(other, 0))
+        clock[lane] = clock.get(lane, 0) + 1
+        last[lane] = clocks[node] = clock
+        held.setdefault(lane, deque()).append((clock[lane], node))
+    never = len(events) - 1
+    return found | {node: never for steps in held.values() for _, node in steps}
+
+
+def _scratch_bytes(node: Node) -> int:
+    meta = node.meta.get(META)
+    return meta.scratch_bytes if isinstance(meta, StepMeta) else 0
+
+
+def _bytes(value: Tensor) -> Bytes:
+    size = value.untyped_storage().nbytes()
+    if isinstance(size, torch.SymInt):
+        expression: sympy.Expr = size.node.expr
+        return int(expression) if expression.is_number else expression
+    return int(size)
+
+
+def _step(node: Node) -> str:
+    kind = ops.EXPLICIT.get(node.target) if callable(node.target) else None
+    return str(node.target) if kind is None else kind.value
+
+
+def _bucket(node: Node) -> int | None:
+    bucket = node.kwargs.get("bucket") if node.target in ops.EXPLICIT else None
+    return bucket if isinstance(bucket, int) else None

@@ -1,0 +1,97 @@
+"""Where buckets and gradients wait, and the device memory of a step with everything in its place.
+
+A part of the backend and of the planner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.memory.choose_tiers import choose_tiers, place_bucket, place_steps
+from fcdp_compile.passes.memory.place_gradients import place_gradients
+from fcdp_compile.passes.memory.predict import fixed_bytes, predict
+from fcdp_compile.passes.pipeline import Graphs, Lowered
+from fcdp_compile.plan import Bucket, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Buckets and schedules with everything in its place, and the device memory that this comes to.
+
+    limit_bytes: what a cache that adapts may let the peak grow to; None if there is none.
+    """
+
+    buckets: tuple[Bucket, ...]
+    schedules: tuple[Schedule, ...]
+    peak_bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a device has for a cache.
+
+    capacity_bytes: None: nothing.  threshold: the part of it that may be used.  taken_bytes: by the caches of
+    other graphs.
+    """
+
+    capacity_bytes: int | None
+    threshold: float
+    taken_bytes: int = 0
+
+
+def place_all(
+    graphs: Graphs,
+    lowered: Lowered,
+    ctx: PassContext,
+    room: Room,
+    *,
+    device_type: str,
+    accumulates: bool = True,
+) -> tuple[Placed, dict[int, int]]:
+    """Predict the memory of a step and give everything its place.
+
+    graphs: before `lower`.  accumulates: whether a step has several micro-batches, or may have.
+
+    Returns what each bucket keeps on the device, too.
+    """
+    step = predict(
+        graphs,
+        lowered.graphs,
+        lowered.buckets,
+        ctx,
+        device_type=device_type,
+        accumulates=accumulates,
+    )
+    placement = choose_tiers(
+        step.entries,
+        step.alive_bytes,
+        static_bytes=step.static_bytes + room.taken_bytes,
+        capacity_bytes=room.capacity_bytes,
+        threshold=room.threshold,
+    )
+    limit_bytes = left_bytes = None
+    if room.capacity_bytes is not None:
+        limit_bytes = int(room.threshold * room.capacity_bytes)
+        left_bytes = max(0, limit_bytes - placement.peak_bytes)
+    placed = [place_bucket(b, placement) for b in lowered.buckets]
+    buckets = tuple(place_gradients(placed, room_bytes=left_bytes))
+    memory = step.by_step(placement.used_bytes)
+    schedules = [
+        replace(place_steps(s, buckets), memory_bytes=memory.get((s.direction, s.variant), ()))
+        for s in lowered.schedules
+    ]
+    kept_bytes = {b.id: fixed_bytes(b) for b in lowered.buckets}
+    kept_bytes |= {
+        e.bucket: e.bytes_in(c.tier) for e, c in zip(step.entries, placement.choices, strict=True)
+    }
+    return (
+        Placed(
+            buckets=buckets,
+            schedules=tuple(schedules),
+            peak_bytes=placement.peak_bytes,
+            limit_bytes=limit_bytes,
+        ),
+        kept_bytes,
+    )

@@ -1,0 +1,212 @@
+"""Predict the device memory of a whole step with every cached bucket on the host; no graph is changed.
+
+    static      home shards, gradient shards, optimizer state, the caller's inputs and buffers
+    positions   forward cold | forward warm | backward, node by node: `memory.timeline` of each
+
+`choose_tiers` then decides what may stay on the device besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule
+
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.passes.describe import is_step
+from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.memory.choose_tiers import Entry
+from fcdp_compile.passes.memory.curve import Alive, evaluate, hints_of, storages, timeline
+from fcdp_compile.plan import Bucket, Direction, Kind, Tier, Variant
+from fcdp_compile.strategy import Cache
+from fcdp_compile.strategy.formats import Format
+
+_STATE_BYTES = 8  # of optimizer state for each trainable element: two moments in fp32, as Adam's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """What `choose_tiers` needs to know of a step.  All numbers are bytes of one rank's device.
+
+    steps: of each position, the schedule and the number of the step that it belongs to; None before the
+    schedule's first.
+    """
+
+    entries: tuple[Entry, ...]
+    alive_bytes: tuple[int, ...]
+    static_bytes: int
+    steps: tuple[tuple[Direction, Variant, int | None], ...]
+
+    def by_step(
+        self, used_bytes: Sequence[int]
+    ) -> dict[tuple[Direction, Variant], tuple[int, ...]]:
+        """The most that is used during each step of each schedule, given what is at each position."""
+        found: dict[tuple[Direction, Variant], list[int]] = {}
+        for (direction, variant, step), used in zip(self.steps, used_bytes, strict=True):
+            most = found.setdefault((direction, variant), [])
+            if step is not None:
+                most += [0] * (step + 1 - len(most))
+                most[step] = max(most[step], used)
+        return {key: tuple(most) for key, most in found.items()}
+
+
+def predict(
+    graphs: Mapping[Direction, GraphModule],
+    lowered: Mapping[tuple[Direction, Variant], GraphModule],
+    buckets: Sequence[Bucket],
+    ctx: PassContext,
+    *,
+    device_type: str,
+    accumulates: bool = True,
+) -> StepMemory:
+    """Read the step's memory off its lowered graphs; those buckets are entries whose tier may be chosen.
+
+    graphs: the same before `lower`, which say what is a home shard.
+
+    Symbolic sizes count with the values of `ctx.sizes`, or else those that they were traced with.
+
+    accumulates: count gradient shards of earlier micro-batches beside those that a backward returns.
+    """
+    elsewhere: dict[int, int] = {}
+    hints = {s: v for gm in graphs.values() for s, v in hints_of(gm).items()} | dict(ctx.sizes)
+    homes: set[int] = set()
+    for direction, gm in graphs.items():
+        homes |= _home_shards(gm.graph, device_type)
+        if direction is not Direction.BACKWARD:
+            inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
+            elsewhere |= {
+                s: evaluate(size, hints) for s, size in storages(inputs, device_type).items()
+            }
+    others = sum(size for s, size in elsewhere.items() if s not in homes)
+    parts = {
+        key: timeline(gm, elsewhere=homes | set(elsewhere), device_type=device_type, sizes=hints)
+        for key, gm in lowered.items()
+    }
+    released = {p.name for b in buckets for p in b.params if is_released(b, ctx)}
+    return StepMemory(
+        entries=tuple(_entries(parts, buckets, ctx)),
+        alive_bytes=tuple(a.bytes for part in parts.values() for a in part),
+        steps=tuple(
+            (*key, step) for key, part in parts.items() for step in _steps(lowered[key], part)
+        ),
+        static_bytes=others
+        + sum(map(fixed_bytes, buckets))
+        + sum(
+            _static(
+                spec,
+                frozen=key in ctx.frozen,
+                is_away=spec.name in released,
+                accumulates=accumulates,
+            )
+            for key, spec in ctx.specs.items()
+        ),
+    )
+
+
+def _steps(gm: GraphModule, alive: Sequence[Alive]) -> list[int | None]:
+    """The number of the step that each position of a timeline belongs to."""
+    reached, count = [], 0
+    for node in gm.graph.nodes:
+        count += is_step(node)
+        reached.append(count - 1 if count else None)
+    return [reached[a.at] for a in alive]
+
+
+def fixed_bytes(bucket: Bucket) -> int:
+    """What a bucket that has no choice keeps on the device."""
+    if bucket.strategy.cache is Cache.ADAPTIVE:
+        return 0
+    return {Tier.GPU: bucket.node_bytes, Tier.GPU_FULL: bucket.full_bytes}.get(bucket.tier, 0)
+
+
+def is_released(bucket: Bucket, ctx: PassContext) -> bool:
+    """Whether the home shards of a bucket leave the device while the host has it."""
+    resident = bucket.strategy.is_resident and bucket.frozen and bucket.tier is Tier.HOST
+    is_exact = bucket.wire is Format.FULL
+    return (
+        resident and is_exact and all(s.home_dtype == s.gather_dtype for s in _specs(bucket, ctx))
+    )
+
+
+def _home_shards(graph: Graph, device_type: str) -> set[int]:
+    nodes = graph.find_nodes(op="call_function", target=UNSHARD)
+    return set(storages([n.args[0].meta.get("val") for n in nodes], device_type))
+
+
+def _static(spec: ParamSpec, *, frozen: bool, is_away: bool, accumulates: bool) -> int:
+    home = _home_bytes(spec)
+    if frozen:
+        return 0 if is_away else home
+    return (2 if accumulates else 1) * home + _STATE_BYTES * math.prod(spec.local_shape)
+
+
+def _home_bytes(spec: ParamSpec) -> int:
+    return math.prod(spec.local_shape) * spec.home_dtype.itemsize
+
+
+def _specs(bucket: Bucket, ctx: PassContext) -> list[ParamSpec]:
+    by_name = {spec.name: spec for spec in ctx.specs.values()}
+    return [by_name[p.name] for p in bucket.params]
+
+
+def _entries(
+    parts: Mapping[tuple[Direction, Variant], Sequence[Alive]],
+    buckets: Sequence[Bucket],
+    ctx: PassContext,
+) -> list[Entry]:
+    entries = []
+    for bucket in buckets:
+        if bucket.tier is Tier.NONE or bucket.strategy.cache is not Cache.ADAPTIVE:
+            continue
+        home = sum(map(_home_bytes, _specs(bucket, ctx))) if is_released(bucket, ctx) else 0
+        node_bytes = bucket.node_bytes
+        mine = [
+            [a.step for a in part if a.bucket == bucket.id]
+            for (_, variant), part in parts.items()
+            if variant is Variant.COLD or len(parts) == 1
+        ]
+        moves = sum(steps.count(k.value) for steps in mine for k in (Kind.STORE, Kind.LOAD))
+        spreads = sum(
+            steps.count(Kind.INTRA_ALL_GATHER.value)
+            for steps in mine
+            if Kind.INTER_ALL_GATHER.value not in steps
+        )
+        entries.append(
+            Entry(
+                bucket=bucket.id,
+                bytes=node_bytes + home,
+                moved_bytes=moves * bucket.host_bytes,
+                full_bytes=_full_bytes(bucket),
+                spread_bytes=spreads * (bucket.ranks_per_node - 1) * node_bytes,
+                spans=tuple(_spans(bucket, parts)),
+            )
+        )
+    return entries
+
+
+def _full_bytes(bucket: Bucket) -> int | None:
+    """What a bucket has beyond its node shard; None where that is nothing, or must not be kept."""
+    if bucket.ranks_per_node == 1 or not bucket.strategy.may_keep_full:
+        return None
+    return bucket.full_bytes - bucket.node_bytes
+
+
+def _spans(
+    bucket: Bucket, parts: Mapping[tuple[Direction, Variant], Sequence[Alive]]
+) -> list[tuple[int, int]]:
+    """When the cache has an entry: always if it outlives the step, else from its store to its load."""
+    spans, start = [], 0
+    for (direction, _), part in parts.items():
+        end = start + len(part)
+        mine = {a.step: start + i for i, a in enumerate(part) if a.bucket == bucket.id}
+        if bucket.strategy.is_resident:
+            spans.append((start, end))
+        elif direction is Direction.BACKWARD:
+            spans.append((start, mine.get(Kind.LOAD.value, end)))
+        elif Kind.STORE.value in mine:
+            spans.append((mine[Kind.STORE.value], end))
+        start = end
+    return [s for s in spans if s[0] < s[1]]

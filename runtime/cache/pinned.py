@@ -1,0 +1,112 @@
+"""Host memory of exact size for node shards: on the card's NUMA node and registered with the device.
+
+torch's own pinned allocator rounds every block up to a power of two, which for a whole model can double the
+memory that a node needs.  A slab here is anonymous memory of whole pages, less than one page too large.
+
+[Note: life of a slab]
+Who takes a slab owns it until `give_back`, or until the pool dies.  Its memory is unregistered and unmapped
+when after that the last tensor on it dies, never earlier: a tensor that outlives the pool stays good.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.devices import Device
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.runtime.cache import numa
+
+log = logging.getLogger(__name__)
+
+
+class PinnedPool:
+    """The slabs of one model on this rank; plain memory where the device needs none registered."""
+
+    def __init__(self, device: Device, *, numa_node: int | None = None) -> None:
+        self._device = device
+        self._numa_node = numa_node
+        self._slabs: dict[int, int] = {}  # sizes by address
+        self._has_warned = False
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of all slabs that are out, rounded up to pages as they are."""
+        return sum(self._slabs.values())
+
+    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor on a slab of its own; what it holds at first is undefined."""
+        size = elements * dtype.itemsize
+        slab_bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = _Memory(slab_bytes, self._numa_node)
+        if why := memory.register(self._device):
+            self._warn(slab_bytes, why)
+        # Evaluation may run under inference_mode, and what is made there can't be written elsewhere.
+        with torch.inference_mode(False):
+            slab = torch.frombuffer(memory.buffer, dtype=torch.uint8)[:size].view(dtype)
+        self._slabs[memory.address] = slab_bytes
+        return slab
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a slab of this pool that is out."""
+        return tensor.untyped_storage().data_ptr() in self._slabs
+
+    def give_back(self, slab: Tensor) -> None:
+        """End the ownership of a slab; see [Note: life of a slab].
+
+        Raises: ValueError if it is not a slab of this pool, or was given back before.
+        """
+        address = slab.untyped_storage().data_ptr()
+        if address not in self._slabs:
+            raise ArgumentError(
+                f"a tensor of {slab.nbytes} bytes is no slab of this pool, or was given back before; give "
+                "back what `take` returned, once"
+            )
+        del self._slabs[address]
+
+    def can_register(self, slab_bytes: int) -> bool:
+        """Try whether this process may register so much; nothing stays registered."""
+        return not _Memory(slab_bytes, self._numa_node).register(self._device)
+
+    def _warn(self, slab_bytes: int, why: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        log.warning(
+            "could not register %d bytes of host memory with the device (%s); the memory is used as it is: "
+            "same numbers, slower copies; raise the limit of locked memory (ulimit -l) or set "
+            "options={'host_memory': …} lower",
+            slab_bytes,
+            why,
+        )
+
+
+class _Memory:
+    """One anonymous mapping; lives as long as `buffer`, which tensors on it hold."""
+
+    def __init__(self, slab_bytes: int, numa_node: int | None) -> None:
+        # Private: shared memory is counted and limited as files of /dev/shm are.
+        mapping = mmap.mmap(-1, slab_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.buffer = (ctypes.c_char * slab_bytes).from_buffer(mapping)
+        self.address = ctypes.addressof(self.buffer)
+        self._mapping = mapping
+        if numa_node is not None:  # before the first touch, which registering is
+            numa.bind_memory(self.address, slab_bytes, numa_node)
+
+    def register(self, device: Device) -> str:
+        """Register the memory until `buffer` dies; returns why that is not possible, or nothing."""
+        if not device.registers:
+            return ""
+        if why := device.register(self.address, len(self._mapping)):
+            return why
+        # A forked child, such as a data loader's worker, must not make the kernel copy pages that the GPU
+        # writes to.
+        self._mapping.madvise(mmap.MADV_DONTFORK)
+        # Not at exit, when the device's context may be gone: the end of the process releases everything.
+        weakref.finalize(self.buffer, device.unregister, self.address).atexit = False
+        return ""

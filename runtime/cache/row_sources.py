@@ -1,0 +1,111 @@
+"""Where the rows of other nodes can be read without asking them: a checkpoint that every node has.
+
+    home shards of place l of all nodes ─ read here ─▶ node shard [N*S]      instead of an inter all-gather
+
+What was read is believed only if it contains this rank's home shard as it is now, and if every node read the
+same.  Then each slot of it is the home shard of the rank that has it, whatever was written to parameters or
+files in between.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.params.fingerprint import fingerprint
+from fcdp_compile.params.packing import pack_home
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.params.spec import Home
+from fcdp_compile.plan import Bucket
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.strategy.formats import Format
+
+log = logging.getLogger(__name__)
+
+
+class Rows(Protocol):
+    """Reads home shards of any rank from somewhere else."""
+
+    def read(self, key: str, node: int, place: int) -> Tensor:
+        """The home shard of the parameter on the rank at that place of that node, in its home dtype."""
+
+    def close(self) -> None:
+        """Let go of what is open; reading goes on being possible."""
+
+
+class RowSources:
+    """What of a model can be read, by key; every rank has the same keys."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Rows] = {}
+
+    def offer(self, keys: Iterable[str], rows: Rows) -> None:
+        """These can be read from there; every rank must say so."""
+        self._of |= dict.fromkeys(keys, rows)
+
+    def node_shard(
+        self,
+        bucket: Bucket,
+        specs: Sequence[ParamSpec],
+        home: Tensor,
+        at: Home,
+        collectives: Collectives,
+    ) -> Tensor | None:
+        """The node shard [N*S] of a frozen bucket with `home` [S] as this rank's slot; None: gather it.
+
+        specs: of the bucket's parameters, in its order.  at: this rank.  All ranks must ask, and get the same
+        answer but for the values.
+        """
+        keys = [spec.key for spec in specs]
+        has_all = self._of.keys() >= set(keys)
+        if not (has_all and bucket.frozen and bucket.wire is Format.FULL):
+            return None
+        found = self._checked(bucket, specs, home, at)
+        mark = 0 if found is None else int(fingerprint([found]))
+        words = [found is not None, at.place, mark]
+        rows = collectives.agree(words, "the agreement on who reads a checkpoint")
+        marks = {place: m for _, place, m in rows}
+        if all(is_found and marks[place] == m for is_found, place, m in rows):
+            return found
+        # They no longer hold what the parameters do; asking again at each refresh would read in vain.
+        for key in keys:
+            del self._of[key]
+        log.info(
+            "bucket %d (%s, …) is gathered between nodes: the checkpoint that it was loaded from no longer "
+            "holds its values, or not on every node",
+            bucket.id,
+            specs[0].name,
+        )
+        return None
+
+    def _checked(
+        self, bucket: Bucket, specs: Sequence[ParamSpec], home: Tensor, at: Home
+    ) -> Tensor | None:
+        """The node shard as it can be read here, if that works and contains the home shard."""
+        readers = list(dict.fromkeys(self._of[spec.key] for spec in specs))
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._read(bucket, specs, at).to(home.device)
+        except Exception as error:
+            # Whatever it is, a gather between nodes gives the same.
+            log.warning("rows of bucket %d cannot be read, it is gathered: %s", bucket.id, error)
+            return None
+        finally:
+            for reader in readers:
+                reader.close()
+        own = found.view(at.nodes, -1)[at.node]
+        same = torch.equal(own.view(torch.uint8), home.view(-1).view(torch.uint8))
+        return found if same else None
+
+    def _read(self, bucket: Bucket, specs: Sequence[ParamSpec], at: Home) -> Tensor:
+        layouts = [spec.layout for spec in specs]
+        dtype = getattr(torch, bucket.dtype)
+        slots = []
+        for node in range(at.nodes):
+            shards = [self._of[spec.key].read(spec.key, node, at.place) for spec in specs]
+            slots.append(pack_home(shards, layouts, dtype))
+        return torch.cat(slots)

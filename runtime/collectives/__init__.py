@@ -1,0 +1,1 @@
+"""Communication between ranks: collectives of two levels, agreement, counted bytes."""

@@ -1,0 +1,91 @@
+"""A group of ranks, and the way that its collectives take what is on a device.
+
+the host itself                 blocks its caller; done in two parts
+a card, collectives on streams  given to the lane's own stream
+a card, collectives that block  through pinned memory of the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcdp_compile.devices import Device
+from fcdp_compile.ranks.messages import all_gather
+from fcdp_compile.ranks.waiting import Wait, finish
+from fcdp_compile.runtime.lanes.tasks import Begun
+
+# torch 2.13 renamed it and warns of the older name, the only one of 2.11.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def now_or_later(last: Callable[[], None], left: Begun | None) -> Begun | None:
+    """Do `last` after what is left: now, if that is nothing."""
+    if left is None:
+        last()
+        return None
+
+    def both() -> None:
+        left.finish()
+        last()
+
+    return Begun(both)
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One collective's group, the number of ranks in it, their device, and how to wait for them."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    device: Device
+    wait: Wait
+
+    @property
+    def is_on_stream(self) -> bool:
+        """Whether collectives are given to the current stream."""
+        return self.device.runs_on_stream(self.group)
+
+    def reduce_scatter(self, out: Tensor, send: Tensor) -> None:
+        """[size*n] of every rank -> the average of its part [n], as a group on streams computes it."""
+        _reduce_scatter(out, send, op=dist.ReduceOp.AVG, group=self.group, async_op=False)
+
+    def all_gather(self, out: Tensor, send: Tensor) -> Begun | None:
+        """[n] of every rank -> [size*n]."""
+        return self._run(partial(all_gather, group=self.group), out, send)
+
+    def all_to_all(self, out: Tensor, send: Tensor) -> Begun | None:
+        """[size*n], one part for each rank -> [size*n], one part of each rank."""
+        return self._run(partial(dist.all_to_all_single, group=self.group), out, send)
+
+    def _run(self, collective: Callable[..., dist.Work], out: Tensor, send: Tensor) -> Begun | None:
+        # Bytes travel, whatever the dtype.  Views are taken here: the caller's inference mode would spoil
+        # them.
+        out, send = out.view(torch.uint8), send.view(torch.uint8)
+        if self.is_on_stream:
+            # Not asynchronously: NCCL would take a stream of its own and make the lane's wait for it.
+            collective(out, send, async_op=False)
+            return None
+        is_staged = self.device.has_streams
+        staged = self._on_host(send) if is_staged else send
+        arrived = self.device.pinned_like(out) if is_staged else out
+        work = collective(arrived, staged, async_op=True)
+
+        def end() -> None:
+            finish(work, self.group, self.wait)
+            if is_staged:
+                # The allocator of pinned memory notes which stream reads it, so `arrived` may go.
+                out.copy_(arrived, non_blocking=True)
+
+        return Begun(end)
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """A pinned copy, complete."""
+        host = self.device.pinned_like(tensor).copy_(tensor, non_blocking=True)
+        self.device.synchronize()  # this thread's own stream, off the Python main thread
+        return host

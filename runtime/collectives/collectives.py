@@ -1,0 +1,265 @@
+"""The two-level collectives: all-gather and averaging reduce-scatter, between nodes and within a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fcdp_compile.devices import Device
+from fcdp_compile.params.mesh import FlatGroup, Topology, flat_group
+from fcdp_compile.plan import LANES, Kind
+from fcdp_compile.plan.reduction import INTER_KINDS, all_reduce_bytes
+from fcdp_compile.ranks.messages import gather_at_once, gather_objects
+from fcdp_compile.ranks.waiting import Wait
+from fcdp_compile.runtime.collectives.channel import Channel
+from fcdp_compile.runtime.collectives.counters import AGREE, FLAT_WITHIN, Counters
+from fcdp_compile.runtime.collectives.gathers import (
+    gather_encoded,
+    gather_flat,
+    gather_own,
+    gather_rest,
+)
+from fcdp_compile.runtime.collectives.quantize import Codec
+from fcdp_compile.runtime.collectives.reductions import all_reduce, reduce_encoded, reduce_scatter
+from fcdp_compile.runtime.collectives.word_of_all import Telling
+from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
+from fcdp_compile.runtime.lanes.pending import Pending
+
+
+class Collectives:
+    """Collectives over one topology, counted as they are issued, run on the inter and intra lanes.
+
+    Every collective on the two groups goes through the lanes, also those that are waited for at once: two
+    threads that use one group would mix up the order that ranks meet in.
+
+    during: tells of a collective, by the name of its profiler's range, what it is a part of just now; for
+    the error if a rank does not come to it.
+
+    Shapes: all-gather [n] -> [size*n]; reduce-scatter [size*n] -> [n], size being the group's.
+    """
+
+    def __init__(self, topology: Topology, counters: Counters, lanes: Lanes) -> None:
+        self._topology = topology
+        self._counters = counters
+        self._lanes = lanes
+        self._flat: FlatGroup | None = None
+        self._order: Tensor | None = None
+        self.during: Callable[[str], str] = told_alone
+
+    def _channel(self, kind: Kind, name: str) -> Channel:
+        t = self._topology
+        group = t.inter if kind in INTER_KINDS else t.intra
+        return self._over(group, self.group_size(kind), name)
+
+    def _over(self, group: dist.ProcessGroup | None, size: int, name: str) -> Channel:
+        wait = Wait(partial(self.during, name), self._lanes.exiting)
+        return Channel(group, size, self._lanes.device, wait)
+
+    def group_size(self, kind: Kind) -> int:
+        """How many ranks take part in a collective of that kind."""
+        t = self._topology
+        return t.nodes if kind in INTER_KINDS else t.ranks_per_node
+
+    def all_gather(
+        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+    ) -> Pending:
+        """Start an all-gather of `send` (any dtype: bytes travel); `name` is of the profiler's range.
+
+        codec: of what crosses; every rank gets its own part, too, as the others do.
+        """
+        size = self.group_size(kind)
+        send = _contiguous(send)
+        own = tensor_of(send)
+        sent_bytes = own.nbytes if codec is None else codec.bytes
+        self._counters.add(kind, (size - 1) * sent_bytes)
+        if size == 1:
+            return send if isinstance(send, Pending) else Pending(send)
+        out = _empty(own, size * own.numel())
+        if not own.nbytes:
+            return Pending(out)
+        if codec is None:
+            run = partial(self._channel(kind, name).all_gather, out, own)
+            return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+        encoded = _empty(own, size * sent_bytes, torch.uint8)
+        run = partial(gather_encoded, out, encoded, own, codec, self._channel(kind, name))
+        pending = self._lanes.start(LANES[kind], run, out=out, reads=[send, encoded], name=name)
+        pending.encoded = encoded
+        return pending
+
+    def own_all_gather(
+        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+    ) -> Pending:
+        """Start the intra-node all-gather of home shards while they cross (HO-Ring): [S] -> [g*S].
+
+        codec: of what crosses: a node's own shards become what other nodes get of them.
+        """
+        size = self.group_size(kind)
+        send = _contiguous(send)
+        own = tensor_of(send)
+        self._counters.add(kind, (size - 1) * own.nbytes)
+        out = _empty(own, size * own.numel())
+        if not own.nbytes:
+            return Pending(out)
+        run = partial(gather_own, out, own, codec, self._channel(kind, name))
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+
+    def rest_all_gather(
+        self, kind: Kind, send: Tensor | Pending, own: Tensor | Pending, name: str
+    ) -> Pending:
+        """Start the intra-node all-gather of what crossed (HO-Ring): [N*S] and [g*S] -> [g*N*S]."""
+        size = self.group_size(kind)
+        node_shard, mine = tensor_of(send), tensor_of(own)
+        self._counters.add(kind, (size - 1) * (node_shard.nbytes - mine.nbytes // size))
+        out = _empty(node_shard, size * node_shard.numel())
+        if not node_shard.nbytes:
+            return Pending(out)
+        node = self._topology.node
+        run = partial(gather_rest, out, node_shard, mine, node, self._channel(kind, name))
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send, own], name=name)
+
+    def make_flat_group(self) -> None:
+        """Make the group of `flat_all_gather`; all ranks of the mesh must call it."""
+        self._flat = flat_group(self._topology)
+
+    def flat_all_gather(
+        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+    ) -> Pending:
+        """Start an all-gather over all ranks: [S] -> [G*S], in the order of chunks.
+
+        codec: of what travels.
+        """
+        assert self._flat is not None, "make_flat_group comes first"
+        send = _contiguous(send)
+        own = tensor_of(send)
+        sent_bytes = (self._topology.ranks - 1) * (own.nbytes if codec is None else codec.bytes)
+        self._counters.add(kind if self._flat.crosses else FLAT_WITHIN, sent_bytes)
+        out = _empty(own, self._topology.ranks * own.numel())
+        if not own.nbytes:
+            return Pending(out)
+        if self._order is None or self._order.device != own.device:
+            # Made once: copying from memory that is not pinned waits for the stream, and so for gathers.
+            with torch.inference_mode(False):
+                self._order = torch.tensor(self._flat.order, device=own.device)
+        channel = self._over(self._flat.group, self._topology.ranks, name)
+        run = partial(gather_flat, out, own, codec, channel, self._order)
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+
+    def reduce_scatter(
+        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+    ) -> Pending:
+        """Start a reduce-scatter that averages over the group; sums are taken in fp32 or wider.
+
+        codec: of what crosses: encoded once, and summed once decoded (qgZ of ZeRO++, section 3.3).
+        """
+        size = self.group_size(kind)
+        send = _contiguous(send)
+        whole = tensor_of(send)
+        sent_bytes = whole.nbytes // size if codec is None else codec.bytes
+        self._counters.add(kind, (size - 1) * sent_bytes)
+        if size == 1:
+            return send if isinstance(send, Pending) else Pending(send)
+        out = _empty(whole, whole.numel() // size)
+        if not whole.nbytes:
+            return Pending(out)
+        if codec is None:
+            run = partial(reduce_scatter, out, whole, self._channel(kind, name))
+        else:
+            run = partial(reduce_encoded, out, whole, codec, self._channel(kind, name))
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+
+    def all_reduce(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
+        """Start an averaging all-reduce: a reduce-scatter, and an all-gather of what that leaves.
+
+        Shape: [n] -> [n].  Every rank gets the same bits.
+        """
+        size = self.group_size(kind)
+        send = _contiguous(send)
+        own = tensor_of(send)
+        self._counters.add(kind, all_reduce_bytes(own.numel(), own.itemsize, size))
+        if size == 1 or not own.nbytes:
+            return Pending(own, done=send.done if isinstance(send, Pending) else None)
+        parts = _empty(own, -(-own.numel() // size) * size)
+        out = parts.narrow(0, 0, own.numel())
+        run = partial(all_reduce, parts, own, self._channel(kind, name))
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send, parts], name=name)
+
+    def reduction(
+        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+    ) -> Pending:
+        """Start one step of a reduction of gradients (`fcdp_compile.plan.reduction`).
+
+        codec: of what crosses in a reduce-scatter.
+        """
+        if kind is Kind.INTER_ALL_REDUCE:
+            return self.all_reduce(kind, send, name)
+        if kind is Kind.INTRA_GRAD_ALL_GATHER:
+            return self.all_gather(kind, send, name)
+        return self.reduce_scatter(kind, send, name, codec=codec)
+
+    def agree(self, words: list[int], what: str = "an agreement of all ranks") -> list[list[int]]:
+        """Every rank's `words`, the same number on every rank; all ranks of the mesh must call it.
+
+        what: they agree on.
+
+        Raises: LostRankError.
+        """
+        t = self._topology
+        if t.ranks == 1:
+            return [words]
+        assert t.control is not None, "several processes have one"
+        # Whatever the default device is: a user may be building another model on meta.
+        mine = torch.tensor(words, dtype=torch.int64, device="cpu")
+        self._counters.add(AGREE, (t.ranks - 1) * mine.nbytes)
+        everyone = torch.empty(t.ranks * len(words), dtype=torch.int64, device="cpu")
+        gather_at_once(everyone, mine, t.control, self.during(what))
+        rows: list[list[int]] = everyone.view(t.ranks, -1).tolist()
+        return rows
+
+    def tell(self, words: list[int], what: str) -> Telling:
+        """Start to tell all ranks these words, as many on every rank; the result is the bitwise or of all.
+
+        All ranks of the mesh must call it.  what: they agree on.
+        """
+        t = self._topology
+        if t.ranks > 1:
+            self._counters.add(AGREE, len(words) * torch.int64.itemsize)
+        return Telling(words, t.control, partial(self.during, what))
+
+    def exchange_texts(self, text: str) -> list[str]:
+        """Every rank's `text`, in the order of the mesh's ranks; for reports of disagreement."""
+        t = self._topology
+        if t.ranks == 1:
+            return [text]
+        assert t.control is not None, "several processes have one"
+        return gather_objects(
+            text, t.control, self.during("a comparison of what ranks are about to do")
+        )
+
+
+def told_alone(name: str) -> str:
+    """Tell of a collective that is no part of anything."""
+    return name.removeprefix("fcdp::")
+
+
+def are_blocking(topology: Topology, device: Device) -> bool:
+    """Whether collectives on this topology block their caller: Gloo's do, also for what is on a card."""
+    groups = [g for g in (topology.inter, topology.intra) if g is not None]
+    return any(not device.runs_on_stream(g) for g in groups)
+
+
+def _contiguous(send: Tensor | Pending) -> Tensor | Pending:
+    """What a lane leaves is contiguous; what compute made, also if it comes as a `Pending`, need not be."""
+    if isinstance(send, Pending) and send.done is not None:
+        return send
+    tensor = tensor_of(send)
+    return send if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _empty(like: Tensor, elements: int, dtype: torch.dtype | None = None) -> Tensor:
+    # A lane's thread is outside of the caller's inference mode, where such tensors can't be written.
+    with torch.inference_mode(False):
+        return like.new_empty(elements, dtype=dtype)

@@ -1,0 +1,76 @@
+"""All-gathers as tasks of a lane: plain, encoded, and the parts of other algorithms (`gathering`).
+
+Each fills `out`, which its caller has allocated, and returns what is left to do if it has only begun.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.runtime.collectives.channel import Channel, now_or_later
+from fcdp_compile.runtime.collectives.quantize import Codec
+from fcdp_compile.runtime.lanes.tasks import Begun
+
+
+def gather_encoded(
+    out: Tensor, encoded: Tensor, send: Tensor, codec: Codec, channel: Channel
+) -> Begun | None:
+    """[n] of every rank -> [size*n], and the same in `encoded` as it travelled, [size*bytes]."""
+    left = channel.all_gather(encoded, codec.encode(send.view(1, -1)).view(-1))
+
+    def decode() -> None:
+        rows = codec.decode(encoded.view(-1, codec.bytes), out.dtype)
+        out.view(rows.shape).copy_(rows)
+
+    return now_or_later(decode, left)
+
+
+def gather_own(out: Tensor, send: Tensor, codec: Codec | None, channel: Channel) -> Begun | None:
+    """[S] of every rank of a node -> [g*S], as it would have come from another node."""
+    if codec is not None:
+        send = codec.decode(codec.encode(send.view(1, -1)), send.dtype).view(-1)
+    return channel.all_gather(out, send)
+
+
+def gather_rest(
+    out: Tensor, node_shard: Tensor, own: Tensor, node: int, channel: Channel
+) -> Begun | None:
+    """[N*S] of every rank of a node, which is number `node`, and all of that node's own [g*S] -> [g*N*S]."""
+    slot = own.numel() * node_shard.numel() // out.numel()
+    rows = node_shard.view(-1, slot)
+    if node in (0, len(rows) - 1):
+        others = rows[1:] if node == 0 else rows[:-1]
+    else:
+        others = torch.cat([rows[:node], rows[node + 1 :]])
+    arrived = torch.empty_like(out[: out.numel() - own.numel()])
+    left = channel.all_gather(arrived, others.reshape(-1))
+
+    def assemble() -> None:
+        full = out.view(-1, len(rows), slot)
+        parts = arrived.view(len(full), -1, slot)
+        full[:, node] = own.view(-1, slot)
+        full[:, :node] = parts[:, :node]
+        full[:, node + 1 :] = parts[:, node:]
+
+    return now_or_later(assemble, left)
+
+
+def gather_flat(
+    out: Tensor, send: Tensor, codec: Codec | None, channel: Channel, order: Tensor
+) -> Begun | None:
+    """[S] of every rank of the mesh -> [G*S]; order: the rank in the group that has each part."""
+    if codec is None:
+        arrived = torch.empty_like(out)
+        left = channel.all_gather(arrived, send)
+    else:
+        arrived = out.new_empty(len(order) * codec.bytes, dtype=torch.uint8)
+        left = channel.all_gather(arrived, codec.encode(send.view(1, -1)).view(-1))
+
+    def assemble() -> None:
+        rows = arrived.view(len(order), -1)
+        if codec is not None:
+            rows = codec.decode(rows, out.dtype)
+        torch.index_select(rows, 0, order, out=out.view(rows.shape))
+
+    return now_or_later(assemble, left)

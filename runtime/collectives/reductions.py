@@ -1,0 +1,54 @@
+"""Averaging reduce-scatters and all-reduces as tasks of a lane.
+
+Each fills `out`, which its caller has allocated, and returns what is left to do if it has only begun.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.params.narrow_sums import is_narrow
+from fcdp_compile.params.packing import padded
+from fcdp_compile.runtime.collectives.channel import Channel, now_or_later
+from fcdp_compile.runtime.collectives.quantize import Codec
+from fcdp_compile.runtime.lanes.tasks import Begun
+
+
+def reduce_scatter(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
+    """[size*n] of every rank -> the average of its part [n], summed in fp32 or wider and rounded once."""
+    if channel.is_on_stream and not is_narrow(send.dtype):
+        channel.reduce_scatter(out, send)
+        return None
+    # NCCL's reduce_scatter rounds to the dtype at every hop, and Gloo's is an all-reduce underneath, which
+    # moves twice the bytes; all-to-all moves the right ones, and leaves the sum to us.
+    parts = torch.empty_like(send)
+
+    def average() -> None:
+        wide = torch.promote_types(parts.dtype, torch.float32)
+        out.copy_(parts.view(channel.size, -1).sum(0, dtype=wide).div_(channel.size))
+
+    return now_or_later(average, channel.all_to_all(parts, send))
+
+
+def all_reduce(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
+    """The average of [n] in `out`, which is as long as n rounded up to a multiple of the group's size."""
+    whole = padded(send, channel.size)
+    mine = torch.empty_like(out[: out.numel() // channel.size])
+    left = reduce_scatter(mine, whole, channel)
+    if left is not None:
+        left.finish()  # here: what another thread began would meet the next collective out of order
+    return channel.all_gather(out, mine)
+
+
+def reduce_encoded(out: Tensor, send: Tensor, codec: Codec, channel: Channel) -> Begun | None:
+    """[size*n] of every rank -> the average of its part [n], encoded once and summed once decoded."""
+    encoded = codec.encode(send.view(channel.size, -1)).view(-1)
+    parts = torch.empty_like(encoded)
+
+    def average() -> None:
+        wide = torch.promote_types(out.dtype, torch.float32)
+        rows = codec.decode(parts.view(channel.size, -1), wide)
+        out.copy_(rows.sum(0).div_(channel.size))
+
+    return now_or_later(average, channel.all_to_all(parts, encoded))

@@ -1,0 +1,54 @@
+"""What any rank says, told to all: the bitwise or of words, gathered by one rank and broadcast from there.
+
+Gloo broadcasts along a tree, so all ranks know after 1 + log2(G) hops (`cost.agreement_hops`); its all-gather
+is a ring and takes G - 1.  It runs beside the Python thread from `tell` to `finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+
+from fcdp_compile.ranks.messages import broadcast_first
+from fcdp_compile.ranks.waiting import Wait, finish
+
+
+class Telling:
+    """Words on their way to all ranks.
+
+    All ranks of the group must make it, with as many words, and call `finish` in one order with whatever else
+    the group does.  doing: tells what the words are for, if a rank does not come.
+    """
+
+    def __init__(
+        self, words: Sequence[int], group: dist.ProcessGroup | None, doing: Callable[[], str]
+    ) -> None:
+        # Whatever the default device is: a user may be building another model on meta.
+        self._words = torch.tensor(words, dtype=torch.int64, device="cpu")
+        self._group = group
+        self._doing = doing
+        self._everyone: list[torch.Tensor] | None = None
+        self._gathering: dist.Work | None = None
+        if group is None:  # a single rank
+            return
+        if dist.get_rank(group) == 0:
+            self._everyone = [torch.empty_like(self._words) for _ in range(group.size())]
+        self._gathering = dist.gather(
+            self._words, self._everyone, group=group, group_dst=0, async_op=True
+        )
+
+    def finish(self) -> list[int]:
+        """The bitwise or of all ranks' words.
+
+        Raises: LostRankError.
+        """
+        if self._group is not None and self._gathering is not None:
+            finish(self._gathering, self._group, Wait(self._doing))
+            if self._everyone is not None:
+                self._words = reduce(torch.bitwise_or, self._everyone)
+            broadcast_first(self._words, self._group, self._doing())
+        found: list[int] = self._words.tolist()
+        return found

@@ -1,0 +1,183 @@
+"""A lane that is a worker thread, for what blocks its caller.
+
+[Note: two in flight] A collective between nodes ends with a message that its peers wait for, and the next
+begins with one.  While these cross a slow link, nothing else would: on a 100 Mbit/s link, gathers of 2.5 MB
+one by one reach 9.0 MB/s, two at once 11.  So a task may return that it has only `Begun`; its lane goes on,
+and a second thread finishes it.  Collectives still begin in order.  With Gloo and tensors on a device
+that has streams they are finished at once: what they leave on the lane's stream has to be in order.
+
+[Note: end of the interpreter] A rank that fails in a step leaves tasks behind that wait for its peers.  The
+threads are daemons, because their peers may never come.  But a daemon that comes back from C++ while the
+interpreter ends is killed inside of it, and the whole process aborts in place of its own exit code.  So
+before the interpreter ends (atexit), `exiting` is set, tasks that block look at it now and then and close
+their group (`lost_ranks`, [Note: closed groups]), and those that have not begun are cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import Queue, SimpleQueue
+from threading import Event, Thread
+from traceback import clear_frames
+
+import torch
+
+from fcdp_compile.devices import Device
+from fcdp_compile.runtime.lanes.pending import Done
+from fcdp_compile.runtime.lanes.stream_lane import OnStream, StreamLane
+from fcdp_compile.runtime.lanes.tasks import Begun, Run
+from fcdp_compile.torch_compat import name_thread
+
+_BEGUN = 1
+"""How many that have begun may wait behind the one that is being finished; the next blocks its lane."""
+
+_END_S = 5.0  # for a thread at the end of the interpreter: a copy of a few GB, and what looks at `exiting`
+
+
+class ThreadLane:
+    """A worker thread; with a stream of its own where the device has streams."""
+
+    def __init__(self, name: str, device: Device, exiting: Event, *, is_urgent: bool) -> None:
+        self._device = device
+        self._stream = StreamLane(device, is_urgent=is_urgent) if device.has_streams else None
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._is_quiet = Event()
+        finisher = _Finisher(f"{name} end", exiting)
+        _start_thread(self._tasks, name, exiting, self._is_quiet, finisher)
+
+    def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
+        call: Callable[[], object] = partial(_run_here, run, after, held)
+        if self._stream is not None:
+            call = partial(self._stream.issue, run, after, self._device.record())
+        future: Future[object] = Future()
+        self._tasks.put(_Task(call, future))
+        return _InThread(future)
+
+    def close(self) -> None:
+        """Let the thread end after what it was given."""
+        self._tasks.put(None)
+
+    def join(self) -> None:
+        self._is_quiet.wait(_END_S)
+
+
+def _run_here(run: Run, after: Sequence[Done], held: list[object]) -> Begun | None:
+    left: object = None
+    try:
+        for done in after:
+            done.order()
+        left = run()
+    finally:
+        if not isinstance(left, Begun):
+            held.clear()
+    return Begun(partial(_finish_here, left, held)) if isinstance(left, Begun) else None
+
+
+def _finish_here(begun: Begun, held: list[object]) -> None:
+    try:
+        begun.finish()
+    finally:
+        held.clear()
+
+
+class _InThread:
+    """The end of a task on a thread; it may have left something behind on a stream."""
+
+    def __init__(self, future: Future[object]) -> None:
+        self._future = future
+
+    def order(self) -> None:
+        if isinstance(on_stream := self._future.result(), OnStream):
+            on_stream.order()
+
+    def passed(self) -> None:
+        pass  # the thread has let go
+
+
+class _Task:
+    """A call to make on a thread, once, and the future that learns what became of it."""
+
+    def __init__(
+        self, call: Callable[[], object], future: Future[object], *, is_begun: bool = False
+    ) -> None:
+        self._call = call
+        self._future = future
+        self.is_begun = is_begun
+
+    def settle(self) -> _Task | None:
+        """Make the call; returns what is left to do if it has only begun."""
+        call, future = self._call, self._future
+        # The call holds buffers, and whoever waits may count on them being gone.
+        del self._call, self._future
+        try:
+            left = call()
+        except BaseException as error:  # handed to whoever waits
+            del call
+            # Frames of the task hold buffers too.  A waiter's frame that holds the future closes a circle,
+            # so without this they would be there until the garbage collector comes.
+            clear_frames(error.__traceback__)
+            future.set_exception(error)
+            return None
+        del call
+        if isinstance(left, Begun):
+            return _Task(left.finish, future, is_begun=True)
+        future.set_result(left)
+        return None
+
+    def cancel(self) -> None:
+        """Do not make the call; who waits for it gets an error."""
+        del self._call
+        self._future.cancel()
+
+
+_Tasks = SimpleQueue[_Task | None] | Queue[_Task | None]
+
+
+def _start_thread(
+    tasks: _Tasks, name: str, exiting: Event, is_quiet: Event, finisher: _Finisher | None
+) -> None:
+    args = (tasks, name, exiting, is_quiet, finisher)
+    Thread(target=_work, args=args, name=name, daemon=True).start()
+
+
+class _Finisher:
+    """The thread that finishes what another has begun, started when there is something to finish."""
+
+    def __init__(self, name: str, exiting: Event) -> None:
+        self._name = name
+        self._exiting = exiting
+        self._begun: Queue[_Task | None] | None = None
+        self._is_quiet = Event()
+
+    def put(self, begun: _Task) -> None:
+        if self._begun is None:
+            self._begun = Queue(_BEGUN)
+            _start_thread(self._begun, self._name, self._exiting, self._is_quiet, None)
+        self._begun.put(begun)
+
+    def end(self) -> None:
+        """Wait until all is finished, or given up."""
+        if self._begun is not None:
+            self._begun.put(None)
+            self._is_quiet.wait()
+
+
+def _work(
+    tasks: _Tasks, name: str, exiting: Event, is_quiet: Event, finisher: _Finisher | None
+) -> None:
+    name_thread(name)
+    with torch.no_grad():
+        while (task := tasks.get()) is not None:
+            if exiting.is_set() and not task.is_begun:
+                task.cancel()
+                continue
+            left = task.settle()
+            if left is not None:
+                assert finisher is not None, "what finishes a task has begun another"
+                finisher.put(left)
+            del left
+    if finisher is not None:
+        finisher.end()
+    is_quiet.set()

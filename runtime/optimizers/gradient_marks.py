@@ -1,0 +1,186 @@
+"""Notice that somebody cleared or changed gradients while others of their parameters wait.
+
+[Note: cleared gradients]
+What `no_sync` accumulates belongs to `.grad`, and whoever clears that means it too.  An accumulating backward
+gives autograd negative zeros, which change no bit of a gradient that is there; one of positive zeros alone
+is made negative before anybody gets hold of it, which adds as little.  So a `.grad` that is gone by the next
+backward or optimizer step, or all positive zeros, was cleared by `zero_grad`, and what waits for that
+parameter is forgotten.  One that differs in any other way cannot be made right and is refused.  Ranks tell
+each other what they see: one whose shard of a parameter is empty sees nothing.
+
+Gradients are sealed (`seal`, [Note: seals]): only of those that others got hold of are the
+values looked at, of all in a few kernels, and only then does the Python thread wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.params.fingerprint import fingerprints, fingerprints_of_zeros
+from fcdp_compile.params.home_tensor import HomeTensor, seal
+from fcdp_compile.params.seal import Seal
+from fcdp_compile.runtime.collectives.agreement import Question
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.runtime.parameters.validity import read
+
+
+@dataclass(frozen=True, slots=True)
+class Grad:
+    """A `.grad` at some time: whoever adds to it counts its version up, or puts another in its place."""
+
+    tensor: Tensor | None
+    version: int
+
+    def is_still(self, other: Grad) -> bool:
+        """Whether it is this one, and nobody wrote to it since."""
+        return self.tensor is other.tensor and self.version == other.version
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What became of a gradient: whether it is positive zeros now, and whether it differs from its mark."""
+
+    is_zeroed: bool = False
+    differs: bool = False
+
+
+class _GradientSeal(Seal):
+    """The seal on a gradient that is to stay as it is."""
+
+    __slots__ = ()
+
+    def prepare(self, held: Tensor) -> None:
+        if held.numel():
+            is_zeroed = _bytes(held).any() == 0
+            held.masked_fill_(is_zeroed, -0.0)
+
+
+class GradientMarks:
+    """Says of some gradients of this rank whether they stay as they are; knows those that were lost.
+
+    records: of the model's parameters, by name.  Those without any element have no marks.
+    """
+
+    def __init__(self, records: Mapping[str, ParamRecord]) -> None:
+        self._records = records
+        # The seal on each gradient, or where it cannot have one, on a plain tensor, one that is broken.
+        self._marks: dict[str, Seal] = {}
+        self._lost: dict[str, None] = {}
+
+    def names(self) -> list[str]:
+        """The parameters with a mark, and those whose gradients were lost."""
+        return [*self._marks, *self._lost]
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Expect of these gradients that they stay as they are now."""
+        grads = {n: self.grad(n).tensor for n in self._of_size(names)}
+        unsealed = {n: g for n, g in grads.items() if not self._is_intact(n, g)}
+        homes = {n: g for n, g in unsealed.items() if isinstance(g, HomeTensor)}
+        seal(list(homes.values()), _GradientSeal, are_apart=True)
+        for name, home in homes.items():
+            assert home.seal is not None, name
+            self._marks[name] = home.seal
+        plain = [n for n in unsealed if n not in homes]
+        shards = {n: s for n in plain if (s := self.shard(n)) is not None}
+        for name, shard in shards.items():
+            self._marks[name] = _GradientSeal(shard)
+            self._marks[name].break_for(shard)
+
+    def _is_intact(self, name: str, grad: Tensor | None) -> bool:
+        """Whether a gradient is the one that was marked, and nobody can have written to it."""
+        mark = self._marks.get(name)
+        if mark is None or not isinstance(grad, HomeTensor) or grad.seal is not mark:
+            return False
+        return mark.is_intact(grad.present())
+
+    def unseal(self, name: str) -> None:
+        """Nobody is to notice what happens to this gradient from now on, as when a backward adds to it."""
+        if isinstance(grad := self.grad(name).tensor, HomeTensor):
+            grad.seal = None
+
+    def lose(self, names: Iterable[str]) -> None:
+        """Expect of these gradients that they be cleared."""
+        lost = self._of_size(names)
+        self.drop(lost)
+        self._lost |= dict.fromkeys(lost)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Expect nothing any more."""
+        for name in names:
+            if self._marks.pop(name, None) is not None:
+                self.unseal(name)
+            self._lost.pop(name, None)
+
+    def cleared(self, collectives: Collectives) -> set[str]:
+        """The parameters whose gradients any rank sees cleared; all must ask.
+
+        Raises: FcdpError on every rank if one was changed in another way, or lost and not cleared.
+        """
+        names = self.names()
+        grads = {n: self.grad(n).tensor for n in names}
+        seen = self._look([n for n in names if not self._is_intact(n, grads[n])])
+        gone = [grads[n] is None or seen.get(n, _Seen()).is_zeroed for n in names]
+        changed = [not g and seen.get(n, _Seen()).differs for n, g in zip(names, gone, strict=True)]
+        changed = [c and n in self._marks for n, c in zip(names, changed, strict=True)]
+        what = "the agreement on gradients that were cleared"
+        act = "looks which gradients of micro-batches were cleared"
+        by_any = Question(collectives, act, [*gone, *changed], what).agreed()
+        cleared, changed = by_any[: len(names)], by_any[len(names) :]
+        if any(changed):
+            raise FcdpError(
+                f"the gradient of parameter {names[changed.index(True)]!r} was changed while gradients of "
+                "earlier micro-batches wait for the one that synchronises; clip or scale gradients after the "
+                "backward outside of no_sync"
+            )
+        found = {n for n, is_cleared in zip(names, cleared, strict=True) if is_cleared}
+        if left := [n for n in self._lost if n not in found]:
+            raise FcdpError(
+                f"a backward failed when it had taken up gradients of parameter {left[0]!r} (one of "
+                f"{len(left)}) that accumulate; clear all gradients (optimizer.zero_grad()) and begin again "
+                "with the first micro-batch"
+            )
+        return found
+
+    def _look(self, names: Iterable[str]) -> dict[str, _Seen]:
+        """What became of the gradients of these parameters that are there; waits for the device."""
+        shards = {n: s for n in names if (s := self.shard(n)) is not None and s.numel()}
+        if not shards:
+            return {}
+        present = list(shards.values())
+        now = fingerprints([[s] for s in present])
+        seals = [self._marks.get(n) for n in shards]
+        # A gradient whose seal broke unseen, or that was lost, has no mark: as if it were another now.
+        marks = [
+            ~m if s is None or s.mark is None else s.mark for s, m in zip(seals, now, strict=True)
+        ]
+        zeroed = now == fingerprints_of_zeros(present)
+        found = read(torch.stack([zeroed, now != torch.stack(marks)]).T)
+        return {n: _Seen(*map(bool, row)) for n, row in zip(shards, found, strict=True)}
+
+    def grad(self, name: str) -> Grad:
+        """The `.grad` of a parameter as it is now."""
+        parameter = self._records[name].living()
+        grad = None if parameter is None else parameter.grad
+        return Grad(grad, 0 if grad is None else grad._version)
+
+    def shard(self, name: str) -> Tensor | None:
+        """This rank's shard of a gradient; writing to it writes to `.grad`."""
+        grad = self.grad(name).tensor
+        if isinstance(grad, HomeTensor):
+            return grad.present().detach()
+        return grad.to_local().detach() if isinstance(grad, DTensor) else grad
+
+    def _of_size(self, names: Iterable[str]) -> list[str]:
+        return [n for n in names if math.prod(self._records[n].spec.layout.shape)]
+
+
+def _bytes(shard: Tensor) -> Tensor:
+    return shard.contiguous().view(-1).view(torch.uint8)

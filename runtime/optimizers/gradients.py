@@ -1,0 +1,281 @@
+"""Gradients of micro-batches that wait for the one that synchronises, as within `fcdp_compile.no_sync`.
+
+    accumulating backward   pack [G*S] -> reduced within the node [N*S] -> + what waits -> waits
+    collecting backward     pack [G*S] -> reduced within the node [N*S] -> + what waits -> inter -> .grad
+
+Sums are in fp32 or wider, on the device or in host memory (`Bucket.gradient_tier`).  What a synchronising
+backward has no gradients to add to, such as a parameter's that its micro-batch did not use, is reduced at
+its end.
+
+[Note: end of a backward] Between a graph's backward and the end of the whole one, gradients are neither here
+nor in `.grad`: autograd may still wait for those of another graph, and a backward may fail.  So what a graph
+touches counts as lost until autograd says that all is done, and of parameters whose `.grad` it did not touch
+it stays so: as by `torch.autograd.grad`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.params.packing import unpack_grads
+from fcdp_compile.plan import LANES, Bucket, Kind, Tier
+from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of
+from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.optimizers.gradient_marks import Grad, GradientMarks
+from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.torch_compat import at_end_of_backward
+
+_Params = tuple[str, ...]
+"""Names of parameters that one graph reduces together: some or all of a bucket's, in its order."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """kept: the sum so far, rows of slots of the parameters.  slab: the same if it is on the host."""
+
+    kept: Pending
+    bucket: Bucket
+    slab: Tensor | None
+
+
+class _Backward:
+    """One that is under way: autograd holds it until its end, and lets go of it also if it fails."""
+
+
+class Accumulation:
+    """What accumulates of one model on this rank.
+
+    is_on: whether forwards that begin now accumulate in their backward.
+    reductions: what gradients of a bucket that wait have still to go through, in order.
+    """
+
+    def __init__(
+        self,
+        records: Mapping[str, ParamRecord],
+        counters: Counters,
+        pool: PinnedPool,
+        lanes: Lanes,
+        collectives: Collectives,
+        codecs: Codecs,
+        *,
+        reductions: Callable[[Bucket], Sequence[Kind]],
+    ) -> None:
+        self.is_on = False
+        self._records = records
+        self._counters = counters
+        self._pool = pool
+        self._lanes = lanes
+        self._collectives = collectives
+        self._codecs = codecs
+        self._reductions = reductions
+        self._marks = GradientMarks(records)
+        self._waiting: dict[_Params, _Waiting] = {}
+        self._slabs: dict[_Params, Tensor] = {}  # never given back between steps
+        # Of one backward and those nested in it: their numbers, whether a graph of theirs synchronises, and
+        # the parameters whose gradients these took up or added to, with `.grad` as it was.
+        self._under_way: dict[int, weakref.ref[_Backward]] = {}
+        self._synchronises = False
+        self._touched: dict[str, Grad] = {}
+
+    # --- steps of a graph ---------------------------------------------------------------------------------
+
+    def collect(
+        self, bucket: Bucket, params: _Params, grads: Tensor | Pending, dtype: torch.dtype
+    ) -> Pending:
+        """`grads` [n] and what waits, which then waits no longer; in `dtype`."""
+        own, waiting = tensor_of(grads), self._waiting.pop(params, None)
+        self._counters.add(Kind.COLLECT, _slab_bytes(waiting))
+        if waiting is not None:
+            self._touch(params)
+        elif own.dtype == dtype:
+            return grads if isinstance(grads, Pending) else Pending(grads)
+        out = own.new_empty(own.shape, dtype=dtype)
+        kept = None if waiting is None else waiting.kept
+        total = own if kept is None else kept.tensor
+        if waiting is not None and waiting.slab is not None:
+            total = torch.empty_like(waiting.slab, device=own.device)
+        elif kept is not None and total.dtype == dtype:
+            out = total
+
+        def run() -> None:
+            if kept is not None:
+                if total is not kept.tensor:
+                    total.copy_(kept.tensor, non_blocking=True)
+                total.add_(own)
+            if out is not total:
+                out.copy_(total)
+
+        reads = [grads, total] if kept is None else [grads, total, kept]
+        name = range_name(Kind.COLLECT, bucket)
+        return self._lanes.start(LANES[Kind.COLLECT], run, out=out, reads=reads, name=name)
+
+    def accumulate(self, bucket: Bucket, params: _Params, total: Tensor | Pending) -> Pending:
+        """Let the sum [n] wait, which this backward adds to no `.grad`."""
+        own = tensor_of(total)
+        self._touch(params)
+        if bucket.gradient_tier is not Tier.HOST:
+            self._counters.add(Kind.ACCUMULATE, 0)
+            done = total.done if isinstance(total, Pending) else None
+            # What no lane has made may be the gradient itself, which others may have as well.
+            kept = Pending(own if done is not None else own.clone(), done=done)
+            self._waiting[params] = _Waiting(kept, bucket, None)
+            return Pending(kept.tensor, done=done)
+        if params not in self._slabs:
+            self._slabs[params] = self._pool.take(own.numel(), own.dtype)
+        slab = self._slabs[params]
+        self._counters.add(Kind.ACCUMULATE, own.nbytes)
+        stored = self._lanes.start(
+            LANES[Kind.ACCUMULATE],
+            lambda: slab.copy_(own, non_blocking=True),
+            out=slab,
+            reads=[total],
+            name=range_name(Kind.ACCUMULATE, bucket),
+        )
+        self._waiting[params] = _Waiting(Pending(slab, done=stored.done), bucket, slab)
+        return stored
+
+    def _touch(self, params: _Params) -> None:
+        for name in params:
+            if name not in self._touched:
+                self._touched[name] = self._marks.grad(name)
+                self._marks.unseal(name)
+
+    # --- backwards ----------------------------------------------------------------------------------------
+
+    def begin_graph(self, number: int, *, accumulates: bool) -> None:
+        """A graph's backward begins, as a part of the backward with that number.
+
+        Raises: FcdpError as `settle` does.
+        """
+        if number not in self._under_way:
+            self._note_failures()
+            if not self._under_way:
+                self.settle()
+            backward = _Backward()
+            self._under_way[number] = weakref.ref(backward)
+            at_end_of_backward(partial(self._end_backward, number, backward))
+        self._synchronises |= not accumulates
+
+    def _end_backward(self, number: int, backward: _Backward) -> None:
+        """Autograd has given all gradients of a backward to their `.grad`s.
+
+        Raises: FcdpError if it has not.
+        """
+        del self._under_way[number]
+        if self._under_way:  # it was nested in another
+            return
+        synchronises, self._synchronises = self._synchronises, False
+        if ignored := [n for n, g in self._touched.items() if g.is_still(self._marks.grad(n))]:
+            self._lose_touched()
+            raise FcdpError(
+                f"this backward did not add to the .grad of parameter {ignored[0]!r} (one of "
+                f"{len(ignored)}), for which gradients of micro-batches accumulate; within no_sync, and "
+                "until they are synchronised, use loss.backward() without inputs=…, not torch.autograd.grad"
+            )
+        if synchronises:
+            self._synchronise_rest()
+        self._marks.drop(self._touched)
+        self._touched.clear()
+        self._marks.expect(n for params in self._waiting for n in params)
+
+    def _note_failures(self) -> None:
+        """Lose what backwards touched that autograd gave up."""
+        ended = [number for number, backward in self._under_way.items() if backward() is None]
+        for number in ended:
+            del self._under_way[number]
+        if ended and not self._under_way:
+            self._lose_touched()
+
+    def _lose_touched(self) -> None:
+        self._marks.lose(self._touched)
+        self._touched.clear()
+        self._synchronises = False
+
+    def _synchronise_rest(self) -> None:
+        """Reduce what still waits and add it to `.grad`."""
+        for params, waiting in list(self._waiting.items()):
+            del self._waiting[params]
+            self._marks.drop(params)
+            bucket, kept = waiting.bucket, waiting.kept
+            records = [self._records[n] for n in params]
+            if kept.done is not None:
+                kept.done.order()
+            self._counters.add(Kind.COLLECT, _slab_bytes(waiting))
+            device = records[0].local().device
+            rest = Pending(kept.tensor.to(device, getattr(torch, bucket.reduce_dtype)))
+            for kind in self._reductions(bucket):
+                crosses = kind is Kind.INTER_REDUCE_SCATTER
+                codec = self._codecs.of_gradients(bucket, params) if crosses else None
+                name = range_name(kind, bucket)
+                rest = self._collectives.reduction(kind, rest, name, codec=codec)
+            specs = [r.spec for r in records]
+            shards = unpack_grads(
+                rest.wait(),
+                [s.layout for s in specs],
+                [s.local_shape for s in specs],
+                [s.home_dtype for s in specs],
+            )
+            for name, shard in zip(params, shards, strict=True):
+                if (grad := self._marks.shard(name)) is not None:
+                    grad.add_(shard)
+
+    # --- what waits ---------------------------------------------------------------------------------------
+
+    def concerns(self) -> list[str]:
+        """The parameters with gradients that wait or were lost, in an order that all ranks share."""
+        self._note_failures()
+        return self._marks.names()
+
+    def waits_for(self, bucket_ids: Collection[int]) -> bool:
+        """Whether gradients of any of these buckets wait."""
+        return any(w.bucket.id in bucket_ids for w in self._waiting.values())
+
+    def settle(self) -> list[str]:
+        """Forget what waits for cleared gradients (`cleared`); returns the parameters of what is left.
+
+        All ranks must ask, and reach one verdict.
+
+        Raises: FcdpError if a gradient was changed while others of its parameter wait, or if a backward
+        failed that had touched what waited.
+        """
+        if not (names := self.concerns()):
+            return []
+        cleared = self._marks.cleared(self._collectives)
+        self._marks.drop(cleared)
+        marked = set(self._marks.names())
+        for params, waiting in list(self._waiting.items()):
+            if marked.isdisjoint(params):
+                del self._waiting[params]
+            elif not cleared.isdisjoint(params):
+                self._zero(waiting, params, cleared)
+        return [n for n in names if n not in cleared]
+
+    def _zero(self, waiting: _Waiting, params: _Params, names: Collection[str]) -> None:
+        slots = {p.name: p.layout.slot_elements for p in waiting.bucket.params}
+        if waiting.kept.done is not None:
+            waiting.kept.done.order()
+            if waiting.slab is not None:
+                self._lanes.device.synchronize()  # what follows is done by the Python thread
+        row = sum(slots[n] for n in params)
+        kept = waiting.kept.tensor
+        rows = kept[: kept.numel() // row * row].view(-1, row)  # what is behind is padding
+        offset = 0
+        for name in params:
+            if name in names:
+                rows.narrow(1, offset, slots[name]).zero_()
+            offset += slots[name]
+
+
+def _slab_bytes(waiting: _Waiting | None) -> int:
+    return 0 if waiting is None or waiting.slab is None else waiting.slab.nbytes

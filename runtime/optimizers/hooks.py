@@ -1,0 +1,172 @@
+"""What a sharded model does before and after the steps of optimizers that own its parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
+from fcdp_compile.params.home_shard import REPLACED, HomeShard
+from fcdp_compile.params.mesh import Topology
+from fcdp_compile.params.seal import refuse_capture
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.optimizers.gradients import Accumulation
+from fcdp_compile.runtime.optimizers.loads import OptimizerLoads
+from fcdp_compile.runtime.optimizers.steps import OptimizerSteps
+from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.runtime.parameters.unset import Awaited
+from fcdp_compile.runtime.parameters.validity import Generations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeParameter:
+    """Of a parameter that is whole for a while: its home, and whether what is written to it shall last."""
+
+    home: nn.Parameter
+    writeback: bool
+
+
+class OptimizerHooks:
+    """Checks before a step, notes after it; for as long as it lives, on every optimizer of the process.
+
+    records: of the parameters, by key.  whole: those that are whole for a while, by key.
+    accumulates_elsewhere: whether `no_sync` lets gradients wait on several nodes, while here it does not.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        collectives: Collectives,
+        counters: Counters,
+        records: Mapping[str, ParamRecord],
+        without_values: Awaited,
+        whole: Mapping[str, WholeParameter],
+        accumulation: Accumulation,
+        generations: Generations,
+        *,
+        accumulates_elsewhere: bool,
+    ) -> None:
+        self._counters = counters
+        self._records = records
+        self._without_values = without_values
+        self._whole = whole
+        self._accumulation = accumulation
+        self._generations = generations
+        self._accumulates_elsewhere = accumulates_elsewhere
+        self._is_unsynchronised_elsewhere = False
+        self._loads = OptimizerLoads(collectives)
+        self._steps = OptimizerSteps(topology)
+        me = weakref.ref(self)
+        for handle in (
+            register_optimizer_step_pre_hook(_hook(me, OptimizerHooks.steps)),
+            register_optimizer_step_post_hook(_hook(me, OptimizerHooks.stepped)),
+        ):
+            weakref.finalize(self, handle.remove)
+
+    def note_backward(self, *, accumulates: bool) -> None:
+        """A compiled backward begins whose forward was, or was not, within `no_sync`."""
+        self._is_unsynchronised_elsewhere = accumulates and self._accumulates_elsewhere
+
+    def steps(self, optimizer: Optimizer) -> None:
+        """Refuse a step with gradients that lack what earlier micro-batches accumulated.
+
+        Gradients that are cut otherwise than their parameters are cut anew: DTensor's own backward, of what
+        the training loop computes of a parameter, leaves some so that torch's optimizers refuse.
+
+        Raises: UnsynchronizedGradientError; FcdpError for parameters without values, or that are whole, or
+        that `shard` has replaced, and while a CUDA graph is captured.
+        """
+        refuse_capture()
+        for p in _owned_by(optimizer):
+            if (name := getattr(p, REPLACED, None)) is not None:
+                raise FcdpError(
+                    f"{type(optimizer).__name__} was built before fcdp_compile.shard and holds parameter "
+                    f"{name!r} as it was then, so stepping it would train nothing; build the optimizer "
+                    "after sharding"
+                )
+            grad = p.grad if isinstance(p, HomeShard) else None
+            if isinstance(grad, DTensor) and grad.placements != p.placements:
+                p.grad = grad.redistribute(placements=p.placements)
+        self._refuse_unsynchronised_elsewhere(optimizer)
+        self._loads.watch(optimizer)
+        self._refuse_incomplete(optimizer)
+        for p in _owned_by(optimizer):
+            if isinstance(p, HomeShard) and p.grad is not None:
+                p.seal = (
+                    None  # its values change; if the step fails, nobody takes them for the old ones
+                )
+        self._steps.begin(optimizer)
+
+    def _refuse_incomplete(self, optimizer: Optimizer) -> None:
+        names = self._accumulation.concerns()
+        if not (names or self._without_values or self._whole):
+            return
+        owned = {id(p) for p in _owned_by(optimizer)}
+        if within := next((k for k, w in self._whole.items() if id(w.home) in owned), None):
+            raise FcdpError(
+                f"an optimizer steps parameter {self._records[within].spec.name!r} while it is whole; leave "
+                "the block of fcdp_compile.gathered before training goes on"
+            )
+        awaited = self._without_values.keys
+        if any(id(p) in owned for key in awaited for p in self._records[key].places()):
+            # Without asking others: not every rank need step this optimizer.
+            self._without_values.refuse_here("an optimizer step")
+        by_name = {r.spec.name: r for r in self._records.values()}
+        mine = [n for n in names if any(id(p) in owned for p in by_name[n].places())]
+        left = self._accumulation.settle() if mine else []
+        if lacking := [n for n in mine if n in left]:
+            raise _unsynchronised(lacking[0], len(lacking))
+
+    def _refuse_unsynchronised_elsewhere(self, optimizer: Optimizer) -> None:
+        """Refuse here, where nothing waits, the step after `no_sync` alone that several nodes refuse."""
+        if not self._is_unsynchronised_elsewhere:
+            return
+        owned = {id(p) for p in _owned_by(optimizer)}
+        for record in self._records.values():
+            for p in record.places():
+                if id(p) in owned and p.grad is not None and bool(p.grad.any()):
+                    raise _unsynchronised(record.spec.name, 1)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Note which parameters an optimizer has just changed."""
+        self._steps.end()
+        owned = {id(p): (key, p) for key, r in self._records.items() for p in r.places()}
+        mine = [owned[id(p)] for p in _owned_by(optimizer) if id(p) in owned]
+        if stepped := [key for key, p in mine if p.grad is not None]:
+            self._generations.change(stepped)
+        if mine:
+            self._steps.report(optimizer)
+            self._counters.end_step(optimizer)
+
+
+def _owned_by(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _unsynchronised(name: str, count: int) -> UnsynchronizedGradientError:
+    return UnsynchronizedGradientError(
+        f"gradients of parameter {name!r} (one of {count}) were accumulated under fcdp_compile.no_sync and "
+        "are complete on no rank of several nodes; run the last micro-batch, forward and backward, outside "
+        "of no_sync before optimizer.step()"
+    )
+
+
+def _hook(
+    hooks: weakref.ref[OptimizerHooks], act: Callable[[OptimizerHooks, Optimizer], None]
+) -> Callable[[Optimizer, Any, Any], None]:
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (live := hooks()) is not None:
+            act(live, optimizer)
+
+    return hook

@@ -1,0 +1,86 @@
+"""Whole tensors that an optimizer has loaded for sharded parameters: this rank keeps its part of each.
+
+`Optimizer.load_state_dict` takes a state of whole tensors and leaves them as they are; the next step would
+mix them with DTensors and fail.  torch 2.13's `set_optimizer_state_dict` cuts them itself, but for those of
+scalar parameters, which it takes for step counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fcdp_compile.params.home_shard import HomeShard
+from fcdp_compile.runtime.collectives.agreement import same_tensors
+from fcdp_compile.runtime.collectives.collectives import Collectives
+
+
+class OptimizerLoads:
+    """The optimizers that step a model's parameters; each is looked at once, and after each load."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Cut what the optimizer has loaded by now, and whatever it loads from now on."""
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        me = weakref.ref(self)
+
+        def loaded(optimizer: Optimizer) -> None:
+            if (alive := me()) is not None:
+                alive._cut(optimizer)
+
+        optimizer.register_load_state_dict_post_hook(loaded)
+        self._cut(optimizer)
+
+    def _cut(self, optimizer: Optimizer) -> None:
+        """Raises PlanMismatchError or FcdpError on every rank if ranks have loaded different tensors."""
+        found = list(_whole(optimizer))
+        if not found:
+            return
+        same_tensors(
+            self._collectives,
+            "loads whole tensors into an optimizer",
+            {f"{key} of parameter {i}": value for i, _, key, value in found},
+        )
+        for _, parameter, key, value in found:
+            part = parameter.part_of(value).clone(memory_format=torch.contiguous_format)
+            optimizer.state[parameter][key] = DTensor.from_local(
+                part,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+
+
+def _whole(optimizer: Optimizer) -> Iterator[tuple[int, HomeShard, str, Tensor]]:
+    """The plain tensors that lie as a sharded parameter does, with its number, it and their key."""
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        (i, p, optimizer.state[p])
+        for i, p in enumerate(owned)
+        if isinstance(p, HomeShard) and p in optimizer.state
+    ]
+    # A scalar's step count has the shape of the scalar, too: other parameters tell which keys hold moments.
+    moments = {
+        key
+        for _, p, state in states
+        if p.dim()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    }
+    for i, p, state in states:
+        for key, value in state.items():
+            is_moment = key in moments if moments else key != "step"
+            if is_moment and type(value) is Tensor and value.shape == p.shape:
+                yield i, p, key, value

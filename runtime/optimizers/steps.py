@@ -1,0 +1,97 @@
+"""What happens around the step of an optimizer: lists of tensors, and a warning of bytes.
+
+torch chooses its list implementation (`foreach`) by the exact class of the parameters, and steps those of any
+other class one by one, at three times the cost.  Where the user has chosen nothing, groups of parameters ask
+for lists while the optimizer steps; afterwards a group is as it was, and so is what is saved of it.
+
+The results have the bits of a model that is not sharded: torch steps plain CUDA parameters as lists, too, and
+those on the CPU one by one, for which most lists compute the same bits.  `fused=True` is faster still, but
+rounds in another way, so only users choose it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from fcdp_compile.params.home_shard import HomeShard
+from fcdp_compile.params.mesh import Topology, all_ranks_of
+
+log = logging.getLogger(__name__)
+
+_WITH_LISTS = (Adadelta, Adagrad, Adam, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
+"""The optimizers that choose lists by themselves where they can; AdamW is an Adam."""
+
+_WITH_OTHER_BITS = (ASGD, NAdam, RAdam)
+"""Those whose lists round in another way than their loop."""
+
+
+class OptimizerSteps:
+    """The groups of parameters that step as lists until their optimizer has stepped, and what it gathers."""
+
+    def __init__(self, topology: Topology) -> None:
+        mesh = topology.home_mesh
+        self._all_ranks = None if mesh is None else all_ranks_of(mesh)
+        self._is_first = topology.node == topology.place == 0
+        self._chosen: list[dict[str, Any]] = []
+        self._sent_before = 0
+        self._has_warned = False
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Before a step: choose lists for the groups that have home shards and no choice of the user's."""
+        self.end()  # after a step that raised
+        if isinstance(optimizer, _WITH_LISTS):
+            everywhere = not isinstance(optimizer, _WITH_OTHER_BITS)
+            self._chosen = [g for g in optimizer.param_groups if _may_choose(g, everywhere)]
+            for group in self._chosen:
+                group["foreach"] = True
+        if self._all_ranks is not None:
+            self._sent_before = self._all_ranks.sent_bytes
+
+    def end(self) -> None:
+        """After a step: the groups are as they were."""
+        for group in self._chosen:
+            group["foreach"] = None
+        self._chosen = []
+
+    def report(self, optimizer: Optimizer) -> None:
+        """Warn once of a step that sent much between nodes."""
+        if self._all_ranks is None or self._has_warned or not self._is_first:
+            return
+        sent = self._all_ranks.sent_bytes - self._sent_before
+        stepped = sum(p.nbytes for g in optimizer.param_groups for p in g["params"])
+        if 10 * sent > stepped:
+            self._has_warned = True
+            log.warning(
+                "%s communicates in its step: it sent %d bytes from each node to others, %.1f times the "
+                "bytes of its parameters (docs/optimizers.md has a table of optimizers)",
+                type(optimizer).__name__,
+                sent,
+                sent / stepped,
+            )
+
+
+def _may_choose(group: dict[str, Any], everywhere: bool) -> bool:
+    if group.get("foreach", False) is not None or group.get("fused"):
+        return False
+    # With these torch refuses lists.
+    settings = [group["lr"], *group.get("betas", ())]
+    if group.get("differentiable") or any(isinstance(value, Tensor) for value in settings):
+        return False
+    homes = [p for p in group["params"] if isinstance(p, HomeShard)]
+    return bool(homes) and (everywhere or homes[0].is_cuda)
