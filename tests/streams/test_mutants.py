@@ -10,7 +10,7 @@ from tests.streams.mutants import Mutant, Trial, mutants
 from tests.streams.programs import PROGRAMS, four_ranks
 
 EXPLAINED = {
-    "lanes.thread_lane.ThreadLane.join": "waits for threads at the end of the interpreter (test_lanes_at_exit)",
+    "lanes.thread_lane.ThreadLane.join": "waits for threads at the interpreter's end (test_lanes_at_exit)",
     "lanes.thread_lane._Finisher.end": "the same",
     "lanes.thread_lane._run_here": "of a device without streams (test_lanes)",
     "collectives.collectives.Collectives.own_all_gather": "the lane between nodes holds the same as long",
