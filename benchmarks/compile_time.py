@@ -26,7 +26,8 @@ import torch
 import transformers
 
 import fcdp_compile
-from fcdp_compile import backend, torch_compat
+from fcdp_compile import torch_compat
+from fcdp_compile.backend import compilation
 from fcdp_compile.backend.compute import Compute
 
 
@@ -111,8 +112,8 @@ def _measure(arguments: argparse.Namespace) -> Times:
     # Private places, patched here alone, so that nothing of this is in the package.
     for owner, name, watch in (
         (torch_compat, "compile_with_inductor", inductor),
-        (backend._Compilation, "_plan", planning),
-        (backend._Compilation, "_compile", total),
+        (compilation._Compilation, "_plan", planning),
+        (compilation._Compilation, "_compile", total),
         (Compute, "compile", segment),
     ):
         setattr(owner, name, watch.around(getattr(owner, name)))
@@ -125,7 +126,7 @@ def _measure(arguments: argparse.Namespace) -> Times:
         options["bucket_mb"] = arguments.bucket_mb
     # A backward with symbols is compiled when it first runs: `_compile` counts then too.
     compiled = torch.compile(
-        model, backend=total.around(backend.fcdp), fullgraph=True, options=options
+        model, backend=total.around(compilation.fcdp), fullgraph=True, options=options
     )
     ids = torch.zeros(2, 32, dtype=torch.int64)
     compiled(input_ids=ids).logits.float().mean().backward()

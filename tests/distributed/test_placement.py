@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import fcdp_compile
-from fcdp_compile import backend
+from fcdp_compile.passes.memory import placement
 from fcdp_compile.passes.memory.choose_tiers import choose_tiers
-from fcdp_compile.passes.memory.curve import placement
 from fcdp_compile.passes.memory.predict import StepMemory
 from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan.json import from_json, to_json
