@@ -89,7 +89,7 @@ class Trained:
         # A CPU does not say how much of it is used.
         DeviceMemory.of = staticmethod(of)  # type: ignore[method-assign, assignment]
         placement.predict = predict  # type: ignore[assignment]
-        backend.CompiledPlan = Bound  # type: ignore[misc]
+        compilation.CompiledPlan = Bound  # type: ignore[misc]
 
     @property
     def tiers(self) -> list[Tier]:
