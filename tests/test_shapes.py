@@ -26,8 +26,6 @@ TOO_LARGE = {
     "fcdp_compile/checkpointing/loading.py load",
     "fcdp_compile/cli/job_arguments.py add_job_arguments",
     "fcdp_compile/devices/checked.py CheckedDevice",
-    "fcdp_compile/params/home_shard.py HomeShard",
-    "fcdp_compile/params/home_tensor.py",
     "fcdp_compile/pretrained/exporting/export.py save_pretrained",
     "fcdp_compile/pretrained/load.py load_pretrained",
     "fcdp_compile/sharding/shard.py shard",
