@@ -23,13 +23,10 @@ WHY_LONG = "[Note: long file]"
 """What the docstring of a file must have that is longer than FILE_LINES: the reason comes after it."""
 
 TOO_LARGE = {
-    "fcdp_compile/checkpointing/loading.py load",
     "fcdp_compile/cli/job_arguments.py add_job_arguments",
-    "fcdp_compile/devices/checked.py CheckedDevice",
     "fcdp_compile/pretrained/exporting/export.py save_pretrained",
     "fcdp_compile/pretrained/load.py load_pretrained",
     "fcdp_compile/sharding/shard.py shard",
-    "fcdp_compile/torch_compat.py",
     "runtime/model.py ShardedModel",
     "runtime/model.py ShardedModel.__init__",
     "benchmarks/cluster/arguments.py parse",
