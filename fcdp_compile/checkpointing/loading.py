@@ -39,6 +39,7 @@ from fcdp_compile.params.home_shard import placements_of
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.sharding.shard import model_of, state_of
@@ -119,7 +120,7 @@ def _compared(
 
     doing = f"loading from {folder}"
     everyone = together(state.topology.control, compare, CheckpointError, doing)
-    if len({digest for digest, _ in everyone}) > 1:
+    if first_other([digest for digest, _ in everyone]):
         raise CheckpointError(
             f"ranks are about to load different things from {folder}; give the same arguments on every rank, "
             "and a folder that all nodes share"
