@@ -23,6 +23,7 @@ from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order,
 from fcdp_compile.pretrained.rows import is_local
 from fcdp_compile.pretrained.source import Files, Source
 from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.sharding.shard import model_of, state_of
 
@@ -110,8 +111,7 @@ def load_pretrained(
 
 
 def _compare(path: Path, digests: Sequence[str]) -> None:
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
+    if other := first_other(digests):
         raise CheckpointError(
             f"{path} is not the same for all ranks: rank {other} finds other files than rank 0; copy the "
             "checkpoint to every node again"

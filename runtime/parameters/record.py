@@ -86,11 +86,13 @@ class ParamRecord:
         return storage_id(shard) == storage_id(home) and layouts[0] == layouts[1]
 
     def peek(self) -> Tensor:
-        """This rank's home shard to read now: on the host if it was released, which it then stays."""
+        """This rank's home shard to read, without autograd; one that is released is read on the host."""
         parameter = self.parameter()
-        local = parameter.peek() if isinstance(parameter, HomeShard) else self.local_of(parameter)
-        check_shard(self.spec, local)
-        return local.detach()
+        if not isinstance(parameter, HomeShard):
+            return self.local_of(parameter)
+        values = parameter.values()
+        check_shard(self.spec, values)
+        return values
 
     def local(self) -> Tensor:
         """This rank's home shard, without autograd."""
@@ -106,12 +108,3 @@ class ParamRecord:
             local = local._local_tensor
         check_shard(self.spec, local)
         return local.detach()
-
-    def values(self) -> Tensor:
-        """This rank's home shard to read, without autograd, on whichever device has it now."""
-        parameter = self.parameter()
-        if not isinstance(parameter, HomeShard):
-            return self.local()
-        values = parameter.values()
-        check_shard(self.spec, values)
-        return values

@@ -36,6 +36,7 @@ from fcdp_compile.pretrained.huggingface import (
     is_transformers_model,
 )
 from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
@@ -153,7 +154,7 @@ def _agreed(topology: Topology, prepare: Callable[[], Contents]) -> Contents:
         return _digest(made[0])
 
     digests = together(topology.control, act)
-    if other := next((rank for rank, d in enumerate(digests) if d != digests[0]), None):
+    if other := first_other(digests):
         raise FcdpError(
             f"ranks 0 and {other} are about to export different tensors; call save_pretrained with the same "
             "model and arguments on every rank"
