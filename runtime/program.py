@@ -278,7 +278,9 @@ class Program:
 
     def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
         run: _Run = values[-1]
-        return run.model.cache.load(bucket, run.generation(bucket))
+        loaded = run.model.cache.load(bucket, run.generation(bucket))
+        run.model.cache.make_room(bucket)
+        return loaded
 
     def _store(self, bucket: Bucket, first: int, values: list[Any]) -> Pending:
         run: _Run = values[-1]
