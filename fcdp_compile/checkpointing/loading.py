@@ -146,10 +146,10 @@ def _load(plan: LoadPlan, *, progress: bool) -> None:
             together(topology.control, lambda: _write(plan, shown), CheckpointError, doing)
         except BaseException:
             # Some ranks may have written; caches must go stale on all of them alike.
-            state.values_loaded()
+            state.validity.values_changed()
             raise
     buffers = [name for name, _ in persistent_buffers(plan.root)]
-    state.values_arrived(plan.written_keys, buffers)
+    state.validity.values_arrived(plan.written_keys, buffers)
 
 
 # --- writing ------------------------------------------------------------------------------------------------
