@@ -16,7 +16,6 @@ from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home
 from fcdp_compile.plan import Bucket, Kind, Plan
 from fcdp_compile.plan.reduction import REDUCTIONS
-from fcdp_compile.runtime.cache import numa
 from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
@@ -67,7 +66,7 @@ class ShardedModel:
         self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology, device))
         self.collectives = Collectives(topology, self.counters, self.lanes)
         self._alone = Alone(topology, self.collectives)
-        self.pool = PinnedPool(device, numa_node=numa.node_of(device))
+        self.pool = PinnedPool(device)
         self.host_memory = HostMemory(topology)
         self.codecs = Codecs()
         self.cache = NodeShardCache(self.counters, self.pool, self.lanes, self.codecs)

@@ -238,9 +238,6 @@ class CheckedDevice(Device):
     def name(self) -> str:
         return self._device.name()
 
-    def pci_address(self) -> str | None:
-        return self._device.pci_address()
-
     def identity(self) -> str | None:
         return self._device.identity()
 
