@@ -13,7 +13,6 @@ from fcdp_compile.devices import Device
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Bucket, Plan
-from fcdp_compile.runtime.cache import numa
 from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
@@ -59,7 +58,7 @@ class ShardedModel:
         self._eager = Eager(topology, self.collectives)
         names = {key: self.records[key].spec.name for key in unset}
         self.unset = Unset(names, unset_buffers, self.collectives)
-        self.pool = PinnedPool(device, numa_node=numa.node_of(device))
+        self.pool = PinnedPool(device)
         self.host_memory = HostMemory(topology)
         weakref.finalize(self, self.host_memory.end)
         self.codecs = Codecs()

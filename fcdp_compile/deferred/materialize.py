@@ -1,26 +1,32 @@
 """`materialize(model)`: give a model that was built on meta the values that its own modules give it.
 
-Module by module: whole tensors on the device for what one initialisation touches, that initialisation, this
-rank's rows kept, the rest freed.  So no rank ever has more than its home shards and the largest module.
+Module by module: whole tensors on the device, the module's initialisation, this rank's rows kept, the rest
+freed.  So no rank ever has more than its home shards and the largest module.
+
+[Note: again] An initialisation first gets whole tensors for the parameters of its own module.  Some need
+more: PEFT's write to modules below and read the base's weights, torch's MultiheadAttention writes to a child.
+Such a run touches stand-ins.  It is thrown away, and the initialisation runs again from the same random
+numbers, with whole tensors for what it touched, and with values for what it read.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.deferred.initialisation import lost_attributes, steps_of, tied_to_others
+from fcdp_compile.deferred.initialisation import Step, lost_attributes, steps_of, tied_to_others
 from fcdp_compile.deferred.stand_ins import (
+    Resting,
     Slot,
-    Strays,
-    Touched,
+    Touch,
+    Watch,
     generator_states,
     has_unset,
-    rehearse,
     set_generators,
     standing_in,
 )
@@ -31,7 +37,7 @@ from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.messages import broadcast_first
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.shard import model_of, state_of
-from fcdp_compile.torch_compat import FakeTensorMode
+from fcdp_compile.torch_compat import storage_id
 
 
 def materialize(model: nn.Module) -> None:
@@ -53,10 +59,9 @@ def materialize(model: nn.Module) -> None:
     elsewhere than rank 0's, where they stood.  The device's memory holds at most the home shards and what the
     largest initialisation touches: one module's parameters, mostly.
 
-    Raises: FcdpError on every rank, with nothing changed, for parameters and buffers without any
-    initialisation, all of them named; if an initialisation fails, leaves a parameter partly unset, or gave
-    other values on another rank, with everything still without values.  ValueError for a model that is not
-    sharded.
+    Raises: FcdpError on every rank, with everything still without values: for parameters and buffers without
+    any initialisation, all of them named; if an initialisation fails, leaves a parameter partly unset, or
+    gave other values on another rank.  ValueError for a model that is not sharded.
     """
     root, state = model_of(model), state_of(model)
     with torch.device("cpu"):  # also within `with torch.device("meta")`
@@ -85,6 +90,9 @@ class _Materialisation:
         self._state = state
         self._device = state.device.torch
         self._slots = slots_of(root, state)
+        self._slots_of: dict[nn.Module, list[Slot]] = {}
+        for slot in self._slots:
+            self._slots_of.setdefault(slot.module, []).append(slot)
         # Buffers by name as they will be; they stay out of the model until everything has worked.
         self._buffers: dict[str, Tensor] = {
             s.full_name: s.unset(self._device)
@@ -97,134 +105,177 @@ class _Materialisation:
 
     def run(self) -> None:
         """Initialise everything that awaits values."""
-        plan: list[Touched] = []
-        with standing_in(self._slots, self._device) as mode:
-
-            def planned() -> None:
-                plan.extend(self._plan(mode))
-
-            together(self._state.topology.control, planned)
-            strays = Strays(self._slots)
-            with _as_rank_0(self._state):
-                for touched in plan:
-                    values = self._values(touched)
-                    if self._failure is None:
-                        try:
-                            self._initialise(touched, values, strays)
-                        except Exception as error:
-                            # Whatever it is, the others have to hear of it before they wait for this rank.
-                            self._failure = FcdpError(f"{touched.step.what} failed: {error}")
-                self._meet()
-                together(self._state.topology.control, self._check_set)
-                self._check_same()
+        control = self._state.topology.control
+        steps: list[Step] = []
+        together(control, lambda: steps.extend(self._steps()))
+        with standing_in(self._slots, self._device) as resting, _as_rank_0(self._state):
+            for step in steps:
+                if self._failure is None:
+                    self._initialise(step, resting)
+            self._meet("has done the last one")
+            together(control, self._check_set)
+            self._check_same()
         for slot in self._slots:
             if slot.is_buffer and slot.is_awaited:
                 slot.held[slot.name] = self._buffers[slot.full_name]
         unset = self._state.unset
         self._state.validity.values_arrived(list(unset.keys), list(unset.buffers))
 
-    def _plan(self, mode: FakeTensorMode) -> list[Touched]:
+    def _steps(self) -> list[Step]:
         if lost := lost_attributes(self._root):
             raise FcdpError(
                 f"{_listed(lost)} on meta and neither a parameter nor a buffer, so nothing would give values;"
                 " register a buffer, or make it from numbers in forward"
             )
-        plan = rehearse(steps_of(self._root), self._slots, mode, self._device)
-        given = {s for t in plan for s, touch in t.slots.items() if touch.writes and s.gives}
-        lacking = [s for s in self._slots if s.gives and s not in given and s.original.numel()]
-        if lacking:
-            names = [f"{s.full_name} ({type(s.module).__name__})" for s in lacking]
-            raise FcdpError(
-                f"{_listed(names)} without an initialisation; give the class reset_parameters() that sets"
-                " all parameters and buffers, or give them values by load_pretrained or load_state_dict"
-            )
-        return plan
+        return steps_of(self._root)
 
     # --- one initialisation -------------------------------------------------------------------------------
 
-    def _values(self, touched: Touched) -> dict[Slot, Tensor]:
-        """What to put into the slots it touches; gathers, with all ranks, what it needs the values of."""
-        gathered = {
-            s: t for s, t in touched.slots.items() if t.needs_values and self._has_values(s)
-        }
-        found = {}
-        if any(s.record is not None for s in gathered):
-            self._meet()
-        for slot in gathered:
-            if slot.record is not None:
-                spec = slot.record.spec
-                local = slot.record.local_of(slot.original)
-                found[slot] = self._state.gather(spec.key, local, spec.home_dtype)
-        return found
+    def _initialise(self, step: Step, resting: Resting) -> None:
+        """Run an initialisation until it has all that it touches ([Note: again])."""
+        start = generator_states(self._device)
+        # The slots that get whole tensors, and whether these have values.
+        whole = {s: False for s in self._slots_of.get(step.module, ()) if s.is_awaited}
+        while self._failure is None:
+            values = self._gathered(whole)
+            try:
+                touches, error = self._attempt(step, whole, values, resting)
+                lacking = self._lacking(touches, whole)
+                is_needed = any(t.writes and slot.is_awaited for slot, t in touches.items())
+                if error is None and is_needed and not lacking:
+                    self._keep(touches)
+                    return
+            except Exception as raised:
+                error, lacking = raised, {}
+            finally:
+                for slot in whole:
+                    slot.held[slot.name] = slot.resting
+            set_generators(start, self._device)
+            if error is None and not is_needed:
+                return
+            if not lacking:
+                # Whatever it is, the others have to hear of it before they wait for this rank.
+                self._failure = FcdpError(f"{step.what} failed: {error}")
+            whole |= lacking
 
-    def _has_values(self, slot: Slot) -> bool:
-        return not slot.is_awaited or slot.full_name in self._written
-
-    def _initialise(self, touched: Touched, values: dict[Slot, Tensor], strays: Strays) -> None:
+    def _attempt(
+        self,
+        step: Step,
+        whole: dict[Slot, bool],
+        values: dict[Slot, Tensor],
+        resting: Resting,
+    ) -> tuple[dict[Slot, Touch], Exception | None]:
+        """What an initialisation touches, and why it failed; what it has set is in its slots."""
+        put = {}
+        for slot in whole:
+            slot.held[slot.name] = slot.wrap(self._whole(slot, values))
+            put[storage_id(slot.held[slot.name])] = slot
+        values.clear()
+        error: Exception | None = None
+        watch = Watch(ChainMap(put, resting.slots))
         try:
-            for slot in touched.slots:
-                slot.held[slot.name] = slot.wrap(self._whole(slot, values))
-            values.clear()
-            with torch.no_grad(), self._device, strays.refused():
-                touched.step.act()
-            for slot, touch in touched.slots.items():
-                if slot.gives and touch.writes:
-                    self._keep(slot, slot.held[slot.name].detach())
-        finally:
-            for slot in touched.slots:
-                slot.held[slot.name] = slot.resting
+            with torch.no_grad(), self._device, watch:
+                step.act()
+        except Exception as raised:  # it may have looked at the values of a stand-in
+            error = raised
+        for slot in (s for m in step.module.modules() for s in self._slots_of.get(m, ())):
+            if watch.slot_of(slot.held[slot.name]) is not slot:
+                # Another tensor was put there, or other memory into it (`.data = ...`).
+                watch.touches.setdefault(slot, Touch(needs_values=False)).writes = True
+                if slot not in whole:
+                    resting.renew(slot)
+        return watch.touches, error
+
+    def _lacking(self, touches: dict[Slot, Touch], whole: dict[Slot, bool]) -> dict[Slot, bool]:
+        """Of what was touched, the slots without a whole tensor or without values that were read."""
+        lacking = {}
+        for slot, touch in touches.items():
+            has_values = not slot.is_awaited or slot.full_name in self._written
+            needs_values = touch.needs_values and has_values and slot.record is not None
+            if slot not in whole or (needs_values and not whole[slot]):
+                lacking[slot] = needs_values
+        return lacking
+
+    def _gathered(self, whole: dict[Slot, bool]) -> dict[Slot, Tensor]:
+        """The values of slots that need them, with all ranks."""
+        wanted = [slot for slot, needs_values in whole.items() if needs_values]
+        if wanted:
+            self._meet(f"reads {', '.join(slot.full_name for slot in wanted)}")
+        found = {}
+        for slot in wanted:
+            assert slot.record is not None, "buffers are whole on every rank"
+            spec = slot.record.spec
+            local = slot.record.local_of(slot.original)
+            found[slot] = self._state.gather(spec.key, local, spec.home_dtype)
+        return found
 
     def _whole(self, slot: Slot, values: dict[Slot, Tensor]) -> Tensor:
         if slot in values:
             return values[slot]
         if slot.record is None:
             if slot.full_name in self._buffers:
-                made = self._buffers[slot.full_name]
-                return made if slot.gives else made.clone()
+                return self._buffers[slot.full_name].clone()
             if not slot.is_awaited:
                 return slot.original.detach().clone()
         return slot.unset(self._device)
 
-    def _keep(self, slot: Slot, whole: Tensor) -> None:
-        if whole.shape != slot.original.shape:
-            raise FcdpError(
-                f"{slot.full_name} became {tuple(whole.shape)} and is {tuple(slot.original.shape)}"
-            )
-        whole = whole.to(self._device, slot.original.dtype)
-        if slot.record is None:
-            self._buffers[slot.full_name] = whole
-        else:
-            spec = slot.record.spec
-            where = self._state.topology.home(spec.strategy.home)
-            local = slot.record.local_of(slot.original)
-            local.copy_(rows_of(whole, spec.layout, where.node, where.place))
-        self._written.add(slot.full_name)
-        if self._state.topology.ranks > 1:
-            self._marks[slot.full_name] = fingerprint([whole])
+    def _keep(self, touches: dict[Slot, Touch]) -> None:
+        """Keep this rank's rows of what an initialisation has set."""
+        for slot, touch in touches.items():
+            if not (slot.gives and touch.writes):
+                continue
+            whole = slot.held[slot.name].detach()
+            if whole.shape != slot.original.shape:
+                raise FcdpError(
+                    f"{slot.full_name} became {tuple(whole.shape)} and is {tuple(slot.original.shape)}"
+                )
+            whole = whole.to(self._device, slot.original.dtype)
+            if slot.record is None:
+                self._buffers[slot.full_name] = whole
+            else:
+                spec = slot.record.spec
+                where = self._state.topology.home(spec.strategy.home)
+                local = slot.record.local_of(slot.original)
+                local.copy_(rows_of(whole, spec.layout, where.node, where.place))
+            self._written.add(slot.full_name)
+            if self._state.topology.ranks > 1:
+                self._marks[slot.full_name] = fingerprint([whole])
 
     # --- what ranks tell each other -----------------------------------------------------------------------
 
-    def _meet(self) -> None:
-        """Raise on every rank if an initialisation has failed on any."""
+    def _meet(self, doing: str) -> None:
+        """Raise on every rank if an initialisation has failed on any, or if ranks are at different ones."""
 
-        def failed() -> None:
+        def told() -> str:
             if self._failure is not None:
                 raise self._failure
+            return doing
 
-        together(self._state.topology.control, failed)
+        texts = together(self._state.topology.control, told)
+        if other := next((rank for rank, text in enumerate(texts) if text != texts[0]), None):
+            raise FcdpError(
+                f"an initialisation {texts[0]} on rank 0 and {texts[other]} on rank {other}: it depends on "
+                "more than torch's random numbers and the model; make it the same on every rank"
+            )
 
     def _check_set(self) -> None:
-        """Raise if an initialisation left something unset that it should set."""
+        """Raise if something has no initialisation, or if one left something unset."""
+        giving = [slot for slot in self._slots if slot.gives and slot.original.numel()]
+        if lacking := [slot for slot in giving if slot.full_name not in self._written]:
+            names = [f"{slot.full_name} ({type(slot.module).__name__})" for slot in lacking]
+            raise FcdpError(
+                f"{_listed(names)} without an initialisation; give the class reset_parameters() that sets"
+                " all parameters and buffers, or give them values by load_pretrained or load_state_dict"
+            )
         unset = []
-        for slot in self._slots:
-            if slot.gives:
-                held = (
-                    self._buffers[slot.full_name]
-                    if slot.record is None
-                    else slot.record.local_of(slot.original)
-                )
-                if has_unset(held):
-                    unset.append(slot.full_name)
+        for slot in giving:
+            held = (
+                self._buffers[slot.full_name]
+                if slot.record is None
+                else slot.record.local_of(slot.original)
+            )
+            if has_unset(held):
+                unset.append(slot.full_name)
         if unset:
             raise FcdpError(
                 f"after the initialisation of their modules {_listed(unset)} not set, or not everywhere; set "

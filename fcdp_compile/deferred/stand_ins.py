@@ -1,25 +1,21 @@
 """Stand-ins for the tensors of a model while its own initialisation runs, module by module.
 
 Every parameter and buffer of the model has a slot.  At rest the slot holds a fake tensor, which has no
-memory.  First every initialisation runs on the fake tensors alone and a dispatch mode notes what it touches.
-Then it runs once more, on real whole tensors in the slots that it touches and nowhere else; what it leaves in
-the slot of a parameter that awaits values goes to the home shard, this rank's rows of it, and the tensor is
-freed.
+memory and takes any operation.  While a module's initialisation runs, the slots that it needs hold real whole
+tensors instead, and a watch notes the slots that operations read and write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.deferred.initialisation import Step
 from fcdp_compile.devices import device_of
-from fcdp_compile.errors import FcdpError
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.torch_compat import DispatchMode, FakeTensorMode, storage_id, without_modes
 
@@ -50,13 +46,6 @@ class Slot:
     def held(self) -> dict[str, Any]:
         """The module's dictionary that the slot is in."""
         return self.module._buffers if self.is_buffer else self.module._parameters
-
-    def fake(self, mode: FakeTensorMode, device: torch.device) -> Tensor:
-        """A stand-in without memory, made in a fake mode."""
-        with mode:
-            return self.wrap(
-                torch.empty(self.original.shape, dtype=self.original.dtype, device=device)
-            )
 
     def wrap(self, values: Tensor) -> Tensor:
         """Whole values as what the slot holds: a parameter if it is one's, with the marks it has."""
@@ -106,25 +95,35 @@ class Touch:
     writes: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
-class Touched:
-    """An initialisation and the slots that it touches."""
+class Resting:
+    """The fake tensors of slots at rest; slots: by the memory that they would have."""
 
-    step: Step
-    slots: dict[Slot, Touch] = field(default_factory=dict)
+    def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
+        self.slots: dict[int, Slot] = {}
+        for slot in slots:
+            self._put(slot)
+
+    def renew(self, slot: Slot) -> None:
+        """Put a new fake tensor into a slot."""
+        self.slots = {i: s for i, s in self.slots.items() if s is not slot}
+        self._put(slot)
+
+    def _put(self, slot: Slot) -> None:
+        with self._mode:
+            fake = torch.empty(slot.original.shape, dtype=slot.original.dtype, device=self._device)
+            slot.resting = slot.held[slot.name] = slot.wrap(fake)
+        self.slots[storage_id(slot.resting)] = slot
 
 
 @contextmanager
-def standing_in(slots: Sequence[Slot], device: torch.device) -> Iterator[FakeTensorMode]:
+def standing_in(slots: Sequence[Slot], device: torch.device) -> Iterator[Resting]:
     """Put fake tensors in all slots; afterwards there is again what was."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     modules = list(dict.fromkeys(slot.module for slot in slots))
     kept = [(m, dict(m._parameters), dict(m._buffers)) for m in modules]
     try:
-        for slot in slots:
-            slot.resting = slot.fake(mode, device)
-            slot.held[slot.name] = slot.resting
-        yield mode
+        yield Resting(slots, device)
     finally:
         for module, parameters, buffers in kept:
             module._parameters.clear()
@@ -135,78 +134,17 @@ def standing_in(slots: Sequence[Slot], device: torch.device) -> Iterator[FakeTen
             slot.resting = None
 
 
-def rehearse(
-    steps: Sequence[Step], slots: Sequence[Slot], mode: FakeTensorMode, device: torch.device
-) -> list[Touched]:
-    """Run every initialisation on fake tensors; those that write to a slot that awaits values.
-
-    No random number generator is moved.
-    """
-    by_module: dict[nn.Module, list[Slot]] = {}
-    for slot in slots:
-        by_module.setdefault(slot.module, []).append(slot)
-    by_storage = {storage_id(_resting(slot)): slot for slot in slots}
-    found = []
-    with generators_kept(device):
-        for step in steps:
-            touched = Touched(step=step)
-            watch = _Watch(by_storage)
-            try:
-                with torch.no_grad(), device, mode, watch:
-                    step.act()
-            except Exception:
-                # It looks at values, say, which fake tensors have not: taken to touch all below its module.
-                # What else it touches is seen when it runs (`Strays`).
-                touched.slots = {
-                    slot: Touch(needs_values=True, writes=True)
-                    for module in step.module.modules()
-                    for slot in by_module.get(module, ())
-                }
-            else:
-                touched.slots = watch.touches
-            for slot in (s for m in step.module.modules() for s in by_module.get(m, ())):
-                is_other = slot.held.get(slot.name) is not slot.resting
-                if is_other or by_storage.get(storage_id(_resting(slot))) is not slot:
-                    # Another tensor was put there, or other memory into it (`.data = ...`).
-                    touched.slots.setdefault(slot, Touch(needs_values=False)).writes = True
-                    by_storage = {i: s for i, s in by_storage.items() if s is not slot}
-                    slot.resting = slot.held[slot.name] = slot.fake(mode, device)
-                    by_storage[storage_id(slot.resting)] = slot
-            if any(t.writes and slot.is_awaited for slot, t in touched.slots.items()):
-                found.append(touched)
-    return found
-
-
-def _resting(slot: Slot) -> Tensor:
-    assert slot.resting is not None, "slots hold stand-ins while initialisations are rehearsed"
-    return slot.resting
-
-
-class Strays:
-    """Finds the stand-ins that an initialisation touches though it did not when it was rehearsed."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._by_storage = {storage_id(_resting(slot)): slot for slot in slots}
-
-    @contextmanager
-    def refused(self) -> Iterator[None]:
-        """Raise FcdpError at the end if any was touched: what was written to it is lost."""
-        with _Watch(self._by_storage) as watch:
-            yield
-        if stray := next(iter(watch.touches), None):
-            raise FcdpError(
-                f"it uses {stray.full_name} of another module, which could not be foreseen; let "
-                "each module set its own, or give them values by load_pretrained or load_state_dict"
-            )
-
-
-class _Watch(DispatchMode):
+class Watch(DispatchMode):
     """Notes which slots the ops read and write, known by the memory that they would have."""
 
-    def __init__(self, slots: dict[int, Slot]) -> None:
+    def __init__(self, slots: Mapping[int, Slot]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the mode has no types
         self._slots = slots
         self.touches: dict[Slot, Touch] = {}
+
+    def slot_of(self, value: object) -> Slot | None:
+        """The slot that a tensor is of, or a view of."""
+        return self._slots.get(storage_id(value)) if isinstance(value, Tensor) else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,7 +153,7 @@ class _Watch(DispatchMode):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             alias = argument.alias_info
             for tensor in value if isinstance(value, list | tuple) else (value,):
-                slot = self._slots.get(storage_id(tensor)) if isinstance(tensor, Tensor) else None
+                slot = self.slot_of(tensor)
                 if slot is None:
                     continue
                 if alias is None:
@@ -228,16 +166,6 @@ class _Watch(DispatchMode):
             replaces = whole and (is_out or func._schema.name.rpartition("::")[2] in _OVERWRITING)
             self.touches.setdefault(slot, Touch(needs_values=not replaces)).writes = True
         return func(*args, **kwargs)
-
-
-@contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Leave torch's random number generators as they were."""
-    states = generator_states(device)
-    try:
-        yield
-    finally:
-        set_generators(states, device)
 
 
 def generator_states(device: torch.device) -> list[Tensor]:

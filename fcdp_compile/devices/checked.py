@@ -41,7 +41,7 @@ class CheckedDevice(Device):
     allocated_bytes, peak_bytes = _of_device("allocated_bytes"), _of_device("peak_bytes")
     runs_on_stream = _of_device("runs_on_stream")
     rng_state, set_rng_state = _of_device("rng_state"), _of_device("set_rng_state")
-    name, pci_address, identity = map(_of_device, ("name", "pci_address", "identity"))
+    name, identity = map(_of_device, ("name", "identity"))
 
     @property
     def backends(self) -> str:  # type: ignore[override]

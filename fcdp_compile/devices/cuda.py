@@ -107,11 +107,6 @@ class Cuda(Device):
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch)
 
-    def pci_address(self) -> str:
-        # torch's stubs lack what torch.numa reads, too.
-        p: Any = torch.cuda.get_device_properties(self.torch)
-        return f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
-
     def identity(self) -> str:
         return str(torch.cuda.get_device_properties(self.torch).uuid)
 

@@ -147,10 +147,6 @@ class Device(ABC):
         """The name of the model of the card, or "cpu"."""
         return "cpu"
 
-    def pci_address(self) -> str | None:
-        """The address of a card, such as "0000:3b:00.0"."""
-        return None
-
     def identity(self) -> str | None:
         """What tells this card from all others, also of other machines; None if the device is the host."""
         return None

@@ -31,6 +31,15 @@ def is_library_save(method: Callable[..., Any]) -> bool:
     return any(method is getattr(kind, "save_pretrained", None) for kind in classes)
 
 
+def let_this_rank_save(model: nn.Module) -> None:
+    """Let a Transformers model write on whichever rank calls its `save_pretrained`.
+
+    Else it writes on global rank 0 alone (5.23), and in silence nothing where a mesh is without that rank.
+    """
+    if hasattr(model, "should_save_on_this_rank"):
+        vars(model)["should_save_on_this_rank"] = lambda is_main_process: is_main_process
+
+
 def base_of(root: nn.Module) -> nn.Module:
     """The model that PEFT has wrapped; any other model itself."""
     if _is_a(root, "peft.peft_model", "PeftModel"):

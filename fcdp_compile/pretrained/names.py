@@ -84,6 +84,21 @@ def entries_of(root: nn.Module) -> list[Entry]:
     return found
 
 
+def adapter_tensors(root: nn.Module) -> Iterator[Tensor]:
+    """Every parameter and buffer that PEFT has added to a base: adapters, trained copies, prompt encoders."""
+    of_base: set[int] = set()
+    added: list[Tensor] = []
+    for place in _walk(root, base_of(root)):
+        tensors = [*place.module._parameters.values(), *place.module._buffers.values()]
+        found = [tensor for tensor in tensors if tensor is not None]
+        if place.role is Role.BASE:
+            of_base |= {id(tensor) for tensor in found}
+        else:
+            added += found
+    # Prompts have the base's embedding as a module of their own, too.
+    return (tensor for tensor in added if id(tensor) not in of_base)
+
+
 def _held(module: nn.Module, leaf: str) -> Tensor | None:
     parameter: Tensor | None = module._parameters.get(leaf)
     return parameter if parameter is not None else module._buffers.get(leaf)

@@ -29,7 +29,6 @@ from fcdp_compile.params.mesh import Topology, make_mesh, topology_of
 from fcdp_compile.plan import Kind
 from fcdp_compile.plan.cost import MACHINES, Link, Machine
 from fcdp_compile.probe.timings import Arithmetic, Probing, ranks_on_machine
-from fcdp_compile.runtime.cache import numa
 from fcdp_compile.runtime.collectives.collectives import Collectives
 
 _GROWTH = 4  # from one size to the next
@@ -71,7 +70,6 @@ def probe(request: ProbeRequest) -> ProbeOutcome:
 def _probe(topology: Topology, request: ProbeRequest) -> ProbeOutcome:
     is_first = topology.node == topology.place == 0
     device = _device_of(topology)
-    numa.bind_process(numa.node_of(device))  # as `shard` does
     probing = Probing(topology, device)
     if refusal := _refusal(topology, request, probing.collectives):
         return ProbeOutcome(is_first=is_first, refusal=refusal)

@@ -22,7 +22,6 @@ from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.probe.stopwatch import Run, Stopwatch
 from fcdp_compile.ranks.all_or_none import together
-from fcdp_compile.runtime.cache import numa
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.collectives.counters import Counters
@@ -54,7 +53,7 @@ class Probing:
         self._topology = topology
         self.device = device
         self._lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology, device))
-        self._pool = PinnedPool(device, numa_node=numa.node_of(device))
+        self._pool = PinnedPool(device)
         self.collectives = Collectives(topology, Counters(), self._lanes)
         self._watch = Stopwatch(self.collectives, device)
         self.ranks_on_device = ranks_on_device(self.collectives, device)

@@ -20,7 +20,6 @@ from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.mesh import Topology, topology_of
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home, fit_strategy, param_spec
-from fcdp_compile.runtime.cache import numa
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import assign
@@ -52,7 +51,6 @@ def shard(
     module_strategies: Mapping[str, str | Strategy] | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     buffer_dtype: torch.dtype | None = None,
-    bind_cores: bool = True,
 ) -> M:
     """Shard `model` in place over all ranks of `mesh` and return it.
 
@@ -78,8 +76,6 @@ def shard(
     ignored_params: parameters that stay as they are: whole on every rank, their gradients averaged by nobody.
     torch's clip_grad_norm_ and GradScaler do not take them together with DTensors.
     buffer_dtype: what floating point buffers are cast to, here and now; by default they stay.
-    bind_cores: for a model on a GPU of a machine with several NUMA nodes, let this process, unless somebody
-    bound it before, run on the cores of the GPU's node alone.
 
     Raises: ValueError or TypeError, before anything is communicated, for a mesh without "inter" and
     "intra", an unknown strategy or module, tied parameters with two strategies, and a model that cannot be
@@ -120,8 +116,6 @@ def shard(
         for p, name in names.items()
     }
     device = _device_of(names, topology)
-    if bind_cores:
-        numa.bind_process(numa.node_of(device))
     named = [(name, p) for p, name in names.items()]
     buffers = list(root.named_buffers())
     awaited = [r.spec.key for p, r in records.items() if p.is_meta]

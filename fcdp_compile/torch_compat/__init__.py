@@ -55,6 +55,7 @@ from fcdp_compile.torch_compat.graphs import is_opaque as is_opaque
 from fcdp_compile.torch_compat.graphs import saved_output_descriptor as saved_output_descriptor
 from fcdp_compile.torch_compat.graphs import tracing_mode as tracing_mode
 from fcdp_compile.torch_compat.graphs import without_code as without_code
+from fcdp_compile.torch_compat.storages import Sanitizer as Sanitizer
 from fcdp_compile.torch_compat.storages import cuda_sanitizer as cuda_sanitizer
 from fcdp_compile.torch_compat.storages import storage_id as storage_id
 from fcdp_compile.torch_compat.storages import storage_uses as storage_uses

@@ -1,7 +1,9 @@
-"""Host memory of exact size for node shards: on the card's NUMA node and registered with the device.
+"""Host memory of exact size for node shards, registered with the device.
 
 torch's own pinned allocator rounds every block up to a power of two, which for a whole model can double the
 memory that a node needs.  A slab here is anonymous memory of whole pages, less than one page too large.
+Its pages are on the NUMA node of the thread that registers it, which is the first to touch them: on the
+card's node if the launcher has bound the process to that node's cores.
 
 [Note: life of a slab]
 Who takes a slab owns it until `give_back`, or until the pool dies.  Its memory is unregistered and unmapped
@@ -20,7 +22,6 @@ from torch import Tensor
 
 from fcdp_compile.devices import Device
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.runtime.cache import numa
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +29,8 @@ log = logging.getLogger(__name__)
 class PinnedPool:
     """The slabs of one model on this rank; plain memory where the device needs none registered."""
 
-    def __init__(self, device: Device, *, numa_node: int | None = None) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._numa_node = numa_node
         self._slabs: dict[int, int] = {}  # sizes by address
         self._has_warned = False
 
@@ -43,7 +43,7 @@ class PinnedPool:
         """A flat tensor on a slab of its own; what it holds at first is undefined."""
         size = elements * dtype.itemsize
         slab_bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = _Memory(slab_bytes, self._numa_node)
+        memory = _Memory(slab_bytes)
         if why := memory.register(self._device):
             self._warn(slab_bytes, why)
         # Evaluation may run under inference_mode, and what is made there can't be written elsewhere.
@@ -71,7 +71,7 @@ class PinnedPool:
 
     def can_register(self, slab_bytes: int) -> bool:
         """Try whether this process may register so much; nothing stays registered."""
-        return not _Memory(slab_bytes, self._numa_node).register(self._device)
+        return not _Memory(slab_bytes).register(self._device)
 
     def _warn(self, slab_bytes: int, why: str) -> None:
         if self._has_warned:
@@ -89,14 +89,12 @@ class PinnedPool:
 class _Memory:
     """One anonymous mapping; lives as long as `buffer`, which tensors on it hold."""
 
-    def __init__(self, slab_bytes: int, numa_node: int | None) -> None:
+    def __init__(self, slab_bytes: int) -> None:
         # Private: shared memory is counted and limited as files of /dev/shm are.
         mapping = mmap.mmap(-1, slab_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.buffer = (ctypes.c_char * slab_bytes).from_buffer(mapping)
         self.address = ctypes.addressof(self.buffer)
         self._mapping = mapping
-        if numa_node is not None:  # before the first touch, which registering is
-            numa.bind_memory(self.address, slab_bytes, numa_node)
 
     def register(self, device: Device) -> str:
         """Register the memory until `buffer` dies; returns why that is not possible, or nothing."""

@@ -124,9 +124,6 @@ ADAPTED: dict[str, Callable[[], Any]] = {
 }
 """By what is special about the adapters."""
 
-UNSTACKED = ("mixtral", "qwen_moe")
-"""Models whose experts are one tensor, and many in a checkpoint."""
-
 PROMPTS = ("prompt", "prefix")
 
 

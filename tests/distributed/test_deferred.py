@@ -142,14 +142,18 @@ class _SetsBeside(nn.Linear):
             nn.init.zeros_(self.beside.weight)
 
 
-def test_what_could_not_be_foreseen_is_refused() -> None:
+def test_values_of_modules_beside_are_set_too() -> None:
     with torch.device("meta"):
         plain = nn.Sequential(nn.Linear(2, 2), _SetsBeside(2, 2))
     vars(plain[1])["beside"] = plain[0]
-    model = fcdp_compile.shard(plain)
-    found = message_of(FcdpError, lambda: fcdp_compile.materialize(model))
-    assert "_SetsBeside.reset_parameters of 1 failed: it uses 0.weight of another module" in found
-    assert state_of(model).unset.keys
+    model: Any = fcdp_compile.shard(plain)
+    torch.manual_seed(0)
+    fcdp_compile.materialize(model)
+    torch.manual_seed(0)
+    other = nn.Linear(2, 2)
+    assert torch.equal(model[0].bias, other.bias), "the run that was thrown away drew nothing"
+    assert not model[0].weight.any()
+    assert bool((model[1].weight == 1).all())
 
 
 def test_a_failing_initialisation_is_named() -> None:

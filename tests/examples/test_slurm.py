@@ -28,6 +28,7 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
         "srun": 'printf "%s\\n" "$@"',
         "scontrol": "printf '%s\\n' node7 node8 node9 node10",
         "nproc": "echo 64",
+        "numactl": "",
     }
     for name, body in commands.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -77,6 +78,7 @@ def test_torchrun_and_the_example_take_what_it_starts(
     assert (srun_option, torchrun) == ("--kill-on-bad-exit=1", "torchrun")
     options = get_args_parser().parse_args(arguments)
     assert (options.nnodes, options.nproc_per_node) == ("4", "8")
+    assert options.numa_binding == "node"
     assert options.rdzv_endpoint == f"node7:{20000 + 123456 % 20000}"
     assert options.training_script == "examples/full_finetune.py"
 

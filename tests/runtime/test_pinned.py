@@ -210,7 +210,7 @@ class TestOnGpu:
         assert torch.equal(back, there)
 
     def test_an_error_of_registering_is_forgotten(self) -> None:
-        memory = pinned._Memory(PAGE, None)
+        memory = pinned._Memory(PAGE)
         assert memory.register(Cuda(CUDA)) == ""
         assert memory.register(Cuda(CUDA)) != "", "a second time"
         assert torch.ones(3, device=CUDA).add(1).sum().item() == 6

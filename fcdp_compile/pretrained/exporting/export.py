@@ -1,40 +1,31 @@
-"""`save_pretrained`: write a sharded model as Transformers and PEFT write theirs, tensor by tensor.
+"""`save_pretrained`: a sharded model writes what Transformers and PEFT write of a whole one.
 
-what the files will hold (`contents`) ── whole values, one at a time ──▶ files aside ──▶ the folder
+    home shards ── one whole tensor after the other ──▶ a twin of the model on the writer's host
+    the twin    ── the library's own save_pretrained ──▶ files aside ──▶ the folder
+
+A state dict alone would not do: the libraries' methods also look at the model's own parameters, for ties, for
+prompts to compute, for adapters to merge.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
+from fcdp_compile.cluster.free_memory import available_bytes, cgroup_bytes
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.files.safetensors_writer import TensorFileWriter
-from fcdp_compile.params.mesh import Topology, process_count, topology_of
-from fcdp_compile.pretrained.exporting.adapter_contents import (
-    adapter_contents,
-    attached_adapter_contents,
-)
-from fcdp_compile.pretrained.exporting.contents import Contents, Leaves, Source, plain_contents
-from fcdp_compile.pretrained.exporting.merged_contents import merged_contents
-from fcdp_compile.pretrained.exporting.replace_files import Aside
-from fcdp_compile.pretrained.exporting.shard_files import TensorFile
-from fcdp_compile.pretrained.exporting.tape import Evaluation, metas_of
-from fcdp_compile.pretrained.exporting.transformers_contents import transformers_contents
+from fcdp_compile.params.mesh import Topology, control_ranks, process_count, topology_of
+from fcdp_compile.pretrained.exporting.aside import Aside
+from fcdp_compile.pretrained.exporting.copies import Copies
+from fcdp_compile.pretrained.exporting.kinds import Kind, kind_of
 from fcdp_compile.pretrained.exporting.whole_values import WholeValues
-from fcdp_compile.pretrained.huggingface import (
-    base_of,
-    has_attached_adapters,
-    is_transformers_model,
-)
+from fcdp_compile.pretrained.huggingface import is_transformers_model
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.collectives.agreement import same_act
@@ -53,13 +44,13 @@ def save_pretrained(
     max_shard_bytes: int = 5 * 10**9,
     progress: bool = False,
 ) -> None:
-    """Write what `from_pretrained` reads, with the files and names that Transformers and PEFT would write.
+    """Write what `from_pretrained` reads, by the `save_pretrained` of Transformers and PEFT.
 
     A Transformers model gives its weights, configuration and generation configuration; a PEFT model its
-    adapters; any other module a model.safetensors with the names of its state dict.  Every rank must call it;
-    the rank at place 0 of node 0 writes, and has one whole parameter at a time in host memory; where
-    Transformers takes it apart (experts) half of it besides, and to merge, the parameters of one layer and
-    what PEFT computes of them.  Parameters are written in the dtype of their home shards.
+    adapters; any other module a model.safetensors with the names of its state dict.  Every rank must call it.
+    The rank at place 0 of node 0 writes, in the dtype of the home shards.  It needs host memory for all that
+    is written: the whole model (more where Transformers takes experts apart), or the adapters.  The others
+    wait until it has written, at most for the timeout of `make_mesh`.
 
     model: sharded, compiled or not; in a single process also one that is not sharded.
     folder: need not exist; other files in it stay, those of an earlier export are replaced.
@@ -67,7 +58,7 @@ def save_pretrained(
     stays as it is.
     tokenizer: or a processor; its save_pretrained is called, too.
     max_shard_bytes: weights that are larger are written to several files, with an index.
-    progress: show a bar on the rank that writes.
+    progress: show a bar on the rank that writes, while tensors are gathered.
 
     Raises: ArgumentError if folder and model are swapped.
     FcdpError on every rank, and the folder is as it was: where it cannot be written, where ranks ask
@@ -85,149 +76,134 @@ def save_pretrained(
             f"max_shard_bytes must be a positive whole number, not {max_shard_bytes!r}"
         )
     refuse_swapped(folder, model, "save_pretrained(model, folder)")
-    path = Path(folder).absolute()
     root = model_of(model)
     # Of a model that is not sharded, several processes would all write one.
     state = state_of(root) if STATE in vars(root) or process_count() > 1 else None
+    export(
+        root,
+        state,
+        folder,
+        merge=merge,
+        tokenizer=tokenizer,
+        max_shard_size=max_shard_bytes,
+        progress=progress,
+    )
+
+
+def export(
+    root: nn.Module,
+    state: ShardedModel | None,
+    folder: str | os.PathLike[str],
+    *,
+    merge: bool,
+    tokenizer: Any,
+    max_shard_size: int | str,
+    progress: bool,
+) -> None:
+    """Do what `save_pretrained` says.
+
+    max_shard_size: of a Transformers model also a text that its own method takes.
+    """
+    path = Path(folder).absolute()
     topology = topology_of(None) if state is None else state.topology
     if state is not None:
         same_act(state.collectives, "calls save_pretrained")
         state.unset.refuse("save_pretrained")
+    prepared: list[tuple[Kind, Copies]] = []
 
-    def prepare() -> Contents:
+    def prepare() -> str:
         refuse_nameless(folder)
-        return _contents_of(root, state, path, merge, max_shard_bytes)
+        kind = kind_of(root, path, merge=merge, max_shard_size=max_shard_size)
+        copies = Copies(root, state)
+        prepared.append((kind, copies))
+        tensors = copies.describe(copies.names(of_adapters=kind.adapters is not None))
+        return hashlib.sha256(f"{kind.name} {max_shard_size}\n{tensors}".encode()).hexdigest()
 
-    contents = _agreed(topology, prepare)
-    values = WholeValues(topology)
-    aside = Aside(path)
-    meet = partial(_meet, topology, values)
+    _refuse_different(together(topology.control, prepare))
+    (kind, copies), values, aside = prepared[0], WholeValues(topology), Aside(path)
 
     def begin() -> None:
-        if merge or is_transformers_model(root):
-            _refuse_beside_adapter(path, contents)
+        if kind.adapters is None and (merge or is_transformers_model(root)):
+            _refuse_beside_adapter(path)
+        names = copies.names(of_adapters=kind.adapters is not None)
+        _refuse_without_room(copies.size_bytes(names))
         aside.make()
 
+    def finish(twin: nn.Module) -> None:
+        kind.write(twin, aside.path)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside.path)
+        aside.publish()
+
     try:
-        meet(begin)
-        evaluation = Evaluation(contents.tape, lambda source: source.whole(values))
-        size = sum(t.nbytes for file in contents.files for t in file.tensors.values())
-        shown = progress and values.is_writer
-        with tqdm(total=size, unit="B", unit_scale=True, desc="saving", disable=not shown) as bar:
-            for file in contents.files:
-                _write(file, aside.path, values, evaluation, bar.update)
-                meet(None)
-        meet(partial(_finish, contents, tokenizer, aside))
+        _by_writer(topology, values, begin)
+        twins = _whole_twin(kind, copies, topology, values, progress=progress)
+        _by_writer(topology, values, lambda: finish(*twins))
     except BaseException:
         if values.is_writer:
             aside.discard()
         raise
 
 
-def _contents_of(
-    root: nn.Module, state: ShardedModel | None, folder: Path, merge: bool, max_shard_bytes: int
-) -> Contents:
-    leaves = Leaves([] if state is None else list(state.records.values()))
-    wrapped = base_of(root) is not root
-    if merge:
-        if not wrapped:
-            raise FcdpError(
-                f"merge=True merges adapters into their base, and {type(root).__name__} is no PEFT model; "
-                "leave it out"
-            )
-        return merged_contents(root, leaves, max_shard_bytes)
-    if wrapped:
-        return adapter_contents(root, leaves, folder)
-    if not is_transformers_model(root):
-        return plain_contents(root, leaves.tape, leaves.of_state_dict(root), max_shard_bytes)
-    if has_attached_adapters(root):
-        return attached_adapter_contents(root, leaves)
-    return transformers_contents(root, leaves.tape, leaves.of_state_dict(root), max_shard_bytes)
-
-
-def _agreed(topology: Topology, prepare: Callable[[], Contents]) -> Contents:
-    """Prepare on every rank, and make sure that all have prepared the same."""
-    made: list[Contents] = []
-
-    def act() -> str:
-        made.append(prepare())
-        return _digest(made[0])
-
-    digests = together(topology.control, act)
+def _refuse_different(digests: Sequence[str]) -> None:
     if other := first_other(digests):
         raise FcdpError(
             f"ranks 0 and {other} are about to export different tensors; call save_pretrained with the same "
             "model and arguments on every rank"
         )
-    return made[0]
 
 
-def _refuse_beside_adapter(folder: Path, contents: Contents) -> None:
+def _refuse_beside_adapter(folder: Path) -> None:
     """Refuse a whole model where an adapter is: `from_pretrained` would put that on top of it."""
-    is_adapter = any(file.name.startswith("adapter_") for file in contents.files)
-    if not is_adapter and (folder / "adapter_config.json").exists():
+    if (folder / "adapter_config.json").exists():
         raise FcdpError(
             f"{folder} has an adapter (adapter_config.json), which from_pretrained would add to the model "
             "that is to be written there; choose another folder, or remove the adapter"
         )
 
 
-def _digest(contents: Contents) -> str:
-    text = "\n".join(
-        f"{file.name} {name} {t.dtype} {tuple(t.shape)} {len(contents.tape.needs(t))}"
-        for file in contents.files
-        for name, t in file.tensors.items()
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+def _refuse_without_room(size_bytes: int) -> None:
+    """Refuse what does not fit into the writer's host memory, where the system would kill the process."""
+    known = [free for free in (available_bytes(), cgroup_bytes()) if free is not None]
+    if known and size_bytes > min(known):
+        raise FcdpError(
+            f"this export needs {size_bytes} bytes of host memory on the rank that writes, and {min(known)} "
+            "are free; lower options={'host_memory': …}, or write a checkpoint with fcdp_compile.save"
+        )
 
 
-def _meet(topology: Topology, values: WholeValues, act: Callable[[], None] | None) -> None:
+def _by_writer(topology: Topology, values: WholeValues, act: Callable[[], None]) -> None:
     """Let the writer do something; every rank hears whether anything has failed anywhere so far."""
 
     def check() -> None:
-        if act is not None and values.is_writer:
+        if values.is_writer:
             values.attempt(act)
         values.check()
 
     together(topology.control, check)
 
 
-def _write(
-    file: TensorFile,
-    folder: Path,
-    values: WholeValues,
-    evaluation: Evaluation[Source],
-    wrote: Callable[[int], object],
-) -> None:
-    """Write one file; what fails is remembered ([Note: no early way out])."""
-    with ExitStack() as until_written:
-        opened: list[TensorFileWriter] = []
+def _whole_twin(
+    kind: Kind, copies: Copies, topology: Topology, values: WholeValues, *, progress: bool
+) -> list[nn.Module]:
+    """On the writer, a twin of the model with values for everything that is written."""
+    twins: list[nn.Module] = []
 
-        def begin() -> None:
-            path = folder / file.name
-            path.parent.mkdir(exist_ok=True)
-            writer = TensorFileWriter(path, metas_of(file.tensors), {"format": "pt"})
-            opened.append(until_written.enter_context(writer))
+    def ask() -> list[str]:
+        values.check()
+        if not values.is_writer:
+            return []
+        twins[:] = [copies.twin()]
+        return [] if kind.adapters is None else copies.lacking(kind.adapters(twins[0]))
 
-        def write(name: str, tensor: Tensor) -> None:
-            opened[0].write(name, evaluation.value(tensor))
-            wrote(tensor.nbytes)
-
-        if values.is_writer:
-            values.attempt(begin)
-        for name, tensor in file.tensors.items():
-            evaluation.fetch(tensor)
-            if values.is_writer:
-                values.attempt(partial(write, name, tensor))
-        if values.error is None:
-            values.attempt(until_written.pop_all().close)
-        else:
-            # An incomplete file is closed as one.
-            until_written.pop_all().__exit__(type(values.error), values.error, None)
-
-
-def _finish(contents: Contents, tokenizer: Any, aside: Aside) -> None:
-    contents.describe(aside.path)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(aside.path)
-    aside.publish()
+    wanted = copies.names(of_adapters=kind.adapters is not None)
+    is_shown = progress and values.is_writer
+    with tqdm(unit="B", unit_scale=True, desc="gathering", disable=not is_shown) as bar:
+        while True:
+            bar.total = bar.n + copies.size_bytes(wanted)
+            for name in wanted:
+                copies.fetch(name, values)
+                bar.update(copies.size_bytes([name]))
+            wanted = together(topology.control, ask)[control_ranks(topology)[0, 0]]
+            if not wanted:
+                return twins

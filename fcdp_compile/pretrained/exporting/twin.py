@@ -1,6 +1,6 @@
 """A model of the same structure with other tensors, and without what `shard` made of its classes.
 
-PEFT's functions take a model apart, or put tensors in the place of others.  They do it to a twin.
+What libraries do to a model that they save or merge, they do to a twin with whole tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Twins:
             return {n: None if p is None else self._parameter(p) for n, p in value.items()}
         if name == "_buffers":
             return {n: None if b is None else self._buffer(b) for n, b in value.items()}
-        if name == "config":  # PEFT's merging notes ties that it undid
+        if name in ("config", "peft_config"):  # merging and saving write to them
             return copy.deepcopy(value, self._memo)
         return self._mapped(value)
 

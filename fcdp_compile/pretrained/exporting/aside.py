@@ -1,0 +1,86 @@
+"""Files of an export are written beside their folder and moved there at the end.
+
+A new folder appears in one rename.  In an old one, the old weights go first, and the file that a reader
+begins with (a single file, or an index) comes last.  A process that is killed in between leaves a folder that
+readers refuse, and the new files aside; never old weights with a new configuration, or shards of two exports.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+_ENTRY = re.compile(r"(adapter_)?model\.safetensors(\.index\.json)?")
+_SHARD = re.compile(r"(adapter_)?model-\d{5}-of-\d{5}\.safetensors")
+
+
+class Aside:
+    """A folder beside the one that its files are for; used by one rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        name = f".{folder.name}.fcdp-aside"
+        self.path = folder / name if folder.is_dir() else folder.parent / name
+
+    def make(self) -> None:
+        """Make it, empty, whatever an export that was killed left in it.
+
+        Raises: OSError where that cannot be done.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(
+                f"{self.folder} is a file, and a folder is to be written there"
+            )
+        self.discard()
+        self.path.mkdir(parents=True)
+
+    def discard(self) -> None:
+        """Remove it and what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def publish(self) -> None:
+        """Give its files to the disk and to their folder."""
+        folders = [*sorted(p for p in self.path.rglob("*") if p.is_dir()), self.path]
+        for path in sorted(p for p in self.path.rglob("*") if p.is_file()):
+            _sync(path)
+        for path in folders:
+            _sync(path)
+        if self.path.parent != self.folder:
+            self.path.rename(self.folder)
+            _sync(self.folder.parent)
+            return
+        for path in folders:
+            _move(
+                [p for p in path.iterdir() if p.is_file()],
+                self.folder / path.relative_to(self.path),
+            )
+        self.discard()
+
+
+def _sync(path: Path) -> None:
+    """Give a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move(files: list[Path], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    entries = [path for path in files if _ENTRY.fullmatch(path.name)]
+    # The model's weights replace the model's, an adapter's the adapter's.
+    kinds = {path.name.startswith("adapter_") for path in entries}
+    before = [p for p in folder.iterdir() if p.name.startswith("adapter_") in kinds]
+    for pattern in (_ENTRY, _SHARD):
+        for path in before:
+            if pattern.fullmatch(path.name):
+                path.unlink()
+        _sync(folder)
+    for path in sorted(files, key=lambda p: p in entries):
+        if path in entries:
+            _sync(folder)
+        path.rename(folder / path.name)
+    _sync(folder)

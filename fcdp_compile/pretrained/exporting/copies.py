@@ -1,0 +1,98 @@
+"""Copies of a model's tensors in host memory of the rank that writes, and the twins that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.pretrained.exporting.twin import Twins
+from fcdp_compile.pretrained.exporting.whole_values import WholeValues
+from fcdp_compile.pretrained.names import adapter_tensors
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.torch_compat import storage_id
+
+
+class Copies:
+    """Whole tensors of a model by name, as they are asked for; only the writer keeps them.
+
+    Raises: FcdpError for a DTensor that no record knows.
+    """
+
+    def __init__(self, root: nn.Module, state: ShardedModel | None) -> None:
+        self._root = root
+        self._tensors = dict(chain(root.named_parameters(), root.named_buffers()))
+        records = {} if state is None else state.records
+        by_place = {id(place): r for r in records.values() for place in r.places()}
+        self._records = {n: by_place[id(t)] for n, t in self._tensors.items() if id(t) in by_place}
+        self._whole: dict[int, Tensor] = {}
+        self._names_on_meta: dict[int, str] = {}
+        for name, tensor in self._tensors.items():
+            if name in self._records:
+                self._records[name].parameter()  # raises if what was put there is cut otherwise
+            elif isinstance(tensor, DTensor):
+                raise FcdpError(
+                    f"{name!r} was put into the model as a DTensor after fcdp_compile.shard, so nothing is "
+                    "known of its cut; finish the model's structure and shard it then"
+                )
+
+    def names(self, *, of_adapters: bool) -> list[str]:
+        """The names of all tensors, or of those that PEFT has added to the model."""
+        if not of_adapters:
+            return list(self._tensors)
+        added = {id(tensor) for tensor in adapter_tensors(self._root)}
+        return [name for name, tensor in self._tensors.items() if id(tensor) in added]
+
+    def size_bytes(self, names: Iterable[str]) -> int:
+        """Bytes that these tensors take when they are whole."""
+        return sum(self._tensors[name].nbytes for name in names)
+
+    def describe(self, names: Iterable[str]) -> str:
+        """These tensors without values, for ranks to compare."""
+        found = ((name, self._tensors[name]) for name in names)
+        return "\n".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in found)
+
+    def fetch(self, name: str, values: WholeValues) -> None:
+        """Bring a tensor to the writer; all ranks must call it."""
+        tensor = self._tensors[name]
+        if name in self._records:
+            whole = values.whole(self._records[name])
+            if whole is not None:
+                self._whole[id(tensor)] = whole
+        elif values.is_writer:
+            values.attempt(lambda: self._whole.update({id(tensor): _copy(tensor)}))
+
+    def twin(self) -> nn.Module:
+        """A twin of the model: tensors that were not fetched are on meta."""
+        return Twins(self._stand_in).of(self._root)
+
+    def lacking(self, tensors: Iterable[Tensor]) -> list[str]:
+        """The names of what was not fetched, of tensors of the last twin.
+
+        Raises: FcdpError for what was computed of such a tensor.
+        """
+        storages = {storage_id(tensor) for tensor in tensors if tensor.is_meta}
+        if storages - self._names_on_meta.keys():
+            raise FcdpError(
+                "PEFT computes a part of the adapter from weights of the base, which fcdp does not gather to "
+                "save an adapter; call the model's own save_pretrained within fcdp_compile.gathered(model)"
+            )
+        return [name for storage, name in self._names_on_meta.items() if storage in storages]
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        if (whole := self._whole.get(id(tensor))) is not None:
+            return whole
+        name = next((n for n, t in self._tensors.items() if t is tensor), None)
+        if name is None:  # of a module that an attribute alone refers to
+            return _copy(tensor)
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        self._names_on_meta[storage_id(meta)] = name
+        return meta
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

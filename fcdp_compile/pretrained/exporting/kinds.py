@@ -1,0 +1,194 @@
+"""What the kinds of models write, each by its library's own `save_pretrained`, called on a whole twin.
+
+Transformers' model     weights, configuration, generation configuration
+PEFT's                  the adapters; or its base with the adapters merged into it
+any other               model.safetensors with the names of its state dict
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.files.safetensors_writer import TensorFileWriter, TensorMeta
+from fcdp_compile.pretrained.huggingface import (
+    base_of,
+    has_attached_adapters,
+    is_adapter_layer,
+    is_transformers_model,
+    let_this_rank_save,
+)
+from fcdp_compile.torch_compat import storage_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """How a model is written.
+
+    name: what the ranks compare.  write: writes the files of a twin to a folder.
+    adapters: None where the twin must be whole.  Otherwise the twin begins with the adapters alone, and this
+    gives the tensors that `write` is going to write: some may be the base's, such as embeddings.
+    """
+
+    name: str
+    write: Callable[[Any, Path], None]
+    adapters: Callable[[Any], Iterable[Tensor]] | None = None
+
+
+def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int | str) -> Kind:
+    """How to write a model.
+
+    folder: where the files will be in the end.
+
+    Raises: FcdpError for adapters that cannot be merged, for a quantised model.
+    """
+    is_wrapped = base_of(root) is not root
+    if merge:
+        _refuse_to_merge(root, is_wrapped=is_wrapped)
+    elif is_wrapped:
+        return Kind(
+            name="adapters", write=partial(_write_adapters, folder=folder), adapters=_adapters
+        )
+    elif has_attached_adapters(root):
+        return Kind(name="adapter", write=_write_attached, adapters=_attached)
+    if getattr(base_of(root), "hf_quantizer", None) is not None:
+        raise FcdpError(
+            f"{type(base_of(root)).__name__} is quantised, and fcdp does not export quantised weights; load "
+            "the model without quantisation"
+        )
+    return Kind(
+        name="merged" if merge else "model",
+        write=partial(_write_whole, merge=merge, max_shard_size=max_shard_size),
+    )
+
+
+# --- whole models -----------------------------------------------------------------------------------------
+
+
+def _write_whole(twin: Any, folder: Path, *, merge: bool, max_shard_size: int | str) -> None:
+    model = twin.merge_and_unload() if merge else twin
+    state = model.state_dict()
+    if is_transformers_model(model):
+        _copy_own_ties(model, state)
+        let_this_rank_save(model)
+        model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
+    else:
+        assert isinstance(max_shard_size, int), "only Transformers' own method has texts for sizes"
+        _write_plain(model, state, folder, max_shard_size)
+
+
+def _copy_own_ties(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Make tensors of their own of ties that `from_pretrained` will not make again.
+
+    Transformers leaves out the second name of a tie that a class may have, even where the configuration has
+    switched that tie off and the user has tied the weights by hand.
+    """
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        source = state.get(ties.get(name, name))
+        if source is not None and source is not tensor and storage_id(source) == storage_id(tensor):
+            continue
+        if storage_id(tensor) in seen:
+            state[name] = tensor.clone()
+        seen.add(storage_id(tensor))
+
+
+def _write_plain(
+    model: nn.Module, state: dict[str, Any], folder: Path, max_shard_bytes: int
+) -> None:
+    """Write a model of no library under all names of its state dict, which `load_state_dict` takes.
+
+    safetensors' own functions would refuse a tied weight, or keep one of its names.
+    """
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise FcdpError(
+                f"{name!r} of the model's state dict is a {type(value).__name__}, and a safetensors file "
+                "holds only tensors; leave it out of get_extra_state"
+            )
+    shards = _shards(state, max_shard_bytes)
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        metas = {n: TensorMeta(dtype=t.dtype, shape=tuple(t.shape)) for n, t in shard.items()}
+        with TensorFileWriter(folder / file, metas, {"format": "pt"}) as writer:
+            for name, tensor in shard.items():
+                writer.write(name, tensor)
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        size = sum(tensor.nbytes for tensor in state.values())
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        index = {
+            "metadata": {"total_parameters": elements, "total_size": size},
+            "weight_map": weight_map,
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _shards(state: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
+    """Tensors in their order, divided so that only a single tensor takes more than these bytes."""
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in state.items():
+        size = sum(t.nbytes for t in shards[-1].values())
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    return shards
+
+
+def _refuse_to_merge(root: Any, *, is_wrapped: bool) -> None:
+    if not is_wrapped:
+        raise FcdpError(
+            f"merge=True merges adapters into their base, and {type(root).__name__} is no PEFT model; leave "
+            "it out"
+        )
+    if not hasattr(root.base_model, "merge_and_unload"):
+        kinds = {config.peft_type.value for config in root.peft_config.values()}
+        raise FcdpError(
+            f"adapters of type {', '.join(sorted(kinds))} are no change of the base's weights and cannot be "
+            "merged; save the adapter itself, without merge=True"
+        )
+    unable = import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
+    for name, module in root.named_modules():
+        if is_adapter_layer(module) and type(module).merge is unable:
+            raise FcdpError(
+                f"PEFT cannot merge {type(module).__name__} at {name}; save the adapter itself, without "
+                "merge=True"
+            )
+
+
+# --- adapters ---------------------------------------------------------------------------------------------
+
+
+def _adapters(twin: Any) -> Iterable[Tensor]:
+    read = import_module("peft").get_peft_model_state_dict
+    for name in twin.peft_config:
+        yield from read(twin, adapter_name=name).values()
+
+
+def _write_adapters(twin: Any, aside: Path, *, folder: Path) -> None:
+    if (folder / "README.md").is_file():  # PEFT adds to it
+        shutil.copyfile(folder / "README.md", aside / "README.md")
+    twin.save_pretrained(str(aside))
+
+
+def _attached(twin: Any) -> Iterable[Tensor]:
+    tensors: dict[str, Tensor] = twin.get_adapter_state_dict()
+    return tensors.values()
+
+
+def _write_attached(twin: Any, folder: Path) -> None:
+    let_this_rank_save(twin)
+    twin.save_pretrained(folder)
