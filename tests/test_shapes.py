@@ -24,10 +24,8 @@ WHY_LONG = "[Note: long file]"
 
 TOO_LARGE = {
     "fcdp_compile/cli/job_arguments.py add_job_arguments",
-    "fcdp_compile/pretrained/exporting/export.py save_pretrained",
     "fcdp_compile/pretrained/load.py load_pretrained",
     "fcdp_compile/sharding/shard.py shard",
-    "runtime/model.py ShardedModel",
     "runtime/model.py ShardedModel.__init__",
     "benchmarks/cluster/arguments.py parse",
     "examples/lora_finetune.py train",
