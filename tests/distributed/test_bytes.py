@@ -127,9 +127,8 @@ def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **mor
     dist.broadcast_object_list(folders)
     options = {"bucket_mb": bucket_mb, "dump": folders[0], **more}
     pair = Beside(mesh, CASES[case], strategy=strategy, options=options)
-    for parameter in pair.model.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(partial(_check_layout, parameter))
+    trained = [p for p in pair.model.parameters() if p.requires_grad]
+    hooks = [p.register_hook(partial(_check_layout, p)) for p in trained]
     steps, agreed = [], []
     for step in range(3):
         before = dict(pair.counters.sent), dict(pair.counters.calls)
@@ -138,6 +137,8 @@ def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **mor
         agreed.append(pair.counters.sent.get("agree", 0) - before[0].get("agree", 0))
         pair.optimizer.step()
         pair.optimizer.zero_grad()
+    for hook in hooks:
+        hook.remove()
     _check_traffic(pair, steps[-1])
     before = dict(pair.counters.sent), dict(pair.counters.calls)
     for i in range(MICRO_BATCHES):

@@ -122,8 +122,8 @@ USES = (
 )
 
 
-def use_each() -> None:
-    """Every use of every tier.
+def use_on_the_way() -> None:
+    """Use a cache in each way with each tier.
 
     Raises: StreamError, AssertionError.
     """
