@@ -114,6 +114,37 @@ class _Whole(Function):
         return DTensor.from_local(averaged, ctx.mesh, placements, run_check=False)
 
 
+class _Local(Function):
+    """The local tensor of a home shard, whose gradient is laid out as the parameter.
+
+    DTensor's own, up to torch 2.13, tells the strides of a gradient from those of its local part.  Where
+    columns are cut unevenly they are not the parameter's, and autograd copies every such gradient; torch 2.11
+    gathers it from all ranks for that, and leaves it whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: DTensor) -> Tensor:
+        ctx.spec = shard._spec
+        local = shard._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        mesh, placements, meta = ctx.spec.mesh, ctx.spec.placements, ctx.spec.tensor_meta
+        return DTensor.from_local(
+            grad.contiguous(), mesh, placements,
+            run_check=False, shape=meta.shape, stride=meta.stride,
+        )  # fmt: skip
+
+
+def local_of(shard: Sharded, **options: Any) -> Tensor:
+    """As DTensor's `to_local`, of a home shard."""
+    if options or not torch.is_grad_enabled():
+        return DTensor.to_local(shard, **options)
+    local: Tensor = _Local.apply(shard)  # type: ignore[no-untyped-call]
+    return local
+
+
 def is_plain(value: object) -> bool:
     """Whether a value is a tensor that DTensors do not mix with."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor)

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.params.derived import Sharded, is_plain
+from fcdp_compile.params.derived import Sharded, is_plain, local_of
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.strategy import Scope
@@ -275,12 +275,12 @@ class HomeShard(Sharded):
     def to_local(self, **options: Any) -> Tensor:
         """As DTensor's."""
         self.expose()
-        return super().to_local(**options)
+        return local_of(self, **options)
 
     def to_gather(self) -> Tensor:
         """As `to_local`, within a call of the model, for an op that reads it."""
         self.bring_back()
-        return super().to_local()
+        return local_of(self)
 
     __tensor_flatten__ = _brought_back(
         "__tensor_flatten__"

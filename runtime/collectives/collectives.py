@@ -181,11 +181,11 @@ class Collectives:
         own = tensor_of(send)
         self._counters.add(kind, all_reduce_bytes(own.numel(), own.itemsize, size))
         if size == 1 or not own.nbytes:
-            return Pending(own, done=send.done if isinstance(send, Pending) else None)
+            return send if isinstance(send, Pending) else Pending(send)
         parts = _empty(own, -(-own.numel() // size) * size)
         out = parts.narrow(0, 0, own.numel())
         run = partial(all_reduce, parts, own, self._channel(kind, name))
-        return self._lanes.start(LANES[kind], run, out=out, reads=[send, parts], name=name)
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduction(
         self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None

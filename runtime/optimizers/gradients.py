@@ -44,9 +44,12 @@ _Params = tuple[str, ...]
 
 @dataclass(slots=True)
 class _Waiting:
-    """kept: the sum so far, rows of slots of the parameters.  slab: the same if it is on the host."""
+    """kept: the sum so far, rows of slots of the parameters.  slab: the same if it is on the host.
 
-    kept: Pending
+    Compute comes after it: the graph that let it wait has waited for it.
+    """
+
+    kept: Tensor
     bucket: Bucket
     slab: Tensor | None
 
@@ -100,7 +103,7 @@ class Accumulation:
             return grads if isinstance(grads, Pending) else Pending(grads)
         out = own.new_empty(own.shape, dtype=dtype)
         kept = None if waiting is None else waiting.kept
-        total = own if kept is None else kept.tensor
+        total = own if kept is None else kept
         if waiting is not None and waiting.slab is not None:
             total = torch.empty_like(waiting.slab, device=own.device)
         elif kept is not None and total.dtype == dtype:
@@ -108,15 +111,14 @@ class Accumulation:
 
         def run() -> None:
             if kept is not None:
-                if total is not kept.tensor:
-                    total.copy_(kept.tensor, non_blocking=True)
+                if total is not kept:
+                    total.copy_(kept, non_blocking=True)
                 total.add_(own)
             if out is not total:
                 out.copy_(total)
 
-        reads = [grads, total] if kept is None else [grads, total, kept]
         name = range_name(Kind.COLLECT, bucket)
-        return self._lanes.start(LANES[Kind.COLLECT], run, out=out, reads=reads, name=name)
+        return self._lanes.start(LANES[Kind.COLLECT], run, out=out, reads=[grads, total], name=name)
 
     def accumulate(self, bucket: Bucket, params: _Params, total: Tensor | Pending) -> Pending:
         """Let the sum [n] wait, which this backward adds to no `.grad`."""
@@ -126,9 +128,9 @@ class Accumulation:
             self._counters.add(Kind.ACCUMULATE, 0)
             done = total.done if isinstance(total, Pending) else None
             # What no lane has made may be the gradient itself, which others may have as well.
-            kept = Pending(own if done is not None else own.clone(), done=done)
+            kept = own if done is not None else own.clone()
             self._waiting[params] = _Waiting(kept, bucket, None)
-            return Pending(kept.tensor, done=done)
+            return Pending(kept, done=done)
         if params not in self._slabs:
             self._slabs[params] = self._pool.take(own.numel(), own.dtype)
         slab = self._slabs[params]
@@ -140,7 +142,7 @@ class Accumulation:
             reads=[total],
             name=range_name(Kind.ACCUMULATE, bucket),
         )
-        self._waiting[params] = _Waiting(Pending(slab, done=stored.done), bucket, slab)
+        self._waiting[params] = _Waiting(slab, bucket, slab)
         return stored
 
     def _touch(self, params: _Params) -> None:
@@ -205,13 +207,11 @@ class Accumulation:
         for params, waiting in list(self._waiting.items()):
             del self._waiting[params]
             self._marks.drop(params)
-            bucket, kept = waiting.bucket, waiting.kept
+            bucket = waiting.bucket
             records = [self._records[n] for n in params]
-            if kept.done is not None:
-                kept.done.order()
             self._counters.add(Kind.COLLECT, _slab_bytes(waiting))
             device = records[0].local().device
-            rest = Pending(kept.tensor.to(device, getattr(torch, bucket.reduce_dtype)))
+            rest = Pending(waiting.kept.to(device, getattr(torch, bucket.reduce_dtype)))
             for kind in self._reductions(bucket):
                 crosses = kind is Kind.INTER_REDUCE_SCATTER
                 codec = self._codecs.of_gradients(bucket, params) if crosses else None
@@ -268,12 +268,9 @@ class Accumulation:
 
     def _zero(self, waiting: _Waiting, params: _Params, names: Collection[str]) -> None:
         slots = {p.name: p.layout.slot_elements for p in waiting.bucket.params}
-        if waiting.kept.done is not None:
-            waiting.kept.done.order()
-            if waiting.slab is not None:
-                self._lanes.device.synchronize()  # what follows is done by the Python thread
-        row = sum(slots[n] for n in params)
-        kept = waiting.kept.tensor
+        if waiting.slab is not None:
+            self._lanes.device.synchronize()  # what follows is done by the Python thread
+        row, kept = sum(slots[n] for n in params), waiting.kept
         rows = kept[: kept.numel() // row * row].view(-1, row)  # what is behind is padding
         offset = 0
         for name in params:

@@ -218,7 +218,7 @@ def _memory_is_given_back(mesh: DeviceMesh, place: str) -> None:
     _backward(pair)
     state = state_of(pair.model)
     alive = [weakref.ref(state)]
-    alive += [weakref.ref(w.kept.tensor) for w in state.accumulation._waiting.values()]
+    alive += [weakref.ref(w.kept) for w in state.accumulation._waiting.values()]
     del pair, state
     gc.collect()
     assert [a() for a in alive] == [None] * len(alive)

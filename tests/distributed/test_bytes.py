@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,8 @@ def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **mor
     dist.broadcast_object_list(folders)
     options = {"bucket_mb": bucket_mb, "dump": folders[0], **more}
     pair = Beside(mesh, CASES[case], strategy=strategy, options=options)
+    trained = [p for p in pair.model.parameters() if p.requires_grad]
+    hooks = [p.register_hook(partial(_check_layout, p)) for p in trained]
     steps, agreed = [], []
     for step in range(3):
         before = dict(pair.counters.sent), dict(pair.counters.calls)
@@ -134,6 +137,8 @@ def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **mor
         agreed.append(pair.counters.sent.get("agree", 0) - before[0].get("agree", 0))
         pair.optimizer.step()
         pair.optimizer.zero_grad()
+    for hook in hooks:
+        hook.remove()
     _check_traffic(pair, steps[-1])
     before = dict(pair.counters.sent), dict(pair.counters.calls)
     for i in range(MICRO_BATCHES):
@@ -168,6 +173,11 @@ def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **mor
         plan=plan if dist.get_rank() == 0 else None,
         texts=texts if dist.get_rank() == 0 else {},
     )
+
+
+def _check_layout(parameter: Any, grad: Any) -> None:
+    """A gradient that is laid out in another way is copied, which some versions of torch gather it for."""
+    assert (grad.placements, grad.stride()) == (parameter.placements, parameter.stride())
 
 
 def _sum(parts: list[formulas.Moved]) -> formulas.Moved:

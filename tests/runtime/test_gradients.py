@@ -313,7 +313,7 @@ class TestClearing:
         rank.clear("w", set_to_none=True)
         assert rank.accumulation.settle() == ["tiny", "s"]
         (waiting,) = rank.accumulation._waiting.values()
-        assert waiting.kept.wait().view(2, -1).tolist() == [[0.0] * SLOTS["w"] + [1.0, 1.0]] * 2
+        assert waiting.kept.view(2, -1).tolist() == [[0.0] * SLOTS["w"] + [1.0, 1.0]] * 2
 
     @both
     def test_a_rank_whose_shard_is_empty_follows_the_others(self, tier: Tier) -> None:
@@ -322,7 +322,7 @@ class TestClearing:
         rank.peers.say = lambda flags: _only(NAMES.index("tiny"))
         assert rank.accumulation.settle() == ["w", "s"]
         (waiting,) = rank.accumulation._waiting.values()
-        assert waiting.kept.wait().view(2, -1).tolist() == [[1.0] * SLOTS["w"] + [0.0, 1.0]] * 2
+        assert waiting.kept.view(2, -1).tolist() == [[1.0] * SLOTS["w"] + [0.0, 1.0]] * 2
 
     @both
     def test_a_gradient_that_was_changed_is_refused(self, tier: Tier) -> None:

@@ -18,7 +18,7 @@ import ast
 import gc
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -27,6 +27,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from tests.runtime.test_lanes_on_streams import run as random_tasks
+from tests.streams.cached import use_on_the_way
 from tests.streams.programs import PROGRAMS, Job, four_ranks
 
 MODULES = (
@@ -198,11 +199,30 @@ def applied(mutant: Mutant) -> Iterator[None]:
         function.__code__ = before
 
 
-class Trial:
-    """Runs programs, and builds one again only if it has failed."""
+def run_random_tasks() -> None:
+    """Random tasks on lanes that are streams, and on lanes that are threads.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    Raises: AssertionError, and what a task raises.
+    """
+    for is_blocking, seed in product((False, True), range(20)):
+        seen = random_tasks(seed, is_blocking=is_blocking)
+        assert all(found == expected for found, expected in seen), (
+            f"{seed}: reads what is not there"
+        )
+
+
+PARTS = (run_random_tasks, use_on_the_way)
+"""Of the runtime by themselves, in less than a second."""
+
+
+class Trial:
+    """Runs parts of the runtime and then programs, and builds one again only if it has failed."""
+
+    def __init__(
+        self, names: Sequence[str], *, parts: Sequence[Callable[[], None]] = PARTS
+    ) -> None:
         self.names = tuple(names)
+        self._parts = parts
         self._ready: dict[str, tuple[Job, int]] = {}
 
     def _job(self, name: str) -> tuple[Job, int]:
@@ -214,7 +234,13 @@ class Trial:
         return self._ready[name]
 
     def caught(self, mutant: Mutant) -> str:
-        """The program that notices a mutant, and what it says; nothing if none does."""
+        """What notices a mutant, and what it says; nothing if nothing does."""
+        for part in self._parts:
+            try:
+                with applied(mutant):
+                    part()
+            except Exception as error:
+                return f"{part.__name__}: {type(error).__name__}: {error}"
         for name in self.names:
             job, alive = self._job(name)
             try:
@@ -230,14 +256,6 @@ class Trial:
                 del self._ready[name], job
                 gc.collect()
                 return said
-        with applied(mutant):
-            for is_blocking, seed in product((False, True), range(20)):
-                try:
-                    seen = random_tasks(seed, is_blocking=is_blocking)
-                except Exception as error:
-                    return f"random tasks {seed}: {type(error).__name__}: {error}"
-                if any(found != expected for found, expected in seen):
-                    return f"random tasks {seed}: compute reads what is not there"
         return ""
 
 

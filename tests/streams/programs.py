@@ -73,7 +73,9 @@ class Job:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shard_module, "_device_of", lambda names, topology: self.device)
             mesh = fcdp_compile.make_mesh(nodes=2)
-            fcdp_compile.shard(self.model, mesh, strategy=program.strategy)
+            fcdp_compile.shard(
+                self.model, mesh, strategy=program.strategy, gradient_on=program.gradient_on
+            )
         options = {"compute": program.compute, "bucket_mb": BUCKET_MB, **program.options}
         self.net: Any = (
             torch.compile(self.model, backend="fcdp", options=options)
@@ -102,17 +104,40 @@ def train(job: Job) -> None:
     job.step()
 
 
+def train_eagerly(job: Job) -> None:
+    with job.device.watching("an uncompiled step"):
+        job.loss().backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+
+
 def evaluate_too(job: Job) -> None:
     """What was released of frozen parameters comes back when it is read."""
     job.step()
     with torch.no_grad():
         job.loss()
-    for parameter in job.model.parameters():
-        if not parameter.requires_grad:
-            fcdp_compile.full(parameter)
-            parameter.to_local().sum()  # type: ignore[attr-defined]
-            break
+    parameter = next(p for p in job.model.parameters() if not p.requires_grad)
+    with job.device.watching("what reads a parameter"):
+        fcdp_compile.full(parameter).sum()
+        parameter.to_local().sum()  # type: ignore[attr-defined]
+    gather_again(job)
     job.step()
+
+
+def gather_again(job: Job) -> None:
+    """Frozen buckets are gathered anew; nothing stays on the device but what the cache keeps there."""
+    model = state_of(job.model)
+    known = {b.id: b for buckets in model.known_buckets().values() for b in buckets if b.frozen}
+    for bucket in known.values():
+        model.shards(bucket)  # what only the cache has comes back
+        model.cache.drop(bucket.id)
+        before = job.device.alive_bytes()
+        with job.device.watching("what gathers again"):
+            model.refresh(bucket)
+        if model.cache.has_host_copy(bucket.id, model.generation(bucket)):
+            assert job.device.alive_bytes() == before, (
+                f"bucket {bucket.id} left something on the device"
+            )
 
 
 def accumulate(job: Job) -> None:
@@ -122,6 +147,8 @@ def accumulate(job: Job) -> None:
         job.loss().backward()
         parameter = next(p for p in job.model.parameters() if p.requires_grad)
         parameter.grad = None
+        with job.device.watching("what forgets a cleared gradient"):
+            state_of(job.model).accumulation.settle()
         job.loss().backward()
     job.step()
 
@@ -137,11 +164,12 @@ def leave_some_out(job: Job) -> None:
 
 def fall_back(job: Job) -> None:
     """The device's memory becomes short after buckets were kept there."""
+    gather_again(job)
     job.step()
     memory = job.device._device
     memory.used_bytes = 10**9  # type: ignore[attr-defined]
-    job.step()
-    job.step()
+    for _ in range(3):  # one look at the memory serves for many questions
+        job.step()
     memory.used_bytes = 0  # type: ignore[attr-defined]
 
 
@@ -189,6 +217,7 @@ class Program:
 
     build: Callable[[], nn.Module] = dense
     strategy: str = "fcdp"
+    gradient_on: str | None = None
     compute: str | None = "eager"
     options: dict[str, Any] = field(default_factory=dict)
     once: Callable[[Job], None] = train
@@ -210,8 +239,9 @@ PROGRAMS = {
     "adapters, memory short": Program(build=adapted, options=ON_THE_DEVICE, once=fall_back),
     "accumulation": Program(once=accumulate),
     "accumulation in zero3": Program(strategy="zero3", once=accumulate),
-    "accumulation on the GPU": Program(options=ON_THE_DEVICE, once=accumulate),
-    "the rest": Program(once=leave_some_out),
+    "accumulation on the GPU": Program(options=PACKED | ON_THE_DEVICE, once=accumulate),
+    "accumulation on the host": Program(gradient_on="host", options=PACKED, once=accumulate),
+    "the rest": Program(gradient_on="host", once=leave_some_out),
     "w8+g4": Program(strategy="fcdp+w8+g4"),
     "c8": Program(strategy="fcdp+c8", build=adapted),
     "ring": Program(strategy="zero3+ring", options=PACKED),
@@ -223,7 +253,7 @@ PROGRAMS = {
     "through the host": Program(once=accumulate, is_blocking=True),
     "a step that fails": Program(once=fail_midway),
     "a step that fails, quantised": Program(strategy="zero3+w8", once=fail_midway),
-    "uncompiled": Program(compute=None),
+    "uncompiled": Program(compute=None, once=train_eagerly),
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.streams.cached import use_on_the_way
 from tests.streams.programs import PROGRAMS, Job, four_ranks
 
 
@@ -23,3 +24,7 @@ def test_every_access_comes_after_what_it_depends_on(name: str) -> None:
     alive = job.alive_bytes()
     PROGRAMS[name].once(job)
     assert job.alive_bytes() == alive, "device memory grows from round to round"
+
+
+def test_what_is_on_its_way_is_stored_and_loaded_in_order() -> None:
+    use_on_the_way()
