@@ -166,7 +166,7 @@ def test_no_segment_is_recorded_as_a_cuda_graph(monkeypatch: pytest.MonkeyPatch)
         seen.append(inductor_config.triton.cudagraphs)
         return gm.forward
 
-    monkeypatch.setattr(torch_compat, "compile_fx_inner", fake)
+    monkeypatch.setattr(torch_compat.compilers, "compile_fx_inner", fake)
     with inductor_config.patch({"triton.cudagraphs": True}):  # as by TORCHINDUCTOR_CUDAGRAPHS=1
         compute = Compute("inductor", inductor_settings("max-autotune-no-cudagraphs"))
         compute.compile(scaled())

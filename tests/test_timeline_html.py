@@ -24,7 +24,7 @@ from fcdp_compile.view.story import FLOWS, Flow, Story, moved, readable_bytes, t
 from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html
 
 MACHINE = MACHINES["cuda"]
-FOLDER = Path(__file__).parents[1] / "fcdp_compile" / "timeline"
+FOLDER = Path(__file__).parents[1] / "fcdp_compile" / "view" / "timeline"
 COLD = (Direction.FORWARD, Variant.COLD)
 BACKWARD = (Direction.BACKWARD, Variant.COLD)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.running.machine import Machine
 from benchmarks.systems.shape import Shape
+from fcdp_compile.files.aside import written_aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +229,5 @@ def _found(data: Mapping[str, Any]) -> Found:
 
 def _replace(path: Path, data: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+    with written_aside(path) as aside:
+        aside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

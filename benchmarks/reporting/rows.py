@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from fcdp_compile.files.aside import written_aside
+
 
 class Cell(NamedTuple):
     """One entry of the matrix."""
@@ -69,9 +71,8 @@ def write_records(path: Path, records: Iterable[Row | Failure]) -> None:
     """Replace a file by these records, one a line of a JSON list; never leaves half a file behind."""
     lines = [json.dumps(asdict(record)) for record in records]
     text = "[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n"
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    with written_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.versions.torch_build import cpu_builds
+from fcdp_compile.files.aside import written_aside
 
 ROOT = Path(__file__).resolve().parents[2]
 _OWN = ("torch", "triton")
@@ -125,9 +126,9 @@ def _resolve(python: str, requirement: str, folder: Path, *more: str) -> dict[st
     )
     if not kept.exists():
         print(f"pip resolves {requirement} for {python}", file=sys.stderr)
-        report = ["--dry-run", "--ignore-installed", "--report", f"{kept}.part"]
-        _pip(python, *report, requirement, *more, deps=True)
-        Path(f"{kept}.part").rename(kept)
+        report = ["--dry-run", "--ignore-installed", "--report"]
+        with written_aside(kept) as aside:
+            _pip(python, *report, str(aside), requirement, *more, deps=True)
     found = json.loads(kept.read_text(encoding="utf-8"))["install"]
     return {i["metadata"]["name"].lower(): i["metadata"]["version"] for i in found}
 

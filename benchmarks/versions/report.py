@@ -15,7 +15,7 @@ _HEAD = """\
 
 <!-- Written by `make versions` from versions/results.json and versions/notes.md. -->
 
-fcdp uses internals of torch (`fcdp_compile/torch_compat.py`). So each release of torch in the supported range
+fcdp uses internals of torch (`fcdp_compile/torch_compat/`). So each release of torch in the supported range
 is tried on its own, on a machine without a card; CUDA builds run there, too.
 
     make versions                                                        # everything that has no result

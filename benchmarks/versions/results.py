@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fcdp_compile.files.aside import written_aside
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -44,6 +46,5 @@ def add(file: Path, result: Result) -> None:
     results = read(file) | {result.key: result}
     rows = [asdict(results[key]) for key in sorted(results)]
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    part.rename(file)
+    with written_aside(file) as aside:
+        aside.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -13,5 +13,6 @@ anybody can open.
 
 Modules: `tree` values as JSON · `record` checkpoint.json · `contents` what there is to save · `disk` files,
 in an order that survives being killed · `writing` the protocol between ranks · `saving` · `blocks` reads that
-are verified · `boxes` who needs which rows · `comparing` · `loading` · `optimizers` and `rng` both ways.
+are verified · `boxes` who needs which rows · `comparing` · `load_plan` what a rank is about to load ·
+`loading` · `optimizers` and `rng` both ways.
 """

@@ -24,6 +24,7 @@ from fcdp_compile.checkpointing.writing import Write
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.params.mesh import Topology, new_control_group
 from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.sharding.shard import model_of, state_of
@@ -174,7 +175,7 @@ def save_on(
     root, state = model_of(model), state_of(model)
     saver = _savers.setdefault(state, _Saver())
     saver.pending.end()
-    state.refuse_awaited("a checkpoint")
+    state.unset.refuse("a checkpoint")
     _refuse_waiting_gradients(state)
     found: list[Contents] = []
 
@@ -196,7 +197,7 @@ def save_on(
     control = state.topology.control
     digests = together(control, look, CheckpointError, f"saving to {path}")
     (contents,) = found
-    if len(set(digests)) > 1:
+    if first_other(digests):
         _raise_difference(state, _lines(contents, step, asynchronous=asynchronous))
     pending = PendingSave()
     mesh = state.topology.position
@@ -223,7 +224,8 @@ def _lines(contents: Contents, step: int | None, *, asynchronous: bool) -> list[
 
 def _raise_difference(state: ShardedModel, lines: list[str]) -> None:
     texts = state.collectives.exchange_texts("\n".join(lines))
-    other = next(i for i, text in enumerate(texts) if text != texts[0])
+    other = first_other(texts)
+    assert other is not None, "the digests of the texts differ"
     diff = difflib.unified_diff(
         texts[0].split("\n"), texts[other].split("\n"), "rank 0", f"rank {other}", "", "", 0, ""
     )

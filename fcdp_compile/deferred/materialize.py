@@ -34,6 +34,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.home_shard import rows_of
 from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.messages import broadcast_first
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.shard import model_of, state_of
@@ -65,14 +66,14 @@ def materialize(model: nn.Module) -> None:
     """
     root, state = model_of(model), state_of(model)
     with torch.device("cpu"):  # also within `with torch.device("meta")`
-        _agree_on_awaited(state)
-        if state.without_values:
+        _agree_on_unset(state)
+        if state.unset:
             _Materialisation(root, state).run()
 
 
-def _agree_on_awaited(state: ShardedModel) -> None:
+def _agree_on_unset(state: ShardedModel) -> None:
     """Raise on every rank if ranks have values of different tensors."""
-    names = state.without_values.names()
+    names = state.unset.names()
     mark = int(hashlib.sha256("\n".join(names).encode()).hexdigest()[:15], 16)
     rows = state.collectives.agree([mark])
     if any(row[0] != mark for row in rows):
@@ -95,7 +96,7 @@ class _Materialisation:
             self._slots_of.setdefault(slot.module, []).append(slot)
         # Buffers by name as they will be; they stay out of the model until everything has worked.
         self._buffers: dict[str, Tensor] = {
-            s.full_name: s.unset(self._device)
+            s.full_name: s.blank(self._device)
             for s in self._slots
             if s.is_buffer and s.gives and not s.original.numel()
         }
@@ -116,9 +117,10 @@ class _Materialisation:
             together(control, self._check_set)
             self._check_same()
         for slot in self._slots:
-            if slot.is_buffer and slot.is_awaited:
+            if slot.is_buffer and slot.is_unset:
                 slot.held[slot.name] = self._buffers[slot.full_name]
-        self._state.values_arrived(list(self._state.awaited), list(self._state.awaited_buffers))
+        unset = self._state.unset
+        self._state.validity.values_arrived(list(unset.keys), list(unset.buffers))
 
     def _steps(self) -> list[Step]:
         if lost := lost_attributes(self._root):
@@ -134,13 +136,13 @@ class _Materialisation:
         """Run an initialisation until it has all that it touches ([Note: again])."""
         start = generator_states(self._device)
         # The slots that get whole tensors, and whether these have values.
-        whole = {s: False for s in self._slots_of.get(step.module, ()) if s.is_awaited}
+        whole = {s: False for s in self._slots_of.get(step.module, ()) if s.is_unset}
         while self._failure is None:
             values = self._gathered(whole)
             try:
                 touches, error = self._attempt(step, whole, values, resting)
                 lacking = self._lacking(touches, whole)
-                is_needed = any(t.writes and slot.is_awaited for slot, t in touches.items())
+                is_needed = any(t.writes and slot.is_unset for slot, t in touches.items())
                 if error is None and is_needed and not lacking:
                     self._keep(touches)
                     return
@@ -189,7 +191,7 @@ class _Materialisation:
         """Of what was touched, the slots without a whole tensor or without values that were read."""
         lacking = {}
         for slot, touch in touches.items():
-            has_values = not slot.is_awaited or slot.full_name in self._written
+            has_values = not slot.is_unset or slot.full_name in self._written
             needs_values = touch.needs_values and has_values and slot.record is not None
             if slot not in whole or (needs_values and not whole[slot]):
                 lacking[slot] = needs_values
@@ -214,9 +216,9 @@ class _Materialisation:
         if slot.record is None:
             if slot.full_name in self._buffers:
                 return self._buffers[slot.full_name].clone()
-            if not slot.is_awaited:
+            if not slot.is_unset:
                 return slot.original.detach().clone()
-        return slot.unset(self._device)
+        return slot.blank(self._device)
 
     def _keep(self, touches: dict[Slot, Touch]) -> None:
         """Keep this rank's rows of what an initialisation has set."""
@@ -251,7 +253,7 @@ class _Materialisation:
             return doing
 
         texts = together(self._state.topology.control, told)
-        if other := next((rank for rank, text in enumerate(texts) if text != texts[0]), None):
+        if other := first_other(texts):
             raise FcdpError(
                 f"an initialisation {texts[0]} on rank 0 and {texts[other]} on rank {other}: it depends on "
                 "more than torch's random numbers and the model; make it the same on every rank"
@@ -310,7 +312,7 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
             if parameter is None:
                 continue
             found = records.get((module, name))
-            is_awaited = found is not None and found.spec.key in state.awaited
+            is_unset = found is not None and found.spec.key in state.unset.keys
             slots.append(
                 Slot(
                     module=module,
@@ -319,15 +321,15 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
                     record=found,
                     is_buffer=False,
                     full_name=found.spec.name if found else f"{path}.{name}",
-                    is_awaited=is_awaited,
-                    gives=is_awaited and (module, name) in giving,
+                    is_unset=is_unset,
+                    gives=is_unset and (module, name) in giving,
                 )
             )
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             full_name = buffers[id(buffer)]
-            is_awaited = full_name in state.awaited_buffers
+            is_unset = full_name in state.unset.buffers
             slots.append(
                 Slot(
                     module=module,
@@ -336,8 +338,8 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
                     record=None,
                     is_buffer=True,
                     full_name=full_name,
-                    is_awaited=is_awaited,
-                    gives=is_awaited and id(buffer) not in seen,
+                    is_unset=is_unset,
+                    gives=is_unset and id(buffer) not in seen,
                 )
             )
             seen.add(id(buffer))

@@ -23,7 +23,7 @@ class Access:
 
 
 @dataclass(slots=True)
-class Memory:
+class CheckedMemory:
     """One piece of memory.
 
     owner: the party to whose next work it goes when it is freed.  written: the last write.  reads: the last
@@ -69,19 +69,19 @@ class Clocks:
         """Whether an access surely comes before the next work of a party."""
         return self._clocks.get(party, {}).get(access.party, 0) >= access.time
 
-    def read(self, memory: Memory, access: Access) -> Access | None:
+    def read(self, memory: CheckedMemory, access: Access) -> Access | None:
         """Note a read; returns the access that it should have come after, and does not surely."""
         conflict = memory.written
         memory.reads[access.party] = access
         return conflict if conflict and not self.is_done(conflict, access.party) else None
 
-    def write(self, memory: Memory, access: Access) -> Access | None:
+    def write(self, memory: CheckedMemory, access: Access) -> Access | None:
         """Note a write; returns an access that it should have come after, and does not surely."""
         conflict = self.unfinished(memory, access.party)
         memory.written = access
         memory.reads.clear()
         return conflict
 
-    def unfinished(self, memory: Memory, party: Party) -> Access | None:
+    def unfinished(self, memory: CheckedMemory, party: Party) -> Access | None:
         """An access to memory that is not surely done when a party works next."""
         return next((use for use in memory.uses() if not self.is_done(use, party)), None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -23,6 +22,7 @@ from types import UnionType
 from typing import Any, Generic, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.files.aside import written_aside
 
 MAX_FILE_BYTES = 2**28  # a plan of 1000 layers is below 2**24
 MAX_INT = 2**63 - 1  # what torch can count; every whole number is between 0 and this
@@ -103,14 +103,8 @@ class RecordFormat(Generic[R]):
 
         Raises: OSError where the file cannot be written.
         """
-        path = Path(path)
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        try:
+        with written_aside(Path(path)) as aside:
             aside.write_text(self.to_json(record), encoding="utf-8")
-            aside.replace(path)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
 
     def read(self, path: str | os.PathLike[str]) -> R:
         """Read a record from a file.

@@ -17,9 +17,10 @@ handed out is replaced by an alias of it here, so that it counts too.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,6 +61,18 @@ def _meeting(name: str) -> Callable[[HomeShard, Any], Any]:
     return operate
 
 
+def _brought_back(name: str) -> Callable[..., Any]:
+    """A method of a `Sharded`, which reads memory, of a home shard that may be released."""
+    method: Callable[..., Any] = getattr(Sharded, name)
+
+    @functools.wraps(method)
+    def call(self: HomeShard, *args: Any, **options: Any) -> Any:
+        self.bring_back()
+        return method(self, *args, **options)
+
+    return call
+
+
 class HomeShard(Sharded):
     """A DTensor parameter whose `.data` can be assigned and whose memory can be released.
 
@@ -73,7 +86,7 @@ class HomeShard(Sharded):
     _calls: Calls | None = None
     # The key of the parameter that the shard is of (`key_of`); None as above.
     _fcdp_key: str | None = None
-    # While released: who has the values, and how to get them.
+    # While released: how to get the values.
     _away: _Away | None = None
     # Makes isinstance(shard, nn.Parameter) true for a tensor subclass.
     _is_param = False
@@ -196,12 +209,7 @@ class HomeShard(Sharded):
         held: Tensor = _SLOT.__get__(self)
         return held
 
-    @property
-    def released_by(self) -> object | None:
-        """What `release` was told; None if the shard is on its device."""
-        return None if self._away is None else self._away.keeper
-
-    def release(self, keeper: object, values: Callable[[], Tensor]) -> bool:
+    def release(self, values: Callable[[], Tensor]) -> bool:
         """Give the shard's device memory back; returns whether that was possible.
 
         values: gives the shard again, of its shape and dtype, on any device.
@@ -210,13 +218,13 @@ class HomeShard(Sharded):
         held = self.held
         if self._away is not None or not held.numel() or not _is_own(held):
             return False
-        self._away = _Away(keeper, values, held.untyped_storage().nbytes())
+        self._away = _Away(values, held.untyped_storage().nbytes())
         held.untyped_storage().resize_(0)
         _released[storage_id(held)] = self
         return True
 
     def values(self) -> Tensor:
-        """This rank's values without autograd, wherever they are; a released shard stays released."""
+        """This rank's values to read, without autograd: on the host if it is released, and it stays so."""
         if self._away is None:
             return self.held.detach()
         with without_modes():
@@ -234,13 +242,6 @@ class HomeShard(Sharded):
             held.data.copy_(values)
         self._away = None
         _released.pop(storage_id(held), None)
-
-    def peek(self) -> Tensor:
-        """The local shard's values to read now: on the host if it is released, and it stays so."""
-        if (away := self._away) is None:
-            return self.held
-        with without_modes():
-            return away.values()
 
     def _given_local(self) -> Tensor:
         if self._calls is not None and self._calls.inside:
@@ -266,11 +267,6 @@ class HomeShard(Sharded):
         self.bring_back()
         super().expose()
 
-    def __tensor_flatten__(self) -> Any:
-        # A compiler is about to look at the storage.
-        self.bring_back()
-        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]  # DTensor's has no types
-
     def present(self) -> Tensor:
         """The local shard; a released one is brought back."""
         self.bring_back()
@@ -286,15 +282,12 @@ class HomeShard(Sharded):
         self.bring_back()
         return super().to_local()
 
-    def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """As DTensor's."""
-        self.bring_back()
-        return super().redistribute(*args, **options)
-
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """As `Sharded`'s."""
-        self.bring_back()
-        return super().full_tensor(grad_placements=grad_placements)
+    __tensor_flatten__ = _brought_back(
+        "__tensor_flatten__"
+    )  # a compiler is about to look at the storage
+    redistribute, full_tensor = _brought_back("redistribute"), _brought_back("full_tensor")
+    __repr__ = _brought_back("__repr__")  # perhaps while the model is being called
+    __reduce_ex__ = _brought_back("__reduce_ex__")
 
     # Python asks these before it asks the plain tensor on the other side; torch's functions it does not ask.
     __add__, __radd__ = _meeting("__add__"), _meeting("__radd__")
@@ -303,13 +296,6 @@ class HomeShard(Sharded):
     __truediv__, __rtruediv__ = _meeting("__truediv__"), _meeting("__rtruediv__")
     __pow__, __rpow__ = _meeting("__pow__"), _meeting("__rpow__")
     __matmul__, __rmatmul__ = _meeting("__matmul__"), _meeting("__rmatmul__")
-
-    def __repr__(  # type: ignore[override]  # DTensor's is typed without Tensor's options
-        self, *args: Any, **options: Any
-    ) -> str:
-        # DTensor's looks at `_local_tensor`, perhaps while the model is being called.
-        self.bring_back()
-        return str(super().__repr__(*args, **options))  # type: ignore[no-untyped-call]  # DTensor's has no types
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HomeShard:
         if id(self) not in memo:
@@ -321,21 +307,12 @@ class HomeShard(Sharded):
         found: HomeShard = memo[id(self)]
         return found
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # As a plain DTensor, which `torch.load` can read.
-        self.bring_back()
-        return super().__reduce_ex__(protocol)
 
+class _Away(NamedTuple):
+    """Of a released shard: how to get its values, and the bytes that its storage had."""
 
-class _Away:
-    """Of a released shard: who has its values, how to get them, the bytes that its storage had."""
-
-    __slots__ = ("keeper", "size_bytes", "values")
-
-    def __init__(self, keeper: object, values: Callable[[], Tensor], size_bytes: int) -> None:
-        self.keeper = keeper
-        self.values = values
-        self.size_bytes = size_bytes
+    values: Callable[[], Tensor]
+    size_bytes: int
 
 
 _SLOT: Any = DTensor.__dict__["_local_tensor"]

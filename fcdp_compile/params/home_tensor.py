@@ -5,8 +5,8 @@ warning that this is slow.  A mesh of one dimension is no way out: torch 2.13 th
 uneven shards, silently.  So a `HomeTensor` is a DTensor that
 
 * reduces a pending value (a norm, a sum) in one all-reduce over all ranks, once;
-* gathers rows over one mesh dimension after the other: first between nodes, where each row crosses once, then
-  within the node.  One flat all-gather would send 1.5 times as many bytes between two nodes of two ranks;
+* gathers rows over one mesh dimension after the other (`home_collectives`).  One flat all-gather would send
+  1.5 times as many bytes between two nodes of two ranks;
 * runs elementwise ops, such as an optimizer's, on the local tensors (`local_ops`).
 
 Results of ops on HomeTensors are HomeTensors.
@@ -15,22 +15,30 @@ Results of ops on HomeTensors are HomeTensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
 from fcdp_compile.errors import FcdpError, MixedTensorsError
 from fcdp_compile.params.fingerprint import fingerprints
+from fcdp_compile.params.home_collectives import (
+    are_pending,
+    cuts_rows,
+    everywhere,
+    greatest_of_all_ranks,
+    naming_ranks_lost_in,
+    redistributed,
+    reduced,
+    steps_between,
+)
 from fcdp_compile.params.local_ops import is_in_place, run_locally
 from fcdp_compile.params.mesh import all_ranks_of
 from fcdp_compile.params.seal import Seal, are_shared
-from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
 from fcdp_compile.torch_compat import (
     storage_id,
     takes_plain_tensors,
@@ -101,11 +109,11 @@ class HomeTensor(DTensor):
     ) -> DTensor:
         """As DTensor's, with fewer collectives or fewer bytes between nodes."""
         found: DTensor = self
-        with _naming_lost_ranks(self):
+        with naming_ranks_lost_in(self.device_mesh, _held(self)):
             if placements is not None and device_mesh in (None, self.device_mesh):
                 if _is_pending(self) and all(isinstance(p, Replicate) for p in placements):
                     _settle([self])
-                for step in _steps(self.placements, placements):
+                for step in steps_between(self.placements, placements):
                     found = DTensor.redistribute(found, placements=step, **options)
             found = DTensor.redistribute(found, device_mesh, placements, **options)
         adopted: DTensor = HomeTensor.adopt(found)
@@ -179,11 +187,10 @@ def seal(
 
 def _expose(func: Any, args: Any, kwargs: Any) -> None:
     """Break the seals on what an op writes to or gives views of."""
-    for at, name in _reached(func):
-        value = args[at] if at < len(args) else kwargs.get(name)
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, HomeTensor):
-                tensor.expose()
+    values = (args[at] if at < len(args) else kwargs.get(name) for at, name in _reached(func))
+    for tensor in _flat(values):
+        if isinstance(tensor, HomeTensor):
+            tensor.expose()
 
 
 @functools.cache
@@ -198,7 +205,7 @@ def _mark_copies(func: Any, source: Any, found: Any) -> None:
     if not (_returns_views(func) and isinstance(source, DTensor)):
         return
     is_copy, held = getattr(source, _COPY, False), storage_id(_held(source))
-    for view in found if isinstance(found, (list, tuple)) else (found,):
+    for view in _flat([found]):
         if isinstance(view, HomeTensor) and (is_copy or storage_id(_held(view)) != held):
             setattr(view, _COPY, True)
 
@@ -214,16 +221,15 @@ def _refuse_mixture(func: Any, args: Any, kwargs: Any, sharded: DTensor) -> None
 
     Raises: MixedTensorsError.
     """
-    for value in (*args, *kwargs.values()):
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
-            if is_plain and tensor.numel() != 1 and not takes_plain_tensors():
-                raise MixedTensorsError(
-                    f"{func} got a sharded tensor of shape {tuple(sharded.shape)} and a plain one of shape "
-                    f"{tuple(tensor.shape)}; an optimizer that keeps plain tensors beside its parameters "
-                    "cannot step sharded ones (docs/optimizers.md lists those that can), and elsewhere "
-                    "fcdp_compile.full(parameter) gives the whole parameter"
-                )
+    for tensor in _flat((*args, *kwargs.values())):
+        is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
+        if is_plain and tensor.numel() != 1 and not takes_plain_tensors():
+            raise MixedTensorsError(
+                f"{func} got a sharded tensor of shape {tuple(sharded.shape)} and a plain one of shape "
+                f"{tuple(tensor.shape)}; an optimizer that keeps plain tensors beside its parameters "
+                "cannot step sharded ones (docs/optimizers.md lists those that can), and elsewhere "
+                "fcdp_compile.full(parameter) gives the whole parameter"
+            )
 
 
 def _communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:
@@ -236,25 +242,57 @@ def _communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:
 
 def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments of an op, reduced or gathered where DTensor would do so once for each dimension."""
-    if func.overloadpacket in _VIEWS and _cuts_rows(args[0], args[1]):
+    if func.overloadpacket in _VIEWS and cuts_rows(args[0], args[1]):
         args = [_whole(args[0]), *args[1:]]
+    is_item = func.overloadpacket is _aten._local_scalar_dense
+    if is_in_place(func) or is_item:
+        # DTensor cannot write to a partial value, and its `item` takes a partial value for the whole one.
+        given: list[DTensor] = []
+        _mapped(given.append, args)
+        _settle(t for t in given if _is_pending(t))
+        if is_item:  # of rows, one rank has the element
+            args = [_whole(args[0])]
     change: dict[int, DTensor] = {}
     pending: list[HomeTensor] = []
-    if is_in_place(func) or func.overloadpacket is _aten._local_scalar_dense:
-        # DTensor cannot write to a partial value, and its `item` takes a partial value for the whole one.
-        _mapped(lambda t: pending.append(t) if _is_pending(t) else None, args)
-        _settle(pending)
-        pending = []
-        if func.overloadpacket is _aten._local_scalar_dense:  # of rows, one rank has the element
-            args = [_whole(args[0])]
     for tensor, placements in wanted_placements(func, args, kwargs):
-        if _is_pending(tensor) and not any(p.is_partial() for p in placements):
-            pending.append(tensor)
-        elif isinstance(tensor, HomeTensor) and not any(p.is_partial() for p in placements):
-            steps = _steps(tensor.placements, placements)
-            change[id(tensor)] = _redistributed(tensor, [*steps, placements])
+        if isinstance(tensor, HomeTensor) and not any(p.is_partial() for p in placements):
+            if _is_pending(tensor):
+                pending.append(tensor)
+            else:
+                change[id(tensor)] = HomeTensor.adopt(redistributed(_plain(tensor), placements))
     _settle(pending)
     return _mapped(lambda tensor: change.get(id(tensor), tensor), args)
+
+
+def _is_pending(tensor: DTensor) -> TypeGuard[HomeTensor]:
+    return isinstance(tensor, HomeTensor) and are_pending(tensor.placements)
+
+
+def _settle(tensors: Iterable[HomeTensor]) -> None:
+    """Reduce pending values over all ranks, those of one kind together; each tensor keeps its result."""
+    kinds: dict[tuple[tuple[Placement, ...], torch.dtype], dict[int, HomeTensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.placements, tensor.dtype), {})[id(tensor)] = tensor
+    for (placements, _), by_id in kinds.items():
+        alike = list(by_id.values())
+        mesh = alike[0].device_mesh
+        results = reduced([_held(t) for t in alike], mesh, placements)
+        for tensor, whole in zip(alike, results, strict=True):
+            made = DTensor.from_local(whole, mesh, everywhere(mesh), run_check=False)
+            tensor._spec = made._spec
+            tensor._set_local(whole)
+
+
+def _whole(tensor: HomeTensor) -> DTensor:
+    whole: DTensor = HomeTensor.adopt(redistributed(_plain(tensor), everywhere(tensor.device_mesh)))
+    return whole
+
+
+def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What a GradScaler does to gradients: all ranks learn of a value on any that is not finite."""
+    func(_mapped(_present, grads), found_inf, inv_scale)
+    sharded = next(g for g in grads if isinstance(g, DTensor))
+    greatest_of_all_ranks(found_inf, sharded.device_mesh)
 
 
 def _mapped(change: Callable[[DTensor], Any], values: Iterable[Any]) -> list[Any]:
@@ -267,6 +305,12 @@ def _mapped(change: Callable[[DTensor], Any], values: Iterable[Any]) -> list[Any
         else value
         for value in values
     ]
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, and what is in those that are lists."""
+    for value in values:
+        yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _adopted(found: Any) -> Any:
@@ -295,120 +339,6 @@ def _plain(tensor: HomeTensor) -> DTensor:
 
 
 _SLOT: Any = DTensor.__dict__["_local_tensor"]
-
-
-# --- reductions ---------------------------------------------------------------------------------------------
-
-
-def _is_pending(tensor: DTensor) -> TypeGuard[HomeTensor]:
-    """Whether a value is still to be reduced over ranks, each of which has a part of all elements."""
-    placements = tensor.placements
-    is_pending = any(p.is_partial() for p in placements) and not any(
-        p.is_shard() for p in placements
-    )
-    return is_pending and isinstance(tensor, HomeTensor)
-
-
-def _naming_lost_ranks(tensor: DTensor) -> AbstractContextManager[None]:
-    """Within, what fails because a rank does not come is a LostRankError; nothing of it is traced."""
-    every = all_ranks_of(tensor.device_mesh)
-    if every is None or type(_held(tensor)) is not Tensor:
-        return nullcontext()
-    doing = "a sharded tensor's own collective, as in clip_grad_norm_ or full_tensor"
-    return naming_lost_ranks(every.mesh.get_group(), doing)
-
-
-def _settle(tensors: Iterable[HomeTensor]) -> None:
-    """Reduce pending values over all ranks, those of one kind together; each tensor keeps its result."""
-    kinds: dict[tuple[tuple[Placement, ...], torch.dtype], dict[int, HomeTensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.placements, tensor.dtype), {})[id(tensor)] = tensor
-    for (placements, _), alike in kinds.items():
-        _settle_alike(placements, list(alike.values()))
-
-
-def _settle_alike(placements: Sequence[Placement], tensors: Sequence[HomeTensor]) -> None:
-    home_mesh = tensors[0].device_mesh
-    mesh = home_mesh
-    if (every := all_ranks_of(home_mesh)) is not None:
-        nodes = home_mesh.size(home_mesh.ndim - 1)
-        every.sent_bytes += sum(2 * t.numel() * t.itemsize for t in tensors) * (nodes - 1) // nodes
-        if len(set(placements)) == 1:
-            mesh, placements = every.mesh, placements[:1]
-    packed = torch.cat([_held(t).detach().reshape(-1) for t in tensors])
-    pending = DTensor.from_local(packed, mesh, placements, run_check=False)
-    with _naming_lost_ranks(tensors[0]):
-        reduced = pending.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-    parts = reduced.split([t.numel() for t in tensors])
-    everywhere = [Replicate()] * home_mesh.ndim
-    for tensor, part in zip(tensors, parts, strict=True):
-        whole = torch.empty_like(_held(tensor)).copy_(part.view(tensor.shape))
-        tensor._spec = DTensor.from_local(whole, home_mesh, everywhere, run_check=False)._spec
-        tensor._set_local(whole)
-
-
-def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What a GradScaler does to gradients: all ranks learn of a value on any that is not finite."""
-    func(_mapped(_present, grads), found_inf, inv_scale)
-    sharded = next(g for g in grads if isinstance(g, DTensor))
-    if (every := all_ranks_of(sharded.device_mesh)) is not None:
-        here = DTensor.from_local(found_inf, every.mesh, [Partial("max")], run_check=False)
-        with _naming_lost_ranks(sharded):
-            found_inf.copy_(here.redistribute(placements=[Replicate()]).to_local())
-
-
-# --- gathers ------------------------------------------------------------------------------------------------
-
-
-def _steps(placements: Sequence[Placement], wanted: Sequence[Placement]) -> list[list[Placement]]:
-    """The placements between, of rows that are to be gathered over several mesh dimensions."""
-    gathered = [
-        i
-        for i, (now, then) in enumerate(zip(placements, wanted, strict=True))
-        if now.is_shard() and then.is_replicate()
-    ]
-    between = list(placements)
-    steps = []
-    for i in reversed(gathered[1:]):
-        between[i] = Replicate()
-        steps.append(list(between))
-    return steps
-
-
-def _redistributed(tensor: DTensor, steps: Iterable[Sequence[Placement]]) -> DTensor:
-    """A tensor after some redistributions; a HomeTensor, and below autograd."""
-    if isinstance(tensor, HomeTensor):
-        tensor = _plain(tensor)
-    for step in steps:
-        _note_sent(tensor, step)
-        tensor = DTensor.redistribute(tensor, placements=step)
-    adopted: DTensor = HomeTensor.adopt(tensor)
-    return adopted
-
-
-def _note_sent(tensor: DTensor, placements: Sequence[Placement]) -> None:
-    """Count what a node sends to others as rows of a tensor are gathered or cut in another way."""
-    mesh = tensor.device_mesh
-    inter = mesh.ndim - 1
-    now, then = tensor.placements[inter], placements[inter]
-    if (every := all_ranks_of(mesh)) is not None and now.is_shard() and now != then:
-        every.sent_bytes += (
-            tensor.numel() * tensor.itemsize * (mesh.size(inter) - 1) // mesh.size(inter)
-        )
-
-
-def _whole(tensor: HomeTensor) -> DTensor:
-    everywhere = [Replicate()] * tensor.device_mesh.ndim
-    return _redistributed(tensor, [*_steps(tensor.placements, everywhere), everywhere])
-
-
-def _cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:
-    """Whether a view of a tensor is no view of each of its shards, which DTensor refuses."""
-    cut = {p.dim for p in tensor.placements if isinstance(p, Shard)}
-    if not cut or list(shape[: max(cut) + 1]) == list(tensor.shape[: max(cut) + 1]):
-        return False
-    return cut != {0} or bool(tensor.shape[0] % tensor.device_mesh.size())
-
 
 _aten = torch.ops.aten
 _COPY = "_fcdp_copy"

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fcdp_compile.devices import are_on_stream, choose_device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.spec import Home
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.lost_ranks import RollCall, naming_lost_ranks
 from fcdp_compile.ranks.process_groups import (
     checked_timeout,
@@ -157,7 +158,7 @@ def _agreed_count(world: int, nodes: int | None) -> int:
         if isinstance(found, str):
             raise ArgumentError(found)
     counts = [int(found) for found in everyone]
-    if (other := next((r for r, n in enumerate(counts) if n != counts[0]), None)) is not None:
+    if other := first_other(counts):
         raise ArgumentError(
             f"rank 0 makes {counts[0]} nodes of {world} ranks and rank {other} makes {counts[other]}; start "
             "the same number of ranks on every node, or pass the same nodes=… on all"

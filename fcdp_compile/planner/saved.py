@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fcdp_compile.files.aside import written_aside
 from fcdp_compile.planner.traced import TracedGraph, TracedModel, TracedParam
 from fcdp_compile.torch_compat import graphs_from_bytes, graphs_to_bytes
 
@@ -45,15 +44,12 @@ def save(traced: TracedModel, identity: str) -> None:
     ]
     header = json.dumps({"params": about, "graphs": described, "batch": traced.batch}).encode()
     path = _path(identity)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        aside.write_bytes(b"".join([header, b"\n", *pairs]))
-        aside.chmod(0o600)
-        aside.replace(path)
+        with written_aside(path) as aside:
+            aside.write_bytes(b"".join([header, b"\n", *pairs]))
+            aside.chmod(0o600)
     except OSError as error:
-        with suppress(OSError):  # where not even the folder is one
-            aside.unlink()
         log.warning("cannot keep the trace in %s (%s); set FCDP_CACHE to a folder", path, error)
 
 

@@ -23,6 +23,7 @@ from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order,
 from fcdp_compile.pretrained.rows import is_local
 from fcdp_compile.pretrained.source import Files, Source
 from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.sharding.shard import model_of, state_of
 
@@ -87,7 +88,7 @@ def load_pretrained(
         try:
             together(control, lambda: _read(order, destinations, files, shows=shows))
         except FcdpError as error:
-            state.values_loaded()
+            state.validity.values_changed()
             raise FcdpError(
                 f"{path} was read in part, the model is half loaded: {error}"
             ) from error
@@ -95,7 +96,7 @@ def load_pretrained(
     if all(is_on_disk for _, is_on_disk in verdicts):
         # The first gather of what is frozen then reads what other nodes have from this node's own disk.
         rows = destinations.rows(order)
-        state.row_sources.offer(rows.keys, rows)
+        state.upkeep.row_sources.offer(rows.keys, rows)
     matched.renaming.note_used()
     if matched.kept_copies and state.topology.node == state.topology.place == 0:
         log.warning(
@@ -110,8 +111,7 @@ def load_pretrained(
 
 
 def _compare(path: Path, digests: Sequence[str]) -> None:
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
+    if other := first_other(digests):
         raise CheckpointError(
             f"{path} is not the same for all ranks: rank {other} finds other files than rank 0; copy the "
             "checkpoint to every node again"

@@ -14,6 +14,7 @@ from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.home_shard import rows_of
 from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.optimizers.hooks import WholeParameter
 from fcdp_compile.runtime.parameters.record import ParamRecord
@@ -87,12 +88,12 @@ def _chosen(
     texts = state.collectives.exchange_texts(text)
     if problem is not None:
         raise problem
-    if other := next((rank for rank, t in enumerate(texts) if t != texts[0]), None):
+    if other := first_other(texts):
         raise FcdpError(
             f"ranks 0 and {other} gather different things: {texts[0]} against {texts[other]}; enter "
             "fcdp_compile.gathered with the same modules on every rank"
         )
-    state.refuse_awaited("fcdp_compile.gathered")
+    state.unset.refuse("fcdp_compile.gathered")
     return found
 
 
@@ -245,7 +246,7 @@ class _Block:
                     local.copy_(rows_of(one.values, spec.layout, where.node, where.place))
                 written.append(spec.key)
         if written:
-            self._state.values_arrived(written)
+            self._state.validity.values_arrived(written)
 
 
 def _left(was: _Gathered, now: list[Tensor | None]) -> _Left:

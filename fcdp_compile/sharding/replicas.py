@@ -13,6 +13,7 @@ from torch import Tensor
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.mesh import Topology
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.messages import broadcast_first
 from fcdp_compile.runtime.collectives.collectives import Collectives
 
@@ -35,7 +36,7 @@ def agree_on_replicas(
     if topology.ranks == 1:
         return
     texts = collectives.exchange_texts("\n".join(description))
-    if other := next((i for i, text in enumerate(texts) if text != texts[0]), None):
+    if other := first_other(texts):
         lines = difflib.unified_diff(
             texts[0].split("\n"), texts[other].split("\n"), "rank 0", f"rank {other}", "", "", 0, ""
         )

@@ -44,9 +44,7 @@ def release(
     for spec, place, parameter in zip(specs, bucket.params, parameters, strict=True):
         if isinstance(parameter, HomeShard) and spec.home_dtype == dtype:
             start = node * bucket.slot_elements + place.offset
-            parameter.release(
-                bucket.id, partial(_values, cache, bucket.id, generation, start, spec)
-            )
+            parameter.release(partial(_values, cache, bucket.id, generation, start, spec))
 
 
 def _values(

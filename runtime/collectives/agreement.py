@@ -11,6 +11,7 @@ from torch import Tensor
 from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.plan import json as plan_json
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.collectives.collectives import Collectives
 
 _FIRST_WORDS = 30
@@ -123,7 +124,7 @@ def same_tensors(collectives: Collectives, act: str, tensors: Mapping[str, Tenso
     for name, *found in zip(
         names, *collectives.agree(marks, "the comparison of what is loaded"), strict=True
     ):
-        if other := next((rank for rank, mark in enumerate(found) if mark != found[0]), None):
+        if other := first_other(found):
             raise FcdpError(
                 f"rank 0 {act}, and {name!r} has other values on rank {other}; give every rank the same"
             )
@@ -148,8 +149,7 @@ def unpacked(words: Sequence[int], count: int) -> list[bool]:
 
 
 def _mode_mismatch(modes: list[str]) -> str:
-    other = next((i for i, mode in enumerate(modes) if mode != modes[0]), None)
-    if other is None:
+    if (other := first_other(modes)) is None:
         return ""
     if not {SYNCHRONISES, ACCUMULATES}.issuperset(modes):
         mine, others = (
@@ -169,7 +169,8 @@ def _mode_mismatch(modes: list[str]) -> str:
 
 def _mismatch(texts: list[str]) -> str:
     plans = [plan_json.from_json(text, source=f"plan of rank {i}") for i, text in enumerate(texts)]
-    other = next(i for i, plan in enumerate(plans) if plan.digest() != plans[0].digest())
+    other = first_other([plan.digest() for plan in plans])
+    assert other is not None, "ranks that compiled one plan do not come here"
     lines = "\n  ".join(plan_json.diff(plans[0], plans[other], names=("rank 0", f"rank {other}")))
     return (
         f"ranks 0 and {other} compiled different plans; make every rank run the same model with the same "

@@ -1,8 +1,9 @@
-"""Where a sharded model keeps one of its parameters."""
+"""Where a sharded model keeps its parameters."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_shard import HomeShard, check_cut, placements_of
 from fcdp_compile.params.registry import ParamSpec, check_shard
+from fcdp_compile.plan import Bucket
 from fcdp_compile.torch_compat import storage_id
 
 
@@ -86,11 +88,13 @@ class ParamRecord:
         return storage_id(shard) == storage_id(home) and layouts[0] == layouts[1]
 
     def peek(self) -> Tensor:
-        """This rank's home shard to read now: on the host if it was released, which it then stays."""
+        """This rank's home shard to read, without autograd; one that is released is read on the host."""
         parameter = self.parameter()
-        local = parameter.peek() if isinstance(parameter, HomeShard) else self.local_of(parameter)
-        check_shard(self.spec, local)
-        return local.detach()
+        if not isinstance(parameter, HomeShard):
+            return self.local_of(parameter)
+        values = parameter.values()
+        check_shard(self.spec, values)
+        return values
 
     def local(self) -> Tensor:
         """This rank's home shard, without autograd."""
@@ -107,11 +111,34 @@ class ParamRecord:
         check_shard(self.spec, local)
         return local.detach()
 
-    def values(self) -> Tensor:
-        """This rank's home shard to read, without autograd, on whichever device has it now."""
-        parameter = self.parameter()
-        if not isinstance(parameter, HomeShard):
-            return self.local()
-        values = parameter.values()
-        check_shard(self.spec, values)
-        return values
+
+class Records(dict[str, ParamRecord]):
+    """The parameters of a model by key, and those of each bucket.
+
+    by_name: the same by the name of the parameter.
+    """
+
+    def __init__(self, records: Iterable[ParamRecord]) -> None:
+        self.by_name = {r.spec.name: r for r in records}
+        super().__init__((r.spec.key, r) for r in self.by_name.values())
+
+    def of(self, bucket: Bucket) -> list[ParamRecord]:
+        """The parameters of a bucket, in its order."""
+        return [self.by_name[p.name] for p in bucket.params]
+
+    def keys_of(self, bucket: Bucket) -> list[str]:
+        """The keys of a bucket's parameters."""
+        return [r.spec.key for r in self.of(bucket)]
+
+    def shards(self, bucket: Bucket) -> list[Tensor]:
+        """This rank's home shards of a bucket."""
+        return [r.local() for r in self.of(bucket)]
+
+    def not_at_home(self, shards: Mapping[str, Tensor]) -> list[str]:
+        """The names of the parameters, by key, in whose place there is anything but the home shard.
+
+        An empty shard says nothing; another rank's does.
+        """
+        return [
+            self[key].spec.name for key, shard in shards.items() if not self[key].is_home(shard)
+        ]

@@ -94,7 +94,7 @@ class Job:
 
     def alive_bytes(self) -> int:
         gc.collect()
-        return self.device.alive_bytes()
+        return self.device.check.alive_bytes()
 
 
 def train(job: Job) -> None:

@@ -31,10 +31,10 @@ class Meter:
 
         def around(index: int, call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
             def metered(values: list[Any]) -> Any:
-                before = self._job.device.alive_bytes()
+                before = self._job.device.check.alive_bytes()
                 result = call(values)
                 del values
-                alive.append(max(before, self._job.device.alive_bytes()))
+                alive.append(max(before, self._job.device.check.alive_bytes()))
                 return result
 
             return metered

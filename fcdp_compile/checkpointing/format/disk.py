@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from fcdp_compile.checkpointing.format.record import (
     read_record,
 )
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.files.aside import written_aside
 from fcdp_compile.files.json_records import MAX_FILE_BYTES
 from fcdp_compile.files.safetensors_writer import TensorFileWriter, TensorMeta
 
@@ -133,8 +133,7 @@ class Disk:
                 f"{RECORD} would have {len(text)} bytes and may have {MAX_FILE_BYTES}; give long lists of "
                 "numbers in extra=… as tensors"
             )
-        aside = folder / f".{RECORD}.{secrets.token_hex(4)}.tmp"
-        try:
+        with written_aside(folder / RECORD) as aside:
             with aside.open("xb") as file:
                 self.reached("opened record")
                 file.write(text)
@@ -142,11 +141,7 @@ class Disk:
                 self.reached("wrote record")
                 os.fsync(file.fileno())
             self.reached("synced record")
-            aside.replace(folder / RECORD)
-            self.reached("renamed record")
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+        self.reached("renamed record")
         self.sync_folder(folder)
 
     def sweep(self, folder: Path, *, new: str = "") -> None:

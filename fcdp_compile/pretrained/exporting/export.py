@@ -27,6 +27,7 @@ from fcdp_compile.pretrained.exporting.kinds import Kind, kind_of
 from fcdp_compile.pretrained.exporting.whole_values import WholeValues
 from fcdp_compile.pretrained.huggingface import is_transformers_model
 from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
@@ -107,7 +108,7 @@ def export(
     topology = topology_of(None) if state is None else state.topology
     if state is not None:
         same_act(state.collectives, "calls save_pretrained")
-        state.refuse_awaited("save_pretrained")
+        state.unset.refuse("save_pretrained")
     prepared: list[tuple[Kind, Copies]] = []
 
     def prepare() -> str:
@@ -145,7 +146,7 @@ def export(
 
 
 def _refuse_different(digests: Sequence[str]) -> None:
-    if other := next((rank for rank, d in enumerate(digests) if d != digests[0]), None):
+    if other := first_other(digests):
         raise FcdpError(
             f"ranks 0 and {other} are about to export different tensors; call save_pretrained with the same "
             "model and arguments on every rank"

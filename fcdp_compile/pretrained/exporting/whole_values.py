@@ -81,7 +81,7 @@ class WholeValues:
 
     def _part(self, record: ParamRecord) -> Tensor:
         parts: list[Tensor] = []
-        self.attempt(lambda: parts.append(record.values().cpu()))
+        self.attempt(lambda: parts.append(record.peek().cpu()))
         spec = record.spec
         return (
             parts[0]

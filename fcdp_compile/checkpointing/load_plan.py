@@ -1,0 +1,155 @@
+"""What one rank is about to load, once the checkpoint has been compared with the job; nothing is written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fcdp_compile.checkpointing.comparing import Comparison, Target, restores
+from fcdp_compile.checkpointing.contents import Job, parameter_name
+from fcdp_compile.checkpointing.format.blocks import Block, DataFiles
+from fcdp_compile.checkpointing.format.boxes import Cut, Slab, slabs
+from fcdp_compile.checkpointing.format.record import TORCH_DTYPES, Checkpoint, read_record
+from fcdp_compile.checkpointing.format.tree import decode
+from fcdp_compile.files.safetensors_header import Stored
+from fcdp_compile.runtime.model import ShardedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabRead:
+    """A slab of a part in a file, and the name of the tensor that it is of."""
+
+    name: str
+    file: int
+    stored: Stored
+    slab: Slab
+
+    @property
+    def start(self) -> int:
+        """Its first byte in the file."""
+        return self.stored.start + self.slab.first * self.stored.dtype.itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the slab."""
+        return torch.Size(self.slab.shape).numel() * self.stored.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What one rank reads, and what it is loaded into.
+
+    values: decoded, by name.  differing: names of those that this rank has from rank 0, which had another
+    than others.  targets: the cut tensors.  restores: the objects of `extra` that take a state, with it.
+    reads: rows of the targets, in the order of the files.  blocks: what the reads lie in, to be verified.
+    """
+
+    folder: Path
+    root: nn.Module
+    state: ShardedModel
+    job: Job
+    record: Checkpoint
+    files: DataFiles
+    comparison: Comparison
+    values: dict[str, Any]
+    differing: list[str]
+    targets: list[Target]
+    restores: list[tuple[Any, Any]]
+    reads: list[SlabRead]
+    blocks: list[Block]
+
+    @property
+    def digest(self) -> str:
+        """The same for ranks that are about to load the same."""
+        job = self.job
+        given = [v is not None for v in (job.optimizer, job.scheduler, job.scaler)]
+        return hashlib.sha256(f"load {self.record.checksum} {given}".encode()).hexdigest()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are read, to verify blocks and then to write."""
+        verified = sum(self.files.size_of(block) for block in self.blocks)
+        return verified + sum(read.size_bytes for read in self.reads)
+
+    @property
+    def written_keys(self) -> list[str]:
+        """The keys of the parameters that the checkpoint has values of."""
+        names = {target.tensor.name for target in self.targets}
+        records = self.state.records.items()
+        return [key for key, r in records if parameter_name(r.spec.name) in names]
+
+
+def look(folder: Path, root: nn.Module, state: ShardedModel, job: Job) -> LoadPlan:
+    """Compare the checkpoint in a folder with a job.
+
+    Raises: CheckpointError, naming the folder or the file and what is wrong.
+    """
+    record = read_record(folder)
+    files = DataFiles(folder, record)
+    comparison = Comparison(folder, record, root, state, job)
+    here = state.topology
+    rank, differing = here.node * here.ranks_per_node + here.place, []
+    if not comparison.is_same_layout:
+        rank, differing = 0, [v.name for v in record.values if v.rank == 0]
+    saved = {v.name: v for v in record.values if v.rank in (None, rank)}
+    comparison.check_names(saved)
+    values = {
+        name: decode(value.tree, _reader(files, value.rank or 0), name)
+        for name, value in saved.items()
+        if _is_wanted(name, job)
+    }
+    targets = comparison.targets(values, differing)
+    reads = [read for target in targets for read in _reads_of(target, files)]
+    reads.sort(key=lambda read: (read.file, read.start))
+    runs = [(read.file, read.start, read.start + read.size_bytes) for read in reads]
+    return LoadPlan(
+        folder=folder,
+        root=root,
+        state=state,
+        job=job,
+        record=record,
+        files=files,
+        comparison=comparison,
+        values=values,
+        differing=differing,
+        targets=targets,
+        restores=list(restores(job.extra, values["extra"], "extra")),
+        reads=reads,
+        blocks=files.blocks(runs),
+    )
+
+
+def _is_wanted(name: str, job: Job) -> bool:
+    owner, _, _ = name.partition(".")
+    return owner not in ("optimizer", "scheduler", "scaler") or getattr(job, owner) is not None
+
+
+def _reader(files: DataFiles, file: int) -> Any:
+    def read(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        return files.read(file, files.find(file, name, dtype, shape))
+
+    return read
+
+
+def _reads_of(target: Target, files: DataFiles) -> Iterator[SlabRead]:
+    tensor, dtype = target.tensor, TORCH_DTYPES[target.tensor.dtype]
+    for part, file in zip(_parts(tensor.dim, tensor.rows), tensor.files, strict=True):
+        shape = tuple(b - a for a, b in part.bounds(tensor.shape))
+        if needed := list(slabs(tensor.shape, part, target.want, dtype.itemsize)):
+            stored = files.find(file, tensor.name, dtype, shape)
+            yield from (
+                SlabRead(name=tensor.name, file=file, stored=stored, slab=s) for s in needed
+            )
+
+
+def _parts(dim: int | None, rows: Sequence[int]) -> Iterator[Cut]:
+    start = 0
+    for count in rows:
+        yield Cut(dim=dim, start=start, stop=start + count)
+        start += count

@@ -1,0 +1,277 @@
+"""Which stream touches which memory, and what surely comes before it.
+
+Streams run in any order that events and synchronisation leave open, so one run on a card proves little: what
+was right by luck may be wrong tomorrow.  This check does not go by what has happened, but by what must have
+(`clocks`).  An event carries the clock of its stream, and who waits for the event takes the clock over.
+
+    read     of what is not surely written yet
+    write    to what somebody may still read or write
+    free     of memory that another stream may still use: the next kernel of its owner may get it
+    host     reads or writes registered memory that a stream may still use
+
+Each is a `StreamError` that names the step, the operator, the line, and the access that it conflicts with.
+
+Checked is what runs within `watching`: the runtime's programs, and the tasks of its lanes.  A dispatch mode
+sees the operators there, so that nothing is believed that the runtime says of itself.  Compiled segments
+launch kernels past the mode; they count as reading their arguments and writing their results.
+
+Memory is told apart by storage: two halves of a tensor are one.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fcdp_compile.devices.clocks import Access, CheckedMemory, Clock, Clocks, Party
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.torch_compat import DispatchMode, OpOverload, storage_id, tree_leaves
+
+_UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+"""Operators of aten whose results have memory and no values."""
+
+_COPIES = ("copy_", "_to_copy")
+"""Operators of aten that may cross between the host and the device."""
+
+_FROM_PYTHON = "lift_fresh"
+"""The operator of aten through which `torch.tensor` passes what it has made."""
+
+_ITEM = "_local_scalar_dense"
+"""The operator of aten by which the host reads a number of the device."""
+
+_HOST = ("host", None)
+"""Whom registered memory belongs to."""
+
+_HERE = Path(__file__).parent
+
+
+class StreamError(FcdpError):
+    """Two accesses to memory that no event or wait puts in order; a fault of fcdp."""
+
+
+class StreamCheck:
+    """The clocks of a device's streams, and the memory that operators have touched within `watching`.
+
+    current: gives the calling thread's current stream.
+    """
+
+    def __init__(self, device: torch.device, current: Callable[[], Party]) -> None:
+        self._device = device
+        self._current = current
+        self._clocks = Clocks()
+        self._lock = threading.RLock()
+        self._local = threading.local()
+        self._compute = current()  # memory is its own unless a task of another made it
+        self._alive: dict[int, tuple[StorageWeakRef, CheckedMemory]] = {}
+        self._registered: dict[int, CheckedMemory] = {}  # by address
+
+    @contextmanager
+    def watching(self, what: str) -> Iterator[None]:
+        """Within, operators of this thread are noted, as what the name says."""
+        before = getattr(self._local, "what", None)
+        self._local.what = what
+        try:
+            with _OperatorWatch(self) if before is None else nullcontext():
+                yield
+        finally:
+            self._local.what = before
+
+    # --- order --------------------------------------------------------------------------------------------
+
+    def record(self, make: Callable[[], Any]) -> tuple[Any, Clock]:
+        """Make an event of this thread's current stream; the event, and what surely comes before it."""
+        with self._swept():
+            return make(), self._clocks.now(self._current())
+
+    def order(self, stream: Party, clock: Clock, wait: Callable[[], Any]) -> None:
+        """Let a stream wait for an event, which has this clock."""
+        with self._swept():
+            wait()
+            self._clocks.wait(stream, clock)
+
+    def waited_for(self) -> None:
+        """The Python thread has waited for its current stream."""
+        with self._lock:
+            party = self._current()
+            self._clocks.wait(_host(party), self._clocks.now(party))
+
+    # --- accesses -----------------------------------------------------------------------------------------
+
+    def note(
+        self,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        what: str,
+        made: Sequence[Tensor] = (),
+    ) -> None:
+        """Check an operator of this thread's current stream, or of the host, and note what it touches.
+
+        made: results with memory of their own.
+
+        Raises: StreamError.
+        """
+        with self._swept():
+            party = stream = self._current()
+            given = [self._memory(t, self._compute) for t in (*reads, *writes)]
+            if given and all(m.is_of_host for m in given):
+                party = _host(stream)
+            results = [self._memory(t, party) for t in made]
+            self._clocks.wait(party, self._clocks.now(_host(stream)))
+            access = Access(party, self._clocks.work(party), f"{what} in {self._where()}")
+            for memory in given[: len(reads)]:
+                if conflict := self._clocks.read(memory, access):
+                    raise _error("reads what is not surely written", access, conflict)
+            for memory in (*given[len(reads) :], *results):
+                if conflict := self._clocks.write(memory, access):
+                    raise _error("writes to what may still be in use", access, conflict)
+
+    def allocated(self, made: Sequence[Tensor]) -> None:
+        """Memory without values that belongs to this thread's current stream from now on."""
+        with self._swept():
+            for tensor in made:
+                self._memory(tensor, self._current())
+
+    # --- memory -------------------------------------------------------------------------------------------
+
+    def pinned(self, tensor: Tensor) -> None:
+        """A tensor is in memory of the host."""
+        storage = tensor.untyped_storage()
+        memory = CheckedMemory(_HOST, storage.nbytes(), is_of_host=True)
+        # The mode has seen it made, and taken it for the device's where that is a CPU.
+        with self._lock:
+            self._alive[storage._cdata] = StorageWeakRef(storage), memory
+
+    def registered(self, address: int, size_bytes: int) -> None:
+        """Memory of the host was registered."""
+        with self._lock:
+            self._registered[address] = CheckedMemory(_HOST, size_bytes, is_of_host=True)
+
+    def unregistered(self, address: int) -> None:
+        """That was taken back."""
+        with self._lock:
+            del self._registered[address]
+
+    def is_of_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in memory of the host."""
+        with self._lock:
+            return self._memory(tensor, self._compute).is_of_host
+
+    def alive_bytes(self) -> int:
+        """Bytes of the device's memory that operators have touched and nobody has freed."""
+        with self._swept():
+            return sum(m.bytes for _, m in self._alive.values() if not m.is_of_host)
+
+    def _memory(self, tensor: Tensor, maker: Party) -> CheckedMemory:
+        storage = tensor.untyped_storage()
+        if (slab := self._registered.get(storage.data_ptr())) is not None:
+            return slab
+        key = storage._cdata
+        if key not in self._alive:
+            is_of_host = tensor.device != self._device or isinstance(maker, tuple)
+            memory = CheckedMemory(maker, storage.nbytes(), is_of_host=is_of_host)
+            self._alive[key] = StorageWeakRef(storage), memory
+        return self._alive[key][1]
+
+    @contextmanager
+    def _swept(self) -> Iterator[None]:
+        """Alone with the clocks, once what has been freed since the last look is checked.
+
+        Raises: StreamError if a stream may still use it that the memory does not belong to.
+        """
+        with self._lock:
+            gone = [key for key, (reference, _) in self._alive.items() if reference.expired()]
+            for key in gone:
+                memory = self._alive.pop(key)[1]
+                if memory.is_of_host:  # torch's own pinned memory looks after itself
+                    continue
+                if conflict := self._clocks.unfinished(memory, memory.owner):
+                    raise StreamError(
+                        f"memory of {memory.bytes} bytes was freed while {_told(conflict)} may still use it; "
+                        "this is a fault of fcdp"
+                    )
+            yield
+
+    def _where(self) -> str:
+        frames = traceback.extract_stack(limit=24)
+        ours = [f for f in frames if "torch" not in f.filename and Path(f.filename).parent != _HERE]
+        line = f"{ours[-1].filename}:{ours[-1].lineno}" if ours else "unknown"
+        return f"{getattr(self._local, 'what', None) or 'no program'} ({line})"
+
+
+class _OperatorWatch(DispatchMode):
+    """Notes every operator of a thread."""
+
+    def __init__(self, check: StreamCheck) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._check = check
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):  # a higher-order operator
+            return func(*args, **kwargs)
+        reads, writes = _given(func, args, kwargs)
+        result = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        known = {storage_id(t) for t in (*reads, *writes)}
+        found = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        made = [t for t in found if storage_id(t) not in known]
+        if name in _UNWRITTEN or name == _FROM_PYTHON:
+            self._check.allocated(found)
+            return result
+        if not made and not writes and name != _ITEM:  # a view
+            return result
+        self._check.note(reads, writes, name, made)
+        if name == _ITEM or (
+            name in _COPIES and self._waits(func, args, kwargs, [*reads, *writes, *made])
+        ):
+            self._check.waited_for()
+        return result
+
+    def _waits(self, func: Any, args: Any, kwargs: Any, touched: list[Tensor]) -> bool:
+        """Whether a copy makes the Python thread wait: one between the host and the device, if not told."""
+        names = [a.name for a in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        kinds = {self._check.is_of_host(t) for t in touched}
+        return len(kinds) > 1 and not given.get("non_blocking", False)
+
+
+def _given(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator reads and those that it writes to."""
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    is_collective = func.namespace == "c10d"  # whose schemas do not say what they write to
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or (is_collective and not argument.name.startswith("input")):
+            writes += tensors
+        else:
+            reads += tensors
+    return reads, writes
+
+
+def _host(party: Party) -> Party:
+    """The Python thread that gives a stream its work."""
+    return ("host", party)
+
+
+def _told(access: Access) -> str:
+    party = access.party
+    return (
+        access.what if not isinstance(party, tuple) else f"the Python thread, with {access.what},"
+    )
+
+
+def _error(what: str, access: Access, conflict: Access) -> StreamError:
+    return StreamError(
+        f"{_told(access)} {what}: nothing puts it after {_told(conflict)}; this is a fault of fcdp"
+    )

@@ -1,0 +1,106 @@
+"""How values on the home mesh are reduced and gathered: in fewer and larger collectives than DTensor's own.
+
+    pending values    all of one kind in one all-reduce over all ranks
+    rows              between nodes first, where each row crosses once, then within the node
+
+`AllRanks.sent_bytes` counts what a node sends to others.  Knows plain tensors and plain DTensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from fcdp_compile.params.mesh import all_ranks_of
+from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
+
+
+def everywhere(mesh: DeviceMesh) -> list[Placement]:
+    """The placements of what every rank has whole."""
+    return [Replicate()] * mesh.ndim
+
+
+def are_pending(placements: Sequence[Placement]) -> bool:
+    """Whether a value is still to be reduced over ranks, each of which has a part of all elements."""
+    is_cut = any(p.is_shard() for p in placements)
+    return any(p.is_partial() for p in placements) and not is_cut
+
+
+def naming_ranks_lost_in(mesh: DeviceMesh, local: Tensor) -> AbstractContextManager[None]:
+    """Within, what fails because a rank does not come is a LostRankError; nothing of it is traced."""
+    every = all_ranks_of(mesh)
+    if every is None or type(local) is not Tensor:
+        return nullcontext()
+    doing = "a sharded tensor's own collective, as in clip_grad_norm_ or full_tensor"
+    return naming_lost_ranks(every.mesh.get_group(), doing)
+
+
+def reduced(
+    parts: Sequence[Tensor], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> list[Tensor]:
+    """The values that all ranks have once their parts of pending values are reduced, in one all-reduce."""
+    reducing = mesh
+    if (every := all_ranks_of(mesh)) is not None:
+        nodes = mesh.size(mesh.ndim - 1)
+        every.sent_bytes += sum(2 * t.numel() * t.itemsize for t in parts) * (nodes - 1) // nodes
+        if len(set(placements)) == 1:
+            reducing, placements = every.mesh, placements[:1]
+    packed = torch.cat([t.detach().reshape(-1) for t in parts])
+    pending = DTensor.from_local(packed, reducing, placements, run_check=False)
+    with naming_ranks_lost_in(mesh, parts[0]):
+        done = pending.redistribute(placements=everywhere(reducing)).to_local()
+    found = done.split([t.numel() for t in parts])
+    return [
+        torch.empty_like(t).copy_(part.view(t.shape)) for t, part in zip(parts, found, strict=True)
+    ]
+
+
+def greatest_of_all_ranks(value: Tensor, mesh: DeviceMesh) -> None:
+    """Let every rank have the greatest of the ranks' values in this tensor."""
+    if (every := all_ranks_of(mesh)) is not None:
+        here = DTensor.from_local(value, every.mesh, [Partial("max")], run_check=False)
+        with naming_ranks_lost_in(mesh, value):
+            value.copy_(here.redistribute(placements=[Replicate()]).to_local())
+
+
+def steps_between(
+    placements: Sequence[Placement], wanted: Sequence[Placement]
+) -> list[list[Placement]]:
+    """The placements between, of rows that are to be gathered over several mesh dimensions."""
+    gathered = [
+        i
+        for i, (now, then) in enumerate(zip(placements, wanted, strict=True))
+        if now.is_shard() and then.is_replicate()
+    ]
+    between = list(placements)
+    steps = []
+    for i in reversed(gathered[1:]):
+        between[i] = Replicate()
+        steps.append(list(between))
+    return steps
+
+
+def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
+    """A plain DTensor with other placements, below autograd."""
+    mesh = tensor.device_mesh
+    inter = mesh.ndim - 1
+    for step in [*steps_between(tensor.placements, wanted), wanted]:
+        now, then = tensor.placements[inter], step[inter]
+        if (every := all_ranks_of(mesh)) is not None and now.is_shard() and now != then:
+            sent = tensor.numel() * tensor.itemsize * (mesh.size(inter) - 1)
+            every.sent_bytes += sent // mesh.size(inter)
+        tensor = DTensor.redistribute(tensor, placements=step)
+    return tensor
+
+
+def cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:
+    """Whether a view of a tensor is no view of each of its shards, which DTensor refuses."""
+    cut = {p.dim for p in tensor.placements if isinstance(p, Shard)}
+    if not cut or list(shape[: max(cut) + 1]) == list(tensor.shape[: max(cut) + 1]):
+        return False
+    return cut != {0} or bool(tensor.shape[0] % tensor.device_mesh.size())

@@ -1,0 +1,146 @@
+"""Dynamo and Inductor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes as inductor_joint_graph_passes
+from torch._inductor.virtualized import V
+from torch._logging._internal import trace_structured
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.utils._triton import has_triton
+
+
+def skip_frame(function: Any) -> None:
+    """Let Python run the frames of a function, and Dynamo look at what it calls; inlining goes on."""
+    skip_code(function.__code__)
+
+
+def make_dynamic(tensor: Tensor, dim: int) -> None:
+    """Let Dynamo trace a size of an input as a symbol, if what is traced works with any."""
+    maybe_mark_dynamic(tensor, dim)
+
+
+def graph_breaks() -> dict[str, int]:
+    """The first line of each reason for which Dynamo broke a graph in this process, and how often."""
+    found: dict[str, int] = {}
+    for reason, count in counters["graph_break"].items():
+        first = str(reason).strip().splitlines()[0]
+        found[first] = found.get(first, 0) + int(count)
+    return found
+
+
+def graph_break_places() -> list[str]:
+    """Where Dynamo lately broke graphs in this process: "FILE:LINE", in the order of compiling.
+
+    Torch remembers its last 64 compilations.  A break within a call that was being inlined is also one in the
+    line that calls.
+    """
+    places: dict[str, None] = {}
+    for frame in get_compilation_metrics():
+        if (resumed := _RESUMED.fullmatch(frame.co_name or "")) is not None:
+            places[f"{frame.co_filename}:{resumed[1]}"] = None
+        if frame.fail_user_frame_filename is not None:
+            places[f"{frame.fail_user_frame_filename}:{frame.fail_user_frame_lineno}"] = None
+    return list(places)
+
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_.+_at_(\d+)")
+"""How Dynamo names what it goes on with after a break, by the function and the line."""
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured trace (TORCH_TRACE, for tlparse); made only if there is one."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+        expect_trace_id=False,
+    )
+
+
+def eager_random() -> AbstractContextManager[None]:
+    """Let what Inductor compiles within draw random numbers as eager kernels do."""
+    patched: AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
+    return patched
+
+
+def fx_graph_cache_hits() -> int:
+    """How many graphs this process took from Inductor's cache instead of compiling them."""
+    return int(counters["inductor"]["fxgraph_cache_hit"])
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """The decompositions that Inductor's lowerings rely on."""
+    return dict(select_decomp_table())
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """Inductor's settings for each mode that `torch.compile` knows, by name."""
+    modes: dict[str, dict[str, Any]] = list_mode_options()
+    return modes
+
+
+def why_no_inductor(device_type: str) -> str | None:
+    """What Inductor lacks to compile for a device, None if nothing."""
+    if device_type != "cpu":
+        return None if has_triton() else "Triton is not installed"
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError) as error:
+        return str(error)
+    return None
+
+
+def joint_graph_passes(joint: GraphModule, settings: Mapping[str, Any]) -> GraphModule:
+    """Inductor's passes over a joint graph: patterns such as attention, and its own random numbers."""
+    with inductor_config.patch(dict(settings)), V.set_fake_mode(_fake_mode_of(joint)):
+        inductor_joint_graph_passes(joint)
+    # The number of a seed is a constant of Inductor's own op, with which no two layers would be equal; as a
+    # view a seed can be taken outside of the segment that uses it.
+    lookup = torch.ops.prims.inductor_lookup_seed.default
+    for node in joint.graph.find_nodes(op="call_function", target=lookup):
+        node.target = torch.ops.aten.select.int
+        node.args = (node.args[0], 0, node.args[1])
+    return joint
+
+
+def compile_with_inductor(
+    gm: GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]
+) -> Callable[[list[Any]], Any]:
+    """Compile an ATen graph of fake inputs; its outputs must be a tuple."""
+    # Inductor may choose other strides for results that it takes to be nobody's; another segment was traced
+    # with, and checks for, these.
+    output = gm.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, tuple), results
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    # In the tracing context of the whole graph a segment would report its output strides as the graph's; in
+    # none at all Inductor's cache of compiled graphs misses the shapes it guards on, and is not used.
+    mode = _fake_mode_of(gm)
+    patched = inductor_config.patch(dict(settings))
+    with patched, tracing(TracingContext(mode)), V.set_fake_mode(mode):
+        compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs))
+    return compiled
+
+
+def _fake_mode_of(gm: GraphModule) -> FakeTensorMode:
+    """The mode of a graph's values; a new one for a graph without tensors."""
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    return detect_fake_mode(values) or FakeTensorMode()

@@ -1,0 +1,103 @@
+"""Process groups and DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_leaves
+
+
+def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group's Gloo collectives wait for their peers; None if it has none."""
+    return _timeout(_backend(group, "cpu", "gloo"))
+
+
+def nccl_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group's NCCL collectives may take; None if it has none."""
+    return _timeout(_backend(group, "cuda", "nccl"))
+
+
+def _timeout(backend: Any) -> timedelta | None:
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found
+
+
+def gloo_context_count(group: dist.ProcessGroup) -> int:
+    """How many sets of connections a group has: one for each network interface that Gloo uses; 0 without."""
+    backend = _backend(group, "cpu", "gloo")
+    return 0 if backend is None else len(getattr(backend.options, "_devices", "1"))
+
+
+def _backend(group: dist.ProcessGroup, device: str, name: str) -> Any:
+    """What runs a group's collectives on a device, if that is the backend of this name, else None.
+
+    Works for a group that was taken down, too.
+    """
+    try:
+        backend: Any
+        if hasattr(dist, "get_backend_impl"):  # since torch 2.14
+            backend = dist.get_backend_impl(group, torch.device(device))
+        else:
+            backend = group._get_backend(torch.device(device))
+    except RuntimeError:  # nothing runs them
+        return None
+    return backend if backend.name() == name else None
+
+
+@contextmanager
+def without_splitting(default: dist.ProcessGroup) -> Iterator[None]:
+    """Let groups that are made within connect when they are first used, and not be split off the default one.
+
+    torch (2.11 to 2.15) splits them off where the default group is bound to a device, if that supports it.
+    """
+    bound: Any = default
+    device, bound.bound_device_id = bound.bound_device_id, None
+    try:
+        yield
+    finally:
+        bound.bound_device_id = device
+
+
+def rendezvous_store() -> Any:
+    """The store by which the ranks of a job have found each other, over a connection of its own."""
+    store: Any = _get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def takes_plain_tensors() -> bool:
+    """Whether DTensor takes plain tensors for whole ones (`torch…experimental.implicit_replication`)."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def wanted_placements(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[DTensor, tuple[Placement, ...]]]:
+    """The arguments that DTensor will redistribute before it runs an op, and to which placements."""
+    dispatcher = DTensor._op_dispatcher
+    call = dispatcher.unwrap_to_op_info(op, tuple(args), dict(kwargs))
+    assert call.schema is not None, op
+    try:
+        sharding: Any = dispatcher.sharding_propagator.propagate_op_sharding(call.schema)
+    except (NotImplementedError, RuntimeError):
+        return []  # DTensor has another way for this op, or will say why it has none
+    if not sharding.needs_redistribute or sharding.redistribute_schema is None:
+        return []
+    given, wanted = args, sharding.redistribute_schema.args_schema
+    if call.args_tree_spec is not None:
+        given, wanted = tree_leaves(given), tuple(tree_leaves(wanted))
+    return [
+        (tensor, spec.placements)
+        for tensor, spec in zip(given, wanted, strict=False)
+        if isinstance(tensor, DTensor)
+        and isinstance(spec, DTensorSpec)
+        and tensor.placements != spec.placements
+    ]

@@ -1,0 +1,121 @@
+"""Graphs of torch.fx, their fake values, and what AOTAutograd asks of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._graph_pickler import GraphPickler
+from torch.fx._graph_pickler import Options as PicklerOptions
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph import _BoxedCodeGen
+
+
+def is_opaque(node: Node) -> bool:
+    """Whether a node stands for an object that is neither tensor nor number, such as a DeviceMesh."""
+    return isinstance(node.meta.get("val"), FakeScriptObject)
+
+
+def graph_module(root: nn.Module, graph: Graph, name: str = "GraphModule") -> GraphModule:
+    """A GraphModule that generates its Python code when it is first called or printed, if ever."""
+    return _LazyGraphModule(root, graph, name)
+
+
+def without_code() -> AbstractContextManager[None]:
+    """Make torch's own passes put off generating Python code in the same way."""
+    return _use_lazy_graph_module(True)
+
+
+def as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell AOTAutograd that a function takes its arguments as a list and empties it."""
+
+    def call(args: list[Any]) -> Any:
+        return function(args)
+
+    marked: Any = call
+    marked._boxed_call = True
+    return call
+
+
+def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """The graph as a function that takes its arguments as a list and empties it."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    _LazyGraphModule.force_recompile(
+        gm
+    )  # one that has not is recompiled by its first call, and called twice
+    return gm.forward
+
+
+def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:
+    """What AOTAutograd wants to know of the forward's output that is saved as number `index`."""
+    return SavedForBackwardsAOTOutput(index)
+
+
+def graphs_to_bytes(graphs: Sequence[GraphModule]) -> bytes:
+    """Traced graphs with their fake values, symbolic sizes and shared storages among them."""
+    for gm in graphs:
+        for node in gm.graph.nodes:  # the rest of it need not be picklable
+            node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+    data: bytes = GraphPickler.dumps(tuple(graphs), PicklerOptions(ops_filter=None))
+    return data
+
+
+def graphs_from_bytes(data: bytes) -> tuple[GraphModule, ...]:
+    """What `graphs_to_bytes` was given, in a fake mode of its own; runs code, so only for what one wrote."""
+    loaded: Any = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    return tuple(loaded)
+
+
+def tracing_mode() -> FakeTensorMode:
+    """A fake mode for models that are traced without memory, sizes becoming symbols as under Dynamo.
+
+    Modules made in it can be moved and cast.  Asking for a value that there is none of raises, also where
+    torch would go on with a symbol that nobody can know: an `item()`, a size that depends on values.
+    """
+    mode = FakeTensorMode(
+        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    )
+    mode.fake_tensor_converter = _Forgetful()
+    return mode
+
+
+class _Forgetful(FakeTensorConverter):
+    """Keeps no weak references to what it makes.
+
+    torch 2.13 refuses `Module.to` for fake parameters that somebody has one to, and its own converter does
+    to all whose shape it sees for the first time.
+    """
+
+    def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
+        pass
+
+    def from_real_tensor(self, *args: Any, **more: Any) -> FakeTensor:
+        made = super().from_real_tensor(*args, **more)
+        self.tensor_memo.clear()
+        return made
+
+    def add_constant_storage_mapping(self, fake_tensor: FakeTensor) -> None:
+        super().add_constant_storage_mapping(fake_tensor)
+        kept: list[list[Any]] = list(self.constant_storage_mapping.values())
+        for references in kept:
+            references[:] = [
+                r if isinstance(r, _Reference) else _Reference(r()) for r in references
+            ]
+
+
+class _Reference:
+    """Refers to a scalar for as long as the mode lives."""
+
+    def __init__(self, value: FakeTensor | None) -> None:
+        self._value = value
+
+    def __call__(self) -> FakeTensor | None:
+        return self._value

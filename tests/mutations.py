@@ -1,0 +1,317 @@
+"""Change one small thing of the passes or the runtime at a time: the fast layer of the tests must notice.
+
+    python -m tests.mutations [--list] [--only NUMBER ...] [--again] [--jobs 2]
+
+Sixty mutations, one of each of sixty modules (`chosen`): a flipped comparison, a swapped sign, an
+off-by-one, a swapped argument, a dropped call, `and` for `or`.  Each is applied to a copy of the checkout;
+then tests without process groups run with -x, first those of files that import the module, then all others.
+A run that takes too long counts as caught.  Results are kept in build/mutations.json, so that a run goes on
+where the last one stopped; what was found for another text of the module is found again.
+
+Not part of CI: an hour or two.  EXPLAINED says why the fast layer need not notice some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "build" / "mutations.json"
+COUNT = 60
+LIMIT_S = 1800
+
+EXPLAINED: dict[str, str] = {}
+"""Why a mutation need not be noticed, by its text."""
+
+_FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+_SIGNS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Mult: ast.Add,
+    ast.BitOr: ast.BitAnd,
+}
+_TYPED = ("getattr", "hasattr", "isinstance", "issubclass", "setattr")
+"""Calls that refuse swapped arguments at once."""
+_NOT_TRIED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments, ast.ImportFrom)
+"""Where a change is of a message, a type or a default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """Another text for a part of a file; line and columns are those of ast (UTF-8 bytes)."""
+
+    file: str
+    kind: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {' '.join(self.before.split())} → {' '.join(self.after.split())}"
+
+    def applied(self, source: str) -> str:
+        """The file's text with the change."""
+        lines = source.encode().splitlines(keepends=True)
+        head, tail = (
+            lines[self.line - 1][: self.column],
+            lines[self.end_line - 1][self.end_column :],
+        )
+        lines[self.line - 1 : self.end_line] = [head + self.after.encode() + tail]
+        return b"".join(lines).decode()
+
+
+def mutations(file: str, source: str) -> list[Mutation]:
+    """Every mutation of a file."""
+    found: list[Mutation] = []
+
+    def add(kind: str, node: ast.expr | ast.stmt, after: str) -> None:
+        before = ast.get_source_segment(source, node)
+        assert before is not None
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        found.append(
+            Mutation(
+                file=file,
+                kind=kind,
+                line=node.lineno,
+                column=node.col_offset,
+                end_line=node.end_lineno,
+                end_column=node.end_col_offset,
+                before=before,
+                after=after,
+            )
+        )
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, _NOT_TRIED):
+            return
+        if isinstance(node, ast.expr | ast.stmt):
+            for kind, after in _changes(node):
+                add(kind, node, after)
+        for name, value in ast.iter_fields(node):
+            if name in ("decorator_list", "returns", "annotation"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    visit(child)
+
+    visit(ast.parse(source))
+    return found
+
+
+def _changes(node: ast.expr | ast.stmt) -> Iterator[tuple[str, str]]:
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _FLIPPED:
+            flipped = ast.Compare(left=left, ops=[_FLIPPED[type(op)]()], comparators=[right])
+            yield "comparison", f"({ast.unparse(flipped)})"
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _SIGNS:
+            other = ast.BinOp(left=left, op=_SIGNS[type(op)](), right=right)
+            yield "sign", f"({ast.unparse(other)})"
+        case ast.BoolOp(op=op, values=values):
+            swapped = ast.Or() if isinstance(op, ast.And) else ast.And()
+            yield "and, or", f"({ast.unparse(ast.BoolOp(op=swapped, values=values))})"
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield "not", f"bool({ast.unparse(operand)})"
+        case ast.Constant(value=bool()):
+            yield "constant", str(not node.value)
+        case ast.Constant(value=int()):
+            yield "off by one", str(node.value + 1)
+        case ast.Expr(value=ast.Call(func=func)) if not ast.unparse(func).startswith("log."):
+            yield "dropped", "pass"
+        case ast.Call(func=func, args=[ast.Name() as first, ast.Name() as second, *rest]) if (
+            ast.unparse(func) not in _TYPED
+        ):
+            call = ast.Call(func=func, args=[second, first, *rest], keywords=node.keywords)
+            yield "swapped arguments", ast.unparse(call)
+        case _:
+            return
+
+
+def chosen() -> list[Mutation]:
+    """One mutation of each of the modules with the most code, always the same for the same source."""
+    files = [
+        str(path.relative_to(ROOT))
+        for folder in ("passes", "runtime")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    of = {file: mutations(file, (ROOT / file).read_text(encoding="utf-8")) for file in files}
+    rich = sorted((f for f in files if of[f]), key=lambda file: -len(of[file]))
+    picks = []
+    number = 0
+    while len(picks) < COUNT:  # every module once, then the largest ones again
+        file = rich[number % len(rich)]
+        draw = random.Random(f"{number} {file}")
+        kind = draw.choice(sorted({m.kind for m in of[file]}))
+        picks.append(draw.choice([m for m in of[file] if m.kind == kind]))
+        number += 1
+    return picks
+
+
+def name_of(file: str) -> str:
+    """The module that a file is installed as."""
+    dotted = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return f"fcdp_compile.{dotted}"
+
+
+def own_tests(root: Path, module: str) -> list[str]:
+    """Test files that import a module."""
+    package, _, name = module.rpartition(".")
+    uses = re.compile(
+        rf"\b{re.escape(module)}\b|from {re.escape(package)} import .*\b{re.escape(name)}\b"
+    )
+    return [
+        str(path.relative_to(root))
+        for path in sorted((root / "tests").rglob("test_*.py"))
+        if uses.search(path.read_text(encoding="utf-8"))
+    ]
+
+
+class Copy:
+    """A copy of the checkout in which fcdp_compile has its passes and its runtime within it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.check_output(listed, cwd=ROOT, text=True)
+        for name in filter(None, names.split("\0")):
+            top = name.partition("/")[0]
+            target = folder / ("fcdp_compile" if top in ("passes", "runtime") else "") / name
+            if (ROOT / name).exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, target)
+        for top in ("passes", "runtime"):
+            (folder / top).symlink_to(folder / "fcdp_compile" / top)
+
+    def test(self, *arguments: str) -> tuple[int, str]:
+        """Run pytest; its exit code (5: no tests, 124: out of time) and the end of its output."""
+        marks = "not distributed and not cluster and not slow and not gpu"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            marks,
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(
+                [*command, *arguments],
+                cwd=self.root,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return 124, "it takes too long"
+        return done.returncode, done.stdout[-4000:]
+
+    def caught(self, mutation: Mutation) -> str:
+        """The test that notices a mutation; nothing if none does."""
+        path = self.root / mutation.file
+        source = path.read_text(encoding="utf-8")
+        path.write_text(mutation.applied(source), encoding="utf-8")
+        try:
+            own = own_tests(self.root, name_of(mutation.file))
+            others = [f"--ignore={file}" for file in own]
+            # Documents, packaging and examples say nothing of numbers.
+            others += [f"--ignore=tests/{n}" for n in ("docs", "benchmarks", "examples", "cluster")]
+            for arguments in (own, ["tests", "--ignore=tests/test_packaging.py", *others]):
+                code, text = self.test(*arguments) if arguments else (5, "")
+                if code not in (0, 5):
+                    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+                    return str(failed[0]) if failed else text.strip().splitlines()[-1][:200]
+        finally:
+            path.write_text(source, encoding="utf-8")
+        return ""
+
+
+def key_of(mutation: Mutation) -> str:
+    """What a result is kept under: the change, and the text of the module that it is of."""
+    text = (ROOT / mutation.file).read_text(encoding="utf-8") + json.dumps(asdict(mutation))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def say(text: str) -> None:
+    """Print at once, also into a file."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try what has no result; 1 if something is neither caught nor explained."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="only print them")
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER")
+    parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args(arguments)
+    picks = dict(enumerate(chosen()))
+    if options.only:
+        picks = {n: picks[n] for n in options.only}
+    if options.list:
+        for number, mutation in picks.items():
+            say(f"{number:2} {mutation.kind:18} {mutation}")
+        return 0
+    results: dict[str, str] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    lock = Lock()
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        copies = [Copy(Path(folder) / str(n)) for n in range(options.jobs)]
+
+        def one(number: int) -> None:
+            mutation = picks[number]
+            if options.again or key_of(mutation) not in results:
+                with lock:
+                    copy = copies.pop()
+                said = copy.caught(mutation)
+                with lock:
+                    copies.append(copy)
+                    results[key_of(mutation)] = said
+                    RESULTS.parent.mkdir(exist_ok=True)
+                    RESULTS.write_text(json.dumps(results, indent=1))
+            said = results[key_of(mutation)] or EXPLAINED.get(str(mutation), "NOT CAUGHT")
+            say(f"{number:2} {mutation.kind:18} {mutation}\n      {said}")
+
+        list(pool.map(one, picks))
+    survivors = [m for m in picks.values() if not results[key_of(m)]]
+    say(f"{len(picks) - len(survivors)} of {len(picks)} are caught")
+    return int(any(str(m) not in EXPLAINED for m in survivors))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

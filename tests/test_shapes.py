@@ -1,0 +1,104 @@
+"""How large things may be, and that no two classes share a name, read off the source.
+
+Lines are counted as they stand, docstrings too: who reads a function reads these as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("fcdp_compile", "passes", "runtime", "benchmarks", "examples")
+
+FUNCTION_LINES = 60
+CLASS_METHODS = 25
+"""Properties and dunders are methods, too."""
+FILE_LINES = 400
+LONG_FILE_LINES = 450
+WHY_LONG = "[Note: long file]"
+"""What the docstring of a file must have that is longer than FILE_LINES: the reason comes after it."""
+
+TOO_LARGE = {
+    "fcdp_compile/cli/job_arguments.py add_job_arguments",
+    "fcdp_compile/pretrained/load.py load_pretrained",
+    "fcdp_compile/sharding/shard.py shard",
+    "runtime/model.py ShardedModel.__init__",
+    "benchmarks/cluster/arguments.py parse",
+    "examples/lora_finetune.py train",
+}
+"""What is still larger."""
+
+
+def definitions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Every function and class, by its name within the file."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield f"{within}{node.name}", node
+            yield from definitions(node, f"{within}{node.name}.")
+        else:
+            yield from definitions(node, within)
+
+
+def too_large(source: str) -> list[str]:
+    """The functions and classes of a file that are too large, and "" for the file itself."""
+    tree = ast.parse(source)
+    lines = len(source.splitlines())
+    is_long = WHY_LONG in (ast.get_docstring(tree) or "")
+    found = [""] if lines > (LONG_FILE_LINES if is_long else FILE_LINES) else []
+    for name, node in definitions(tree):
+        if isinstance(node, ast.ClassDef):
+            if sum(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) for n in node.body) > (
+                CLASS_METHODS
+            ):
+                found.append(name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            if node.end_lineno - node.lineno + 1 > FUNCTION_LINES:
+                found.append(name)
+    return found
+
+
+def sources() -> list[Path]:
+    """Every file that the limits hold for."""
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_nothing_is_too_large() -> None:
+    found = {
+        f"{path.relative_to(ROOT)} {name}".strip()
+        for path in sources()
+        for name in too_large(path.read_text())
+    }
+    assert sorted(found - TOO_LARGE) == []
+    assert sorted(TOO_LARGE - found) == [], "no longer too large: take it out of TOO_LARGE"
+
+
+# Controls: each limit is one, and what is at the limit passes.
+
+
+def _function(lines: int, indent: str = "") -> str:
+    return f"{indent}def f():\n" + f"{indent}    pass\n" * (lines - 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        (_function(60), []),
+        (_function(61), ["f"]),
+        (f"async {_function(61)}", ["f"]),
+        (f"class A:\n{_function(61, '    ')}", ["A.f"]),
+        (f"if True:\n{_function(61, '    ')}", ["f"]),
+        ("class A:\n" + "    def f(self): ...\n" * 25, []),
+        ("class A:\n" + "    @property\n    def f(self): ...\n" * 26, ["A"]),
+        ("x = 0\n" * 400, []),
+        ("x = 0\n" * 401, [""]),
+        (f'"""Why: {WHY_LONG}"""\n' + "x = 0\n" * 449, []),
+        (f'"""Why: {WHY_LONG}"""\n' + "x = 0\n" * 450, [""]),
+    ],
+)
+def test_what_is_too_large_is_found(source: str, found: list[str]) -> None:
+    assert too_large(source) == found
