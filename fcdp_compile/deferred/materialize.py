@@ -105,7 +105,7 @@ class _Materialisation:
         self._failure: FcdpError | None = None
 
     def run(self) -> None:
-        """Initialise everything that awaits values."""
+        """Initialise everything that is unset."""
         control = self._state.topology.control
         steps: list[Step] = []
         together(control, lambda: steps.extend(self._steps()))
@@ -134,6 +134,8 @@ class _Materialisation:
 
     def _initialise(self, step: Step, resting: Resting) -> None:
         """Run an initialisation until it has all that it touches ([Note: again])."""
+        if not any(slot.is_unset for slot in self._below(step.module)):
+            return
         start = generator_states(self._device)
         # The slots that get whole tensors, and whether these have values.
         whole = {s: False for s in self._slots_of.get(step.module, ()) if s.is_unset}
@@ -179,13 +181,16 @@ class _Materialisation:
                 step.act()
         except Exception as raised:  # it may have looked at the values of a stand-in
             error = raised
-        for slot in (s for m in step.module.modules() for s in self._slots_of.get(m, ())):
-            if watch.slot_of(slot.held[slot.name]) is not slot:
+        for slot in self._below(step.module):
+            if watch.slot_of(slot.held.get(slot.name)) is not slot:
                 # Another tensor was put there, or other memory into it (`.data = ...`).
                 watch.touches.setdefault(slot, Touch(needs_values=False)).writes = True
                 if slot not in whole:
                     resting.renew(slot)
         return watch.touches, error
+
+    def _below(self, module: nn.Module) -> Iterator[Slot]:
+        return (slot for m in module.modules() for slot in self._slots_of.get(m, ()))
 
     def _lacking(self, touches: dict[Slot, Touch], whole: dict[Slot, bool]) -> dict[Slot, bool]:
         """Of what was touched, the slots without a whole tensor or without values that were read."""
@@ -297,7 +302,7 @@ class _Materialisation:
 
 
 def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
-    """Every place of a parameter or buffer; of those that await values one gives them."""
+    """Every place of a parameter or buffer; of the places of what is unset one gives values."""
     records = {place: r for r in state.records.values() for place in r.owners()}
     tied = tied_to_others(root)
     giving = set()
@@ -308,41 +313,31 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
     slots = []
     seen: set[int] = set()
     for path, module in root.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            found = records.get((module, name))
-            is_unset = found is not None and found.spec.key in state.unset.keys
+        held = [(False, n, t) for n, t in module._parameters.items() if t is not None]
+        held += [(True, n, t) for n, t in module._buffers.items() if t is not None]
+        for is_buffer, name, tensor in held:
+            record = None if is_buffer else records.get((module, name))
+            if is_buffer:
+                full_name = buffers[id(tensor)]
+                is_unset = full_name in state.unset.buffers
+                is_first = id(tensor) not in seen
+            else:
+                full_name = record.spec.name if record else f"{path}.{name}"
+                is_unset = record is not None and record.spec.key in state.unset.keys
+                is_first = (module, name) in giving
             slots.append(
                 Slot(
                     module=module,
                     name=name,
-                    original=parameter,
-                    record=found,
-                    is_buffer=False,
-                    full_name=found.spec.name if found else f"{path}.{name}",
-                    is_unset=is_unset,
-                    gives=is_unset and (module, name) in giving,
-                )
-            )
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            full_name = buffers[id(buffer)]
-            is_unset = full_name in state.unset.buffers
-            slots.append(
-                Slot(
-                    module=module,
-                    name=name,
-                    original=buffer,
-                    record=None,
-                    is_buffer=True,
+                    original=tensor,
+                    record=record,
+                    is_buffer=is_buffer,
                     full_name=full_name,
                     is_unset=is_unset,
-                    gives=is_unset and id(buffer) not in seen,
+                    gives=is_unset and is_first,
                 )
             )
-            seen.add(id(buffer))
+            seen.add(id(tensor))
     return slots
 
 

@@ -1,8 +1,9 @@
 """Stand-ins for the tensors of a model while its own initialisation runs, module by module.
 
 Every parameter and buffer of the model has a slot.  At rest the slot holds a fake tensor, which has no
-memory and takes any operation.  While a module's initialisation runs, the slots that it needs hold real whole
-tensors instead, and a watch notes the slots that operations read and write.
+memory, takes any operation, and says that it is on the device (a tensor on meta would not, and PEFT asks).
+While an initialisation runs, the slots that it needs hold real whole tensors instead, and a watch notes the
+slots that operations read and write.
 """
 
 from __future__ import annotations
