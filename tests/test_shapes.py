@@ -24,7 +24,6 @@ WHY_LONG = "[Note: long file]"
 
 TOO_LARGE = {
     "fcdp_compile/cli/job_arguments.py add_job_arguments",
-    "fcdp_compile/pretrained/load.py load_pretrained",
     "fcdp_compile/sharding/shard.py shard",
     "runtime/model.py ShardedModel.__init__",
     "benchmarks/cluster/arguments.py parse",

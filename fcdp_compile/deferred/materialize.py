@@ -34,6 +34,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.home_shard import rows_of
 from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.messages import broadcast_first
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.shard import model_of, state_of
@@ -65,12 +66,12 @@ def materialize(model: nn.Module) -> None:
     """
     root, state = model_of(model), state_of(model)
     with torch.device("cpu"):  # also within `with torch.device("meta")`
-        _agree_on_awaited(state)
+        _agree_on_unset(state)
         if state.unset:
             _Materialisation(root, state).run()
 
 
-def _agree_on_awaited(state: ShardedModel) -> None:
+def _agree_on_unset(state: ShardedModel) -> None:
     """Raise on every rank if ranks have values of different tensors."""
     names = state.unset.names()
     mark = int(hashlib.sha256("\n".join(names).encode()).hexdigest()[:15], 16)
@@ -95,7 +96,7 @@ class _Materialisation:
             self._slots_of.setdefault(slot.module, []).append(slot)
         # Buffers by name as they will be; they stay out of the model until everything has worked.
         self._buffers: dict[str, Tensor] = {
-            s.full_name: s.unset(self._device)
+            s.full_name: s.blank(self._device)
             for s in self._slots
             if s.is_buffer and s.gives and not s.original.numel()
         }
@@ -104,7 +105,7 @@ class _Materialisation:
         self._failure: FcdpError | None = None
 
     def run(self) -> None:
-        """Initialise everything that awaits values."""
+        """Initialise everything that is unset."""
         control = self._state.topology.control
         steps: list[Step] = []
         together(control, lambda: steps.extend(self._steps()))
@@ -116,7 +117,7 @@ class _Materialisation:
             together(control, self._check_set)
             self._check_same()
         for slot in self._slots:
-            if slot.is_buffer and slot.is_awaited:
+            if slot.is_buffer and slot.is_unset:
                 slot.held[slot.name] = self._buffers[slot.full_name]
         unset = self._state.unset
         self._state.validity.values_arrived(list(unset.keys), list(unset.buffers))
@@ -133,15 +134,17 @@ class _Materialisation:
 
     def _initialise(self, step: Step, resting: Resting) -> None:
         """Run an initialisation until it has all that it touches ([Note: again])."""
+        if not any(slot.is_unset for slot in self._below(step.module)):
+            return
         start = generator_states(self._device)
         # The slots that get whole tensors, and whether these have values.
-        whole = {s: False for s in self._slots_of.get(step.module, ()) if s.is_awaited}
+        whole = {s: False for s in self._slots_of.get(step.module, ()) if s.is_unset}
         while self._failure is None:
             values = self._gathered(whole)
             try:
                 touches, error = self._attempt(step, whole, values, resting)
                 lacking = self._lacking(touches, whole)
-                is_needed = any(t.writes and slot.is_awaited for slot, t in touches.items())
+                is_needed = any(t.writes and slot.is_unset for slot, t in touches.items())
                 if error is None and is_needed and not lacking:
                     self._keep(touches)
                     return
@@ -178,19 +181,22 @@ class _Materialisation:
                 step.act()
         except Exception as raised:  # it may have looked at the values of a stand-in
             error = raised
-        for slot in (s for m in step.module.modules() for s in self._slots_of.get(m, ())):
-            if watch.slot_of(slot.held[slot.name]) is not slot:
+        for slot in self._below(step.module):
+            if watch.slot_of(slot.held.get(slot.name)) is not slot:
                 # Another tensor was put there, or other memory into it (`.data = ...`).
                 watch.touches.setdefault(slot, Touch(needs_values=False)).writes = True
                 if slot not in whole:
                     resting.renew(slot)
         return watch.touches, error
 
+    def _below(self, module: nn.Module) -> Iterator[Slot]:
+        return (slot for m in module.modules() for slot in self._slots_of.get(m, ()))
+
     def _lacking(self, touches: dict[Slot, Touch], whole: dict[Slot, bool]) -> dict[Slot, bool]:
         """Of what was touched, the slots without a whole tensor or without values that were read."""
         lacking = {}
         for slot, touch in touches.items():
-            has_values = not slot.is_awaited or slot.full_name in self._written
+            has_values = not slot.is_unset or slot.full_name in self._written
             needs_values = touch.needs_values and has_values and slot.record is not None
             if slot not in whole or (needs_values and not whole[slot]):
                 lacking[slot] = needs_values
@@ -215,9 +221,9 @@ class _Materialisation:
         if slot.record is None:
             if slot.full_name in self._buffers:
                 return self._buffers[slot.full_name].clone()
-            if not slot.is_awaited:
+            if not slot.is_unset:
                 return slot.original.detach().clone()
-        return slot.unset(self._device)
+        return slot.blank(self._device)
 
     def _keep(self, touches: dict[Slot, Touch]) -> None:
         """Keep this rank's rows of what an initialisation has set."""
@@ -252,7 +258,7 @@ class _Materialisation:
             return doing
 
         texts = together(self._state.topology.control, told)
-        if other := next((rank for rank, text in enumerate(texts) if text != texts[0]), None):
+        if other := first_other(texts):
             raise FcdpError(
                 f"an initialisation {texts[0]} on rank 0 and {texts[other]} on rank {other}: it depends on "
                 "more than torch's random numbers and the model; make it the same on every rank"
@@ -296,7 +302,7 @@ class _Materialisation:
 
 
 def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
-    """Every place of a parameter or buffer; of those that await values one gives them."""
+    """Every place of a parameter or buffer; of the places of what is unset one gives values."""
     records = {place: r for r in state.records.values() for place in r.owners()}
     tied = tied_to_others(root)
     giving = set()
@@ -307,41 +313,31 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
     slots = []
     seen: set[int] = set()
     for path, module in root.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            found = records.get((module, name))
-            is_awaited = found is not None and found.spec.key in state.unset.keys
+        held = [(False, n, t) for n, t in module._parameters.items() if t is not None]
+        held += [(True, n, t) for n, t in module._buffers.items() if t is not None]
+        for is_buffer, name, tensor in held:
+            record = None if is_buffer else records.get((module, name))
+            if is_buffer:
+                full_name = buffers[id(tensor)]
+                is_unset = full_name in state.unset.buffers
+                is_first = id(tensor) not in seen
+            else:
+                full_name = record.spec.name if record else f"{path}.{name}"
+                is_unset = record is not None and record.spec.key in state.unset.keys
+                is_first = (module, name) in giving
             slots.append(
                 Slot(
                     module=module,
                     name=name,
-                    original=parameter,
-                    record=found,
-                    is_buffer=False,
-                    full_name=found.spec.name if found else f"{path}.{name}",
-                    is_awaited=is_awaited,
-                    gives=is_awaited and (module, name) in giving,
-                )
-            )
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            full_name = buffers[id(buffer)]
-            is_awaited = full_name in state.unset.buffers
-            slots.append(
-                Slot(
-                    module=module,
-                    name=name,
-                    original=buffer,
-                    record=None,
-                    is_buffer=True,
+                    original=tensor,
+                    record=record,
+                    is_buffer=is_buffer,
                     full_name=full_name,
-                    is_awaited=is_awaited,
-                    gives=is_awaited and id(buffer) not in seen,
+                    is_unset=is_unset,
+                    gives=is_unset and is_first,
                 )
             )
-            seen.add(id(buffer))
+            seen.add(id(tensor))
     return slots
 
 

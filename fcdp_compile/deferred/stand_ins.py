@@ -1,8 +1,9 @@
 """Stand-ins for the tensors of a model while its own initialisation runs, module by module.
 
 Every parameter and buffer of the model has a slot.  At rest the slot holds a fake tensor, which has no
-memory and takes any operation.  While a module's initialisation runs, the slots that it needs hold real whole
-tensors instead, and a watch notes the slots that operations read and write.
+memory, takes any operation, and says that it is on the device (a tensor on meta would not, and PEFT asks).
+While an initialisation runs, the slots that it needs hold real whole tensors instead, and a watch notes the
+slots that operations read and write.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Slot:
     """A place of the model for a tensor: a parameter's or a buffer's.
 
     original: what is there.  record: of a sharded parameter.  full_name: the parameter's or buffer's, also in
-    other places of a tied one.  is_awaited: whether it is without values.  gives: whether it then gets them
+    other places of a tied one.  is_unset: whether it is without values.  gives: whether it then gets them
     from this slot; what is written to the other places of a tied one is dropped.
     """
 
@@ -38,7 +39,7 @@ class Slot:
     record: ParamRecord | None
     is_buffer: bool
     full_name: str
-    is_awaited: bool
+    is_unset: bool
     gives: bool
     resting: Tensor | None = None
 
@@ -58,7 +59,7 @@ class Slot:
                 setattr(made, name, value)
         return made
 
-    def unset(self, device: torch.device) -> Tensor:
+    def blank(self, device: torch.device) -> Tensor:
         """Whole memory in which `has_unset` sees what nobody writes to."""
         made = torch.empty(self.original.shape, dtype=self.original.dtype, device=device)
         if (mark := _unset_mark(made.dtype)) is not None:
@@ -77,7 +78,7 @@ def _unset_mark(dtype: torch.dtype) -> float | int | None:
 
 
 def has_unset(tensor: Tensor) -> bool:
-    """Whether something of `Slot.unset` was not written to: not a number, or the least of integers."""
+    """Whether something of `Slot.blank` was not written to: not a number, or the least of integers."""
     mark = _unset_mark(tensor.dtype)
     if mark is None:
         return False  # every value of a byte may be meant

@@ -33,7 +33,7 @@ class Destinations:
         self._buffer_names = {id(b): name for name, b in root.named_buffers()}
         self._made: dict[int, Tensor] = {}  # for buffers on meta
 
-    def is_awaited(self, held: Held) -> bool:
+    def is_unset(self, held: Held) -> bool:
         """Whether a tensor has no values yet."""
         record = self._records.get(id(held.tensor))
         return record.spec.key in self._state.unset.keys if record else held.tensor.is_meta
@@ -64,7 +64,7 @@ class Destinations:
         )
 
     def arrived(self, filled: Iterable[Held]) -> None:
-        """These have values now: nothing awaits them, and what was gathered of them is stale."""
+        """These are no longer unset, and what was gathered of them is stale."""
         keys, buffers = [], []
         for held in filled:
             if (record := self._records.get(id(held.tensor))) is not None:

@@ -24,6 +24,7 @@ from fcdp_compile.pretrained.rows import is_local
 from fcdp_compile.pretrained.source import Files, Source
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
+from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.sharding.shard import model_of, state_of
 
@@ -60,45 +61,20 @@ def load_pretrained(
     """
     refuse_swapped(folder, model, "load_pretrained(model, folder)")
     root, state = model_of(model), state_of(model)
-    control = state.topology.control
     path = Path(folder)
     destinations = Destinations(root, state)
-    found: list[Matched] = []
-
-    def check() -> tuple[str, bool]:
-        refuse_nameless(folder)
-        if state.whole:
-            refuse(
-                path, ["its parameters are whole: leave the block of fcdp_compile.gathered first"]
-            )
-        checkpoint = open_checkpoint(path)
-        matched = match(root, checkpoint.tensors, destinations.is_awaited)
-        refuse(path, _serious(matched, head=head))
-        found.append(matched)
-        files = {stored.file for stored in checkpoint.tensors.values()}
-        return checkpoint.digest, all(map(is_local, files))
-
-    verdicts = together(control, check, CheckpointError)
-    _compare(path, [digest for digest, _ in verdicts])
-    matched = found[0]
+    matched, is_on_disk = _found(root, state, folder, destinations, head=head)
     order = in_reading_order(matched.assignments)
-    shows = progress and state.topology.node == state.topology.place == 0
+    is_first = state.topology.node == state.topology.place == 0
     with Files() as files:
-        together(control, lambda: _check_tied(path, order, destinations, files), CheckpointError)
-        try:
-            together(control, lambda: _read(order, destinations, files, shows=shows))
-        except FcdpError as error:
-            state.validity.values_changed()
-            raise FcdpError(
-                f"{path} was read in part, the model is half loaded: {error}"
-            ) from error
+        _fill(path, state, order, destinations, files, shows=progress and is_first)
     destinations.arrived(a.held for a in order)
-    if all(is_on_disk for _, is_on_disk in verdicts):
+    if is_on_disk:
         # The first gather of what is frozen then reads what other nodes have from this node's own disk.
         rows = destinations.rows(order)
         state.upkeep.row_sources.offer(rows.keys, rows)
     matched.renaming.note_used()
-    if matched.kept_copies and state.topology.node == state.topology.place == 0:
+    if matched.kept_copies and is_first:
         log.warning(
             "%s, which PEFT trains and uses in the place of what %s has for it (modules_to_save), keeps its "
             "values (%d tensors in all); build on meta, or add adapters to a model that has its weights, if "
@@ -108,6 +84,36 @@ def load_pretrained(
             len(matched.kept_copies),
         )
     log.info("%s: %d tensors, this rank read %d bytes", path, len(order), files.read_bytes)
+
+
+def _found(
+    root: nn.Module,
+    state: ShardedModel,
+    folder: str | os.PathLike[str],
+    destinations: Destinations,
+    *,
+    head: bool,
+) -> tuple[Matched, bool]:
+    """What the checkpoint has for the model, and whether each rank has it on a disk of its own node."""
+    path = Path(folder)
+    found: list[Matched] = []
+
+    def check() -> tuple[str, bool]:
+        refuse_nameless(folder)
+        if state.whole:
+            refuse(
+                path, ["its parameters are whole: leave the block of fcdp_compile.gathered first"]
+            )
+        checkpoint = open_checkpoint(path)
+        matched = match(root, checkpoint.tensors, destinations.is_unset)
+        refuse(path, _serious(matched, head=head))
+        found.append(matched)
+        files = {stored.file for stored in checkpoint.tensors.values()}
+        return checkpoint.digest, all(map(is_local, files))
+
+    verdicts = together(state.topology.control, check, CheckpointError)
+    _compare(path, [digest for digest, _ in verdicts])
+    return found[0], all(is_on_disk for _, is_on_disk in verdicts)
 
 
 def _compare(path: Path, digests: Sequence[str]) -> None:
@@ -160,6 +166,24 @@ def _are_equal(one: Source, other: Source, part: Part, files: Files) -> bool:
             return False
         begin += len(block) if block.ndim else 0
     return True
+
+
+def _fill(
+    path: Path,
+    state: ShardedModel,
+    order: Sequence[Assignment],
+    destinations: Destinations,
+    files: Files,
+    *,
+    shows: bool,
+) -> None:
+    control = state.topology.control
+    together(control, lambda: _check_tied(path, order, destinations, files), CheckpointError)
+    try:
+        together(control, lambda: _read(order, destinations, files, shows=shows))
+    except FcdpError as error:
+        state.validity.values_changed()
+        raise FcdpError(f"{path} was read in part, the model is half loaded: {error}") from error
 
 
 def _read(

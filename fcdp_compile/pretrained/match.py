@@ -92,20 +92,18 @@ class Matched:
     kept_copies: list[str]
 
 
-def match(
-    root: nn.Module, tensors: dict[str, Stored], is_awaited: Callable[[Held], bool]
-) -> Matched:
+def match(root: nn.Module, tensors: dict[str, Stored], is_unset: Callable[[Held], bool]) -> Matched:
     """Find a source for every tensor of a model that a checkpoint is about.
 
-    is_awaited: whether a tensor has no values yet.  Adapters that the checkpoint lacks are left alone; a
-    copy that PEFT trains in a module's place and that is awaited begins as the module's values.
+    is_unset: whether a tensor has no values yet.  Adapters that the checkpoint lacks are left alone; a
+    copy that PEFT trains in a module's place and that is unset begins as the module's values.
     """
-    return _Matching(root, is_awaited).of(tensors)
+    return _Matching(root, is_unset).of(tensors)
 
 
 class _Matching:
-    def __init__(self, root: nn.Module, is_awaited: Callable[[Held], bool]) -> None:
-        self.is_awaited = is_awaited
+    def __init__(self, root: nn.Module, is_unset: Callable[[Held], bool]) -> None:
+        self.is_unset = is_unset
         self.base = base_of(root)
         self.renaming = Renaming(self.base)
         self.held: dict[int, Held] = {}
@@ -206,7 +204,7 @@ class _Matching:
         for copy in self.copies.get(name, ()):
             if id(copy.tensor) in self.found:
                 continue
-            if self.is_awaited(copy):
+            if self.is_unset(copy):
                 self._give(copy, sources[0])
             else:
                 self.kept_copies.append(copy.name)

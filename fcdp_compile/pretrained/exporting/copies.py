@@ -26,6 +26,7 @@ class Copies:
     def __init__(self, root: nn.Module, state: ShardedModel | None) -> None:
         self._root = root
         self._tensors = dict(chain(root.named_parameters(), root.named_buffers()))
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         records = {} if state is None else state.records
         by_place = {id(place): r for r in records.values() for place in r.places()}
         self._records = {n: by_place[id(t)] for n, t in self._tensors.items() if id(t) in by_place}
@@ -86,8 +87,7 @@ class Copies:
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if (whole := self._whole.get(id(tensor))) is not None:
             return whole
-        name = next((n for n, t in self._tensors.items() if t is tensor), None)
-        if name is None:  # of a module that an attribute alone refers to
+        if (name := self._names.get(id(tensor))) is None:  # only an attribute refers to its module
             return _copy(tensor)
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         self._names_on_meta[storage_id(meta)] = name

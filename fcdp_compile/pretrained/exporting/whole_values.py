@@ -2,7 +2,8 @@
 
     home shards [W/G] on G ranks ── point to point ──▶ the writer [W]; nobody else ever has more than its own
 
-The writer is the rank at place 0 of node 0.
+The writer is the rank at place 0 of node 0.  Shards travel through host memory: an all-gather on the device
+would need room for the largest parameter on every GPU, and training may have filled them.
 """
 
 from __future__ import annotations
