@@ -73,30 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> Request:
         metavar="RATE",
         help="what each card sends, and what it receives, at most: 100mbit, 1gbit, … (default none)",
     )
-    add(
-        "--cut",
-        type=_read(Cut.read),
-        action="append",
-        default=[],
-        metavar="NODE@SECONDS[:SECONDS]",
-        help="pull out a node's cable so long after all ranks have started; for good, or for so long",
-    )
-    add(
-        "--slow",
-        type=_read(Slow.read),
-        action="append",
-        default=[],
-        metavar="NODE=RATE[@SECONDS]",
-        help="another limit for a node's card, from the beginning, or so long after all ranks have started",
-    )
-    add(
-        "--straggler",
-        type=_read(Straggler.read),
-        action="append",
-        default=[],
-        metavar="NODE=FRACTION",
-        help="let the processes of a node run for this fraction of the time only",
-    )
+    _declare_trouble(parser)
     add(
         "--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124"
     )
@@ -134,6 +111,35 @@ def parse(argv: Sequence[str] | None = None) -> Request:
         )
     except ValueError as error:
         parser.error(str(error))
+
+
+def _declare_trouble(parser: argparse.ArgumentParser) -> None:
+    """Declare what may happen to nodes while the job runs."""
+    add = parser.add_argument
+    add(
+        "--cut",
+        type=_read(Cut.read),
+        action="append",
+        default=[],
+        metavar="NODE@SECONDS[:SECONDS]",
+        help="pull out a node's cable so long after all ranks have started; for good, or for so long",
+    )
+    add(
+        "--slow",
+        type=_read(Slow.read),
+        action="append",
+        default=[],
+        metavar="NODE=RATE[@SECONDS]",
+        help="another limit for a node's card, from the beginning, or so long after all ranks have started",
+    )
+    add(
+        "--straggler",
+        type=_read(Straggler.read),
+        action="append",
+        default=[],
+        metavar="NODE=FRACTION",
+        help="let the processes of a node run for this fraction of the time only",
+    )
 
 
 class _Parser(argparse.ArgumentParser):
