@@ -19,8 +19,8 @@ import argparse
 import sys
 import time
 import warnings
-from typing import Any
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
