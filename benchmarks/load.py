@@ -32,7 +32,7 @@ from tabulate import tabulate
 from torch import nn
 
 import fcdp_compile
-from benchmarks.running.machine import Machine
+from benchmarks.running.machine import MachineRecord
 from fcdp_compile.files.safetensors_writer import TensorFileWriter, TensorMeta
 from fcdp_compile.pretrained import load as load_module
 from fcdp_compile.sharding.shard import state_of
@@ -42,7 +42,7 @@ READ_LIMIT = 1.1  # of the file, by each node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RankCosts:
     """What one rank took; bytes.
 
     mapped: the most that was mapped of files at once, beyond before.  delivered: by the device to this
@@ -127,11 +127,11 @@ def main() -> None:
             f"--mode={arguments.mode}",
         ]
         subprocess.run(command, check=True)
-        rows = [Row(**json.loads(p.read_text())) for p in sorted(folder.glob("row-*.json"))]
+        rows = [RankCosts(**json.loads(p.read_text())) for p in sorted(folder.glob("row-*.json"))]
     print(_report(rows, file_bytes))
 
 
-def _report(rows: Sequence[Row], file_bytes: int) -> str:
+def _report(rows: Sequence[RankCosts], file_bytes: int) -> str:
     mb = 1e6
     table = [
         {
@@ -161,7 +161,7 @@ def _report(rows: Sequence[Row], file_bytes: int) -> str:
             for n, size in by_node.items()
         ),
         f"all ranks, who share one page cache, had {delivered / file_bytes:.3f} of the file from the device",
-        str(Machine.here()),
+        str(MachineRecord.here()),
     ]
     return "\n".join(lines)
 
@@ -189,7 +189,7 @@ def _work(folder: Path, sizes: Sequence[tuple[int, int]], nodes: int, mode: str)
             fcdp_compile.load_pretrained(model, folder)
             requested_bytes = told.read_bytes
         seconds = time.perf_counter() - start
-    row = Row(
+    row = RankCosts(
         node=state.topology.node,
         place=state.topology.place,
         home_bytes=home,

@@ -43,7 +43,7 @@ MIB = 1 << 20
 HEADERS = ("step", "loss", "RSS\nMiB", "after trim\nMiB", "threads", "files", "slabs\nMiB", "s")
 
 
-class Net(nn.Module):
+class ResidualNet(nn.Module):
     """Embedding, residual layers, head; gives the loss."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ def main() -> None:
 def soak(args: argparse.Namespace) -> None:
     """Train and print a table."""
     torch.manual_seed(0)
-    net = Net()
+    net = ResidualNet()
     forward, save = (_fcdp if args.system == "fcdp" else _fsdp2)(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     rank, rows, began_s = dist.get_rank(), [], time.perf_counter()
@@ -126,7 +126,7 @@ def _fcdp(net: nn.Module) -> tuple[Any, Save]:
     return torch.compile(net, backend="fcdp"), save
 
 
-def _fsdp2(net: Net) -> tuple[Any, Save]:
+def _fsdp2(net: ResidualNet) -> tuple[Any, Save]:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in net.layers:

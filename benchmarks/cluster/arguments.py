@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from benchmarks.cluster.nodes import MOST_NODES
 from benchmarks.cluster.rates import read_rate
-from benchmarks.cluster.trouble import Cut, Slow, Straggler
+from benchmarks.cluster.trouble import CableCut, Slow, Straggler
 
 PROGRAM = "python -m benchmarks.cluster"
 
@@ -26,7 +26,7 @@ class Request:
     nodes: int
     ranks_per_node: int
     bits_per_s: int | None
-    cuts: list[Cut]
+    cuts: list[CableCut]
     slow: list[Slow]
     stragglers: list[Straggler]
     timeout_s: float | None
@@ -56,7 +56,7 @@ class Request:
 
 def parse(argv: Sequence[str] | None = None) -> Request:
     """Read the command line; ends the process with 2 and a sentence where it makes no sense."""
-    parser = _Parser(
+    parser = _OneLineParser(
         prog=PROGRAM,
         description="Run a torchrun job on several nodes that all live on this machine: network namespaces "
         "joined by limited links. Prints what the first rank prints, then the bytes that crossed each link.",
@@ -118,7 +118,7 @@ def _declare_trouble(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--cut",
-        type=_read(Cut.read),
+        type=_read(CableCut.read),
         action="append",
         default=[],
         metavar="NODE@SECONDS[:SECONDS]",
@@ -142,7 +142,7 @@ def _declare_trouble(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _Parser(argparse.ArgumentParser):
+class _OneLineParser(argparse.ArgumentParser):
     """Reports bad usage in one line; argparse would print the usage as well."""
 
     def error(self, message: str) -> NoReturn:

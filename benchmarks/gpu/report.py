@@ -13,10 +13,10 @@ from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.results import (
     Copies,
     CudaTests,
+    Ending,
     LaneRuns,
     Outcome,
     Parity,
-    State,
     Trained,
     Watched,
 )
@@ -106,7 +106,9 @@ def _ends(by_name: Mapping[str, Outcome]) -> str:
                 (part.title, "**not run**", "", "it was not chosen, or its turn did not come")
             )
             continue
-        state = outcome.state.value if outcome.state is State.DONE else f"**{outcome.state.value}**"
+        state = (
+            outcome.state.value if outcome.state is Ending.DONE else f"**{outcome.state.value}**"
+        )
         took = f"{outcome.elapsed_s:.0f} of {outcome.limit_s:.0f}"
         rows.append((part.title, state, took, _cell(outcome.reason)))
     return _table(rows, ["part", "", "s", "why"])
@@ -132,7 +134,7 @@ def _section(
 
 def _printed(outcome: Outcome | None) -> list[str]:
     """What the processes of a part printed, if it ran."""
-    if outcome is None or outcome.state is State.NOT_RUN or not outcome.printed:
+    if outcome is None or outcome.state is Ending.NOT_RUN or not outcome.printed:
         return []
     return [
         "\n".join([f"The last that `{outcome.part}` printed:", "", "```", *outcome.printed, "```"])

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from benchmarks.reporting.rows import Cell
 from benchmarks.reporting.summary import Summary
-from benchmarks.systems.names import BY_NAME, SYSTEMS, State
+from benchmarks.systems.names import BY_NAME, SYSTEMS, ShardedOver
 
 OURS = "fcdp"
 _FSDP2_AND_DEEPSPEED = [s.name for s in SYSTEMS if s.name.startswith(("fsdp2", "ds-"))]
-_EQUAL_MEMORY = [s.name for s in SYSTEMS if s.state is State.GLOBAL and not s.is_ours]
+_EQUAL_MEMORY = [s.name for s in SYSTEMS if s.state is ShardedOver.GLOBAL and not s.is_ours]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineRecord:
     """versions: "name version" of each package; commit: of this repository, empty if unknown."""
 
     processor: str
@@ -26,9 +26,9 @@ class Machine:
     commit: str
 
     @staticmethod
-    def here() -> Machine:
+    def here() -> MachineRecord:
         """The machine that this runs on."""
-        return Machine(
+        return MachineRecord(
             processor=_match(Path("/proc/cpuinfo"), r"model name\s*:\s*(.+)") or platform.machine(),
             cores=len(os.sched_getaffinity(0)),
             memory_bytes=1024 * int(_match(Path("/proc/meminfo"), r"MemTotal:\s*(\d+) kB") or 0),

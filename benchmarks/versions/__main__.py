@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.versions.environments import ROOT, Cell, make
+from benchmarks.versions.environments import ROOT, PythonAndTorch, make
 from benchmarks.versions.parts import PARTS, run
 from benchmarks.versions.report import write_report
 from benchmarks.versions.results import add, read
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
             todo = [p for p in PARTS if p.name in args.part and (minor, torch, p.name) not in done]
             if not todo:
                 continue
-            cell = Cell(python=f"python{minor}", torch=torch)
+            cell = PythonAndTorch(python=f"python{minor}", torch=torch)
             if not _runs(cell.python):
                 print(f"{cell.python} is not on the PATH", file=sys.stderr)
                 fine = False

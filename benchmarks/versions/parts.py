@@ -28,7 +28,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class VersionsPart:
     """A name, what it is for the reader, and the arguments for Python."""
 
     name: str
@@ -39,9 +39,9 @@ class Part:
 
 def _tests(
     name: str, about: str, *files: str, limit_s: int = 1800, also: Sequence[str] = ()
-) -> Part:
+) -> VersionsPart:
     arguments = ("-m", "pytest", "-q", "-m", "not slow", *also, *files)
-    return Part(name=name, about=about, arguments=arguments, limit_s=limit_s)
+    return VersionsPart(name=name, about=about, arguments=arguments, limit_s=limit_s)
 
 
 PARTS = (
@@ -64,7 +64,7 @@ PARTS = (
         f"{_DISTRIBUTED}inductor.py",
         "tests/test_compute.py",
     ),
-    Part(
+    VersionsPart(
         name="demo",
         about="`make demo` with four steps each",
         arguments=(
@@ -86,7 +86,7 @@ PARTS = (
 )  # fmt: skip
 
 
-def run(part: Part, python: Path, logs: Path) -> Result:
+def run(part: VersionsPart, python: Path, logs: Path) -> Result:
     """Run a part in an environment; its output goes to a file in `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{part.name}.log"

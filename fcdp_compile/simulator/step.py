@@ -119,7 +119,7 @@ def simulate_step(
     ranks = engine.run()
     optimizer_s = optimizer_bytes / profile.machine.memory_bytes_per_s
     forwards = sum(part.direction is not Direction.BACKWARD for part in parts)
-    run = _Run(
+    run = _Simulated(
         parts=parts,
         tasks=tasks,
         optimizer_s=optimizer_s,
@@ -140,7 +140,7 @@ def _compute_s(tasks: Sequence[Task], nodes: NodeClass, jitter: Jitter) -> list[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Simulated:
     """What was simulated; reads results off the ranks."""
 
     parts: Sequence[Schedule]
