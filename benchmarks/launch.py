@@ -30,6 +30,14 @@ def cluster_command(nodes: int, ranks_per_node: int, *, timeout_s: float, logs: 
     return [*command, "--log-dir", str(logs), "--"]
 
 
+def on_ranks(ranks: int, *script: str) -> int:
+    """Run a script, or "-m" and a module, with its arguments on ranks of this machine; its exit code."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", *script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
 def run_job(job: BenchmarkJob, *, folder: Path, timeout_s: float) -> list[ResultRow] | Failure:
     """Run one job in fresh processes and return its rows, or why there are none.
 

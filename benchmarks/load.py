@@ -16,7 +16,6 @@ import argparse
 import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -32,6 +31,7 @@ from tabulate import tabulate
 from torch import nn
 
 import fcdp_compile
+from benchmarks.launch import on_ranks
 from benchmarks.running.machine import MachineRecord
 from fcdp_compile.files.safetensors_writer import TensorFileWriter, TensorMeta
 from fcdp_compile.pretrained import load as load_module
@@ -119,14 +119,9 @@ def main() -> None:
         folder = Path(name)
         file_bytes = write(folder, sizes, arguments.files)
         ranks = arguments.nodes * arguments.ranks_per_node
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", "-m", "benchmarks.load", f"--worker={folder}"]
-        command += [
-            f"--nodes={arguments.nodes}",
-            f"--gb={arguments.gb}",
-            f"--mode={arguments.mode}",
-        ]
-        subprocess.run(command, check=True)
+        again = [f"--nodes={arguments.nodes}", f"--gb={arguments.gb}", f"--mode={arguments.mode}"]
+        if code := on_ranks(ranks, "-m", "benchmarks.load", f"--worker={folder}", *again):
+            sys.exit(code)
         rows = [RankCosts(**json.loads(p.read_text())) for p in sorted(folder.glob("row-*.json"))]
     print(_report(rows, file_bytes))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fcdp_compile
+from benchmarks.launch import on_ranks
 from fcdp_compile.torch_compat import DispatchMode
 
 NODES, RANKS_PER_NODE = 2, 2
@@ -265,10 +265,7 @@ def table(outcomes: Sequence[tuple[Case, OptimizerOutcome]]) -> str:
 def main() -> None:
     """Run every case on four ranks of this machine; rank 0 prints the table."""
     if "RANK" not in os.environ:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
-        command += ["-m", "benchmarks.optimizers", *sys.argv[1:]]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+        sys.exit(on_ranks(4, "-m", "benchmarks.optimizers", *sys.argv[1:]))
     mesh = fcdp_compile.make_mesh(nodes=NODES)
     assert mesh is not None, "four ranks run"
     cases = [

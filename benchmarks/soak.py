@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import gc
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fcdp_compile
-from benchmarks.launch import ROOT
+from benchmarks.launch import on_ranks
 from fcdp_compile.sharding.shard import state_of
 
 RANKS = 2
@@ -72,10 +71,7 @@ def main() -> None:
     if "RANK" in os.environ:
         soak(args)
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={RANKS}", "-m", "benchmarks.soak", *sys.argv[1:]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    sys.exit(subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode)
+    sys.exit(on_ranks(RANKS, "-m", "benchmarks.soak", *sys.argv[1:]))
 
 
 def soak(args: argparse.Namespace) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from tabulate import tabulate
-
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.results import (
     Copies,
@@ -20,7 +18,7 @@ from benchmarks.gpu.results import (
     Trained,
     Watched,
 )
-from benchmarks.gpu.training_report import training
+from benchmarks.gpu.training_report import table, training
 
 F = TypeVar("F", CudaTests, Copies, LaneRuns, Parity, Watched)
 
@@ -111,7 +109,7 @@ def _ends(by_name: Mapping[str, Outcome]) -> str:
         )
         took = f"{outcome.elapsed_s:.0f} of {outcome.limit_s:.0f}"
         rows.append((part.title, state, took, _cell(outcome.reason)))
-    return _table(rows, ["part", "", "s", "why"])
+    return table(rows, ["part", "", "s", "why"])
 
 
 def _cell(text: str) -> str:
@@ -169,7 +167,7 @@ def _copies(copies: Copies) -> list[str]:
         f"{copies.copied_bytes / 2**20:.0f} MiB at a time, GB/s, median of {len(copies.pool_h2d_s)}, taken "
         f"in turns; the slab is {pinned}; the target is a ratio of at least 0.95."
     )
-    return [intro, _table(rows, ["", "H2D", "D2H"])]
+    return [intro, table(rows, ["", "H2D", "D2H"])]
 
 
 def _lanes(found: LaneRuns) -> list[str]:
@@ -181,7 +179,7 @@ def _lanes(found: LaneRuns) -> list[str]:
         "groups otherwise."
     )
     rows = [(r.name, "yes" if r.is_right else "**WRONG**", f"{r.issue_us:.1f}") for r in found.runs]
-    return [intro, _table(rows, ["task", "right", "issue µs"])]
+    return [intro, table(rows, ["task", "right", "issue µs"])]
 
 
 def _parity(found: Parity) -> list[str]:
@@ -210,7 +208,7 @@ def _parity(found: Parity) -> list[str]:
         f"torch; relative differences, wrong beyond {LOSS_TOLERANCE:.0e} for losses and "
         f"{PARAMETER_TOLERANCE:.0e} for parameters."
     )
-    return [intro, _table(rows, headers)]
+    return [intro, table(rows, headers)]
 
 
 def _watched(found: Watched) -> list[str]:
@@ -224,7 +222,3 @@ def _watched(found: Watched) -> list[str]:
     return [
         f"{found.steps} steps with host-cached weights under `{found.by}`, nothing found.{planted}"
     ]
-
-
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)

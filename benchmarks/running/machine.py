@@ -34,7 +34,7 @@ class MachineRecord:
             memory_bytes=1024 * int(_match(Path("/proc/meminfo"), r"MemTotal:\s*(\d+) kB") or 0),
             system=f"{platform.system()} {platform.release()}",
             versions=[f"Python {platform.python_version()}", *map(_version, _PACKAGES)],
-            commit=_commit(),
+            commit=commit(),
         )
 
 
@@ -50,7 +50,8 @@ def _version(package: str) -> str:
         return f"no {package}"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """What git calls the state of this repository; empty if it is none."""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

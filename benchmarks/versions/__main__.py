@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.versions.environments import ROOT, PythonAndTorch, make
 from benchmarks.versions.parts import PARTS, run
 from benchmarks.versions.report import write_report
-from benchmarks.versions.results import add, read
+from benchmarks.versions.results import add, numbers, read
 
 TORCHES = ("2.15.0", "2.11.0", "2.14.1", "2.12.1", "2.13.0")  # the ends of the range first
 PYTHONS = ("3.12", "3.11", "3.13")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
                 fine = False
                 continue
             try:
-                python = make(cell, max(args.torch, key=_numbers), folder)
+                python = make(cell, max(args.torch, key=numbers), folder)
             except subprocess.CalledProcessError as error:
                 print(f"{cell.name}: {error}", file=sys.stderr)
                 fine = False
@@ -87,10 +87,6 @@ def _runs(python: str) -> bool:
         return subprocess.run([python, "-V"], capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
         return False
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(n) for n in version.split(".")]
 
 
 if __name__ == "__main__":

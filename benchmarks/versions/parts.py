@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.running.machine import commit
 from benchmarks.versions.environments import ROOT
 from benchmarks.versions.results import Result
 
@@ -124,7 +125,7 @@ def run(part: VersionsPart, python: Path, logs: Path) -> Result:
         skipped=_count(text, "skipped"),
         failures=failures,
         seconds=round(time.monotonic() - began, 1),
-        commit=_commit(),
+        commit=commit() or "unknown",
     )
 
 
@@ -136,9 +137,3 @@ def _count(text: str, outcome: str) -> int:
 
 def _ask(python: Path, code: str) -> str:
     return subprocess.check_output([str(python), "-c", code], text=True).strip()
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"

@@ -125,10 +125,10 @@ class Comparison:
         """
         names = {parameter_name(r.spec.name): key for key, r in self._state.records.items()}
         keys = [names[name] for name in self._left_out]
-        if lacking := [k for k in keys if k in self._state.awaited]:
+        if unset := [k for k in keys if k in self._state.awaited]:
             raise CheckpointError(
                 f"the checkpoint in {self._folder} was saved with frozen=False, and "
-                f"{self._state.records[lacking[0]].spec.name!r} (one of {len(lacking)}) has no values yet; "
+                f"{self._state.records[unset[0]].spec.name!r} (one of {len(unset)}) has no values yet; "
                 "give the frozen parameters theirs first, such as by fcdp_compile.load_pretrained"
             )
         records = [self._state.records[k] for k in keys]
