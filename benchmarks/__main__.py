@@ -16,12 +16,12 @@ from benchmarks.launch import ROOT, run_job
 from benchmarks.reporting.plots import draw
 from benchmarks.reporting.record import Record, read_record, write_record
 from benchmarks.reporting.report import write_report
-from benchmarks.reporting.rows import Cell, Failure, Row, read_rows, write_records
+from benchmarks.reporting.rows import Cell, Failure, ResultRow, read_rows, write_records
 from benchmarks.reporting.summary import summarise
 from benchmarks.running.arguments import Arguments, parse
-from benchmarks.running.job import Job
-from benchmarks.running.machine import Machine
-from benchmarks.running.matrix import Costs, Schedule, Skipped, all_cells, plan
+from benchmarks.running.job import BenchmarkJob
+from benchmarks.running.machine import MachineRecord
+from benchmarks.running.matrix import Durations, JobOrder, Skipped, all_cells, plan
 from benchmarks.systems.names import BY_NAME
 
 NODES, RANKS_PER_NODE = 2, 2
@@ -35,8 +35,8 @@ class Bench:
     def __init__(self, args: Arguments) -> None:
         self.args = args
         self.folder = args.out / "benchmarks"
-        self.costs = Costs(shape=args.shape, ranks=NODES * RANKS_PER_NODE)
-        self.rows: list[Row] = []
+        self.costs = Durations(shape=args.shape, ranks=NODES * RANKS_PER_NODE)
+        self.rows: list[ResultRow] = []
         self.failures: list[Failure] = []
         self.skipped: list[Skipped] = []
         self.elapsed_s = 0.0
@@ -64,7 +64,7 @@ class Bench:
         if self.args.action == "report":
             self.failures, self.skipped = record.failures, record.skipped
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> JobOrder:
         """What remains to be measured, fitted into the time."""
         done = {row.cell for row in self.rows}
         wanted = all_cells(
@@ -75,7 +75,7 @@ class Bench:
         )
         cells = [cell for cell in wanted if cell not in done]
         if not cells:
-            return Schedule(jobs=[], skipped=[], expected_s=0.0)
+            return JobOrder(jobs=[], skipped=[], expected_s=0.0)
         return plan(
             cells,
             shape=self.args.shape,
@@ -94,7 +94,7 @@ class Bench:
         self.failures += [Failure(system=name, mode=mode, why=why) for mode in self.args.modes]
         return False
 
-    def run(self, schedule: Schedule) -> None:
+    def run(self, schedule: JobOrder) -> None:
         """Run the jobs, as long as there is time, and write down what they bring after each."""
         self.skipped = list(schedule.skipped)
         work = ROOT / "build" / "benchmark"
@@ -117,7 +117,7 @@ class Bench:
             self.elapsed_s = spent_before_s + time.monotonic() - began
             self.save()
 
-    def skip(self, job: Job) -> None:
+    def skip(self, job: BenchmarkJob) -> None:
         """Note the cells of a job that time was too short for, if nothing else has measured them."""
         done = {row.cell for row in self.rows}
         self.skipped += [
@@ -126,7 +126,7 @@ class Bench:
             if cell not in done
         ]
 
-    def take(self, result: list[Row] | Failure) -> None:
+    def take(self, result: list[ResultRow] | Failure) -> None:
         """Add what a job brought."""
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         if isinstance(result, Failure):
@@ -148,7 +148,7 @@ class Bench:
             ranks_per_node=RANKS_PER_NODE,
             date=self.date,
             elapsed_s=self.elapsed_s,
-            machine=Machine.here(),
+            machine=MachineRecord.here(),
             skipped=self.skipped,
             failures=self.failures,
         )
@@ -165,7 +165,7 @@ class Bench:
         (self.args.out / "benchmarks.md").write_text(page, encoding="utf-8")
 
 
-def _print_plan(schedule: Schedule, costs: Costs) -> None:
+def _print_plan(schedule: JobOrder, costs: Durations) -> None:
     rows = [
         (
             job.round + 1,

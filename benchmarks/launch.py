@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.cluster.nodes import why_not
-from benchmarks.reporting.rows import Failure, Row, read_rows
-from benchmarks.running.job import Job
+from benchmarks.reporting.rows import Failure, ResultRow, read_rows
+from benchmarks.running.job import BenchmarkJob
 
 ROOT = Path(__file__).resolve().parents[1]
 _CLEAN_UP_S = 60.0  # for the nodes to be removed after a timeout
@@ -30,7 +30,15 @@ def cluster_command(nodes: int, ranks_per_node: int, *, timeout_s: float, logs: 
     return [*command, "--log-dir", str(logs), "--"]
 
 
-def run_job(job: Job, *, folder: Path, timeout_s: float) -> list[Row] | Failure:
+def on_ranks(ranks: int, *script: str) -> int:
+    """Run a script, or "-m" and a module, with its arguments on ranks of this machine; its exit code."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", *script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def run_job(job: BenchmarkJob, *, folder: Path, timeout_s: float) -> list[ResultRow] | Failure:
     """Run one job in fresh processes and return its rows, or why there are none.
 
     folder: for the job's files and the logs of all ranks.

@@ -16,7 +16,6 @@ import argparse
 import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -32,7 +31,8 @@ from tabulate import tabulate
 from torch import nn
 
 import fcdp_compile
-from benchmarks.running.machine import Machine
+from benchmarks.launch import on_ranks
+from benchmarks.running.machine import MachineRecord
 from fcdp_compile.files.safetensors_writer import TensorFileWriter, TensorMeta
 from fcdp_compile.pretrained import load as load_module
 from fcdp_compile.sharding.shard import state_of
@@ -42,7 +42,7 @@ READ_LIMIT = 1.1  # of the file, by each node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RankCosts:
     """What one rank took; bytes.
 
     mapped: the most that was mapped of files at once, beyond before.  delivered: by the device to this
@@ -119,19 +119,14 @@ def main() -> None:
         folder = Path(name)
         file_bytes = write(folder, sizes, arguments.files)
         ranks = arguments.nodes * arguments.ranks_per_node
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", "-m", "benchmarks.load", f"--worker={folder}"]
-        command += [
-            f"--nodes={arguments.nodes}",
-            f"--gb={arguments.gb}",
-            f"--mode={arguments.mode}",
-        ]
-        subprocess.run(command, check=True)
-        rows = [Row(**json.loads(p.read_text())) for p in sorted(folder.glob("row-*.json"))]
+        again = [f"--nodes={arguments.nodes}", f"--gb={arguments.gb}", f"--mode={arguments.mode}"]
+        if code := on_ranks(ranks, "-m", "benchmarks.load", f"--worker={folder}", *again):
+            sys.exit(code)
+        rows = [RankCosts(**json.loads(p.read_text())) for p in sorted(folder.glob("row-*.json"))]
     print(_report(rows, file_bytes))
 
 
-def _report(rows: Sequence[Row], file_bytes: int) -> str:
+def _report(rows: Sequence[RankCosts], file_bytes: int) -> str:
     mb = 1e6
     table = [
         {
@@ -161,7 +156,7 @@ def _report(rows: Sequence[Row], file_bytes: int) -> str:
             for n, size in by_node.items()
         ),
         f"all ranks, who share one page cache, had {delivered / file_bytes:.3f} of the file from the device",
-        str(Machine.here()),
+        str(MachineRecord.here()),
     ]
     return "\n".join(lines)
 
@@ -189,7 +184,7 @@ def _work(folder: Path, sizes: Sequence[tuple[int, int]], nodes: int, mode: str)
             fcdp_compile.load_pretrained(model, folder)
             requested_bytes = told.read_bytes
         seconds = time.perf_counter() - start
-    row = Row(
+    row = RankCosts(
         node=state.topology.node,
         place=state.topology.place,
         home_bytes=home,

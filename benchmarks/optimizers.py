@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fcdp_compile
+from benchmarks.launch import on_ranks
 from fcdp_compile.torch_compat import DispatchMode
 
 NODES, RANKS_PER_NODE = 2, 2
@@ -113,7 +113,7 @@ CASES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class OptimizerOutcome:
     """Of one optimizer: the largest difference of a parameter, or who refuses it and why.
 
     gap: relative to the largest change that a parameter of the reference saw.
@@ -126,7 +126,7 @@ class Outcome:
     weight_bytes: int
 
 
-def measure(mesh: DeviceMesh, case: Case) -> Outcome:
+def measure(mesh: DeviceMesh, case: Case) -> OptimizerOutcome:
     """Train with an optimizer on all ranks and on one; all ranks call it."""
     reference, model = _model(case.dtype), _model(case.dtype)
     before = [p.detach().clone() for p in reference.parameters()]
@@ -145,14 +145,14 @@ def measure(mesh: DeviceMesh, case: Case) -> Outcome:
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
         # Refusals of torch and of other libraries have no class in common, and are what the table shows.
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Outcome(gap=None, refusal=why, inter_bytes=0, weight_bytes=weight_bytes)
+        return OptimizerOutcome(gap=None, refusal=why, inter_bytes=0, weight_bytes=weight_bytes)
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
     gap = max(float((_whole(p) - q).detach().abs().max()) for p, q in pairs)
     change = max(
         float((q.detach() - b).abs().max())
         for q, b in zip(reference.parameters(), before, strict=True)
     )
-    return Outcome(
+    return OptimizerOutcome(
         gap=gap / change,
         refusal=None,
         inter_bytes=traffic.inter_bytes // STEPS,
@@ -246,7 +246,7 @@ def _inter_bytes(collective: Any, args: Sequence[Any], ranks: Sequence[int]) -> 
     return groups * times * whole * (len(ranks) - 1) // len(ranks)
 
 
-def table(outcomes: Sequence[tuple[Case, Outcome]]) -> str:
+def table(outcomes: Sequence[tuple[Case, OptimizerOutcome]]) -> str:
     """The table of the documentation."""
     rows = [
         (
@@ -265,10 +265,7 @@ def table(outcomes: Sequence[tuple[Case, Outcome]]) -> str:
 def main() -> None:
     """Run every case on four ranks of this machine; rank 0 prints the table."""
     if "RANK" not in os.environ:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
-        command += ["-m", "benchmarks.optimizers", *sys.argv[1:]]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+        sys.exit(on_ranks(4, "-m", "benchmarks.optimizers", *sys.argv[1:]))
     mesh = fcdp_compile.make_mesh(nodes=NODES)
     assert mesh is not None, "four ranks run"
     cases = [

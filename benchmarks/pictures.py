@@ -21,7 +21,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.launch import ROOT, on_ranks
+
 PICTURES = ROOT / "docs" / "pictures"
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 MACHINE = "a40x8-10gbe"
@@ -70,9 +71,9 @@ def main() -> int:
 
 
 def _train(strategy: str, folder: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     script = [str(ROOT / "examples" / "lora_finetune.py"), "--nodes=2", f"--strategy={strategy}"]
-    subprocess.run([*torchrun, *script, f"--dump={folder}", *JOB], check=True, cwd=ROOT)
+    if code := on_ranks(4, *script, f"--dump={folder}", *JOB):
+        sys.exit(code)
 
 
 def _page(folder: Path) -> bytes:

@@ -20,7 +20,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from benchmarks.reporting.rows import Cell, Row, read_rows
+from benchmarks.reporting.rows import Cell, ResultRow, read_rows
 from benchmarks.systems.model import make_model
 from benchmarks.systems.shape import Shape
 from benchmarks.systems.train_fcdp import STRATEGIES
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(_report(_predictions(rows, profile), profile))
 
 
-def _predictions(rows: Sequence[Row], profile: ClusterProfile) -> list[Prediction]:
-    by_cell: dict[Cell, list[Row]] = {}
+def _predictions(rows: Sequence[ResultRow], profile: ClusterProfile) -> list[Prediction]:
+    by_cell: dict[Cell, list[ResultRow]] = {}
     for row in rows:
         by_cell.setdefault(row.cell, []).append(row)
     compute_s = {
@@ -80,7 +80,7 @@ def _predictions(rows: Sequence[Row], profile: ClusterProfile) -> list[Predictio
 
 
 def _predict(
-    cell: Cell, rows: Sequence[Row], profile: ClusterProfile, compute_s: dict[str, float]
+    cell: Cell, rows: Sequence[ResultRow], profile: ClusterProfile, compute_s: dict[str, float]
 ) -> Prediction:
     factor = _NETWORKS[cell.network]
     machine = profile.machine

@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import gc
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fcdp_compile
-from benchmarks.launch import ROOT
+from benchmarks.launch import on_ranks
 from fcdp_compile.sharding.shard import state_of
 
 RANKS = 2
@@ -43,7 +42,7 @@ MIB = 1 << 20
 HEADERS = ("step", "loss", "RSS\nMiB", "after trim\nMiB", "threads", "files", "slabs\nMiB", "s")
 
 
-class Net(nn.Module):
+class ResidualNet(nn.Module):
     """Embedding, residual layers, head; gives the loss."""
 
     def __init__(self) -> None:
@@ -72,16 +71,13 @@ def main() -> None:
     if "RANK" in os.environ:
         soak(args)
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={RANKS}", "-m", "benchmarks.soak", *sys.argv[1:]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    sys.exit(subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode)
+    sys.exit(on_ranks(RANKS, "-m", "benchmarks.soak", *sys.argv[1:]))
 
 
 def soak(args: argparse.Namespace) -> None:
     """Train and print a table."""
     torch.manual_seed(0)
-    net = Net()
+    net = ResidualNet()
     forward, save = (_fcdp if args.system == "fcdp" else _fsdp2)(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     rank, rows, began_s = dist.get_rank(), [], time.perf_counter()
@@ -126,7 +122,7 @@ def _fcdp(net: nn.Module) -> tuple[Any, Save]:
     return torch.compile(net, backend="fcdp"), save
 
 
-def _fsdp2(net: Net) -> tuple[Any, Save]:
+def _fsdp2(net: ResidualNet) -> tuple[Any, Save]:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in net.layers:

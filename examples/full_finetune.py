@@ -61,7 +61,7 @@ RECORD = "checkpoint.json"  # what fcdp_compile.save writes last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingRun:
     """All that a training run consists of, made or loaded before its first step.
 
     start: how many steps were done before.
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def prepare(args: argparse.Namespace) -> Job:
+def prepare(args: argparse.Namespace) -> TrainingRun:
     """Build the model without memory for it, shard it, and only then give it values."""
     # Text first: a folder without any is refused before minutes of loading, not after.
     if args.data is None:
@@ -173,7 +173,7 @@ def prepare(args: argparse.Namespace) -> Job:
             fcdp_compile.load_pretrained(model, args.model, progress=place.rank == 0)
     # What no file holds: everything when training from scratch, else tables such as those of positions.
     fcdp_compile.materialize(model)
-    return Job(
+    return TrainingRun(
         model=model,
         tokenizer=tokenizer,
         windows=Windows.cut(text, encode, length=args.seq_len),
@@ -184,7 +184,7 @@ def prepare(args: argparse.Namespace) -> Job:
     )
 
 
-def train(job: Job, args: argparse.Namespace) -> Phase | None:
+def train(job: TrainingRun, args: argparse.Namespace) -> Phase | None:
     """Train from the first step or from the last checkpoint; None if there is nothing left to do."""
     model, place = job.model, job.place
     total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -234,7 +234,7 @@ def train(job: Job, args: argparse.Namespace) -> Phase | None:
     )
 
 
-def save(job: Job, folder: Path, step: int) -> fcdp_compile.PendingSave:
+def save(job: TrainingRun, folder: Path, step: int) -> fcdp_compile.PendingSave:
     """Start to write a checkpoint; training goes on meanwhile."""
     return fcdp_compile.save(
         folder,

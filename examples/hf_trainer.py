@@ -30,7 +30,7 @@ from corpus import BYTE_VOCABULARY, MIB, Encoder, Windows, base_text, encode_byt
 from fcdp_compile.integrations.transformers import FcdpOptions, Trainer
 
 
-class Rows(Dataset[dict[str, torch.Tensor]]):
+class TokenWindows(Dataset[dict[str, torch.Tensor]]):
     """Token windows as the Trainer takes them."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
@@ -72,8 +72,8 @@ def main() -> None:
             use_cpu=use_cpu,
             dataloader_pin_memory=not use_cpu,
         ),
-        train_dataset=Rows(tokens[:-16]),
-        eval_dataset=Rows(tokens[-16:]),
+        train_dataset=TokenWindows(tokens[:-16]),
+        eval_dataset=TokenWindows(tokens[-16:]),
         processing_class=tokenizer,
         fcdp=FcdpOptions(nodes=args.nodes, strategy=args.strategy),  # without it: torchrun's nodes
     )

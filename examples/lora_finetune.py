@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,6 +152,17 @@ def fine_tune(base: nn.Module, windows: Windows, args: argparse.Namespace, place
     return train("LoRA", model, windows, args, place, steps=args.steps, lr=args.lr)
 
 
+def shard_and_compile(name: str, model: nn.Module, args: argparse.Namespace, place: Place) -> Any:
+    """The two calls that fcdp needs: `shard`, and torch.compile with its backend."""
+    model.to(place.device).train()
+    with user_mistakes():
+        fcdp_compile.shard(model, place.mesh, strategy=args.strategy)
+    options = {} if args.compute is None else {"compute": args.compute}
+    if args.dump is not None:
+        options["dump"] = str(args.dump / name.lower())
+    return torch.compile(model, backend="fcdp", options=options)
+
+
 def train(
     name: str,
     model: nn.Module,
@@ -164,13 +176,7 @@ def train(
     """Shard a model (in place), compile it and train what is not frozen."""
     parameter_bytes = count_bytes(model.parameters())
     trainable_bytes = count_bytes(p for p in model.parameters() if p.requires_grad)
-    model.to(place.device).train()
-    with user_mistakes():
-        fcdp_compile.shard(model, place.mesh, strategy=args.strategy)
-    options = {} if args.compute is None else {"compute": args.compute}
-    if args.dump is not None:
-        options["dump"] = str(args.dump / name.lower())
-    compiled = torch.compile(model, backend="fcdp", options=options)
+    compiled = shard_and_compile(name, model, args, place)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
 
     losses: list[float] = []

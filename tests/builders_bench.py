@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.reporting.record import Record
-from benchmarks.reporting.rows import Row
-from benchmarks.running.machine import Machine
+from benchmarks.reporting.rows import ResultRow
+from benchmarks.running.machine import MachineRecord
 from benchmarks.systems.shape import Shape
 
 W, T = 100_000_000, 1_000_000
@@ -24,9 +24,9 @@ def make_row(
     losses: list[float] | None = None,
     compute_s: float = 1.0,
     number: int = 0,
-) -> Row:
+) -> ResultRow:
     steps = step_s or [2.0, 1.0, 3.0]
-    return Row(
+    return ResultRow(
         system=system,
         mode=mode,
         accumulation=accumulation,
@@ -47,7 +47,7 @@ def make_row(
 
 
 def make_record(**changes: Any) -> Record:
-    machine = Machine(
+    machine = MachineRecord(
         processor="Abacus",
         cores=2,
         memory_bytes=2**30,

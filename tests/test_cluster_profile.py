@@ -15,12 +15,12 @@ from documents import REMOVED, damaged
 from documents import Path as Place
 from fcdp_compile.cluster.profile import (
     CLUSTERS,
+    FORMAT,
     SCHEMA,
     ClusterProfile,
     Measured,
     Sample,
     find_profile,
-    profile_from_json,
     profile_to_json,
     read_profile,
     write_profile,
@@ -76,7 +76,7 @@ DOCUMENT: dict[str, Any] = json.loads(profile_to_json(PROFILE))
 
 def refusal(text: str) -> str:
     with pytest.raises(ProfileError) as info:
-        profile_from_json(text, source="x.json")
+        FORMAT.from_json(text, source="x.json")
     message = str(info.value)
     assert message.startswith("x.json: ")
     assert message.endswith("; measure again with fcdp probe, or mend the field")
@@ -87,8 +87,8 @@ def refusal(text: str) -> str:
 @given(profiles())
 def test_round_trip(profile: ClusterProfile) -> None:
     text = profile_to_json(profile)
-    assert profile_from_json(text, source="x.json") == profile
-    assert profile_to_json(profile_from_json(text, source="x.json")) == text
+    assert FORMAT.from_json(text, source="x.json") == profile
+    assert profile_to_json(FORMAT.from_json(text, source="x.json")) == text
 
 
 def test_text_has_every_field_under_its_name() -> None:
@@ -169,11 +169,11 @@ json_values = st.recursive(
 def test_any_value_anywhere_is_either_legal_or_refused(path: Place, value: object) -> None:
     text = json.dumps(damaged(DOCUMENT, path, value))
     try:
-        profile = profile_from_json(text, source="x.json")
+        profile = FORMAT.from_json(text, source="x.json")
     except ProfileError:
         refusal(text)
         return
-    assert profile_from_json(profile_to_json(profile), source="x.json") == profile
+    assert FORMAT.from_json(profile_to_json(profile), source="x.json") == profile
 
 
 def test_write_then_find(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_measured_profile_is_valid() -> None:
 def test_built_in_profiles_are_valid_and_found_by_name() -> None:
     for name, profile in CLUSTERS.items():
         assert find_profile(name) == profile
-        assert profile_from_json(profile_to_json(profile), source=name) == profile
+        assert FORMAT.from_json(profile_to_json(profile), source=name) == profile
 
 
 @pytest.mark.parametrize(

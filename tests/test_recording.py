@@ -15,13 +15,12 @@ from fcdp_compile.errors import RecordingError
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
 from fcdp_compile.plan.cost import Slot
 from fcdp_compile.plan.recording import (
+    FORMAT,
     RecordedRun,
     Recording,
     RecordingFile,
     measured,
     read_recordings,
-    recordings_from_json,
-    recordings_to_json,
     timelines,
     write_recordings,
 )
@@ -33,10 +32,9 @@ COLD = PLAN.schedules[0]
 
 @given(recordings())
 def test_round_trip(made: tuple[Recording, ...]) -> None:
-    text = recordings_to_json(made)
-    read = recordings_from_json(text, source="x.json")
-    assert read == made
-    assert recordings_to_json(read) == text
+    file = RecordingFile(recordings=made)
+    text = FORMAT.to_json(file)
+    assert FORMAT.from_json(text, source="x.json") == file
 
 
 def test_a_folder_has_them_by_the_names_of_their_plans(tmp_path: Path) -> None:
@@ -52,7 +50,9 @@ def test_a_folder_has_them_by_the_names_of_their_plans(tmp_path: Path) -> None:
 
 def changed(*path: str | int, value: object) -> str:
     """The text of a file with another value at one place."""
-    return json.dumps(damaged(json.loads(recordings_to_json(RECORDINGS)), path, value))
+    return json.dumps(
+        damaged(json.loads(FORMAT.to_json(RecordingFile(recordings=RECORDINGS))), path, value)
+    )
 
 
 FIRST = ("recordings", 0, "runs", 0)
@@ -74,7 +74,7 @@ FIRST = ("recordings", 0, "runs", 0)
 )
 def test_what_is_damaged_is_refused(text: str, says: str) -> None:
     with pytest.raises(RecordingError) as caught:
-        recordings_from_json(text, source="x.json")
+        FORMAT.from_json(text, source="x.json")
     message = str(caught.value)
     assert message.startswith("x.json: ")
     assert says in message

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from benchmarks.cluster.nodes import MOST_NODES
 from benchmarks.cluster.rates import read_rate
-from benchmarks.cluster.trouble import Cut, Slow, Straggler
+from benchmarks.cluster.trouble import CableCut, Slow, Straggler
 
 PROGRAM = "python -m benchmarks.cluster"
 
@@ -26,7 +26,7 @@ class Request:
     nodes: int
     ranks_per_node: int
     bits_per_s: int | None
-    cuts: list[Cut]
+    cuts: list[CableCut]
     slow: list[Slow]
     stragglers: list[Straggler]
     timeout_s: float | None
@@ -56,7 +56,7 @@ class Request:
 
 def parse(argv: Sequence[str] | None = None) -> Request:
     """Read the command line; ends the process with 2 and a sentence where it makes no sense."""
-    parser = _Parser(
+    parser = _OneLineParser(
         prog=PROGRAM,
         description="Run a torchrun job on several nodes that all live on this machine: network namespaces "
         "joined by limited links. Prints what the first rank prints, then the bytes that crossed each link.",
@@ -73,30 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> Request:
         metavar="RATE",
         help="what each card sends, and what it receives, at most: 100mbit, 1gbit, … (default none)",
     )
-    add(
-        "--cut",
-        type=_read(Cut.read),
-        action="append",
-        default=[],
-        metavar="NODE@SECONDS[:SECONDS]",
-        help="pull out a node's cable so long after all ranks have started; for good, or for so long",
-    )
-    add(
-        "--slow",
-        type=_read(Slow.read),
-        action="append",
-        default=[],
-        metavar="NODE=RATE[@SECONDS]",
-        help="another limit for a node's card, from the beginning, or so long after all ranks have started",
-    )
-    add(
-        "--straggler",
-        type=_read(Straggler.read),
-        action="append",
-        default=[],
-        metavar="NODE=FRACTION",
-        help="let the processes of a node run for this fraction of the time only",
-    )
+    _declare_trouble(parser)
     add(
         "--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124"
     )
@@ -136,7 +113,36 @@ def parse(argv: Sequence[str] | None = None) -> Request:
         parser.error(str(error))
 
 
-class _Parser(argparse.ArgumentParser):
+def _declare_trouble(parser: argparse.ArgumentParser) -> None:
+    """Declare what may happen to nodes while the job runs."""
+    add = parser.add_argument
+    add(
+        "--cut",
+        type=_read(CableCut.read),
+        action="append",
+        default=[],
+        metavar="NODE@SECONDS[:SECONDS]",
+        help="pull out a node's cable so long after all ranks have started; for good, or for so long",
+    )
+    add(
+        "--slow",
+        type=_read(Slow.read),
+        action="append",
+        default=[],
+        metavar="NODE=RATE[@SECONDS]",
+        help="another limit for a node's card, from the beginning, or so long after all ranks have started",
+    )
+    add(
+        "--straggler",
+        type=_read(Straggler.read),
+        action="append",
+        default=[],
+        metavar="NODE=FRACTION",
+        help="let the processes of a node run for this fraction of the time only",
+    )
+
+
+class _OneLineParser(argparse.ArgumentParser):
     """Reports bad usage in one line; argparse would print the usage as well."""
 
     def error(self, message: str) -> NoReturn:

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.cluster.arguments import Request
 from benchmarks.cluster.nodes import Nodes
 from benchmarks.cluster.processes import is_rank
-from benchmarks.cluster.report import Link, Report
+from benchmarks.cluster.report import Cable, Report
 from benchmarks.cluster.trouble import Timetable
 
 _PORT = 29500  # every cluster is a network of its own, so a fixed port is always free
@@ -46,7 +46,7 @@ def _run(request: Request, nodes: Nodes, logs: Path) -> Report:
     after = [nodes.traffic(node) for node in range(len(nodes))]
     nodes.end_processes()
     links = [
-        Link(
+        Cable(
             node=node,
             address=nodes.address(node),
             exit_code=_exit_code(jobs[node].wait()),

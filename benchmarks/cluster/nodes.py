@@ -29,7 +29,7 @@ MOST_NODES = 254
 _NAME = re.compile(r"fcdp-(\d+)-(\d+)-[0-9a-f]+-(?:node\d+|switch)")
 
 
-class Traffic(NamedTuple):
+class CardBytes(NamedTuple):
     """What a node's card has sent to the switch and received from it, with headers."""
 
     sent_bytes: int
@@ -114,11 +114,11 @@ class Nodes:
         """Put a node's cable back."""
         self._ip(self._switch, "link", "set", _port(node), "up")
 
-    def traffic(self, node: int) -> Traffic:
+    def traffic(self, node: int) -> CardBytes:
         """What has crossed a node's card so far."""
         text = self._ip(self._names[node], "-s", "-j", "link", "show", CARD)
         counted = json.loads(text)[0]["stats64"]
-        return Traffic(counted["tx"]["bytes"], counted["rx"]["bytes"])
+        return CardBytes(counted["tx"]["bytes"], counted["rx"]["bytes"])
 
     def end_processes(self) -> None:
         """End whatever runs on the nodes."""

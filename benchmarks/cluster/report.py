@@ -11,7 +11,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Cable:
     """One node, and what crossed its cable; headers of packets count, what was dropped on the way does not.
 
     exit_code: of the node's torchrun.
@@ -33,7 +33,7 @@ class Report:
     bits_per_s: int | None
     seconds: float
     exit_code: int
-    links: list[Link]
+    links: list[Cable]
 
     def to_json(self) -> str:
         """The same record for programs."""

@@ -23,7 +23,7 @@ _TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class CableCut:
     """A node's cable is out from at_s on, for for_s seconds or (None) until the end."""
 
     node: int
@@ -31,10 +31,10 @@ class Cut:
     for_s: float | None
 
     @staticmethod
-    def read(text: str) -> Cut:
+    def read(text: str) -> CableCut:
         """Read NODE@SECONDS[:SECONDS]."""
         node, begin, length = _split(text, "@", "NODE@SECONDS, such as 1@20", last=":")
-        return Cut(
+        return CableCut(
             node=_node(node),
             at_s=_seconds(begin),
             for_s=None if length is None else _seconds(length),
@@ -87,7 +87,7 @@ class Timetable:
         self,
         nodes: Nodes,
         *,
-        cuts: Sequence[Cut] = (),
+        cuts: Sequence[CableCut] = (),
         slow: Sequence[Slow] = (),
         stragglers: Sequence[Straggler] = (),
     ) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.driver import run_parts
-from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.parts import PARTS, GpuPart
 from benchmarks.gpu.report import write_page
-from benchmarks.gpu.results import Outcome, State
+from benchmarks.gpu.results import Ending, Outcome
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 570.0  # ten minutes with the start and the end of this process
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line.rstrip(), file=sys.stderr, flush=True)
         write_page(out / "gpu.md", outcomes)
 
-    def command(part: Part, file: Path, seconds: float) -> list[str]:
+    def command(part: GpuPart, file: Path, seconds: float) -> list[str]:
         found = [sys.executable, "-m", "benchmarks.gpu.worker", part.name, "--device", args.device]
         found += ["--out", str(file), "--seconds", str(seconds)]
         return [*found, "--quick"] if args.quick else found
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen, command=command, folder=folder, budget_s=args.seconds, device=device, ended=ended
     )
     print(f"wrote {out / 'gpu.md'}", file=sys.stderr)
-    bad = (State.FAILED, State.TIMEOUT)
+    bad = (Ending.FAILED, Ending.TIMEOUT)
     return 1 if any(outcome.state in bad for outcome in outcomes) else 0
 
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.gpu.parts import Part
-from benchmarks.gpu.results import Outcome, State, read_found, write_outcome
-from benchmarks.running.machine import Machine
+from benchmarks.gpu.parts import GpuPart
+from benchmarks.gpu.results import Ending, Outcome, read_found, write_outcome
+from benchmarks.running.machine import MachineRecord
 
-Command = Callable[[Part, Path, float], list[str]]
+Command = Callable[[GpuPart, Path, float], list[str]]
 """The command of each process of a part, from the file that it is to write and the seconds that it has."""
 
 EXIT_NOT_RUN = 77  # the last line says why
@@ -46,7 +46,7 @@ class _Ended:
 
 
 def run_parts(
-    parts: Sequence[Part],
+    parts: Sequence[GpuPart],
     *,
     command: Command,
     folder: Path,
@@ -59,7 +59,7 @@ def run_parts(
     device: what to call the hardware in the outcomes.
     """
     until_s = time.monotonic() + budget_s
-    machine = Machine.here()
+    machine = MachineRecord.here()
     outcomes = []
     with tempfile.TemporaryDirectory() as scratch:
         for i, part in enumerate(parts):
@@ -90,7 +90,7 @@ def run_parts(
     return outcomes
 
 
-def _run(part: Part, command: list[str], limit_s: float, scratch: str) -> _Ended:
+def _run(part: GpuPart, command: list[str], limit_s: float, scratch: str) -> _Ended:
     logs = [Path(scratch) / part.name / f"log-{rank}" for rank in range(part.ranks)]
     until_s = time.monotonic() + limit_s
     with _started(part, command, logs) as processes:
@@ -108,7 +108,7 @@ def _run(part: Part, command: list[str], limit_s: float, scratch: str) -> _Ended
 
 @contextlib.contextmanager
 def _started(
-    part: Part, command: list[str], logs: Sequence[Path]
+    part: GpuPart, command: list[str], logs: Sequence[Path]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """A process for each rank, in sessions of their own; nothing of them is left afterwards."""
     with socket.socket() as free:
@@ -135,7 +135,7 @@ def _started(
             _kill(process)
 
 
-def _environment(part: Part, rank: int, port: int) -> dict[str, str]:
+def _environment(part: GpuPart, rank: int, port: int) -> dict[str, str]:
     found = {**os.environ, **part.environment, "PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1"}
     if part.ranks > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": part.ranks, "MASTER_PORT": port}
@@ -151,19 +151,19 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _told(result: _Ended, limit_s: float) -> tuple[State, str]:
+def _told(result: _Ended, limit_s: float) -> tuple[Ending, str]:
     raised = [line for line in result.lines if _RAISED.match(line)]
     last = (raised or result.lines or ["it printed nothing"])[-1]
     if result.code is None:
-        return State.TIMEOUT, f"it was ended after {limit_s:.0f} s; its last line: {last}"
+        return Ending.TIMEOUT, f"it was ended after {limit_s:.0f} s; its last line: {last}"
     if result.code == 0:
-        return State.DONE, ""
+        return Ending.DONE, ""
     if result.code == EXIT_NOT_RUN:
-        return State.NOT_RUN, last
+        return Ending.NOT_RUN, last
     if result.code < 0:
         name = signal.Signals(-result.code).name
-        return State.FAILED, f"{name} ended it; its last line: {last}"
-    return State.FAILED, f"it failed with exit status {result.code}: {last}"
+        return Ending.FAILED, f"{name} ended it; its last line: {last}"
+    return Ending.FAILED, f"it failed with exit status {result.code}: {last}"
 
 
 def _last_lines(log: Path) -> list[str]:

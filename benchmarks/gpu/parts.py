@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class GpuPart:
     """One part, which runs in processes of its own.
 
     weight: its share of the time that is left when it starts, among the parts still to come.  Starting Python
@@ -23,33 +23,35 @@ class Part:
 
 
 PARTS = (
-    Part(name="copies", title="copies of the pinned pool against cudaMemcpy", weight=6),
-    Part(
+    GpuPart(name="copies", title="copies of the pinned pool against cudaMemcpy", weight=6),
+    GpuPart(
         name="lanes",
         title="lanes and collectives in a NCCL group of one rank, called directly",
         weight=7,
     ),
-    Part(name="fcdp-full", title="steps of a large model: fcdp, weights in host memory", weight=16),
-    Part(name="fsdp2-full", title="the same: FSDP2", weight=6),
-    Part(name="plain-full", title="the same: no sharding, compiled by blocks", weight=6),
-    Part(
+    GpuPart(
+        name="fcdp-full", title="steps of a large model: fcdp, weights in host memory", weight=16
+    ),
+    GpuPart(name="fsdp2-full", title="the same: FSDP2", weight=6),
+    GpuPart(name="plain-full", title="the same: no sharding, compiled by blocks", weight=6),
+    GpuPart(
         name="parity",
         title="parity of four Gloo ranks on one card, checkpointing and dropout",
         weight=14,
         ranks=4,
     ),
-    Part(name="tests", title="the tests that need a CUDA device", weight=7),
-    Part(name="sanitizer", title="steps under torch's CUDA sanitizer", weight=6),
-    Part(
+    GpuPart(name="tests", title="the tests that need a CUDA device", weight=7),
+    GpuPart(name="sanitizer", title="steps under torch's CUDA sanitizer", weight=6),
+    GpuPart(
         name="streams",
         title="steps with FCDP_CHECK_STREAMS=1",
         weight=6,
         environment={"FCDP_CHECK_STREAMS": "1"},
     ),
-    Part(name="fcdp-lora", title="LoRA: fcdp, weights in host memory", weight=12),
-    Part(name="plain-lora", title="LoRA: no sharding, compiled by blocks", weight=5),
-    Part(name="segments-full", title="the large model: no sharding, fcdp's segments", weight=8),
-    Part(
+    GpuPart(name="fcdp-lora", title="LoRA: fcdp, weights in host memory", weight=12),
+    GpuPart(name="plain-lora", title="LoRA: no sharding, compiled by blocks", weight=5),
+    GpuPart(name="segments-full", title="the large model: no sharding, fcdp's segments", weight=8),
+    GpuPart(
         name="megatron-full",
         title="the large model: megatron-fsdp, optimizer over all ranks",
         weight=6,

@@ -7,20 +7,18 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from tabulate import tabulate
-
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.results import (
     Copies,
     CudaTests,
+    Ending,
     LaneRuns,
     Outcome,
     Parity,
-    State,
     Trained,
     Watched,
 )
-from benchmarks.gpu.training_report import training
+from benchmarks.gpu.training_report import table, training
 
 F = TypeVar("F", CudaTests, Copies, LaneRuns, Parity, Watched)
 
@@ -106,10 +104,12 @@ def _ends(by_name: Mapping[str, Outcome]) -> str:
                 (part.title, "**not run**", "", "it was not chosen, or its turn did not come")
             )
             continue
-        state = outcome.state.value if outcome.state is State.DONE else f"**{outcome.state.value}**"
+        state = (
+            outcome.state.value if outcome.state is Ending.DONE else f"**{outcome.state.value}**"
+        )
         took = f"{outcome.elapsed_s:.0f} of {outcome.limit_s:.0f}"
         rows.append((part.title, state, took, _cell(outcome.reason)))
-    return _table(rows, ["part", "", "s", "why"])
+    return table(rows, ["part", "", "s", "why"])
 
 
 def _cell(text: str) -> str:
@@ -132,7 +132,7 @@ def _section(
 
 def _printed(outcome: Outcome | None) -> list[str]:
     """What the processes of a part printed, if it ran."""
-    if outcome is None or outcome.state is State.NOT_RUN or not outcome.printed:
+    if outcome is None or outcome.state is Ending.NOT_RUN or not outcome.printed:
         return []
     return [
         "\n".join([f"The last that `{outcome.part}` printed:", "", "```", *outcome.printed, "```"])
@@ -167,7 +167,7 @@ def _copies(copies: Copies) -> list[str]:
         f"{copies.copied_bytes / 2**20:.0f} MiB at a time, GB/s, median of {len(copies.pool_h2d_s)}, taken "
         f"in turns; the slab is {pinned}; the target is a ratio of at least 0.95."
     )
-    return [intro, _table(rows, ["", "H2D", "D2H"])]
+    return [intro, table(rows, ["", "H2D", "D2H"])]
 
 
 def _lanes(found: LaneRuns) -> list[str]:
@@ -179,7 +179,7 @@ def _lanes(found: LaneRuns) -> list[str]:
         "groups otherwise."
     )
     rows = [(r.name, "yes" if r.is_right else "**WRONG**", f"{r.issue_us:.1f}") for r in found.runs]
-    return [intro, _table(rows, ["task", "right", "issue µs"])]
+    return [intro, table(rows, ["task", "right", "issue µs"])]
 
 
 def _parity(found: Parity) -> list[str]:
@@ -208,7 +208,7 @@ def _parity(found: Parity) -> list[str]:
         f"torch; relative differences, wrong beyond {LOSS_TOLERANCE:.0e} for losses and "
         f"{PARAMETER_TOLERANCE:.0e} for parameters."
     )
-    return [intro, _table(rows, headers)]
+    return [intro, table(rows, headers)]
 
 
 def _watched(found: Watched) -> list[str]:
@@ -222,7 +222,3 @@ def _watched(found: Watched) -> list[str]:
     return [
         f"{found.steps} steps with host-cached weights under `{found.by}`, nothing found.{planted}"
     ]
-
-
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)

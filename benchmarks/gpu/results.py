@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from benchmarks.running.machine import Machine
+from benchmarks.running.machine import MachineRecord
 from benchmarks.systems.shape import Shape
 from fcdp_compile.files.aside import written_aside
 
@@ -147,7 +147,7 @@ class Watched:
 Found = CudaTests | Copies | LaneRuns | Parity | Trained | Watched
 
 
-class State(Enum):
+class Ending(Enum):
     """How a part ended."""
 
     DONE = "done"
@@ -165,13 +165,13 @@ class Outcome:
     """
 
     part: str
-    state: State
+    state: Ending
     reason: str
     elapsed_s: float
     limit_s: float
     date: str
     device: str
-    machine: Machine
+    machine: MachineRecord
     printed: list[str]
     found: Found | None
 
@@ -201,8 +201,8 @@ def read_outcome(path: Path) -> Outcome:
     return Outcome(
         **{
             **data,
-            "state": State(data["state"]),
-            "machine": Machine(**data["machine"]),
+            "state": Ending(data["state"]),
+            "machine": MachineRecord(**data["machine"]),
             "found": None if found is None else _found(found),
         }
     )

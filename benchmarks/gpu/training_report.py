@@ -50,7 +50,7 @@ def _mode(mode: str, found: Sequence[Trained]) -> list[str]:
     headers = ["system", "step s (least – most)", "to no sharding", "peak MiB", "first step s"]
     headers += ["gap at the start of a forward µs", "compute stream idle"]
     title = {"full": "### All parameters trained", "lora": "### LoRA"}[mode]
-    return [title, _table(rows, headers), *(_places(f) for f in chosen if f.system == "fcdp")]
+    return [title, table(rows, headers), *(_places(f) for f in chosen if f.system == "fcdp")]
 
 
 def _row(found: Trained, base_s: float | None) -> tuple[str, ...]:
@@ -84,5 +84,6 @@ def _places(found: Trained) -> str:
     return told
 
 
-def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+def table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    """A table in Markdown."""
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)

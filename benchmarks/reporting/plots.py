@@ -13,14 +13,14 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from benchmarks.reporting.report import MODE_TITLES, NETWORK_TITLES
-from benchmarks.reporting.rows import Cell, Row
+from benchmarks.reporting.rows import Cell, ResultRow
 from benchmarks.reporting.summary import Summary, summarise
 from benchmarks.systems.names import SYSTEMS
 
 _COLOURS = {"unlimited": "#9ecae1", "1gbit": "#4292c6", "100mbit": "#08306b"}
 
 
-def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+def draw(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
     """Draw one SVG for each mode that was measured; returns their paths."""
     # The same rows give the same file, so that a rerun shows no difference where there is none.
     mpl.rcParams["svg.hashsalt"] = "fcdp"

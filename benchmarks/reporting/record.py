@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.reporting.rows import Cell, Failure
-from benchmarks.running.machine import Machine
+from benchmarks.running.machine import MachineRecord
 from benchmarks.running.matrix import Skipped
 from benchmarks.systems.shape import Shape
 
@@ -21,7 +21,7 @@ class Record:
     ranks_per_node: int
     date: str
     elapsed_s: float
-    machine: Machine
+    machine: MachineRecord
     skipped: list[Skipped]
     failures: list[Failure]
 
@@ -41,7 +41,7 @@ def read_record(path: Path) -> Record | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         data["shape"] = Shape(**data["shape"])
-        data["machine"] = Machine(**data["machine"])
+        data["machine"] = MachineRecord(**data["machine"])
         data["skipped"] = [
             Skipped(cell=Cell(*entry["cell"]), step_s=entry["step_s"]) for entry in data["skipped"]
         ]

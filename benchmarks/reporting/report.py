@@ -11,17 +11,19 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.reporting.record import Record
-from benchmarks.reporting.rows import Cell, Row
+from benchmarks.reporting.rows import Cell, ResultRow
 from benchmarks.reporting.summary import LOSS_TOLERANCE, Summary, summarise
 from benchmarks.reporting.targets import judge
 from benchmarks.running.network import NETWORKS
-from benchmarks.systems.names import BY_NAME, SYSTEMS, State, System
+from benchmarks.systems.names import BY_NAME, SYSTEMS, ShardedOver, System
 
 MODE_TITLES = {"lora": "LoRA", "full": "Full fine-tuning"}
 NETWORK_TITLES = {"unlimited": "unlimited", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
-def write_report(rows: Sequence[Row], record: Record, *, plots: Sequence[Path], notes: str) -> str:
+def write_report(
+    rows: Sequence[ResultRow], record: Record, *, plots: Sequence[Path], notes: str
+) -> str:
     """The whole page as Markdown.
 
     plots: files, relative to the page.  notes: what the authors have to say about these numbers, Markdown.
@@ -48,7 +50,7 @@ def write_report(rows: Sequence[Row], record: Record, *, plots: Sequence[Path], 
     return "\n\n".join(parts) + "\n"
 
 
-def _setting(rows: Sequence[Row], record: Record) -> str:
+def _setting(rows: Sequence[ResultRow], record: Record) -> str:
     machine, shape = record.machine, record.shape
     all_bytes = max((row.all_bytes for row in rows), default=shape.approximate_bytes)
     lora = next((row.trained_bytes for row in rows if row.mode == "lora"), None)
@@ -72,7 +74,7 @@ def _setting(rows: Sequence[Row], record: Record) -> str:
     return first + "\n\n" + "\n".join(f"* **{name}:** {text}" for name, text in facts.items())
 
 
-def _drift(rows: Sequence[Row]) -> str:
+def _drift(rows: Sequence[ResultRow]) -> str:
     """How steady the machine was, by the same compute measured at the start of every launch."""
     worst = 0.0
     for mode in MODE_TITLES:
@@ -104,9 +106,13 @@ def _targets(cells: Mapping[Cell, Summary]) -> str:
 def _advice(cells: Mapping[Cell, Summary]) -> str:
     """The fastest system for each place that the training state has to fit into."""
     fits = {
-        "the whole state fits on every accelerator": (State.NONE, State.INTRA, State.GLOBAL),
-        "it fits when sharded within a node": (State.INTRA, State.GLOBAL),
-        "it fits only when sharded over all ranks": (State.GLOBAL,),
+        "the whole state fits on every accelerator": (
+            ShardedOver.NONE,
+            ShardedOver.INTRA,
+            ShardedOver.GLOBAL,
+        ),
+        "it fits when sharded within a node": (ShardedOver.INTRA, ShardedOver.GLOBAL),
+        "it fits only when sharded over all ranks": (ShardedOver.GLOBAL,),
     }
     rows = []
     for mode, title in MODE_TITLES.items():

@@ -21,7 +21,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """What one launch measured in one cell.
 
     round: which pass over all systems.  date: when, ISO 8601.
@@ -67,7 +67,7 @@ class Failure:
     why: str
 
 
-def write_records(path: Path, records: Iterable[Row | Failure]) -> None:
+def write_records(path: Path, records: Iterable[ResultRow | Failure]) -> None:
     """Replace a file by these records, one a line of a JSON list; never leaves half a file behind."""
     lines = [json.dumps(asdict(record)) for record in records]
     text = "[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n"
@@ -75,7 +75,7 @@ def write_records(path: Path, records: Iterable[Row | Failure]) -> None:
         aside.write_text(text, encoding="utf-8")
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[ResultRow]:
     """The rows of a file, none if it does not exist.
 
     Raises: ValueError if it holds something else.
@@ -83,7 +83,7 @@ def read_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     try:
-        return [Row(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        return [ResultRow(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
     except (json.JSONDecodeError, TypeError) as error:
         raise ValueError(
             f"{path} does not hold rows of this version of the benchmark ({error}); delete it or pass "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from benchmarks.reporting.rows import Cell, Row
+from benchmarks.reporting.rows import Cell, ResultRow
 from benchmarks.running.network import NETWORKS
 from benchmarks.systems.names import BY_NAME, System
 
@@ -64,12 +64,12 @@ class Summary:
         return NETWORKS[self.cell.network].transfer_s(self.sent_bytes)
 
 
-def summarise(rows: Sequence[Row]) -> dict[Cell, Summary]:
+def summarise(rows: Sequence[ResultRow]) -> dict[Cell, Summary]:
     """One summary for each cell that has rows, in the order of the rows."""
     references = {
         (row.mode, row.accumulation): row.check_losses for row in rows if row.system == REFERENCE
     }
-    by_cell: dict[Cell, list[Row]] = {}
+    by_cell: dict[Cell, list[ResultRow]] = {}
     for row in rows:
         by_cell.setdefault(row.cell, []).append(row)
     return {
@@ -78,7 +78,7 @@ def summarise(rows: Sequence[Row]) -> dict[Cell, Summary]:
     }
 
 
-def _summarise(cell: Cell, rows: Sequence[Row], reference: Sequence[float] | None) -> Summary:
+def _summarise(cell: Cell, rows: Sequence[ResultRow], reference: Sequence[float] | None) -> Summary:
     seconds = [s for row in rows for s in row.step_s]
     tolerance = BY_NAME[cell.system].loss_tolerance if cell.system in BY_NAME else LOSS_TOLERANCE
     differences = [_difference(row.check_losses, reference, tolerance) for row in rows if reference]

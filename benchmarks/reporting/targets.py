@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from benchmarks.reporting.rows import Cell
 from benchmarks.reporting.summary import Summary
-from benchmarks.systems.names import BY_NAME, SYSTEMS, State
+from benchmarks.systems.names import BY_NAME, SYSTEMS, ShardedOver
 
 OURS = "fcdp"
 _FSDP2_AND_DEEPSPEED = [s.name for s in SYSTEMS if s.name.startswith(("fsdp2", "ds-"))]
-_EQUAL_MEMORY = [s.name for s in SYSTEMS if s.state is State.GLOBAL and not s.is_ours]
+_EQUAL_MEMORY = [s.name for s in SYSTEMS if s.state is ShardedOver.GLOBAL and not s.is_ours]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class TargetVerdict:
     """A target: `found` must not exceed `limit`, both ratios; found is None where a number is missing.
 
     detail: the figures behind `found`, or which are missing.
@@ -36,7 +36,7 @@ class Verdict:
         return f"missed by {100 * (self.found / self.limit - 1):.0f} %"
 
 
-def judge(cells: Mapping[Cell, Summary]) -> list[Verdict]:
+def judge(cells: Mapping[Cell, Summary]) -> list[TargetVerdict]:
     """Every target on what was measured; losses that are wrong count as not measured."""
     right = {cell: summary for cell, summary in cells.items() if summary.is_right}
     accumulations = sorted({cell.accumulation for cell in cells})
@@ -77,7 +77,7 @@ _NETWORKS = {
 }
 
 
-def _bytes(cells: Mapping[Cell, Summary]) -> Verdict:
+def _bytes(cells: Mapping[Cell, Summary]) -> TargetVerdict:
     target = "full fine-tuning, accumulation 1: bytes sent against FSDP2's"
     found = [
         (cells[ours].sent_bytes, cells[theirs].sent_bytes)
@@ -86,9 +86,9 @@ def _bytes(cells: Mapping[Cell, Summary]) -> Verdict:
         if (theirs := Cell("fsdp2", "full", 1, network)) in cells
     ]
     if not found:
-        return Verdict(target=target, limit=1 / 3, found=None, detail="no such pair of rows")
+        return TargetVerdict(target=target, limit=1 / 3, found=None, detail="no such pair of rows")
     ours_bytes, theirs_bytes = found[0]
-    return Verdict(
+    return TargetVerdict(
         target=target,
         limit=1 / 3,
         found=ours_bytes / theirs_bytes,
@@ -96,16 +96,16 @@ def _bytes(cells: Mapping[Cell, Summary]) -> Verdict:
     )
 
 
-def _full_at_100mbit(cells: Mapping[Cell, Summary], accumulation: int) -> list[Verdict]:
+def _full_at_100mbit(cells: Mapping[Cell, Summary], accumulation: int) -> list[TargetVerdict]:
     cell = Cell(OURS, "full", accumulation, "100mbit")
     start = f"full fine-tuning, accumulation {accumulation}: step at 100 Mbit/s"
     ours = cells.get(cell)
     bound = f"{start} against max(compute, bytes / bandwidth)"
     if ours is None:
-        lower = Verdict(target=bound, limit=1.15, found=None, detail="no such row")
+        lower = TargetVerdict(target=bound, limit=1.15, found=None, detail="no such row")
     else:
         floor_s = max(ours.accumulated_compute_s, ours.transfer_s)
-        lower = Verdict(
+        lower = TargetVerdict(
             target=bound,
             limit=1.15,
             found=ours.step_s / floor_s,
@@ -125,10 +125,12 @@ def _full_at_100mbit(cells: Mapping[Cell, Summary], accumulation: int) -> list[V
     ]
 
 
-def _times(target: str, limit: float, ours: Summary | None, theirs: Summary | None) -> Verdict:
+def _times(
+    target: str, limit: float, ours: Summary | None, theirs: Summary | None
+) -> TargetVerdict:
     if ours is None or theirs is None:
-        return Verdict(target=target, limit=limit, found=None, detail="no such pair of rows")
-    return Verdict(
+        return TargetVerdict(target=target, limit=limit, found=None, detail="no such pair of rows")
+    return TargetVerdict(
         target=target,
         limit=limit,
         found=ours.step_s / theirs.step_s,
@@ -138,10 +140,10 @@ def _times(target: str, limit: float, ours: Summary | None, theirs: Summary | No
 
 def _against_best(
     target: str, cells: Mapping[Cell, Summary], cell: Cell, others: list[str]
-) -> Verdict:
+) -> TargetVerdict:
     measured = [cells[theirs] for name in others if (theirs := cell._replace(system=name)) in cells]
     if cell not in cells or not measured:
-        return Verdict(target=target, limit=1.0, found=None, detail="no such rows")
+        return TargetVerdict(target=target, limit=1.0, found=None, detail="no such rows")
     best = min(measured, key=lambda summary: summary.step_s)
     verdict = _times(target, 1.0, cells[cell], best)
     expected = [

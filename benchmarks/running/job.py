@@ -10,7 +10,7 @@ from benchmarks.systems.shape import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class TimedSteps:
     """So many timed steps with that accumulation on that network."""
 
     accumulation: int
@@ -23,7 +23,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class BenchmarkJob:
     """One system in one mode, trained by a fresh set of processes.
 
     nodes: N, with ranks_per_node ranks each.
@@ -38,7 +38,7 @@ class Job:
     nodes: int
     ranks_per_node: int
     check_steps: dict[int, int]
-    timed: list[Timed]
+    timed: list[TimedSteps]
 
     def cells(self) -> list[Cell]:
         """The cells that it measures."""
@@ -49,10 +49,10 @@ class Job:
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
-    def from_json(text: str) -> Job:
+    def from_json(text: str) -> BenchmarkJob:
         """Read what `to_json` wrote."""
         data = json.loads(text)
         data["shape"] = Shape(**data["shape"])
-        data["timed"] = [Timed(**entry) for entry in data["timed"]]
+        data["timed"] = [TimedSteps(**entry) for entry in data["timed"]]
         data["check_steps"] = {int(k): v for k, v in data["check_steps"].items()}
-        return Job(**data)
+        return BenchmarkJob(**data)

@@ -15,7 +15,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineRecord:
     """versions: "name version" of each package; commit: of this repository, empty if unknown."""
 
     processor: str
@@ -26,15 +26,15 @@ class Machine:
     commit: str
 
     @staticmethod
-    def here() -> Machine:
+    def here() -> MachineRecord:
         """The machine that this runs on."""
-        return Machine(
+        return MachineRecord(
             processor=_match(Path("/proc/cpuinfo"), r"model name\s*:\s*(.+)") or platform.machine(),
             cores=len(os.sched_getaffinity(0)),
             memory_bytes=1024 * int(_match(Path("/proc/meminfo"), r"MemTotal:\s*(\d+) kB") or 0),
             system=f"{platform.system()} {platform.release()}",
             versions=[f"Python {platform.python_version()}", *map(_version, _PACKAGES)],
-            commit=_commit(),
+            commit=commit(),
         )
 
 
@@ -50,7 +50,8 @@ def _version(package: str) -> str:
         return f"no {package}"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """What git calls the state of this repository; empty if it is none."""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from benchmarks.reporting.rows import Cell
-from benchmarks.running.job import Job, Timed
+from benchmarks.running.job import BenchmarkJob, TimedSteps
 from benchmarks.running.network import NETWORKS
 from benchmarks.systems.names import BY_NAME, SYSTEMS, System
 from benchmarks.systems.shape import Shape
@@ -29,7 +29,7 @@ _SHARES_S = (240, 120, 80, 60, 45, 35, 28, 22, 18, 14, 11, 8, 6, 4, 3, 2, 1, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class Durations:
     """What things take on this machine, in seconds; starting values for two cores and 2 x 2 ranks.
 
     launch_s: start of a job until training can begin.  micro_batch_s: compute of one micro-batch of every
@@ -58,7 +58,7 @@ class Costs:
         compute = cell.accumulation * self.micro_batch_s * (1.0 if cell.mode == "full" else 2 / 3)
         return 0.05 + compute + NETWORKS[cell.network].transfer_s(sent)
 
-    def job_s(self, job: Job) -> float:
+    def job_s(self, job: BenchmarkJob) -> float:
         """Expected time of a whole launch."""
         total = self.launch_s + BY_NAME[job.system].compile_s
         for accumulation, steps in job.check_steps.items():
@@ -79,10 +79,10 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class JobOrder:
     """The jobs in the order in which they run, and the cells left out."""
 
-    jobs: list[Job]
+    jobs: list[BenchmarkJob]
     skipped: list[Skipped]
     expected_s: float
 
@@ -110,12 +110,12 @@ def plan(
     cells: Sequence[Cell],
     *,
     shape: Shape,
-    costs: Costs,
+    costs: Durations,
     budget_s: float,
     rounds: int = 2,
     nodes: int = 2,
     ranks_per_node: int = 2,
-) -> Schedule:
+) -> JobOrder:
     """Fit the cells into the budget.
 
     rounds: passes over all systems, fewer if that makes everything fit.  The steps of a cell are spread over
@@ -131,11 +131,11 @@ def plan(
     kept = list(cells)
     skipped: list[Skipped] = []
 
-    def fit(rounds: int, share_s: float) -> Schedule:
+    def fit(rounds: int, share_s: float) -> JobOrder:
         steps = {cell: _steps(share_s, costs.step_s(cell)) for cell in kept}
         jobs = _jobs(steps, shape=shape, rounds=rounds, nodes=nodes, ranks_per_node=ranks_per_node)
         expected_s = sum(costs.job_s(job) for job in jobs)
-        return Schedule(jobs=jobs, skipped=skipped, expected_s=expected_s)
+        return JobOrder(jobs=jobs, skipped=skipped, expected_s=expected_s)
 
     while fit(1, 0.0).expected_s > budget_s and len(kept) > 1:
         dearest = max(kept, key=lambda cell: _dearness(BY_NAME[cell.system], costs.step_s(cell)))
@@ -161,13 +161,13 @@ def _steps(share_s: float, step_s: float) -> int:
 
 def _jobs(
     steps: dict[Cell, int], *, shape: Shape, rounds: int, nodes: int, ranks_per_node: int
-) -> list[Job]:
+) -> list[BenchmarkJob]:
     jobs = []
     for number in range(rounds):
         for mode in dict.fromkeys(cell.mode for cell in steps):
             for system in dict.fromkeys(cell.system for cell in steps):
                 timed = [
-                    Timed(
+                    TimedSteps(
                         accumulation=cell.accumulation,
                         network=cell.network,
                         steps=share,
@@ -179,7 +179,7 @@ def _jobs(
                 if not timed:
                     continue
                 jobs.append(
-                    Job(
+                    BenchmarkJob(
                         system=system,
                         mode=mode,
                         round=number,
@@ -198,7 +198,7 @@ def _share(count: int, number: int, rounds: int) -> int:
     return count // rounds + (number < count % rounds)
 
 
-def _check_steps(timed: Sequence[Timed]) -> dict[int, int]:
+def _check_steps(timed: Sequence[TimedSteps]) -> dict[int, int]:
     # Accumulation 1 always: it compiles, and it is the beginning that all launches share.
     needed = {1, *(t.accumulation for t in timed)}
     return {accumulation: CHECK_STEPS.get(accumulation, 1) for accumulation in sorted(needed)}

@@ -20,27 +20,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.reporting.rows import Row, write_records
+from benchmarks.reporting.rows import ResultRow, write_records
 from benchmarks.running import memory, network
-from benchmarks.running.job import Job
+from benchmarks.running.job import BenchmarkJob
 from benchmarks.running.network import NETWORKS
 from benchmarks.systems.model import make_batch, make_model
 from benchmarks.systems.names import BY_NAME
 from benchmarks.systems.train_torch import make_compute_trainer
-from benchmarks.systems.trainer import Place, Trainer
+from benchmarks.systems.trainer import RankOfNodes, SystemTrainer
 
 
 class Rank:
     """This rank's part of a job."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchmarkJob) -> None:
         self.job = job
         dist.init_process_group("gloo")
         # A group of our own, so that barriers and sums stay out of the systems' groups.
         self.control = dist.new_group(backend="gloo")
-        self.place = Place(rank=dist.get_rank(), nodes=job.nodes, ranks_per_node=job.ranks_per_node)
+        self.place = RankOfNodes(
+            rank=dist.get_rank(), nodes=job.nodes, ranks_per_node=job.ranks_per_node
+        )
         self.is_first_of_node = self.place.rank % job.ranks_per_node == 0
-        self.trainer: Trainer
+        self.trainer: SystemTrainer
         _load_compiler()
         build = _builder(job.system)
         self.compute_s = self.measure_compute()
@@ -59,7 +61,7 @@ class Rank:
         self.trainer = make_compute_trainer(model, self.place)
         return min(self.train(1)[0] for _ in range(3))
 
-    def run(self) -> list[Row]:
+    def run(self) -> list[ResultRow]:
         """Do the job; returns the rows, on every rank the same."""
         first_step_s, first_loss = self.train(1)
         losses = [first_loss]
@@ -78,7 +80,7 @@ class Rank:
 
     def measure(
         self, accumulation: int, first_step_s: float, check_losses: list[float]
-    ) -> list[Row]:
+    ) -> list[ResultRow]:
         """Time the steps of one accumulation, one on each network in turn."""
         wanted = {t.network: t.steps for t in self.job.timed if t.accumulation == accumulation}
         step_s: dict[str, list[float]] = {name: [] for name in wanted}
@@ -100,7 +102,7 @@ class Rank:
         heaps = self.gather(heap_bytes)
         hosts = self.gather(host.heap_bytes + host.mapped_bytes)
         return [
-            Row(
+            ResultRow(
                 system=self.job.system,
                 mode=self.job.mode,
                 accumulation=accumulation,
@@ -150,10 +152,10 @@ class Rank:
         return values
 
 
-def _builder(name: str) -> Callable[..., Trainer]:
+def _builder(name: str) -> Callable[..., SystemTrainer]:
     # By name, so that a worker imports DeepSpeed only where it is measured.
     module = importlib.import_module(f"benchmarks.{BY_NAME[name].family}")
-    make: Callable[..., Trainer] = module.make_trainer
+    make: Callable[..., SystemTrainer] = module.make_trainer
     return make
 
 
@@ -166,7 +168,7 @@ def _load_compiler() -> None:
 def main(job_file: Path, rows_file: Path) -> None:
     """Do the job in a file."""
     torch.set_num_threads(1)
-    rank = Rank(Job.from_json(job_file.read_text(encoding="utf-8")))
+    rank = Rank(BenchmarkJob.from_json(job_file.read_text(encoding="utf-8")))
     rows = rank.run()
     if rank.place.rank == 0:
         write_records(rows_file, rows)

@@ -32,7 +32,7 @@ class LoraLinear(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """Attention and MLP, pre-norm."""
 
     def __init__(self, shape: Shape) -> None:
@@ -65,7 +65,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.length, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(GptBlock(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class State(Enum):
+class ShardedOver(Enum):
     """Over which ranks parameters, gradients and optimizer state are sharded between their uses."""
 
     GLOBAL = "all ranks"
@@ -19,7 +19,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class ExpectedBytes:
     """Expected bytes sent per node, 2 x 2 ranks on Gloo, in multiples of W (all) and T (trained parameters).
 
     Per optimizer step: step_t * T, and per micro-batch: micro_w * W + micro_t * T.
@@ -53,8 +53,8 @@ class System:
     title: str
     about: str
     family: str
-    state: State
-    traffic: Traffic
+    state: ShardedOver
+    traffic: ExpectedBytes
     is_ours: bool = False
     accumulating_only: bool = False
     is_twin: bool = False
@@ -62,7 +62,7 @@ class System:
     loss_tolerance: float = 1e-4
 
 
-_FSDP2 = Traffic(micro_w=1.5, micro_t=1.5)
+_FSDP2 = ExpectedBytes(micro_w=1.5, micro_t=1.5)
 
 SYSTEMS: tuple[System, ...] = (
     System(
@@ -70,8 +70,8 @@ SYSTEMS: tuple[System, ...] = (
         title="DDP",
         about="DistributedDataParallel, `no_sync` while accumulating",
         family="train_torch",
-        state=State.NONE,
-        traffic=Traffic(step_t=1.5),
+        state=ShardedOver.NONE,
+        traffic=ExpectedBytes(step_t=1.5),
     ),
     System(
         name="fcdp",
@@ -79,8 +79,8 @@ SYSTEMS: tuple[System, ...] = (
         about='`fcdp_compile.shard(strategy="fcdp")` and `torch.compile(backend="fcdp")`, default options; '
         "`no_sync` while accumulating",
         family="train_fcdp",
-        state=State.GLOBAL,
-        traffic=Traffic(step_t=1.0),
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(step_t=1.0),
         is_ours=True,
         compile_s=5.0,
     ),
@@ -89,7 +89,7 @@ SYSTEMS: tuple[System, ...] = (
         title="FSDP2",
         about="`fully_shard` on each block and the rest, eager",
         family="train_torch",
-        state=State.GLOBAL,
+        state=ShardedOver.GLOBAL,
         traffic=_FSDP2,
     ),
     System(
@@ -97,8 +97,8 @@ SYSTEMS: tuple[System, ...] = (
         title="FSDP2, node-sized reshard",
         about="`fully_shard(reshard_after_forward=<ranks per node>)`",
         family="train_torch",
-        state=State.GLOBAL,
-        traffic=Traffic(micro_w=0.75, micro_t=1.5),
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(micro_w=0.75, micro_t=1.5),
     ),
     System(
         name="hsdp",
@@ -106,23 +106,23 @@ SYSTEMS: tuple[System, ...] = (
         about="`fully_shard` on a 2-D mesh: sharded within a node, replicated between nodes; all-reduce "
         "between nodes only in the last micro-batch",
         family="train_torch",
-        state=State.INTRA,
-        traffic=Traffic(step_t=1.0),
+        state=ShardedOver.INTRA,
+        traffic=ExpectedBytes(step_t=1.0),
     ),
     System(
         name="ds-hpz",
         title="DeepSpeed ZeRO-3 + hpZ",
         about="`zero_hpz_partition_size=<ranks per node>`",
         family="train_deepspeed",
-        state=State.GLOBAL,
-        traffic=Traffic(micro_t=1.5, step_t=0.75),
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(micro_t=1.5, step_t=0.75),
     ),
     System(
         name="ds-zero3",
         title="DeepSpeed ZeRO-3",
         about="stage 3, gradient clipping off, nothing kept alive between uses",
         family="train_deepspeed",
-        state=State.GLOBAL,
+        state=ShardedOver.GLOBAL,
         traffic=_FSDP2,
     ),
     System(
@@ -131,8 +131,8 @@ SYSTEMS: tuple[System, ...] = (
         about="`fully_shard` with `set_requires_gradient_sync(False)` while accumulating: whole gradients on "
         "every rank",
         family="train_torch",
-        state=State.GLOBAL,
-        traffic=Traffic(micro_w=1.5, step_t=1.5),
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(micro_w=1.5, step_t=1.5),
         accumulating_only=True,
     ),
     System(
@@ -140,8 +140,8 @@ SYSTEMS: tuple[System, ...] = (
         title="DeepSpeed hpZ + offload_param",
         about='hpZ with `offload_param: {"device": "cpu"}`',
         family="train_deepspeed",
-        state=State.GLOBAL,
-        traffic=Traffic(micro_t=1.5, step_t=0.75),
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(micro_t=1.5, step_t=0.75),
         is_twin=True,
     ),
     System(
@@ -149,8 +149,8 @@ SYSTEMS: tuple[System, ...] = (
         title="fcdp as ZeRO-3",
         about='`fcdp_compile.shard(strategy="zero3")`: our code without the cache',
         family="train_fcdp",
-        state=State.GLOBAL,
-        traffic=Traffic(micro_w=1.0, micro_t=0.5),
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(micro_w=1.0, micro_t=0.5),
         is_ours=True,
         is_twin=True,
         compile_s=5.0,
@@ -161,8 +161,8 @@ SYSTEMS: tuple[System, ...] = (
         about='`fcdp_compile.shard(strategy="zero2")`: parameters whole between their uses, gradients and '
         "optimizer state sharded over all ranks",
         family="train_fcdp",
-        state=State.NONE,
-        traffic=Traffic(micro_t=0.5, step_t=0.5),
+        state=ShardedOver.NONE,
+        traffic=ExpectedBytes(micro_t=0.5, step_t=0.5),
         is_ours=True,
         compile_s=5.0,
     ),
@@ -172,8 +172,8 @@ SYSTEMS: tuple[System, ...] = (
         about='`fcdp_compile.shard(strategy="fcdp+w8+g4")`: weights in 8 bits and gradients in 4 between '
         "nodes; its losses may differ by 2 %",
         family="train_fcdp",
-        state=State.GLOBAL,
-        traffic=Traffic(step_t=0.2),
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(step_t=0.2),
         is_ours=True,
         compile_s=5.0,
         loss_tolerance=2e-2,
@@ -184,8 +184,8 @@ SYSTEMS: tuple[System, ...] = (
         about='`fcdp_compile.shard(strategy="mics")`: sharded within a node, replicated between nodes; '
         "`no_sync` while accumulating",
         family="train_fcdp",
-        state=State.INTRA,
-        traffic=Traffic(step_t=1.0),
+        state=ShardedOver.INTRA,
+        traffic=ExpectedBytes(step_t=1.0),
         is_ours=True,
         compile_s=5.0,
     ),
@@ -194,7 +194,7 @@ SYSTEMS: tuple[System, ...] = (
         title="FSDP2, compiled",
         about="each block compiled by Inductor, then `fully_shard`",
         family="train_torch",
-        state=State.GLOBAL,
+        state=ShardedOver.GLOBAL,
         traffic=_FSDP2,
         is_twin=True,
         compile_s=60.0,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.systems.model import Gpt
 from benchmarks.systems.train_torch import make_adamw
-from benchmarks.systems.trainer import HostMemory, Place
+from benchmarks.systems.trainer import ParametersOnHost, RankOfNodes
 
 
 class DeepspeedTrainer:
@@ -31,14 +31,14 @@ class DeepspeedTrainer:
     def step(self) -> None:
         self.engine.step()  # clears the gradients too
 
-    def host_memory(self) -> HostMemory:
+    def host_memory(self) -> ParametersOnHost:
         if not self._is_offloaded:
-            return HostMemory()
+            return ParametersOnHost()
         parameters = self.engine.module.parameters()
-        return HostMemory(heap_bytes=sum(p.ds_tensor.nbytes for p in parameters))
+        return ParametersOnHost(heap_bytes=sum(p.ds_tensor.nbytes for p in parameters))
 
 
-def make_trainer(name: str, model: Gpt, place: Place) -> DeepspeedTrainer:
+def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> DeepspeedTrainer:
     """Give the model to the variant of ZeRO-3 of that name."""
     deepspeed.init_distributed(dist_backend="gloo")
     is_offloaded = name == "ds-hpz-offload"
@@ -50,7 +50,7 @@ def make_trainer(name: str, model: Gpt, place: Place) -> DeepspeedTrainer:
     return DeepspeedTrainer(engine, is_offloaded=is_offloaded)
 
 
-def make_config(name: str, place: Place, *, block_elements: int) -> dict[str, Any]:
+def make_config(name: str, place: RankOfNodes, *, block_elements: int) -> dict[str, Any]:
     """DeepSpeed's configuration.
 
     gradient_clipping: the default of 1.0 changes the losses.  stage3_max_live_parameters and

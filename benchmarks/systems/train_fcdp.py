@@ -12,7 +12,7 @@ from torch import nn
 import fcdp_compile
 from benchmarks.systems.model import Gpt
 from benchmarks.systems.train_torch import TorchTrainer
-from benchmarks.systems.trainer import HostMemory, Place
+from benchmarks.systems.trainer import ParametersOnHost, RankOfNodes
 from fcdp_compile.sharding.shard import state_of
 
 STRATEGIES = {
@@ -36,11 +36,11 @@ class FcdpTrainer(TorchTrainer):
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else fcdp_compile.no_sync(self._sharded)
 
-    def host_memory(self) -> HostMemory:
-        return HostMemory(mapped_bytes=state_of(self._sharded).pool.slab_bytes)
+    def host_memory(self) -> ParametersOnHost:
+        return ParametersOnHost(mapped_bytes=state_of(self._sharded).pool.slab_bytes)
 
 
-def make_trainer(name: str, model: Gpt, place: Place) -> FcdpTrainer:
+def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> FcdpTrainer:
     """Shard and compile the model with the strategy of the system of that name."""
     mesh = fcdp_compile.make_mesh(nodes=place.nodes)
     return FcdpTrainer(fcdp_compile.shard(model, mesh, strategy=STRATEGIES[name]))

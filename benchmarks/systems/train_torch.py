@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.systems.model import Gpt
-from benchmarks.systems.trainer import LEARNING_RATE, WEIGHT_DECAY, HostMemory, Place
+from benchmarks.systems.trainer import LEARNING_RATE, WEIGHT_DECAY, ParametersOnHost, RankOfNodes
 
 
 def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
@@ -42,8 +42,8 @@ class TorchTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def host_memory(self) -> HostMemory:
-        return HostMemory()
+    def host_memory(self) -> ParametersOnHost:
+        return ParametersOnHost()
 
 
 class DdpTrainer(TorchTrainer):
@@ -69,7 +69,7 @@ class NoSyncTrainer(TorchTrainer):
         return nullcontext()
 
 
-def make_compute_trainer(model: Gpt, place: Place) -> TorchTrainer:
+def make_compute_trainer(model: Gpt, place: RankOfNodes) -> TorchTrainer:
     """Train without communication: the compute that all systems share.
 
     The optimizer has the rank's share of the parameters, as where optimizer state is sharded.
@@ -78,7 +78,7 @@ def make_compute_trainer(model: Gpt, place: Place) -> TorchTrainer:
     return TorchTrainer(model, parameters[place.rank :: place.ranks])
 
 
-def make_trainer(name: str, model: Gpt, place: Place) -> TorchTrainer:
+def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> TorchTrainer:
     """Give the model to the system of that name."""
     if name == "ddp":
         return DdpTrainer(DistributedDataParallel(model), list(model.parameters()))

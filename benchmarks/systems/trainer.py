@@ -13,7 +13,7 @@ WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankOfNodes:
     """Rank of all, N nodes of g ranks."""
 
     rank: int
@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemory:
+class ParametersOnHost:
     """Parameters on one rank that would be in host memory if there were an accelerator.
 
     heap_bytes: taken from malloc, as all tensors on a CPU.  mapped_bytes: mapped past it.
@@ -42,7 +42,7 @@ class HostMemory:
     mapped_bytes: int = 0
 
 
-class Trainer(Protocol):
+class SystemTrainer(Protocol):
     """A model that has been given to one system."""
 
     def micro_batch(self, ids: Tensor, *, is_last: bool, accumulation: int) -> Tensor:
@@ -53,6 +53,6 @@ class Trainer(Protocol):
         """Step the optimizer and clear the gradients."""
         ...
 
-    def host_memory(self) -> HostMemory:
+    def host_memory(self) -> ParametersOnHost:
         """What it keeps of the parameters in host memory."""
         ...

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.versions.environments import ROOT, Cell, make
+from benchmarks.versions.environments import ROOT, PythonAndTorch, make
 from benchmarks.versions.parts import PARTS, run
 from benchmarks.versions.report import write_report
-from benchmarks.versions.results import add, read
+from benchmarks.versions.results import add, numbers, read
 
 TORCHES = ("2.15.0", "2.11.0", "2.14.1", "2.12.1", "2.13.0")  # the ends of the range first
 PYTHONS = ("3.12", "3.11", "3.13")
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str]) -> int:
             todo = [p for p in PARTS if p.name in args.part and (minor, torch, p.name) not in done]
             if not todo:
                 continue
-            cell = Cell(python=f"python{minor}", torch=torch)
+            cell = PythonAndTorch(python=f"python{minor}", torch=torch)
             if not _runs(cell.python):
                 print(f"{cell.python} is not on the PATH", file=sys.stderr)
                 fine = False
                 continue
             try:
-                python = make(cell, max(args.torch, key=_numbers), folder)
+                python = make(cell, max(args.torch, key=numbers), folder)
             except subprocess.CalledProcessError as error:
                 print(f"{cell.name}: {error}", file=sys.stderr)
                 fine = False
@@ -87,10 +87,6 @@ def _runs(python: str) -> bool:
         return subprocess.run([python, "-V"], capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
         return False
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(n) for n in version.split(".")]
 
 
 if __name__ == "__main__":

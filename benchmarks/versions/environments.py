@@ -26,7 +26,7 @@ _SHARED = ("nvidia-", "cuda-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class PythonAndTorch:
     """A Python and a torch."""
 
     python: str
@@ -46,7 +46,7 @@ class Cell:
         return f"{Path(self.python).name}-torch{self.torch}"
 
 
-def make(cell: Cell, newest: str, folder: Path) -> Path:
+def make(cell: PythonAndTorch, newest: str, folder: Path) -> Path:
     """Make a cell's environment unless it is there; its Python.
 
     newest: the newest torch of all cells.
@@ -73,7 +73,7 @@ def make(cell: Cell, newest: str, folder: Path) -> Path:
     return python
 
 
-def _torch(cell: Cell) -> str:
+def _torch(cell: PythonAndTorch) -> str:
     """The version to install: a CPU build if pip sees one."""
     builds = [b for b in cpu_builds(cell.python) if b.partition("+")[0] == cell.torch]
     return builds[0] if builds else cell.torch

@@ -20,7 +20,7 @@ _WIDTH, _HEADS, _LAYERS, _WORDS = 64, 4, 2, 199
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Block(nn.Module):
+class NumericsBlock(nn.Module):
     """Attention and two linear layers, each behind a layer norm."""
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Block(nn.Module):
         return x + self.down(gelu(self.up(self.second(x))))
 
 
-class Net(nn.Module):
+class NumericsGpt(nn.Module):
     """A GPT without positions; its forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(_WORDS, _WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(_LAYERS)))
+        self.blocks = nn.Sequential(*(NumericsBlock() for _ in range(_LAYERS)))
         self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WORDS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Net(nn.Module):
 def gradients(compute: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The gradients of one step, by name."""
     torch.manual_seed(0)
-    model = fcdp_compile.shard(Net().to(dtype), fcdp_compile.make_mesh())
+    model = fcdp_compile.shard(NumericsGpt().to(dtype), fcdp_compile.make_mesh())
     tokens = torch.randint(_WORDS, (4, 33))
     torch.compile(model, backend="fcdp", options={"compute": compute})(tokens).backward()
     found = {}

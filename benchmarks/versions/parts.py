@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.running.machine import commit
 from benchmarks.versions.environments import ROOT
 from benchmarks.versions.results import Result
 
@@ -28,7 +29,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class VersionsPart:
     """A name, what it is for the reader, and the arguments for Python."""
 
     name: str
@@ -39,9 +40,9 @@ class Part:
 
 def _tests(
     name: str, about: str, *files: str, limit_s: int = 1800, also: Sequence[str] = ()
-) -> Part:
+) -> VersionsPart:
     arguments = ("-m", "pytest", "-q", "-m", "not slow", *also, *files)
-    return Part(name=name, about=about, arguments=arguments, limit_s=limit_s)
+    return VersionsPart(name=name, about=about, arguments=arguments, limit_s=limit_s)
 
 
 PARTS = (
@@ -64,7 +65,7 @@ PARTS = (
         f"{_DISTRIBUTED}inductor.py",
         "tests/test_compute.py",
     ),
-    Part(
+    VersionsPart(
         name="demo",
         about="`make demo` with four steps each",
         arguments=(
@@ -86,7 +87,7 @@ PARTS = (
 )  # fmt: skip
 
 
-def run(part: Part, python: Path, logs: Path) -> Result:
+def run(part: VersionsPart, python: Path, logs: Path) -> Result:
     """Run a part in an environment; its output goes to a file in `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{part.name}.log"
@@ -124,7 +125,7 @@ def run(part: Part, python: Path, logs: Path) -> Result:
         skipped=_count(text, "skipped"),
         failures=failures,
         seconds=round(time.monotonic() - began, 1),
-        commit=_commit(),
+        commit=commit() or "unknown",
     )
 
 
@@ -136,9 +137,3 @@ def _count(text: str, outcome: str) -> int:
 
 def _ask(python: Path, code: str) -> str:
     return subprocess.check_output([str(python), "-c", code], text=True).strip()
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"

@@ -8,7 +8,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.versions.parts import PARTS
-from benchmarks.versions.results import Result
+from benchmarks.versions.results import Result, numbers
 
 _HEAD = """\
 # Versions of torch and Python
@@ -36,8 +36,8 @@ def write_report(
     """Write the page: a row for each pair, a column for each part."""
     rows = [
         [torch, python, *(_cell(results.get((python, torch, part.name))) for part in PARTS)]
-        for torch in sorted(torches, key=_numbers)
-        for python in sorted(pythons, key=_numbers)
+        for torch in sorted(torches, key=numbers)
+        for python in sorted(pythons, key=numbers)
     ]
     heads = ["torch", "Python", *(part.name for part in PARTS)]
     about = "\n".join(f"* **{part.name}**: {part.about}" for part in PARTS)
@@ -65,7 +65,7 @@ def _cell(result: Result | None) -> str:
 
 def _builds(results: Iterable[Result]) -> str:
     found = list(results)
-    builds = sorted({r.torch for r in found}, key=lambda b: _numbers(b.partition("+")[0]))
+    builds = sorted({r.torch for r in found}, key=lambda b: numbers(b.partition("+")[0]))
     commits = ", ".join(sorted({r.commit for r in found}))
     pythons = ", ".join(sorted({r.python for r in found}))
     return f"Builds: {', '.join(builds)}. Python {pythons}. fcdp at {commits}."
@@ -78,7 +78,3 @@ def _failures(results: Iterable[Result]) -> list[str]:
         for name in r.failures
     ]
     return ["## What failed\n", "\n".join(lines) + "\n"] if lines else []
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(n) for n in version.split(".")]

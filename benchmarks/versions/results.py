@@ -48,3 +48,8 @@ def add(file: Path, result: Result) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(file) as aside:
         aside.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def numbers(version: str) -> list[int]:
+    """The numbers of a version, by which versions have an order."""
+    return [int(n) for n in version.split(".")]

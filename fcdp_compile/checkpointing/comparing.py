@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fcdp_compile.checkpointing.contents import (
-    Job,
+    JobObjects,
     extra_states,
     own_mark,
     parameter_name,
@@ -20,8 +20,8 @@ from fcdp_compile.checkpointing.contents import (
 from fcdp_compile.checkpointing.format.boxes import Cut
 from fcdp_compile.checkpointing.format.cuts import cut
 from fcdp_compile.checkpointing.format.marks import mark_of_all
-from fcdp_compile.checkpointing.format.record import TORCH_DTYPES, Checkpoint, CutTensor
-from fcdp_compile.checkpointing.format.tree import Reference, has_state
+from fcdp_compile.checkpointing.format.record import TORCH_DTYPES, CheckpointRecord, CutTensor
+from fcdp_compile.checkpointing.format.tree import TensorReference, has_state
 from fcdp_compile.checkpointing.optimizers import check_groups, class_of
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.params.registry import ParamSpec
@@ -29,7 +29,7 @@ from fcdp_compile.runtime.model import ShardedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class WantedRows:
     """A cut tensor and what this rank wants of it."""
 
     tensor: CutTensor
@@ -44,7 +44,12 @@ class Comparison:
     """
 
     def __init__(
-        self, folder: Path, record: Checkpoint, root: nn.Module, state: ShardedModel, job: Job
+        self,
+        folder: Path,
+        record: CheckpointRecord,
+        root: nn.Module,
+        state: ShardedModel,
+        job: JobObjects,
     ) -> None:
         self._folder, self._record = folder, record
         self._root, self._state, self._job = root, state, job
@@ -61,7 +66,7 @@ class Comparison:
         self._check_model(set(values))
         self._check_job(set(values))
 
-    def targets(self, values: Mapping[str, Any], differing: Collection[str]) -> list[Target]:
+    def targets(self, values: Mapping[str, Any], differing: Collection[str]) -> list[WantedRows]:
         """Every cut tensor that is to be read, once the values fit as well.
 
         differing: those of them that this rank has from rank 0, which had another than others.
@@ -120,10 +125,10 @@ class Comparison:
         """
         names = {parameter_name(r.spec.name): key for key, r in self._state.records.items()}
         keys = [names[name] for name in self._left_out]
-        if lacking := [k for k in keys if k in self._state.unset.keys]:
+        if unset := [k for k in keys if k in self._state.unset.keys]:
             raise CheckpointError(
                 f"the checkpoint in {self._folder} was saved with frozen=False, and "
-                f"{self._state.records[lacking[0]].spec.name!r} (one of {len(lacking)}) has no values yet; "
+                f"{self._state.records[unset[0]].spec.name!r} (one of {len(unset)}) has no values yet; "
                 "give the frozen parameters theirs first, such as by fcdp_compile.load_pretrained"
             )
         records = [self._state.records[k] for k in keys]
@@ -166,7 +171,9 @@ class Comparison:
                 "the same as when it was saved, or leave optimizer=… out"
             )
 
-    def _moments(self, values: Mapping[str, Any], differing: Collection[str]) -> Iterator[Target]:
+    def _moments(
+        self, values: Mapping[str, Any], differing: Collection[str]
+    ) -> Iterator[WantedRows]:
         """The tensors of the optimizer that lie as their parameters do."""
         specs = {r.spec.name: r.spec for r in self._state.records.values()}
         names = {n for g in values["optimizer.groups"] for n in g["params"]}
@@ -176,7 +183,7 @@ class Comparison:
                     f"{self._folder}: {parameter!r} has a state but is in no group"
                 )
             for key, value in of_one.items():
-                if not isinstance(value, Reference):
+                if not isinstance(value, TensorReference):
                     self._check_unmoved(parameter, key, value)
                     continue
                 saved = self._cuts.get(value.name)
@@ -209,12 +216,12 @@ class Comparison:
                 "strategy) can load; load it there, or without optimizer=…"
             )
 
-    def _target(self, spec: ParamSpec, name: str) -> Target:
+    def _target(self, spec: ParamSpec, name: str) -> WantedRows:
         layout, home = spec.layout, self._state.topology.home(spec.strategy.home)
         start = layout.local_start(home.node, home.place)
         rows = 0 if layout.dim is None else spec.local_shape[layout.dim]
         want = Cut(dim=layout.dim, start=start, stop=start + rows)
-        return Target(tensor=self._cuts[name], spec=spec, want=want)
+        return WantedRows(tensor=self._cuts[name], spec=spec, want=want)
 
 
 def restores(given: Any, saved: Any, path: str) -> Iterator[tuple[Any, Any]]:

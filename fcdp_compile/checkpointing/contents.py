@@ -23,7 +23,7 @@ from fcdp_compile.runtime.parameters.record import ParamRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobObjects:
     """What a user gives to `save` and `load` besides the model; None: not given."""
 
     optimizer: Optimizer | None
@@ -33,7 +33,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class JobContents:
     """tensors: all, the same on every rank.  parts: of which this rank writes what, by name.
 
     left_out: frozen parameters, with this rank's part of each mark.
@@ -52,7 +52,7 @@ class Contents:
         return [*cuts, *frozen, *(f"{name}, a value" for name in self.values)]
 
 
-class Copies:
+class HostCopies:
     """Host memory for copies of a model's tensors, kept from one save to the next.
 
     Memory that is new costs as much again as the copy: the system clears each page when it is touched.
@@ -76,12 +76,12 @@ class Copies:
 def contents_of(
     state: ShardedModel,
     root: nn.Module,
-    job: Job,
+    job: JobObjects,
     step: int | None,
-    copies: Copies | None,
+    copies: HostCopies | None,
     *,
     frozen: bool = True,
-) -> Contents:
+) -> JobContents:
     """Look at everything that a checkpoint holds.
 
     frozen: whether values of frozen parameters are among it.
@@ -139,8 +139,8 @@ def _cut_and_encoded(
     locals_: list[tuple[str, ParamSpec, Tensor]],
     left_out: list[LeftOut],
     values: dict[str, Any],
-    copies: Copies | None,
-) -> Contents:
+    copies: HostCopies | None,
+) -> JobContents:
     mesh = state.topology.position
     rank = mesh.node * mesh.ranks_per_node + mesh.place
     tensors, parts = [], {}
@@ -154,7 +154,7 @@ def _cut_and_encoded(
     if copies is not None:
         copies.keep(parts)
     encoded = {n: encode(value, n, copy=copies is not None) for n, value in values.items()}
-    return Contents(tensors=tensors, left_out=left_out, parts=parts, values=encoded)
+    return JobContents(tensors=tensors, left_out=left_out, parts=parts, values=encoded)
 
 
 def parameter_name(name: str) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.checkpointing.comparing import Comparison, Target, restores
-from fcdp_compile.checkpointing.contents import Job, parameter_name
-from fcdp_compile.checkpointing.format.blocks import Block, DataFiles
+from fcdp_compile.checkpointing.comparing import Comparison, WantedRows, restores
+from fcdp_compile.checkpointing.contents import JobObjects, parameter_name
+from fcdp_compile.checkpointing.format.blocks import DataFiles, FileBlock
 from fcdp_compile.checkpointing.format.boxes import Cut, Slab, slabs
-from fcdp_compile.checkpointing.format.record import TORCH_DTYPES, Checkpoint, read_record
+from fcdp_compile.checkpointing.format.record import TORCH_DTYPES, CheckpointRecord, read_record
 from fcdp_compile.checkpointing.format.tree import decode
 from fcdp_compile.files.safetensors_header import Stored
 from fcdp_compile.runtime.model import ShardedModel
@@ -53,16 +53,16 @@ class LoadPlan:
     folder: Path
     root: nn.Module
     state: ShardedModel
-    job: Job
-    record: Checkpoint
+    job: JobObjects
+    record: CheckpointRecord
     files: DataFiles
     comparison: Comparison
     values: dict[str, Any]
     differing: list[str]
-    targets: list[Target]
+    targets: list[WantedRows]
     restores: list[tuple[Any, Any]]
     reads: list[SlabRead]
-    blocks: list[Block]
+    blocks: list[FileBlock]
 
     @property
     def digest(self) -> str:
@@ -85,7 +85,7 @@ class LoadPlan:
         return [key for key, r in records if parameter_name(r.spec.name) in names]
 
 
-def look(folder: Path, root: nn.Module, state: ShardedModel, job: Job) -> LoadPlan:
+def look(folder: Path, root: nn.Module, state: ShardedModel, job: JobObjects) -> LoadPlan:
     """Compare the checkpoint in a folder with a job.
 
     Raises: CheckpointError, naming the folder or the file and what is wrong.
@@ -125,7 +125,7 @@ def look(folder: Path, root: nn.Module, state: ShardedModel, job: Job) -> LoadPl
     )
 
 
-def _is_wanted(name: str, job: Job) -> bool:
+def _is_wanted(name: str, job: JobObjects) -> bool:
     owner, _, _ = name.partition(".")
     return owner not in ("optimizer", "scheduler", "scaler") or getattr(job, owner) is not None
 
@@ -137,7 +137,7 @@ def _reader(files: DataFiles, file: int) -> Any:
     return read
 
 
-def _reads_of(target: Target, files: DataFiles) -> Iterator[SlabRead]:
+def _reads_of(target: WantedRows, files: DataFiles) -> Iterator[SlabRead]:
     tensor, dtype = target.tensor, TORCH_DTYPES[target.tensor.dtype]
     for part, file in zip(_parts(tensor.dim, tensor.rows), tensor.files, strict=True):
         shape = tuple(b - a for a, b in part.bounds(tensor.shape))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp_compile.checkpointing.contents import (
-    Job,
+    JobObjects,
     extra_states,
     parameter_name,
     parameter_names,
@@ -28,7 +28,7 @@ from fcdp_compile.checkpointing.contents import (
     plain_tensors,
 )
 from fcdp_compile.checkpointing.format.record import TORCH_DTYPES
-from fcdp_compile.checkpointing.format.tree import Reference
+from fcdp_compile.checkpointing.format.tree import TensorReference
 from fcdp_compile.checkpointing.load_plan import LoadPlan, SlabRead, look
 from fcdp_compile.checkpointing.optimizers import put_back
 from fcdp_compile.checkpointing.progress import Bar, bar, need_bar
@@ -92,7 +92,7 @@ def load(
     tqdm; ValueError if the model is not sharded.
     """
     refuse_swapped(folder, model, "load(folder, model)")
-    job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
+    job = JobObjects(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
     root, state = model_of(model), state_of(model)
     end_of_saves(state)
     plan = _compared(folder, root, state, job, progress=progress)
@@ -104,7 +104,7 @@ def _compared(
     folder: str | os.PathLike[str],
     root: nn.Module,
     state: ShardedModel,
-    job: Job,
+    job: JobObjects,
     *,
     progress: bool,
 ) -> LoadPlan:
@@ -233,7 +233,7 @@ def _write_job(plan: LoadPlan, moments: dict[str, Tensor]) -> None:
         state = {
             name: {
                 key: _as_parameter(moments[value.name], specs[name], plan.state.topology)
-                if isinstance(value, Reference)
+                if isinstance(value, TensorReference)
                 else value
                 for key, value in of_one.items()
             }

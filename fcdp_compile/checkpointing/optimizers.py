@@ -1,7 +1,8 @@
 """An optimizer as values and cut tensors under its parameters' names, and back.
 
     state_dict(): {"state": {0: {"step", "exp_avg"}}, "param_groups": [{"lr", "params": [0]}], …}
-    ->  groups [{"lr", "params": ["norm.weight"]}]    state {"norm.weight": {"step", "exp_avg": Reference}}
+    ->  groups [{"lr", "params": ["norm.weight"]}]
+        state {"norm.weight": {"step", "exp_avg": TensorReference}}
 
 Indices would name other parameters once one more is frozen; names do not.  A tensor of the optimizer that
 lies as its parameter does, such as a moment, is written by rows and comes back on any layout.
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp_compile.checkpointing.format.tree import Reference
+from fcdp_compile.checkpointing.format.tree import TensorReference
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.params.registry import ParamSpec
 
@@ -34,7 +35,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerParts:
-    """groups: with names for parameters.  state: by parameter and key, a Reference for each moment.
+    """groups: with names for parameters.  state: by parameter and key, a TensorReference for each moment.
 
     others: what else the state dict has.
     """
@@ -73,7 +74,7 @@ def parts_of(
             where = f"optimizer.state[{name!r}][{key!r}]"
             if name in specs and _is_moment(parameter, key, value, keys, where):
                 local = value.to_local() if isinstance(value, DTensor) else value
-                state[name][key] = Reference(where)
+                state[name][key] = TensorReference(where)
                 moments.append(Moment(name=where, spec=specs[name], local=local.detach()))
     others = {k: v for k, v in whole.items() if k not in ("state", "param_groups")}
     if of_none := {k: v for k, v in whole["state"].items() if k not in by_index}:
@@ -171,7 +172,7 @@ def put_back(
     others: Mapping[str, Any],
     names: Mapping[int, str],
 ) -> None:
-    """Load what `parts_of` gave, moments in the place of their References; `check_groups` comes first."""
+    """Load what `parts_of` gave, moments in the place of their references; `check_groups` comes first."""
     # The numbers in a state dict are those of this optimizer's parameters in the order that it has them.
     numbers: dict[str, int] = {}
     packed = []

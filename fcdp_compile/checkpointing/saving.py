@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fcdp_compile.checkpointing.contents import Contents, Copies, Job, contents_of
+from fcdp_compile.checkpointing.contents import HostCopies, JobContents, JobObjects, contents_of
 from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.progress import need_bar
 from fcdp_compile.checkpointing.writing import Write
@@ -77,7 +77,7 @@ class _Saver:
 
     def __init__(self) -> None:
         self.pending = PendingSave()
-        self.copies = Copies()
+        self.copies = HostCopies()
         self._group: dist.ProcessGroup | None = None
 
     def group(self, topology: Topology) -> dist.ProcessGroup | None:
@@ -146,7 +146,7 @@ def save(
     model is not sharded.  What fails in the writing of an asynchronous save is raised by `wait`, and logged.
     """
     refuse_swapped(folder, model, "save(folder, model)")
-    job = Job(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
+    job = JobObjects(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
     return save_on(
         Disk(),
         folder,
@@ -163,7 +163,7 @@ def save_on(
     disk: Disk,
     folder: str | os.PathLike[str],
     model: nn.Module,
-    job: Job,
+    job: JobObjects,
     step: int | None,
     *,
     frozen: bool = True,
@@ -177,7 +177,7 @@ def save_on(
     saver.pending.end()
     state.unset.refuse("a checkpoint")
     _refuse_waiting_gradients(state)
-    found: list[Contents] = []
+    found: list[JobContents] = []
 
     def look() -> str:
         refuse_nameless(folder)
@@ -218,7 +218,7 @@ def digest_of(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _lines(contents: Contents, step: int | None, *, asynchronous: bool) -> list[str]:
+def _lines(contents: JobContents, step: int | None, *, asynchronous: bool) -> list[str]:
     return [f"save, {asynchronous=}, {step=}", *contents.description()]
 
 

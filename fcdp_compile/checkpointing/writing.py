@@ -16,12 +16,12 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from fcdp_compile.checkpointing.contents import Contents
+from fcdp_compile.checkpointing.contents import JobContents
 from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.format.marks import mark_of_all
 from fcdp_compile.checkpointing.format.record import (
     BLOCK_BYTES,
-    Checkpoint,
+    CheckpointRecord,
     DataFile,
     LeftOut,
     SavedValue,
@@ -53,7 +53,7 @@ class _Written:
 class Write:
     """One save: what, where, and as which rank of which group."""
 
-    contents: Contents
+    contents: JobContents
     folder: Path
     mesh: Home
     group: dist.ProcessGroup | None
@@ -146,7 +146,7 @@ class Write:
     def _decide(self, id: str, written: list[_Written]) -> None:
         if self.rank != 0:
             return
-        record = Checkpoint(
+        record = CheckpointRecord(
             checksum="",
             id=id,
             nodes=self.mesh.nodes,

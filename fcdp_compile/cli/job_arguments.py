@@ -11,7 +11,7 @@ from fcdp_compile.strategy import Strategy
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, *, are_nodes_required: bool = True) -> None:
-    """Declare the arguments that describe a job."""
+    """Declare the arguments that describe a job: a model on a cluster, and the step that it trains."""
     parser.add_argument(
         "--model",
         required=True,
@@ -34,6 +34,10 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, are_nodes_required: bo
         metavar="g",
         help="ranks of each node (default: as many as a node of the cluster has)",
     )
+    _add_step_arguments(parser)
+
+
+def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch",
         type=whole,

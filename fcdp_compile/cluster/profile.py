@@ -102,7 +102,7 @@ def _check(profile: ClusterProfile) -> None:
             fail(f"samples[{i}].seconds", f"is {sample.seconds}, but must be above 0")
 
 
-_FORMAT = RecordFormat(
+FORMAT = RecordFormat(
     record=ClusterProfile,
     schema=SCHEMA,
     what="cluster profile",
@@ -117,7 +117,7 @@ def read_profile(path: str | os.PathLike[str]) -> ClusterProfile:
 
     Raises: ProfileError with the field and the fault; OSError where the file cannot be read.
     """
-    return _FORMAT.read(path)
+    return FORMAT.read(path)
 
 
 def write_profile(path: str | os.PathLike[str], profile: ClusterProfile) -> None:
@@ -125,20 +125,12 @@ def write_profile(path: str | os.PathLike[str], profile: ClusterProfile) -> None
 
     Raises: OSError where it cannot be written.
     """
-    _FORMAT.write(path, profile)
+    FORMAT.write(path, profile)
 
 
 def profile_to_json(profile: ClusterProfile) -> str:
     """The text of a profile's file."""
-    return _FORMAT.to_json(profile)
-
-
-def profile_from_json(text: str, *, source: str) -> ClusterProfile:
-    """Read a profile from JSON text.
-
-    Raises: ProfileError, which names the source, the field and the fault.
-    """
-    return _FORMAT.from_json(text, source=source)
+    return FORMAT.to_json(profile)
 
 
 def find_profile(name: str) -> ClusterProfile:

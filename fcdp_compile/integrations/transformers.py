@@ -65,7 +65,7 @@ class FcdpMixin(TrainerCheckpoints):
                 "optimizers=… is given, but its parameters are replaced when the model is sharded; pass "
                 "optimizer_cls_and_kwargs, or override create_optimizer"
             )
-        self._watch = _Watch()
+        self._watch = _StepWatch()
         self.add_callback(self._watch)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -168,7 +168,7 @@ def _generate(reference: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> A
         return type(model).generate(model, *args, **kwargs)
 
 
-class _Watch(TrainerCallback):
+class _StepWatch(TrainerCallback):
     """Measures what a logged step sent, and reports after the first step what was not compiled.
 
     sent_bytes: to other nodes in the last logged step by the node that sent most; None before there was one.

@@ -181,11 +181,6 @@ class Timeline:
     total_s: float
 
     @property
-    def bound_s(self) -> float:
-        """No order of the same steps is faster than the busiest lane."""
-        return max(self.busy_s.values())
-
-    @property
     def exposed_s(self) -> float:
         """How long compute stands still."""
         return self.total_s - self.busy_s[Lane.COMPUTE]

@@ -92,7 +92,7 @@ class RecordingFile:
                 raise ArgumentError(f"{direction.value} {variant.value} was recorded twice")
 
 
-_FORMAT = RecordFormat(
+FORMAT = RecordFormat(
     record=RecordingFile,
     schema=SCHEMA,
     what="recording",
@@ -106,7 +106,7 @@ def write_recordings(path: str | os.PathLike[str], recordings: Sequence[Recordin
 
     Raises: OSError where the file cannot be written.
     """
-    _FORMAT.write(path, RecordingFile(recordings=tuple(recordings)))
+    FORMAT.write(path, RecordingFile(recordings=tuple(recordings)))
 
 
 def read_recordings(folder: str | os.PathLike[str]) -> dict[str, tuple[Recording, ...]]:
@@ -115,20 +115,7 @@ def read_recordings(folder: str | os.PathLike[str]) -> dict[str, tuple[Recording
     Raises: RecordingError with the file, the field and the fault; OSError where a file cannot be read.
     """
     found = sorted(Path(folder).glob(f"*{SUFFIX}"))
-    return {path.name.removesuffix(SUFFIX): _FORMAT.read(path).recordings for path in found}
-
-
-def recordings_to_json(recordings: Sequence[Recording]) -> str:
-    """The text of a file of recordings."""
-    return _FORMAT.to_json(RecordingFile(recordings=tuple(recordings)))
-
-
-def recordings_from_json(text: str, *, source: str) -> tuple[Recording, ...]:
-    """Read recordings from JSON text.
-
-    Raises: RecordingError, which names the source, the field and the fault.
-    """
-    return _FORMAT.from_json(text, source=source).recordings
+    return {path.name.removesuffix(SUFFIX): FORMAT.read(path).recordings for path in found}
 
 
 def measured(recording: Recording, schedule: Schedule) -> Timeline:

@@ -46,11 +46,6 @@ class Entry:
     leaf: str
     tensor: Tensor
 
-    @property
-    def is_parameter(self) -> bool:
-        """Whether it is a parameter, not a buffer."""
-        return self.leaf in self.module._parameters
-
 
 def entries_of(root: nn.Module) -> list[Entry]:
     """Every parameter and persistent buffer of a model, in the order of its state dict, not gathered.

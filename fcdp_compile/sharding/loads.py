@@ -24,7 +24,7 @@ def watch_loads(root: nn.Module, state: ShardedModel) -> None:
     """Let every module of a sharded model take part in loading."""
     keys = {owner: key for key, record in state.records.items() for owner in record.owners()}
     for path, module in root.named_modules():
-        watch = _Watch(
+        watch = _LoadWatch(
             weakref.ref(state),
             {name: keys[module, name] for name in module._parameters if (module, name) in keys},
             {
@@ -37,7 +37,7 @@ def watch_loads(root: nn.Module, state: ShardedModel) -> None:
         module.register_load_state_dict_post_hook(watch.ended)
 
 
-class _Watch:
+class _LoadWatch:
     """One module: keys of its parameters and paths of its buffers that were on meta, by their names in it."""
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,15 +26,23 @@ _IGNORED = "_fcdp_ignored"
 _WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, nn.DataParallel)
 
 
+class Dtypes(NamedTuple):
+    """The `…_dtype` arguments of `shard`."""
+
+    param: torch.dtype | None
+    reduce: torch.dtype | None
+    buffer: torch.dtype | None
+
+
 def check_model(
     model: nn.Module,
     ignored: Collection[str],
-    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    dtypes: Dtypes,
     mesh: DeviceMesh | None,
 ) -> None:
     """Check that `shard` can shard the model.
 
-    ignored: names of parameters that it leaves alone.  dtypes: of parameters, reductions and buffers.
+    ignored: names of parameters that it leaves alone.
 
     Raises: TypeError if it is no module or a dtype no floating point dtype; ValueError for a model that is
     wrapped or sharded already, has no parameters, or has one on another device than the mesh's (`meta` is
@@ -42,10 +51,11 @@ def check_model(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
-    options = ("param_dtype", "reduce_dtype", "buffer_dtype")
-    for option, dtype in zip(options, dtypes, strict=True):
+    for option, dtype in dtypes._asdict().items():
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ArgumentError(f"{option} must be a floating point torch.dtype, not {dtype!r}")
+            raise ArgumentError(
+                f"{option}_dtype must be a floating point torch.dtype, not {dtype!r}"
+            )
     for name, module in model.named_modules():
         if isinstance(module, _WRAPPERS):
             raise ArgumentError(

@@ -25,7 +25,7 @@ from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import assign
 from fcdp_compile.sharding.gpus import agree_on_gpus
 from fcdp_compile.sharding.loads import watch_loads
-from fcdp_compile.sharding.refusals import check_model, ignore
+from fcdp_compile.sharding.refusals import Dtypes, check_model, ignore
 from fcdp_compile.sharding.replicas import agree_on_replicas
 from fcdp_compile.sharding.sharded_class import (
     STATE,
@@ -57,48 +57,62 @@ def shard(
     Every parameter becomes a DTensor `nn.Parameter` that holds this rank's part; names, ties and
     requires_grad stay.  Where ranks hold different values rank 0's are taken.  Build the optimizer after.
 
-    Parameters may be on meta, all or some, the same ones on every rank: their home shards then have memory on
-    the mesh's device (without a mesh: the GPU if there is one) but no values, and a forward or an optimizer
-    step raises FcdpError until `materialize`, `load_pretrained` or `load_state_dict` has given them some.
-    Buffers on meta stay there until then.
+    Parameters may be on meta, the same ones on every rank: their home shards have memory but no values until
+    `materialize`, `load_pretrained` or `load_state_dict` gives them some; without, a forward or an optimizer
+    step raises FcdpError.  Buffers on meta stay there until then.
 
     mesh: from `make_mesh`; None in a single process.
     strategy: a preset's name (`fcdp_compile.strategy.PRESETS`) or a Strategy.
-    param_dtype: what floating point parameters are gathered and computed in, and floating point inputs of
-    the model are cast to; by default each parameter's own dtype.  Home shards keep theirs.
-    reduce_dtype: what their gradients are reduced in; by default param_dtype.
+    param_dtype: of gathered parameters, computation and the model's inputs; by default each parameter's own.
+    reduce_dtype: what gradients are reduced in; by default param_dtype.
     reshard_after_forward: as FSDP2's, with strategy "fsdp" (`Strategy.fsdp`).
-    gradient_on: where gradients wait within `no_sync`: "gpu", "host", or "auto", on the GPU while the planned
-    step has room for them; by default as the strategy says, and with those of module_strategies in any case.
-    module_strategies: other strategies for the parameters of some modules, by the modules' names, in which
-    `*` stands for anything between two dots: {"model.embed_tokens": "ddp", "model.layers.*.mlp": "mics"}; the
-    innermost module with a strategy decides (`assignment`).
-    ignored_params: parameters that stay as they are: whole on every rank, their gradients averaged by nobody.
-    torch's clip_grad_norm_ and GradScaler do not take them together with DTensors.
+    gradient_on: where gradients wait within `no_sync`: "gpu", "host" or "auto"; by default as strategy says.
+    module_strategies: other strategies by names of modules, where `*` stands for anything between two dots;
+    the innermost module that has one decides.
+    ignored_params: parameters that stay whole on every rank, their gradients averaged by nobody.
     buffer_dtype: what floating point buffers are cast to, here and now; by default they stay.
 
-    Raises: ValueError or TypeError, before anything is communicated, for a mesh without "inter" and
-    "intra", an unknown strategy or module, tied parameters with two strategies, and a model that cannot be
-    sharded (`shardable.check_model`); ValueError on every rank if ranks build different models, or if NCCL is
-    to connect ranks that use one GPU.
+    Raises: ArgumentError, before anything is communicated, for arguments or a model that cannot be sharded,
+    and on every rank if ranks build different models or NCCL is to connect ranks that use one GPU.
     """
-    root = model_of(model)
-    chosen = Strategy.parse(strategy)
+    root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
+    chosen = _chosen(strategy, reshard_after_forward)
     ignored = ignore(root, ignored_params)
-    check_model(root, ignored, (param_dtype, reduce_dtype, buffer_dtype), mesh)
-    if reshard_after_forward is not None and chosen != Strategy.parse("fsdp"):
-        raise ArgumentError(
-            f"reshard_after_forward is an option of strategy 'fsdp', not of {chosen.name!r}, which says "
-            "itself what is kept; leave it out"
-        )
+    check_model(root, ignored, dtypes, mesh)
     topology = topology_of(mesh)
     if reshard_after_forward is not None:
         chosen = Strategy.fsdp(reshard_after_forward, topology.ranks_per_node)
     if gradient_on is not None:
         chosen = chosen.with_gradients_on(gradient_on)
     names = {p: name for name, p in root.named_parameters() if name not in ignored}
-    assigned = assign(root, names, chosen, module_strategies or {})
-    fitting = {s: fit_strategy(s, topology.position) for s in dict.fromkeys(assigned.values())}
+    strategies = assign(root, names, chosen, module_strategies or {})
+    device = _device_of(names, topology)
+    state, records = _new_state(root, names, strategies, topology, device, dtypes)
+    _agree(root, state, records, ignored, dtypes)
+    _install(root, state, records, dtypes)
+    return model
+
+
+def _chosen(strategy: str | Strategy, reshard_after_forward: bool | int | None) -> Strategy:
+    chosen = Strategy.parse(strategy)
+    if reshard_after_forward is not None and chosen != Strategy.parse("fsdp"):
+        raise ArgumentError(
+            f"reshard_after_forward is an option of strategy 'fsdp', not of {chosen.name!r}, which says "
+            "itself what is kept; leave it out"
+        )
+    return chosen
+
+
+def _new_state(
+    root: nn.Module,
+    names: Mapping[nn.Parameter, str],
+    strategies: Mapping[nn.Parameter, Strategy],
+    topology: Topology,
+    device: Device,
+    dtypes: Dtypes,
+) -> tuple[ShardedModel, dict[nn.Parameter, ParamRecord]]:
+    """The run-time state of a model that is not sharded yet, and the records of its parameters."""
+    fitting = {s: fit_strategy(s, topology.position) for s in dict.fromkeys(strategies.values())}
     number = registry.new_model_number()
     records = {
         p: ParamRecord(
@@ -107,49 +121,50 @@ def shard(
                 name,
                 shape=tuple(p.shape),
                 dtype=p.dtype,
-                strategy=fitting[assigned[p]],
+                strategy=fitting[strategies[p]],
                 mesh=topology.position,
-                param_dtype=param_dtype,
-                reduce_dtype=reduce_dtype,
+                param_dtype=dtypes.param,
+                reduce_dtype=dtypes.reduce,
             )
         )
         for p, name in names.items()
     }
-    device = _device_of(names, topology)
-    named = [(name, p) for p, name in names.items()]
-    buffers = list(root.named_buffers())
-    awaited = [r.spec.key for p, r in records.items() if p.is_meta]
-    awaited_buffers = [name for name, b in buffers if b.is_meta]
     state = ShardedModel(
         number,
         topology,
         records.values(),
         device,
-        awaited,
-        awaited_buffers,
-        accumulates_elsewhere=any(s.accumulates_on for s in assigned.values()),
+        [r.spec.key for p, r in records.items() if p.is_meta],
+        [name for name, b in root.named_buffers() if b.is_meta],
+        accumulates_elsewhere=any(s.accumulates_on for s in strategies.values()),
     )
-    state.gpu_bytes = agree_on_gpus(topology, state.collectives, device)
-    description = [f"param_dtype {param_dtype}, reduce_dtype {reduce_dtype}, {buffer_dtype=}"]
-    description += [f"{name}: ignored" for name in ignored]
-    description += [f"{r.spec.name}: {r.spec.strategy}" for r in records.values()]
-    description += [
-        f"{name}: {t.dtype} {tuple(t.shape)}, requires_grad={t.requires_grad}"
-        + (", on meta" if t.is_meta else "")
-        for name, t in [*named, *buffers]
+    return state, records
+
+
+def _agree(
+    root: nn.Module,
+    state: ShardedModel,
+    records: Mapping[nn.Parameter, ParamRecord],
+    ignored: Iterable[str],
+    dtypes: Dtypes,
+) -> None:
+    """Make sure that all ranks shard the same model with the same values, and make the groups."""
+    topology, collectives = state.topology, state.collectives
+    state.gpu_bytes = agree_on_gpus(topology, collectives, state.device)
+    tensors = [*((r.spec.name, p) for p, r in records.items()), *root.named_buffers()]
+    description = [
+        f"param_dtype {dtypes.param}, reduce_dtype {dtypes.reduce}, buffer_dtype={dtypes.buffer}",
+        *(f"{name}: ignored" for name in ignored),
+        *(f"{r.spec.name}: {r.spec.strategy}" for r in records.values()),
+        *(
+            f"{name}: {t.dtype} {tuple(t.shape)}, requires_grad={t.requires_grad}"
+            + (", on meta" if t.is_meta else "")
+            for name, t in tensors
+        ),
     ]
-    present = [(name, t) for name, t in [*named, *buffers] if not t.is_meta]
-    agree_on_replicas(topology, state.collectives, description, present)
+    present = [(name, t) for name, t in tensors if not t.is_meta]
+    agree_on_replicas(topology, collectives, description, present)
     state.make_groups()
-    _install(root, state, records, param_dtype)
-    if buffer_dtype is not None:
-        _cast_buffers(root, buffer_dtype)
-    for record in records.values():
-        registry.register(record.spec.key, state)
-    root.register_load_state_dict_post_hook(_state_dict_loaded)
-    watch_loads(root, state)
-    state.agree_on_host_memory()  # now that the whole parameters are gone
-    return model
 
 
 def model_of(model: nn.Module) -> nn.Module:
@@ -170,6 +185,23 @@ def state_of(model: nn.Module) -> ShardedModel:
 
 
 def _install(
+    root: nn.Module,
+    state: ShardedModel,
+    records: dict[nn.Parameter, ParamRecord],
+    dtypes: Dtypes,
+) -> None:
+    """Make the model a sharded one: its parameters, its classes, its hooks."""
+    _replace(root, state, records, dtypes.param)
+    if dtypes.buffer is not None:
+        _cast_buffers(root, dtypes.buffer)
+    for record in records.values():
+        registry.register(record.spec.key, state)
+    root.register_load_state_dict_post_hook(_state_dict_loaded)
+    watch_loads(root, state)
+    state.agree_on_host_memory()  # now that the whole parameters are gone
+
+
+def _replace(
     root: nn.Module,
     state: ShardedModel,
     records: dict[nn.Parameter, ParamRecord],

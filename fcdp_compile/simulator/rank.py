@@ -28,7 +28,7 @@ _UNKNOWN = math.inf
 
 
 @dataclass(slots=True)
-class _Queue:
+class _LaneQueue:
     """Tasks of a lane that have not started, each with the time of the program that gave it."""
 
     waiting: deque[tuple[int, float]] = field(default_factory=deque)
@@ -64,7 +64,7 @@ class SimulatedRank:
         self._copies_longer = slowdown - 1.0
         self._compute_s = compute_s
         self._begin = begin
-        self._lanes = {lane: _Queue() for lane in Lane}
+        self._lanes = {lane: _LaneQueue() for lane in Lane}
         self._waiting_for: dict[int, list[Lane]] = {}
         self._awake = [Lane.COMPUTE]
 

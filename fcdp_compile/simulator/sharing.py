@@ -27,7 +27,7 @@ class SharedLink(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class LinkUse:
     """A link that a flow uses; weight: bytes over the link for each byte of the flow."""
 
     link: SharedLink
@@ -39,7 +39,7 @@ class Demand:
     """What a flow would take of its links; peak_bytes_per_s: how fast it is where nothing is in its way."""
 
     peak_bytes_per_s: float
-    uses: tuple[Use, ...]
+    uses: tuple[LinkUse, ...]
 
 
 _SAME = 1 + 1e-9

@@ -27,8 +27,7 @@ class SimulatedNodes:
 
     nodes: how many.  slowdown, inter_factor: of their compute and their cards (`Conditions`).  end_s: when
     they have done all of the step.  busy_s: how long each lane is busy, the optimizer counted as compute,
-    without waiting for other nodes.  inter_utilisation: the part of what a node's card could have sent in
-    the step that it has sent, 0 to 1.
+    without waiting for other nodes.
     """
 
     nodes: int
@@ -36,7 +35,6 @@ class SimulatedNodes:
     inter_factor: float
     end_s: float
     busy_s: Mapping[Lane, float]
-    inter_utilisation: float
 
     @property
     def exposed_s(self) -> float:
@@ -52,7 +50,7 @@ class SimulatedStep:
     longest.  parts: of these, a timeline for each schedule; slots count from the beginning of the step, and a
     collective's from when these nodes have come to it; total_s is until the next part begins, so lanes may be
     busy for longer; the last has no optimizer in it.  optimizer_s: what that takes on the slowest.
-    bytes_sent_by_node: over the card of each node.  inter_utilisation: over all nodes, as in SimulatedNodes.
+    bytes_sent_by_node: over the card of each node.
     classes: nodes by what state they are in; with jitter, each by itself.  agreements_s: of all forwards
     together, until ranks agree on what these run; not in step_s, as a device goes on with what it has been
     given before.
@@ -63,7 +61,6 @@ class SimulatedStep:
     parts: tuple[Timeline, ...]
     optimizer_s: float
     bytes_sent_by_node: int
-    inter_utilisation: float
     classes: tuple[SimulatedNodes, ...]
     agreements_s: float
 
@@ -122,11 +119,10 @@ def simulate_step(
     ranks = engine.run()
     optimizer_s = optimizer_bytes / profile.machine.memory_bytes_per_s
     forwards = sum(part.direction is not Direction.BACKWARD for part in parts)
-    run = _Run(
+    run = _Simulated(
         parts=parts,
         tasks=tasks,
         optimizer_s=optimizer_s,
-        profile=profile,
         agreements_s=forwards * agreement_s(profile.machine, nodes, ranks_per_node),
     )
     return run.result(classes, ranks)
@@ -144,32 +140,29 @@ def _compute_s(tasks: Sequence[Task], nodes: NodeClass, jitter: Jitter) -> list[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Simulated:
     """What was simulated; reads results off the ranks."""
 
     parts: Sequence[Schedule]
     tasks: Sequence[Task]
     optimizer_s: float
-    profile: ClusterProfile
     agreements_s: float
 
     def result(self, classes: Sequence[NodeClass], ranks: Sequence[SimulatedRank]) -> SimulatedStep:
         ends = [self._end_s(c, rank) for c, rank in zip(classes, ranks, strict=True)]
-        step_s, sent = max(ends), sum(t.sent_bytes for t in self.tasks)
+        step_s = max(ends)
         figures = tuple(
-            self._figures(c, rank, end_s, step_s, sent)
+            self._figures(c, rank, end_s)
             for c, rank, end_s in zip(classes, ranks, ends, strict=True)
         )
         last = [i for i, end_s in enumerate(ends) if end_s == step_s]
         slowest = max(last, key=lambda i: figures[i].busy_s[Lane.COMPUTE])
-        could = sum(c.nodes * c.inter_factor for c in classes) / sum(c.nodes for c in classes)
         return SimulatedStep(
             step_s=step_s,
             slowest=figures[slowest],
             parts=self._timelines(ranks[slowest]),
             optimizer_s=self.optimizer_s * classes[slowest].slowdown,
-            bytes_sent_by_node=sent,
-            inter_utilisation=self._utilisation(sent, step_s, could),
+            bytes_sent_by_node=sum(t.sent_bytes for t in self.tasks),
             classes=figures,
             agreements_s=self.agreements_s,
         )
@@ -183,9 +176,7 @@ class _Run:
         ready_s = max(rank.now_s, *reduced_s, 0.0)
         return max(end_s, ready_s + self.optimizer_s * nodes.slowdown)
 
-    def _figures(
-        self, nodes: NodeClass, rank: SimulatedRank, end_s: float, step_s: float, sent_bytes: int
-    ) -> SimulatedNodes:
+    def _figures(self, nodes: NodeClass, rank: SimulatedRank, end_s: float) -> SimulatedNodes:
         busy_s = _busy_s([task.lane for task in self.tasks], rank.busy_s)
         busy_s[Lane.COMPUTE] += self.optimizer_s * nodes.slowdown
         return SimulatedNodes(
@@ -194,12 +185,7 @@ class _Run:
             inter_factor=nodes.inter_factor,
             end_s=end_s,
             busy_s=busy_s,
-            inter_utilisation=self._utilisation(sent_bytes, step_s, nodes.inter_factor),
         )
-
-    def _utilisation(self, sent_bytes: int, step_s: float, inter_factor: float) -> float:
-        could_bytes = self.profile.machine.inter.bytes_per_s * inter_factor * step_s
-        return sent_bytes / could_bytes if could_bytes else 0.0
 
     def _timelines(self, rank: SimulatedRank) -> tuple[Timeline, ...]:
         firsts = list(accumulate((len(part.steps) for part in self.parts), initial=0))

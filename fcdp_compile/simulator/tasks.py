@@ -18,7 +18,7 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
 from fcdp_compile.plan.cost import Link, Machine
 from fcdp_compile.simulator.rings import Collectives, ring_bytes, within_rings
-from fcdp_compile.simulator.sharing import Demand, SharedLink, Sharing, Use
+from fcdp_compile.simulator.sharing import Demand, LinkUse, SharedLink, Sharing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +195,13 @@ def _demand(lane: Lane, slowest: Link, cluster: Cluster) -> Demand:
     """What a rank's flow takes of shared links, when it is as fast as the slowest of all lets it be."""
     to_host = {Lane.H2D: SharedLink.H2D, Lane.D2H: SharedLink.D2H}
     if lane in to_host:
-        use = Use(link=to_host[lane], weight=cluster.sharers)
+        use = LinkUse(link=to_host[lane], weight=cluster.sharers)
         return Demand(peak_bytes_per_s=slowest.bytes_per_s, uses=(use,))
     # Where a card's link has the higher latency, but more bytes/s, it does not ask for more than there is.
     weight = min(1.0, cluster.machine.intra.bytes_per_s / slowest.bytes_per_s)
-    uses = [Use(link=SharedLink.INTRA, weight=weight)]
+    uses = [LinkUse(link=SharedLink.INTRA, weight=weight)]
     if cluster.profile.intra_over_host_link:  # one sends up what the next gets down
-        uses += [Use(link=to_host[x], weight=weight * cluster.sharers) for x in to_host]
+        uses += [LinkUse(link=to_host[x], weight=weight * cluster.sharers) for x in to_host]
     return Demand(peak_bytes_per_s=slowest.bytes_per_s, uses=tuple(uses))
 
 

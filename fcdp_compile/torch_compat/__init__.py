@@ -29,7 +29,6 @@ from fcdp_compile.torch_compat.autograd import without_modes as without_modes
 from fcdp_compile.torch_compat.autograd import without_torch_function as without_torch_function
 from fcdp_compile.torch_compat.compilers import compile_with_inductor as compile_with_inductor
 from fcdp_compile.torch_compat.compilers import eager_random as eager_random
-from fcdp_compile.torch_compat.compilers import fx_graph_cache_hits as fx_graph_cache_hits
 from fcdp_compile.torch_compat.compilers import graph_break_places as graph_break_places
 from fcdp_compile.torch_compat.compilers import graph_breaks as graph_breaks
 from fcdp_compile.torch_compat.compilers import inductor_decompositions as inductor_decompositions

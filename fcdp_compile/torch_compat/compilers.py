@@ -81,11 +81,6 @@ def eager_random() -> AbstractContextManager[None]:
     return patched
 
 
-def fx_graph_cache_hits() -> int:
-    """How many graphs this process took from Inductor's cache instead of compiling them."""
-    return int(counters["inductor"]["fxgraph_cache_hit"])
-
-
 def inductor_decompositions() -> dict[Any, Any]:
     """The decompositions that Inductor's lowerings rely on."""
     return dict(select_decomp_table())

@@ -101,11 +101,6 @@ def evaluate(size: Bytes, hints: Mapping[sympy.Symbol, int]) -> int:
     return int(size.xreplace(values))
 
 
-def peak(alive: Sequence[Alive]) -> int:
-    """The most bytes of a timeline; 0 for an empty one."""
-    return max((a.bytes for a in alive), default=0)
-
-
 def storages(values: Iterable[object], device_type: str) -> dict[int, Bytes]:
     """The storages of those values that are tensors of the device, each with its bytes."""
     found: dict[int, Bytes] = {}

@@ -37,7 +37,7 @@ from fcdp_compile.strategy import Cache, Life
 from fcdp_compile.strategy.formats import Format
 
 
-class _Place(Enum):
+class _Where(Enum):
     """Where what is kept of a bucket goes.
 
     PLANNED: to its tier.  FALLEN: to the host for good, because the device had no room for it.
@@ -51,9 +51,9 @@ class _Place(Enum):
     LEAVING = "leaving"
 
 
-_SHORT = {_Place.PLANNED: _Place.FALLEN, _Place.WHOLE: _Place.LEAVING}
-_AGREED = {_Place.PLANNED: _Place.WHOLE, _Place.FALLEN: _Place.LEAVING}
-_REFUSED = {_Place.WHOLE: _Place.PLANNED, _Place.LEAVING: _Place.FALLEN}
+_SHORT = {_Where.PLANNED: _Where.FALLEN, _Where.WHOLE: _Where.LEAVING}
+_AGREED = {_Where.PLANNED: _Where.WHOLE, _Where.FALLEN: _Where.LEAVING}
+_REFUSED = {_Where.WHOLE: _Where.PLANNED, _Where.LEAVING: _Where.FALLEN}
 """What a place becomes when this rank's device has no room, when all ranks agree to keep a bucket whole, and
 when any rank refuses.  Other places stay."""
 
@@ -77,15 +77,15 @@ class _Copy:
 class _State:
     """What the cache knows of one bucket."""
 
-    place: _Place = _Place.PLANNED
+    place: _Where = _Where.PLANNED
     copy: _Copy | None = None
 
     @property
     def is_in_full(self) -> bool:
         """Whether all ranks have agreed to keep the whole bucket."""
-        return self.place in (_Place.WHOLE, _Place.LEAVING)
+        return self.place in (_Where.WHOLE, _Where.LEAVING)
 
-    def becomes(self, change: Mapping[_Place, _Place]) -> None:
+    def becomes(self, change: Mapping[_Where, _Where]) -> None:
         self.place = change.get(self.place, self.place)
 
 
@@ -110,14 +110,14 @@ class NodeShardCache:
     @property
     def fallen_back(self) -> int:
         """How many buckets are on the host, or are to go there, although they were planned for the device."""
-        return sum(s.place in (_Place.FALLEN, _Place.LEAVING) for s in self._states.values())
+        return sum(s.place in (_Where.FALLEN, _Where.LEAVING) for s in self._states.values())
 
     # --- full parameters: [Note: full parameters] ---------------------------------------------------------
 
     def wants_in_full(self, bucket: Bucket) -> bool:
         """Whether this rank would keep the whole bucket."""
         place = self._states[bucket.id].place
-        return bucket.tier is Tier.GPU_FULL and place in (_Place.PLANNED, _Place.WHOLE)
+        return bucket.tier is Tier.GPU_FULL and place in (_Where.PLANNED, _Where.WHOLE)
 
     def keeps_in_full(self, bucket: Bucket) -> bool:
         """Whether all ranks have agreed to keep the whole bucket."""
@@ -163,12 +163,12 @@ class NodeShardCache:
 
         A shard that is about to become the whole bucket stays on the device until all ranks have agreed.
         """
-        is_planned = bucket.tier in (Tier.GPU, Tier.GPU_FULL) and state.place is _Place.PLANNED
+        is_planned = bucket.tier in (Tier.GPU, Tier.GPU_FULL) and state.place is _Where.PLANNED
         if not (is_planned or state.is_in_full):
             return Tier.HOST
         if self._is_short(bucket):
             state.becomes(_SHORT)
-        return Tier.HOST if state.place is _Place.FALLEN else Tier.GPU
+        return Tier.HOST if state.place is _Where.FALLEN else Tier.GPU
 
     def _is_short(self, bucket: Bucket) -> bool:
         may_choose = bucket.strategy.cache is Cache.ADAPTIVE
@@ -184,7 +184,7 @@ class NodeShardCache:
         if copy is None or copy.tier is Tier.HOST or not self._is_short(bucket):
             return
         state.becomes(_SHORT)
-        if state.place is _Place.FALLEN:
+        if state.place is _Where.FALLEN:
             shard = Pending(copy.kept.tensor, done=copy.kept.done)
             self._keep(bucket, Tier.HOST, shard, copy.generation, copy.uses)
 

@@ -52,10 +52,6 @@ class PinnedPool:
         self._slabs[memory.address] = slab_bytes
         return slab
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a slab of this pool that is out."""
-        return tensor.untyped_storage().data_ptr() in self._slabs
-
     def give_back(self, slab: Tensor) -> None:
         """End the ownership of a slab; see [Note: life of a slab].
 

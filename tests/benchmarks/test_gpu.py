@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.driver import EXIT_NOT_RUN, run_parts
-from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.parts import PARTS, GpuPart
 from benchmarks.gpu.report import page, page_before
 from benchmarks.gpu.results import (
     Copies,
     CudaTests,
+    Ending,
     Found,
     Gaps,
     LaneRun,
@@ -27,7 +28,6 @@ from benchmarks.gpu.results import (
     Outcome,
     Parity,
     ParityCase,
-    State,
     Trained,
     Watched,
     read_outcome,
@@ -102,7 +102,7 @@ FOUND: dict[str, Found] = {
 def outcome(name: str, found: Found | None, *, device: str = "Card") -> Outcome:
     return Outcome(
         part=name,
-        state=State.FAILED if found is None else State.DONE,
+        state=Ending.FAILED if found is None else Ending.DONE,
         reason="CUDA error: out of memory" if found is None else "",
         elapsed_s=1.0,
         limit_s=2.0,
@@ -196,7 +196,7 @@ THEN = {
 
 def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
     parts = [
-        Part(
+        GpuPart(
             name=name,
             title=name,
             weight=2 if name == "hangs" else 10,
@@ -205,7 +205,7 @@ def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
         for name in THEN
     ]
 
-    def command(part: Part, file: Path, seconds: float) -> list[str]:
+    def command(part: GpuPart, file: Path, seconds: float) -> list[str]:
         written = WRITES.format(root=str(ROOT), file=str(file))
         return [sys.executable, "-c", f"{written}\n{THEN[part.name]}"]
 
@@ -223,16 +223,16 @@ def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
     assert told == list(THEN)
     found = {o.part: o for o in outcomes}
     assert all(o.found == Watched(by="a test", steps=1, finds_planted=None) for o in outcomes)
-    assert [found[n].state for n in ("good", "last")] == [State.DONE] * 2
-    assert found["raises"].state is State.FAILED
+    assert [found[n].state for n in ("good", "last")] == [Ending.DONE] * 2
+    assert found["raises"].state is Ending.FAILED
     assert found["raises"].reason.endswith("ValueError: it is broken")
     assert found["killed"].reason.startswith("SIGKILL ended it")
     assert (found["elsewhere"].state, found["elsewhere"].reason) == (
-        State.NOT_RUN,
+        Ending.NOT_RUN,
         "there is no card",
     )
     assert found["ranks"].reason.endswith("rank 2 is lost")
-    assert found["hangs"].state is State.TIMEOUT
+    assert found["hangs"].state is Ending.TIMEOUT
     child = int(found["hangs"].printed[-1])
     assert not is_running(child), "what a part has started ends with it"
 
@@ -395,8 +395,8 @@ def test_every_part_runs_on_a_cpu_or_says_why_not(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks" / "gpu"
     code = main(argv)
     found = {part.name: read_outcome(folder / f"{part.name}.json") for part in PARTS}
-    assert code == 0, [(o.part, o.printed) for o in found.values() if o.state is not State.DONE]
-    not_run = {name for name, o in found.items() if o.state is State.NOT_RUN}
+    assert code == 0, [(o.part, o.printed) for o in found.values() if o.state is not Ending.DONE]
+    not_run = {name for name, o in found.items() if o.state is Ending.NOT_RUN}
     # What this fcdp or machine may have after all is done, not left out.
     assert {"tests", "sanitizer"} <= not_run <= {"tests", "sanitizer", "streams", "megatron-full"}
     assert all(found[name].reason for name in not_run)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.launch import run_job
-from benchmarks.reporting.rows import Failure, Row
+from benchmarks.reporting.rows import Failure, ResultRow
 from benchmarks.reporting.summary import summarise
-from benchmarks.running.job import Job, Timed
+from benchmarks.running.job import BenchmarkJob, TimedSteps
 from benchmarks.systems.shape import Shape
 from tests.cluster.simulated import needs_nodes
 
@@ -16,9 +16,9 @@ pytestmark = needs_nodes
 _TINY = Shape(layers=1, width=64, vocabulary=32, batch=1, length=8)
 
 
-def _job(system: str) -> Job:
-    timed = [Timed(accumulation=1, network=n, steps=1) for n in ("unlimited", "100mbit")]
-    return Job(
+def _job(system: str) -> BenchmarkJob:
+    timed = [TimedSteps(accumulation=1, network=n, steps=1) for n in ("unlimited", "100mbit")]
+    return BenchmarkJob(
         system=system,
         mode="full",
         round=0,
@@ -31,7 +31,7 @@ def _job(system: str) -> Job:
 
 
 def test_two_systems_on_two_nodes_agree(tmp_path: Path) -> None:
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for system in ("ddp", "fcdp"):
         found = run_job(_job(system), folder=tmp_path, timeout_s=120)
         assert not isinstance(found, Failure), found

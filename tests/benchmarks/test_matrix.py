@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 
 from benchmarks.reporting.rows import Cell
-from benchmarks.running.job import Job
-from benchmarks.running.matrix import MAX_STEPS, Costs, Schedule, all_cells, plan
+from benchmarks.running.job import BenchmarkJob
+from benchmarks.running.matrix import MAX_STEPS, Durations, JobOrder, all_cells, plan
 from benchmarks.systems.names import BY_NAME, SYSTEMS
 from benchmarks.systems.shape import Shape
 
 SHAPE = Shape()
-COSTS = Costs(shape=SHAPE)
+COSTS = Durations(shape=SHAPE)
 
 
-def planned(budget_s: float, **options: Any) -> Schedule:
+def planned(budget_s: float, **options: Any) -> JobOrder:
     return plan(all_cells(**options), shape=SHAPE, costs=COSTS, budget_s=budget_s)
 
 
-def steps_of(schedule: Schedule) -> dict[Cell, int]:
+def steps_of(schedule: JobOrder) -> dict[Cell, int]:
     steps: dict[Cell, int] = {}
     for job in schedule.jobs:
         for cell, timed in zip(job.cells(), job.timed, strict=True):
@@ -128,4 +128,4 @@ def test_one_cell_is_measured_whatever_it_takes() -> None:
 
 def test_a_job_survives_its_file() -> None:
     job = planned(40 * 60).jobs[0]
-    assert Job.from_json(job.to_json()) == job
+    assert BenchmarkJob.from_json(job.to_json()) == job

@@ -8,12 +8,12 @@ import pytest
 from benchmarks.reporting.plots import draw
 from benchmarks.reporting.record import read_record, write_record
 from benchmarks.reporting.report import write_report
-from benchmarks.reporting.rows import Cell, Failure, Row, read_rows, write_records
+from benchmarks.reporting.rows import Cell, Failure, ResultRow, read_rows, write_records
 from benchmarks.running.matrix import Skipped
 from builders_bench import make_record, make_row
 
 
-def report(rows: list[Row], notes: str = "", **changes: object) -> str:
+def report(rows: list[ResultRow], notes: str = "", **changes: object) -> str:
     return write_report(rows, make_record(**changes), plots=[], notes=notes)
 
 

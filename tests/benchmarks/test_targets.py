@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.reporting.rows import Row
+from benchmarks.reporting.rows import ResultRow
 from benchmarks.reporting.summary import summarise
 from benchmarks.reporting.targets import Verdict, judge
 from builders_bench import make_row
 
 
-def verdict(rows: list[Row], part: str) -> Verdict:
+def verdict(rows: list[ResultRow], part: str) -> Verdict:
     (found,) = [v for v in judge(summarise(rows)) if part in v.target]
     return found
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.versions import __main__ as versions
 from benchmarks.versions import parts
-from benchmarks.versions.parts import PARTS, Part, run
+from benchmarks.versions.parts import PARTS, VersionsPart, run
 from benchmarks.versions.report import write_report
 from benchmarks.versions.results import Result, add, read
 
@@ -76,14 +76,14 @@ def test_what_pytest_says_is_read(
         "--rootdir=.",
         "test_it.py",
     )
-    part = Part(name="it", about="", arguments=pytest_in, limit_s=300)
+    part = VersionsPart(name="it", about="", arguments=pytest_in, limit_s=300)
     found = run(part, Path(sys.executable), tmp_path / "logs")
     assert (found.passed, found.skipped, found.failures) == (passed, skipped, failures)
     assert found.commit == "unknown"
 
 
 def test_a_part_that_fails_as_a_whole_says_how(tmp_path: Path) -> None:
-    broken = Part(
+    broken = VersionsPart(
         name="demo", about="", arguments=("-c", "raise SystemExit('no luck')"), limit_s=60
     )
     found = run(broken, Path(sys.executable), tmp_path)

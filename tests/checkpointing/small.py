@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fcdp_compile
-from fcdp_compile.checkpointing.contents import Job as Given
+from fcdp_compile.checkpointing.contents import JobObjects as Given
 from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.saving import save_on
 

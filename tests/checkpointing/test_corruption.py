@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpointing.small import Small, data_file
-from fcdp_compile.checkpointing.format.record import FORMAT, Checkpoint, read_record, seal
+from fcdp_compile.checkpointing.format.record import FORMAT, CheckpointRecord, read_record, seal
 from fcdp_compile.errors import CheckpointError
 
 Damage = Callable[[Path, st.DataObject], None]
@@ -129,7 +129,7 @@ def test_damage_is_refused_or_harmless(
         assert reader.state()["scheduler"] == job.state()["scheduler"]
 
 
-def _rewrite(folder: Path, change: Callable[[Checkpoint], Checkpoint]) -> None:
+def _rewrite(folder: Path, change: Callable[[CheckpointRecord], CheckpointRecord]) -> None:
     """Forge a record with a checksum that is right."""
     record = change(read_record(folder))
     (folder / "checkpoint.json").write_text(FORMAT.to_json(seal(record)))
@@ -166,7 +166,7 @@ def _rewrite(folder: Path, change: Callable[[Checkpoint], Checkpoint]) -> None:
 def test_a_record_that_claims_the_impossible_is_refused(
     saved: tuple[Path, Small],
     tmp_path: Path,
-    change: Callable[[Checkpoint], Checkpoint],
+    change: Callable[[CheckpointRecord], CheckpointRecord],
     message: str,
 ) -> None:
     shutil.copytree(saved[0], tmp_path / "forged")

@@ -15,7 +15,7 @@ from torch import nn
 
 import fcdp_compile
 from checkpointing.small import Net, Small
-from fcdp_compile.checkpointing.contents import Job as Given
+from fcdp_compile.checkpointing.contents import JobObjects as Given
 from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.saving import save_on
 from fcdp_compile.errors import CheckpointError, FcdpError
@@ -334,7 +334,7 @@ def test_the_interpreter_waits_for_a_save(tmp_path: Path) -> None:
         import sys, time
         from pathlib import Path
         from checkpointing.small import Small
-        from fcdp_compile.checkpointing.contents import Job
+        from fcdp_compile.checkpointing.contents import JobObjects
         from fcdp_compile.checkpointing.format.disk import Disk
         from fcdp_compile.checkpointing.saving import save_on
 
@@ -343,7 +343,7 @@ def test_the_interpreter_waits_for_a_save(tmp_path: Path) -> None:
                 time.sleep(0.02)
 
         job = Small(1)
-        given = Job(optimizer=None, scheduler=None, scaler=None, extra=None)
+        given = JobObjects(optimizer=None, scheduler=None, scaler=None, extra=None)
         save_on(Late(), Path(sys.argv[1]), job.model, given, 5, asynchronous=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]

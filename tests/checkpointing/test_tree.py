@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fcdp_compile.checkpointing.format.tree import Encoded, Reference, decode, encode
+from fcdp_compile.checkpointing.format.tree import Encoded, TensorReference, decode, encode
 from fcdp_compile.errors import CheckpointError, FcdpError
 
 floats = st.floats(allow_nan=False) | st.integers(0, 2**64 - 1).map(
@@ -101,7 +101,7 @@ def test_what_optimizers_schedulers_and_generators_keep() -> None:
     number = round_trip([np.float32(0.1)])[0]
     assert type(number) is np.float32
     assert number == np.float32(0.1)
-    assert round_trip([Reference("a")]) == [Reference("a")]
+    assert round_trip([TensorReference("a")]) == [TensorReference("a")]
 
 
 def test_an_object_with_a_state_is_its_state() -> None:

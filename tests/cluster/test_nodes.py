@@ -18,7 +18,7 @@ from benchmarks.cluster.arguments import parse
 from benchmarks.cluster.nodes import Nodes, why_not
 from benchmarks.cluster.processes import NAMESPACES
 from benchmarks.cluster.rates import read_rate, write_rate
-from benchmarks.cluster.report import Link, Report
+from benchmarks.cluster.report import Cable, Report
 from benchmarks.cluster.trouble import Straggler, Timetable
 from tests.cluster.simulated import ROOT, command, environment, needs_nodes, run_on_nodes
 
@@ -267,7 +267,9 @@ def test_rates_and_reports_as_text() -> None:
     for text in ("10kbit", "100mbit", "2.5gbit", "12gbit"):
         assert write_rate(read_rate(text)) == text
     links = [
-        Link(node=i, address=f"10.0.0.{i + 1}", exit_code=i, sent_bytes=3 * 2**19, received_bytes=0)
+        Cable(
+            node=i, address=f"10.0.0.{i + 1}", exit_code=i, sent_bytes=3 * 2**19, received_bytes=0
+        )
         for i in range(2)
     ]
     report = Report(

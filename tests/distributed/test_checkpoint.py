@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile.checkpointing.contents import Job as Given
+from fcdp_compile.checkpointing.contents import JobObjects as Given
 from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.saving import save_on
 from fcdp_compile.errors import CheckpointError, LostRankError

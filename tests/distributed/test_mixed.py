@@ -141,7 +141,7 @@ def test_bad_input() -> None:
         "module 'first' gets strategy 'ddp' from 'f*' and 'zero3' from 'first'",
         "'transformer.wte.weight' and 'lm_head.weight' are tied, but module_strategies gives them 'fcdp' and",
         "unknown strategy 'dpp'",
-        "names '', the model itself; its strategy is the option strategy",
+        "names '', the model itself; leave module_strategies out to mean all of it",
         "must map names of modules to strategies, such as {'model.embed_tokens': 'ddp'}, not 'ddp'",
         "a parameter of shape (3,) that the model does not have",
         "must be parameters of the model, not str",

@@ -11,7 +11,7 @@ import pytest
 
 from builders_gpt import HIDDEN, TOKENS, VOCABULARY, WHERE, gpt
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
-from fcdp_compile.plan.cost import Link, Machine, simulate
+from fcdp_compile.plan.cost import Link, Machine, Timeline, simulate
 
 FORWARD = (Direction.FORWARD, Variant.COLD)
 WARM = (Direction.FORWARD, Variant.WARM)
@@ -52,6 +52,11 @@ BALANCES = [
 ]
 
 
+def busiest_s(time: Timeline) -> float:
+    """No order of the same steps is faster than the busiest lane."""
+    return max(time.busy_s.values())
+
+
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 @pytest.mark.parametrize("key", [FORWARD, WARM, BACKWARD], ids=["forward", "warm", "backward"])
 @pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp", "zero3+ho_ring"])
@@ -62,7 +67,7 @@ def test_forty_layers_are_within_a_tenth_of_the_busiest_lane(
     if key not in schedules:
         pytest.skip("only a resident strategy has a warm forward")
     time = simulate(schedules[key], machine(schedules[key], **balance), WHERE.ranks_per_node)
-    assert time.total_s <= 1.10 * time.bound_s
+    assert time.total_s <= 1.10 * busiest_s(time)
 
 
 def test_a_frozen_backbone_is_hidden_behind_compute() -> None:
@@ -70,14 +75,14 @@ def test_a_frozen_backbone_is_hidden_behind_compute() -> None:
         schedule = gpt(40, frozen=True)[key]
         time = simulate(schedule, machine(schedule, h2d=0.9, intra=0.9), WHERE.ranks_per_node)
         assert time.busy_s[Lane.INTER] == 0
-        assert time.total_s <= 1.10 * time.bound_s
+        assert time.total_s <= 1.10 * busiest_s(time)
 
 
 def test_just_in_time_is_not() -> None:
     """The control: what the bound would say of a graph that `schedule` has not seen."""
     schedule = gpt(40, scheduled=False)[BACKWARD]
     time = simulate(schedule, machine(schedule, inter=0.9, intra=0.9), WHERE.ranks_per_node)
-    assert time.total_s > 1.5 * time.bound_s
+    assert time.total_s > 1.5 * busiest_s(time)
 
 
 def test_the_work_of_a_layer_is_counted() -> None:

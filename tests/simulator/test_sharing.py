@@ -6,13 +6,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from fcdp_compile.simulator.sharing import Demand, SharedLink, Sharing, Use
+from fcdp_compile.simulator.sharing import Demand, LinkUse, SharedLink, Sharing
 
 demands = st.builds(
     Demand,
     peak_bytes_per_s=st.sampled_from([1.0, 3.0, 7.0, 50.0]),
     uses=st.lists(
-        st.builds(Use, link=st.sampled_from(SharedLink), weight=st.sampled_from([0.5, 1.0, 4.0])),
+        st.builds(
+            LinkUse, link=st.sampled_from(SharedLink), weight=st.sampled_from([0.5, 1.0, 4.0])
+        ),
         max_size=3,
         unique_by=lambda use: use.link,
     ).map(tuple),
@@ -52,7 +54,7 @@ def test_one_flow_may_stand_for_several(
     folded = [
         Demand(
             peak_bytes_per_s=d.peak_bytes_per_s,
-            uses=tuple(Use(link=u.link, weight=u.weight * ranks) for u in d.uses),
+            uses=tuple(LinkUse(link=u.link, weight=u.weight * ranks) for u in d.uses),
         )
         for d in demands
     ]
@@ -63,7 +65,7 @@ def test_one_flow_may_stand_for_several(
 
 def test_what_one_cannot_use_goes_to_the_others() -> None:
     def flow(peak: float) -> Demand:
-        return Demand(peak_bytes_per_s=peak, uses=(Use(link=SharedLink.H2D, weight=1.0),))
+        return Demand(peak_bytes_per_s=peak, uses=(LinkUse(link=SharedLink.H2D, weight=1.0),))
 
     sharing = Sharing({SharedLink.H2D: 12.0})
     assert sharing.speeds((flow(12.0),)) == (1.0,)

@@ -96,8 +96,6 @@ def test_nothing_is_faster_than_its_links(
         assert all(0 <= busy <= nodes.end_s * (1 + 1e-9) for busy in nodes.busy_s.values())
         assert nodes.exposed_s >= -1e-12
         assert nodes.end_s <= step.step_s
-        assert 0 <= nodes.inter_utilisation <= 1 + 1e-9
-    assert 0 <= step.inter_utilisation <= 1 + 1e-9
     _check_slots(step, parts)
 
 
@@ -192,7 +190,6 @@ def test_figures_of_a_step() -> None:
     assert step.step_s == pytest.approx(34 * MS)
     assert step.exposed_s == pytest.approx(26 * MS)
     assert step.bytes_sent_by_node == 4 * 6 * MB
-    assert step.inter_utilisation == pytest.approx(24 / 34)
     assert step.classes == (step.slowest,)
     assert second.slots[0].start_s == pytest.approx(32 * MS)  # from the beginning of the step
 

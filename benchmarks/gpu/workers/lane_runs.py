@@ -37,7 +37,7 @@ _WAIT = Wait(lambda: "a collective of one rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
+class _LaneCase:
     """tolerance: of the result, relative to the largest value."""
 
     name: str
@@ -72,7 +72,7 @@ def lane_runs(setting: Setting) -> LaneRuns:
     return LaneRuns(backend=backend, is_blocking=is_blocking, runs=runs)
 
 
-def _cases(channel: Channel, elements: int, device: torch.device) -> list[_Case]:
+def _cases(channel: Channel, elements: int, device: torch.device) -> list[_LaneCase]:
     codec = Codec(Format.INT8, [elements])
     small = Codec(Format.INT8, [_QUICK_ELEMENTS])
     rounding = 1.0 / LEVELS[Format.INT8]
@@ -86,35 +86,35 @@ def _cases(channel: Channel, elements: int, device: torch.device) -> list[_Case]
         return partial(gather_encoded, out, travels, send, fitting(out), channel)
 
     return [
-        _Case(name="copy", lane=Lane.INTRA, run=lambda out, send: partial(out.copy_, send)),
-        _Case(
+        _LaneCase(name="copy", lane=Lane.INTRA, run=lambda out, send: partial(out.copy_, send)),
+        _LaneCase(
             name="all-gather",
             lane=Lane.INTER,
             run=lambda out, send: partial(channel.all_gather, out, send),
         ),
-        _Case(name="all-gather, int8", lane=Lane.INTER, run=encoded, tolerance=rounding),
-        _Case(
+        _LaneCase(name="all-gather, int8", lane=Lane.INTER, run=encoded, tolerance=rounding),
+        _LaneCase(
             name="all-gather, own",
             lane=Lane.INTRA,
             run=lambda out, send: partial(gather_own, out, send, None, channel),
         ),
-        _Case(
+        _LaneCase(
             name="all-gather, flat",
             lane=Lane.INTER,
             run=lambda out, send: partial(gather_flat, out, send, None, channel, order),
         ),
-        _Case(
+        _LaneCase(
             name="reduce-scatter",
             lane=Lane.INTRA,
             run=lambda out, send: partial(reduce_scatter, out, send, channel),
         ),
-        _Case(
+        _LaneCase(
             name="reduce-scatter, int8",
             lane=Lane.INTER,
             run=lambda out, send: partial(reduce_encoded, out, send, fitting(out), channel),
             tolerance=rounding,
         ),
-        _Case(
+        _LaneCase(
             name="all-reduce",
             lane=Lane.INTER,
             run=lambda out, send: partial(all_reduce, out, send, channel),
@@ -122,7 +122,7 @@ def _cases(channel: Channel, elements: int, device: torch.device) -> list[_Case]
     ]
 
 
-def _is_right(lanes: Lanes, case: _Case, elements: int, device: torch.device) -> bool:
+def _is_right(lanes: Lanes, case: _LaneCase, elements: int, device: torch.device) -> bool:
     """Whether what compute makes comes to the lane, and what the lane makes to compute, in order."""
     expected = torch.linspace(-1, 1, elements, device=device)
     source, out = torch.zeros_like(expected), torch.zeros_like(expected)
@@ -135,7 +135,7 @@ def _is_right(lanes: Lanes, case: _Case, elements: int, device: torch.device) ->
     return off <= case.tolerance
 
 
-def _issue_us(lanes: Lanes, case: _Case, device: torch.device, times: int) -> float:
+def _issue_us(lanes: Lanes, case: _LaneCase, device: torch.device, times: int) -> float:
     source = torch.zeros(_QUICK_ELEMENTS, device=device)
     out = torch.zeros_like(source)
     found = []

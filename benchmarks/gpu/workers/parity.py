@@ -37,7 +37,7 @@ _CASE_S = 15.0  # less is left than any case takes: the next one is not begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
+class _ParityMode:
     mode: str
     compute: str
     device_memory: str = ""
@@ -45,20 +45,20 @@ class _Case:
 
 
 _QUICK = (
-    _Case(mode="full", compute="eager", device_memory=TIGHT),
-    _Case(mode="lora", compute="eager", is_checkpointed=False),
+    _ParityMode(mode="full", compute="eager", device_memory=TIGHT),
+    _ParityMode(mode="lora", compute="eager", is_checkpointed=False),
 )
 # The two that differ most come first, should time run out.
 _CASES = (
-    _Case(mode="full", compute="inductor", device_memory=TIGHT),
-    _Case(mode="lora", compute="eager"),
-    _Case(mode="full", compute="eager", device_memory=TIGHT),
-    _Case(mode="lora", compute="inductor", device_memory=TIGHT),
-    _Case(mode="full", compute="inductor"),
-    _Case(mode="lora", compute="inductor"),
-    _Case(mode="full", compute="eager"),
-    _Case(mode="lora", compute="eager", device_memory=TIGHT),
-    _Case(mode="full", compute="inductor", is_checkpointed=False),
+    _ParityMode(mode="full", compute="inductor", device_memory=TIGHT),
+    _ParityMode(mode="lora", compute="eager"),
+    _ParityMode(mode="full", compute="eager", device_memory=TIGHT),
+    _ParityMode(mode="lora", compute="inductor", device_memory=TIGHT),
+    _ParityMode(mode="full", compute="inductor"),
+    _ParityMode(mode="lora", compute="inductor"),
+    _ParityMode(mode="full", compute="eager"),
+    _ParityMode(mode="lora", compute="eager", device_memory=TIGHT),
+    _ParityMode(mode="full", compute="inductor", is_checkpointed=False),
 )
 
 
@@ -102,7 +102,7 @@ class _Checkpointed(nn.Module):
         return out
 
 
-def _run(case: _Case, mesh: DeviceMesh, device: torch.device) -> ParityCase:
+def _run(case: _ParityMode, mesh: DeviceMesh, device: torch.device) -> ParityCase:
     model = _model(case, device)
     plain = copy.deepcopy(model)
     fcdp_compile.shard(model, mesh, strategy="fcdp")
@@ -142,7 +142,7 @@ def _run(case: _Case, mesh: DeviceMesh, device: torch.device) -> ParityCase:
     )
 
 
-def _model(case: _Case, device: torch.device) -> Gpt:
+def _model(case: _ParityMode, device: torch.device) -> Gpt:
     model = make_model(SHAPE, case.mode)
     if case.is_checkpointed:
         model.blocks = nn.ModuleList(_Checkpointed(block) for block in model.blocks)

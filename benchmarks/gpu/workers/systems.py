@@ -23,11 +23,11 @@ from torch.distributed.fsdp import fully_shard
 import fcdp_compile
 from benchmarks.gpu.workers.echo import init_echo
 from benchmarks.gpu.workers.setting import NotRunError, Setting
-from benchmarks.systems.model import Block, Gpt, make_model
+from benchmarks.systems.model import Gpt, GptBlock, make_model
 from benchmarks.systems.shape import QUICK, Shape
 from benchmarks.systems.train_fcdp import FcdpTrainer
 from benchmarks.systems.train_torch import TorchTrainer, make_adamw, make_compute_trainer
-from benchmarks.systems.trainer import Place
+from benchmarks.systems.trainer import RankOfNodes
 
 NODES, RANKS_PER_NODE = 2, 8
 DTYPE = torch.bfloat16
@@ -85,7 +85,7 @@ def make_trainer(system: str, mode: str, shape: Shape, setting: Setting) -> Torc
     return _megatron(model)
 
 
-_PLACE = Place(rank=0, nodes=NODES, ranks_per_node=RANKS_PER_NODE)
+_PLACE = RankOfNodes(rank=0, nodes=NODES, ranks_per_node=RANKS_PER_NODE)
 
 
 def _compute(setting: Setting) -> str:
@@ -130,7 +130,7 @@ def _megatron(model: Gpt) -> TorchTrainer:
         dp_shard_dim="dp_shard",
         dp_outer_dim="dp_outer",
         hybrid_fsdp_group=dist.group.WORLD,
-        fsdp_unit_modules=[Block],
+        fsdp_unit_modules=[GptBlock],
         zero_dp_strategy="optim_grads_params",
         outer_dp_sharding_strategy="optim",
         # The dtype of the model, as of the other systems.

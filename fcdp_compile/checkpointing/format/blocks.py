@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.checkpointing.format.disk import new_sum
-from fcdp_compile.checkpointing.format.record import Checkpoint, file_name
+from fcdp_compile.checkpointing.format.record import CheckpointRecord, file_name
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.files.safetensors_header import LENGTH_BYTES, Stored, header_bytes, stored_tensors
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """One block of a rank's file."""
 
     file: int
@@ -31,11 +31,11 @@ class DataFiles:
     was written, or in which what is read was changed since.
     """
 
-    def __init__(self, folder: Path, record: Checkpoint) -> None:
+    def __init__(self, folder: Path, record: CheckpointRecord) -> None:
         self._folder = folder / record.folder
         self._record = record
         self._headers: dict[int, dict[str, Stored]] = {}
-        self._held: Block | None = None
+        self._held: FileBlock | None = None
         self._block = memoryview(bytearray())
 
     def path(self, file: int) -> Path:
@@ -71,7 +71,7 @@ class DataFiles:
         raw = self._bytes(file, start, start + math.prod(shape) * size)
         return _as_tensor(raw, stored.dtype, shape)
 
-    def blocks(self, runs: Iterable[tuple[int, int, int]]) -> list[Block]:
+    def blocks(self, runs: Iterable[tuple[int, int, int]]) -> list[FileBlock]:
         """Those that runs of bytes (file, start, stop) lie in, each once, in their order in the files."""
         size = self._record.block_bytes
         needed = {
@@ -79,14 +79,14 @@ class DataFiles:
             for file, start, stop in runs
             for number in range(start // size, -(-stop // size))
         }
-        return [Block(file, number) for file, number in sorted(needed)]
+        return [FileBlock(file, number) for file, number in sorted(needed)]
 
-    def size_of(self, block: Block) -> int:
+    def size_of(self, block: FileBlock) -> int:
         """Bytes of a block; the last of a file may be shorter."""
         size = self._record.block_bytes
         return min(size, self._record.files[block.file].size_bytes - block.number * size)
 
-    def verify(self, blocks: Sequence[Block], told: Callable[[int], object]) -> None:
+    def verify(self, blocks: Sequence[FileBlock], told: Callable[[int], object]) -> None:
         """Read blocks; told: the bytes of each."""
         for file in dict.fromkeys(block.file for block in blocks):
             self._check_size(file)
@@ -103,7 +103,7 @@ class DataFiles:
             out[a - start : b - start] = whole[a - begin : b - begin]
         return out
 
-    def _read_block(self, block: Block) -> memoryview:
+    def _read_block(self, block: FileBlock) -> memoryview:
         if self._held == block:
             return self._block
         file, length = block.file, self.size_of(block)

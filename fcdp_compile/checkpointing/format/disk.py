@@ -21,7 +21,7 @@ from fcdp_compile.checkpointing.format.record import (
     BLOCK_BYTES,
     FORMAT,
     RECORD,
-    Checkpoint,
+    CheckpointRecord,
     DataFile,
     file_name,
     folder_of,
@@ -122,7 +122,7 @@ class Disk:
             os.close(handle)
         self.reached("synced folder")
 
-    def put_record(self, folder: Path, record: Checkpoint) -> None:
+    def put_record(self, folder: Path, record: CheckpointRecord) -> None:
         """Make a checkpoint, whose files are on the disk, the one of the folder.
 
         Raises: CheckpointError for one that nobody could read again; OSError where it cannot be written.

@@ -68,7 +68,7 @@ class SavedValue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class CheckpointRecord:
     """The record.  checksum: of the rest.  id: of the data's folder.  files: by rank, node * g + place."""
 
     checksum: str
@@ -97,13 +97,13 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05}.safetensors"
 
 
-def seal(record: Checkpoint) -> Checkpoint:
+def seal(record: CheckpointRecord) -> CheckpointRecord:
     """The record with its checksum."""
     text = FORMAT.to_json(replace(record, checksum=""))
     return replace(record, checksum=hashlib.sha256(text.encode()).hexdigest())
 
 
-def read_record(folder: Path) -> Checkpoint:
+def read_record(folder: Path) -> CheckpointRecord:
     """The record of the checkpoint in a folder.
 
     Raises: CheckpointError, naming the file, if there is none or it is damaged.
@@ -130,7 +130,7 @@ def _check_text(text: str) -> None:
         fail("checksum", "is not that of the rest, so the file is damaged")
 
 
-def _check(record: Checkpoint) -> None:
+def _check(record: CheckpointRecord) -> None:
     if not ID.fullmatch(record.id):
         fail("id", "is not 16 hexadecimal digits")
     ranks = record.nodes * record.ranks_per_node
@@ -175,7 +175,7 @@ def _check_values(values: tuple[SavedValue, ...], ranks: int) -> None:
 
 
 FORMAT = RecordFormat(
-    record=Checkpoint,
+    record=CheckpointRecord,
     schema="fcdp-checkpoint/1",
     what="checkpoint",
     remedy="load another checkpoint",

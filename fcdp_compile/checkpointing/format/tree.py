@@ -41,7 +41,7 @@ TensorReader = Callable[[str, torch.dtype, tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class TensorReference:
     """Stands in a tree for a tensor that the checkpoint has cut over ranks."""
 
     name: str
@@ -136,7 +136,7 @@ class _Encoder:
             return items if kind is list else {_MARK: "tuple", "items": items}
         if isinstance(value, dict) and kind in _DICTS.values():
             return self._dict(value, path, depth)
-        if isinstance(value, Reference):
+        if isinstance(value, TensorReference):
             return {_MARK: "sharded", "name": value.name}
         return self._other(value, path, depth)
 
@@ -220,7 +220,7 @@ def _decode_marked(tree: Mapping[str, Any], mark: str, read: TensorReader) -> An
                 made[_decode(key, read)] = _decode(item, read)
             return made
         case "sharded":
-            return Reference(tree["name"])
+            return TensorReference(tree["name"])
         case "state":
             return _decode(tree["value"], read)
         case "tensor":

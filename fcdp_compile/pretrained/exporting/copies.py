@@ -1,4 +1,4 @@
-"""Copies of a model's tensors in host memory of the rank that writes, and the twins that are made of them."""
+"""ModelTensors of a model's tensors in host memory of the rank that writes, and the twins that are made of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.torch_compat import storage_id
 
 
-class Copies:
+class ModelTensors:
     """Whole tensors of a model by name, as they are asked for; only the writer keeps them.
 
     Raises: FcdpError for a DTensor that no record knows.

@@ -22,8 +22,8 @@ from fcdp_compile.cluster.free_memory import available_bytes, cgroup_bytes
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.params.mesh import Topology, control_ranks, process_count, topology_of
 from fcdp_compile.pretrained.exporting.aside import Aside
-from fcdp_compile.pretrained.exporting.copies import Copies
-from fcdp_compile.pretrained.exporting.kinds import Kind, kind_of
+from fcdp_compile.pretrained.exporting.copies import ModelTensors
+from fcdp_compile.pretrained.exporting.kinds import Saver, kind_of
 from fcdp_compile.pretrained.exporting.whole_values import WholeValues
 from fcdp_compile.pretrained.huggingface import is_transformers_model
 from fcdp_compile.ranks.all_or_none import together
@@ -109,12 +109,12 @@ def export(
     if state is not None:
         same_act(state.collectives, "calls save_pretrained")
         state.unset.refuse("save_pretrained")
-    prepared: list[tuple[Kind, Copies]] = []
+    prepared: list[tuple[Saver, ModelTensors]] = []
 
     def prepare() -> str:
         refuse_nameless(folder)
         kind = kind_of(root, path, merge=merge, max_shard_size=max_shard_size)
-        copies = Copies(root, state)
+        copies = ModelTensors(root, state)
         prepared.append((kind, copies))
         tensors = copies.describe(copies.names(of_adapters=kind.adapters is not None))
         return hashlib.sha256(f"{kind.name} {max_shard_size}\n{tensors}".encode()).hexdigest()
@@ -184,7 +184,7 @@ def _by_writer(topology: Topology, values: WholeValues, act: Callable[[], None])
 
 
 def _whole_twin(
-    kind: Kind, copies: Copies, topology: Topology, values: WholeValues, *, progress: bool
+    kind: Saver, copies: ModelTensors, topology: Topology, values: WholeValues, *, progress: bool
 ) -> list[nn.Module]:
     """On the writer, a twin of the model with values for everything that is written."""
     twins: list[nn.Module] = []

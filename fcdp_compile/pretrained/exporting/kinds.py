@@ -31,7 +31,7 @@ from fcdp_compile.torch_compat import storage_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class Saver:
     """How a model is written.
 
     name: what the ranks compare.  write: writes the files of a twin to a folder.
@@ -44,7 +44,7 @@ class Kind:
     adapters: Callable[[Any], Iterable[Tensor]] | None = None
 
 
-def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int | str) -> Kind:
+def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int | str) -> Saver:
     """How to write a model.
 
     folder: where the files will be in the end.
@@ -55,17 +55,17 @@ def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int |
     if merge:
         _refuse_to_merge(root, is_wrapped=is_wrapped)
     elif is_wrapped:
-        return Kind(
+        return Saver(
             name="adapters", write=partial(_write_adapters, folder=folder), adapters=_adapters
         )
     elif has_attached_adapters(root):
-        return Kind(name="adapter", write=_write_attached, adapters=_attached)
+        return Saver(name="adapter", write=_write_attached, adapters=_attached)
     if getattr(base_of(root), "hf_quantizer", None) is not None:
         raise FcdpError(
             f"{type(base_of(root)).__name__} is quantised, and fcdp does not export quantised weights; load "
             "the model without quantisation"
         )
-    return Kind(
+    return Saver(
         name="merged" if merge else "model",
         write=partial(_write_whole, merge=merge, max_shard_size=max_shard_size),
     )
