@@ -11,7 +11,7 @@ from fcdp_compile.passes.graph.context import META, PassContext, Source, use_of
 from fcdp_compile.plan import Bucket, Direction, Tier, Variant
 
 
-def place(gm: GraphModule, ctx: PassContext) -> GraphModule:
+def choose_sources(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Give every `unshard` the source of its bucket.
 
         one node                          HOME, unless whole buckets are kept

@@ -25,7 +25,7 @@ from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.bucket import bucket, buckets_of
-from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.schedule import schedule
@@ -305,7 +305,7 @@ def lower_pair(
         todo += [(Direction.BACKWARD, v, bw) for v in (Variant.ACCUMULATE, Variant.COLLECT)]
     for direction, variant, gm in todo:
         now = replace(ctx, direction=direction, variant=variant, backward_buckets=again)
-        lowered = lower(place(clone(gm), now), now)
+        lowered = lower(choose_sources(clone(gm), now), now)
         if scheduled:
             lowered = schedule(lowered, now)
         result.graphs[direction, variant] = segment(lowered) if segmented else lowered

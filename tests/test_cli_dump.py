@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -16,8 +17,11 @@ import fcdp_compile
 from builders_plan import make_bucket, make_plan
 from commands import cells, refusal
 from fcdp_compile.cli import main
+from fcdp_compile.cli.stages import passes
+from fcdp_compile.passes.pipeline import PASSES
 from fcdp_compile.plan import Lane, Plan, Tier
 from fcdp_compile.plan.json import from_json, to_json, write_plan
+from fcdp_compile.plan.stages import OpChange, Stage, read_stages, write_stages
 
 ROOT = Path(__file__).parent.parent
 
@@ -207,6 +211,64 @@ def test_json_of_several_plans_is_a_list(folder: Path, capsys: pytest.CaptureFix
     assert [from_json(json.dumps(item), source="stdout") for item in items] == plans
 
 
+# Passes and stages.
+
+
+def test_the_passes_explain_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    """Read from the source; here compared with the value itself."""
+    assert passes() == {one.__name__: inspect.getdoc(one) for one in PASSES}
+    assert main(["dump", "--passes"]) == 0
+    out = capsys.readouterr().out
+    heads = [line for line in out.splitlines() if line[:1].isdigit()]
+    assert heads == [f"{i}. {one.__name__}" for i, one in enumerate(PASSES, 1)]
+    assert "Give every `unshard` its bucket." in out
+
+
+def test_stages_are_listed_shown_and_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stage(name: str, graph: str, text: str, **changes: int) -> Stage:
+        ops = tuple(OpChange(op=o, more=max(0, n), less=max(0, -n)) for o, n in changes.items())
+        return Stage(name=name, graph=graph, time_s=0.0025, ops=ops, text=text)
+
+    stages = (
+        stage("partition", "forward", "a\nb"),
+        stage("lower", "forward cold", "a\nc", unshard=-2, wait=3),
+        stage("lower", "forward warm", "a\nd", w1=1, w2=1, w3=1, w4=1, w5=1),
+        stage("segment", "forward cold", "a\nc"),
+    )
+    write_stages(folder / "graph-000.stages.json", stages)
+    assert read_stages(folder / "graph-000.stages.json") == stages
+    assert main(["dump", str(folder), "--stages"]) == 0
+    out = capsys.readouterr().out
+    assert cells(out, "partition") == ["partition", "forward", "2.500", "-"]
+    assert cells(out, "lower")[1:] == ["forward", "cold", "2.500", "-2", "unshard,", "+3", "wait"]
+    assert "+1 w4, and 1 more ops" in out
+    assert main(["dump", str(folder), "--stage", "lower", "--variant", "warm"]) == 0
+    assert capsys.readouterr().out == "# graph-000: forward warm after lower\n\na\nd\n"
+    assert main(["dump", str(folder), "--stage-diff", "partition", "lower"]) == 1
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line[0] in "+-"] == [
+        "--- graph-000: forward after partition",
+        "+++ graph-000: forward cold after lower",
+        "-b",
+        "+c",
+        "--- graph-000: forward after partition",
+        "+++ graph-000: forward warm after lower",
+        "-b",
+        "+d",
+    ]
+    assert main(["dump", str(folder), "--stage-diff", "lower", "segment"]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    assert "there is no stage 'lowr'; " in (
+        line := refusal(capsys, "dump", str(folder), "--stage=lowr")
+    )
+    assert "did you mean 'lower'?" in line
+    assert "no stages of a graph 'backward'" in refusal(
+        capsys, "dump", str(folder), "--stages", "--graph=backward"
+    )
+
+
 # Bad input.
 
 
@@ -221,7 +283,7 @@ def test_json_of_several_plans_is_a_list(folder: Path, capsys: pytest.CaptureFix
         (("Dump",), "did you mean 'dump'?"),
         (("frobnicate",), "fcdp: unknown command 'frobnicate'; choose one of dump"),
         (("du\nmp",), r"unknown command 'du\nmp'"),
-        (("dump",), "fcdp dump: the following arguments are required: FOLDER"),
+        (("dump",), "fcdp: dump needs FOLDER, the one given to the option dump"),
         (("dump", "x", "--format", "xml"), "invalid choice: 'xml'"),
         (("dump", "x", "--form", "json"), "unrecognized arguments: --form"),
         (("--verbose",), "fcdp: "),

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import fcdp_compile
+from fcdp_compile.backend import compilation
 from fcdp_compile.passes.memory import placement
 from fcdp_compile.passes.memory.choose_tiers import choose_tiers
 from fcdp_compile.passes.memory.predict import StepMemory

@@ -11,7 +11,7 @@ from builders_graph import GraphBuilder, Shape, Where, calls, clone, make_contex
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import META, StepMeta
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.plan import LANES
@@ -38,7 +38,7 @@ def lowered(build: Callable[[GraphBuilder], GraphModule], params: dict[str, Shap
     """A graph of one's own as a forward of zero3, before and after."""
     specs = make_specs(params, WHERE)
     ctx = make_context(specs, WHERE, strategy="zero3", **more)
-    before = place(bucket(build(GraphBuilder(specs)), ctx), ctx)
+    before = choose_sources(bucket(build(GraphBuilder(specs)), ctx), ctx)
     ctx = make_context(specs, WHERE, strategy="zero3", known=known(before), **more)
     return before, lower(clone(before), ctx)
 
