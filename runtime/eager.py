@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -15,19 +17,22 @@ from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.strategy import Scope
 
+log = logging.getLogger(__name__)
 
-class Alone:
+
+class Eager:
     """Collectives of one parameter at a time, for whatever no plan was made of.
 
     [Note: what is compared] No plan says which parameter comes next, and gathers of two parameters of a size
     would give both ranks a mixture of them.  So ranks tell each other which one it is, before each.
 
-    Raises, in every method: PlanMismatchError on every rank if ranks are about to do different things.
+    Raises, where it communicates: PlanMismatchError on every rank if ranks are about to do different things.
     """
 
     def __init__(self, topology: Topology, collectives: Collectives) -> None:
         self._topology = topology
         self._collectives = collectives
+        self._has_warned = False
 
     def gather(self, spec: ParamSpec, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather a parameter in a dtype from this rank's `shard`; memory of its own."""
@@ -58,6 +63,20 @@ class Alone:
         whole = pending.wait()
         shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
+
+    def warn(self, name: str) -> None:
+        """Say once, on the first rank, that a parameter of a compiled model is gathered here."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        if self._topology.node == self._topology.place == 0:
+            log.warning(
+                "parameter %r of a compiled model is gathered eagerly, past the cache: a part of the "
+                "model was not compiled (a graph break, or torch._dynamo.config.recompile_limit); the "
+                "numbers are right but it crosses between nodes at every use "
+                "(TORCH_LOGS=graph_breaks,recompiles says why)",
+                name,
+            )
 
 
 def gathers(spec: ParamSpec) -> str:

@@ -57,7 +57,7 @@ class _Run:
     def generation(self, bucket: Bucket) -> int:
         """The stamped generation in a backward, today's in a forward."""
         stamped = self.generations.get(bucket.id)
-        return self.model.generation(bucket) if stamped is None else stamped
+        return self.model.validity.generation(bucket) if stamped is None else stamped
 
     def refuse_changed(self) -> None:
         """At its end: raise if this backward may have gathered other values than its forward.
@@ -278,7 +278,9 @@ class Program:
 
     def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
         run: _Run = values[-1]
-        return run.model.cache.load(bucket, run.generation(bucket))
+        loaded = run.model.cache.load(bucket, run.generation(bucket))
+        run.model.cache.make_room(bucket)
+        return loaded
 
     def _store(self, bucket: Bucket, first: int, values: list[Any]) -> Pending:
         run: _Run = values[-1]
@@ -323,8 +325,8 @@ class Program:
         run: _Run = values[-1]
         buckets = [self._buckets[i] for i in ids]
         if not run.given:
-            run.model.look([b for b in buckets if b.tier is Tier.NONE])
-        generations = [run.model.generation(b) for b in buckets]
+            run.model.validity.notice([b for b in buckets if b.tier is Tier.NONE])
+        generations = [run.model.validity.generation(b) for b in buckets]
         return torch.tensor([int(run.accumulates), run.given, *generations], device="cpu")
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
@@ -337,12 +339,13 @@ class Program:
         uncached = [b for i in ids if (b := self._buckets[i]).tier is Tier.NONE]
         if not uncached:
             return
-        run.model.look(uncached)
-        changed = [b for b in uncached if run.model.generation(b) != run.generations[b.id]]
+        run.model.validity.notice(uncached)
+        generation = run.model.validity.generation
+        changed = [b for b in uncached if generation(b) != run.generations[b.id]]
         what = "the agreement on parameters that changed since the forward"
         # Ranks tell each other while the backward runs; nobody gets its gradients before.
         act = "runs a backward that gathers again"
-        run.changed = changed, run.model.ask_if_found(changed, act, what)
+        run.changed = changed, Question(run.model.collectives, act, [bool(changed)], what)
 
 
 def _stamped(stamps: Tensor) -> list[int]:

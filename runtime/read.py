@@ -25,20 +25,20 @@ def read(model: ShardedModel, key: str, shard: Tensor, dtype: torch.dtype) -> Te
     Raises: PlanMismatchError on every rank if ranks are about to do different things; FcdpError if parameters
     have no values yet.
     """
-    model.refuse_awaited("reading a parameter")
+    model.unset.refuse("reading a parameter")
     bucket = _cached(model, key, dtype)
     if bucket is None:
         return model.gather(key, shard, dtype)
     act = gathers(model.spec(key))
-    stale, _ = model.stale([bucket], About(digest="", mode=act, describe=lambda: act))
-    if stale:
+    about = About(digest="", mode=act, describe=lambda: act)
+    if model.validity.check([bucket], about).stale[bucket.id]:
         return model.gather(key, shard, dtype)
-    pending = model.cache.load(bucket, model.generation(bucket))
+    pending = model.cache.load(bucket, model.validity.generation(bucket))
     if bucket.ranks_per_node > 1 and not pending.is_full:
         kind = Kind.INTRA_ALL_GATHER
         pending = model.collectives.all_gather(kind, pending, range_name(kind, bucket))
     whole = unpack_full(pending.wait(), [p.layout for p in bucket.params])
-    return whole[model.keys_of(bucket).index(key)].clone()
+    return whole[model.records.keys_of(bucket).index(key)].clone()
 
 
 def _cached(model: ShardedModel, key: str, dtype: torch.dtype) -> Bucket | None:

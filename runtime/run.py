@@ -16,7 +16,12 @@ from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan.json import to_json
 from fcdp_compile.plan.recording import ScheduleKey
-from fcdp_compile.runtime.collectives.agreement import ACCUMULATES, SYNCHRONISES, About
+from fcdp_compile.runtime.collectives.agreement import (
+    ACCUMULATES,
+    SYNCHRONISES,
+    About,
+    Question,
+)
 from fcdp_compile.runtime.collectives.collectives import told_alone
 from fcdp_compile.runtime.lanes.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
@@ -63,7 +68,7 @@ class CompiledPlan:
         self._accumulates = accumulates
         with self._told(model, direction):
             places = self.shards.get(direction, {})
-            others = model.not_its_own({key: args[i] for key, i in places.items()})
+            others = model.records.not_at_home({key: args[i] for key, i in places.items()})
             with model.lanes.device.watching(f"the start of a {direction.value} pass"):
                 variant = self._prepare(model, accumulates=accumulates, is_given=bool(others))
             if variant is not Variant.GIVEN:
@@ -90,9 +95,9 @@ class CompiledPlan:
         given = self.programs[Direction.BACKWARD, Variant.COLD].was_given(args)
         if given:
             shards = [args[i] for i in self.shards[Direction.BACKWARD].values()]
-            changed = [] if _mark(shards) == given else [given]
+            is_changed = _mark(shards) != given
             act, what = "runs a backward of given values", "whether given values have changed"
-            if any(model.ask_if_found(changed, act, what).agreed()):
+            if any(Question(model.collectives, act, [is_changed], what).agreed()):
                 raise StaleParameterError(
                     "values that a compiled function was given in the place of parameters changed between "
                     "its forward and its backward; run the backward before anything writes to them"
@@ -166,13 +171,13 @@ class CompiledPlan:
             mode=ACCUMULATES if accumulates else SYNCHRONISES,
             describe=lambda: to_json(self.plan),
         )
-        stale, is_given = model.stale(relevant, about, is_given=is_given)
-        if is_given:
+        verdict = model.validity.check(relevant, about, is_given=is_given)
+        if verdict.is_given:
             return Variant.GIVEN
         if not self._is_resident:
             return Variant.COLD
         # What goes with the backward is gathered in any variant.
-        stale = [b for b in stale if b.strategy.is_resident]
+        stale = [b for b in relevant if verdict.stale[b.id] and b.strategy.is_resident]
         kept = [i for i in self._gathers if self._buckets[i].strategy.is_resident]
         in_graph = [b for b in stale if b.id in kept]
         for bucket in self._uncached:
@@ -183,10 +188,10 @@ class CompiledPlan:
         for bucket in stale:
             model.release_rivals(bucket)
             if not (cold and bucket.id in kept):
-                model.refresh(bucket)
+                model.upkeep.refresh(bucket)
         for bucket in relevant:
             if bucket.frozen and bucket.strategy.is_resident:
-                model.release_shards(bucket)
+                model.upkeep.release_shards(bucket)
         return Variant.COLD if cold else Variant.WARM
 
 

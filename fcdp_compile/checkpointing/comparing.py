@@ -120,7 +120,7 @@ class Comparison:
         """
         names = {parameter_name(r.spec.name): key for key, r in self._state.records.items()}
         keys = [names[name] for name in self._left_out]
-        if lacking := [k for k in keys if k in self._state.awaited]:
+        if lacking := [k for k in keys if k in self._state.unset.keys]:
             raise CheckpointError(
                 f"the checkpoint in {self._folder} was saved with frozen=False, and "
                 f"{self._state.records[lacking[0]].spec.name!r} (one of {len(lacking)}) has no values yet; "

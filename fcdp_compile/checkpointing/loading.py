@@ -125,10 +125,10 @@ def load(
             together(control, lambda: loading.write(shown), CheckpointError, doing)
         except BaseException:
             # Some ranks may have written; caches must go stale on all of them alike.
-            state.values_loaded()
+            state.validity.values_changed()
             raise
     buffers = [name for name, _ in persistent_buffers(model_of(model))]
-    state.values_arrived(loading.written_keys(), buffers)
+    state.validity.values_arrived(loading.written_keys(), buffers)
     return Loaded(step=loading.values.get("step"), extra=loading.values.get("extra"))
 
 

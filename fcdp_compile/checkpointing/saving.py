@@ -173,7 +173,7 @@ def save_on(
     root, state = model_of(model), state_of(model)
     saver = _savers.setdefault(state, _Saver())
     saver.pending.end()
-    state.refuse_awaited("a checkpoint")
+    state.unset.refuse("a checkpoint")
     _refuse_waiting_gradients(state)
     found: list[Contents] = []
 

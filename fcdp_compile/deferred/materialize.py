@@ -61,13 +61,13 @@ def materialize(model: nn.Module) -> None:
     root, state = model_of(model), state_of(model)
     with torch.device("cpu"):  # also within `with torch.device("meta")`
         _agree_on_awaited(state)
-        if state.without_values:
+        if state.unset:
             _Materialisation(root, state).run()
 
 
 def _agree_on_awaited(state: ShardedModel) -> None:
     """Raise on every rank if ranks have values of different tensors."""
-    names = state.without_values.names()
+    names = state.unset.names()
     mark = int(hashlib.sha256("\n".join(names).encode()).hexdigest()[:15], 16)
     rows = state.collectives.agree([mark])
     if any(row[0] != mark for row in rows):
@@ -120,7 +120,8 @@ class _Materialisation:
         for slot in self._slots:
             if slot.is_buffer and slot.is_awaited:
                 slot.held[slot.name] = self._buffers[slot.full_name]
-        self._state.values_arrived(list(self._state.awaited), list(self._state.awaited_buffers))
+        unset = self._state.unset
+        self._state.validity.values_arrived(list(unset.keys), list(unset.buffers))
 
     def _plan(self, mode: FakeTensorMode) -> list[Touched]:
         if lost := lost_attributes(self._root):
@@ -259,7 +260,7 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
             if parameter is None:
                 continue
             found = records.get((module, name))
-            is_awaited = found is not None and found.spec.key in state.awaited
+            is_awaited = found is not None and found.spec.key in state.unset.keys
             slots.append(
                 Slot(
                     module=module,
@@ -276,7 +277,7 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
             if buffer is None:
                 continue
             full_name = buffers[id(buffer)]
-            is_awaited = full_name in state.awaited_buffers
+            is_awaited = full_name in state.unset.buffers
             slots.append(
                 Slot(
                     module=module,

@@ -36,7 +36,7 @@ class Destinations:
     def is_awaited(self, held: Held) -> bool:
         """Whether a tensor has no values yet."""
         record = self._records.get(id(held.tensor))
-        return record.spec.key in self._state.awaited if record else held.tensor.is_meta
+        return record.spec.key in self._state.unset.keys if record else held.tensor.is_meta
 
     def part(self, held: Held) -> Part:
         """What this rank has of a tensor; a buffer on meta gets memory, which `arrived` makes the model's."""
@@ -73,4 +73,4 @@ class Destinations:
                 buffers.append(self._buffer_names[id(held.tensor)])
                 for entry in held.entries:
                     entry.module._buffers[entry.leaf] = made
-        self._state.values_arrived(keys, buffers)
+        self._state.validity.values_arrived(keys, buffers)

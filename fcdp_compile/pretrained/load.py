@@ -87,7 +87,7 @@ def load_pretrained(
         try:
             together(control, lambda: _read(order, destinations, files, shows=shows))
         except FcdpError as error:
-            state.values_loaded()
+            state.validity.values_changed()
             raise FcdpError(
                 f"{path} was read in part, the model is half loaded: {error}"
             ) from error
@@ -95,7 +95,7 @@ def load_pretrained(
     if all(is_on_disk for _, is_on_disk in verdicts):
         # The first gather of what is frozen then reads what other nodes have from this node's own disk.
         rows = destinations.rows(order)
-        state.row_sources.offer(rows.keys, rows)
+        state.upkeep.row_sources.offer(rows.keys, rows)
     matched.renaming.note_used()
     if matched.kept_copies and state.topology.node == state.topology.place == 0:
         log.warning(

@@ -92,7 +92,7 @@ def _chosen(
             f"ranks 0 and {other} gather different things: {texts[0]} against {texts[other]}; enter "
             "fcdp_compile.gathered with the same modules on every rank"
         )
-    state.refuse_awaited("fcdp_compile.gathered")
+    state.unset.refuse("fcdp_compile.gathered")
     return found
 
 
@@ -245,7 +245,7 @@ class _Block:
                     local.copy_(rows_of(one.values, spec.layout, where.node, where.place))
                 written.append(spec.key)
         if written:
-            self._state.values_arrived(written)
+            self._state.validity.values_arrived(written)
 
 
 def _left(was: _Gathered, now: list[Tensor | None]) -> _Left:

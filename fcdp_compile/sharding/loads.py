@@ -93,9 +93,10 @@ class _Watch:
             return
         keys = [self._keys[n] for n in given if n in self._keys]
         if problems:  # torch is about to raise: nobody knows which values were copied
-            state.generations.change(keys)
+            state.validity.values_changed(keys)
         else:
-            state.values_arrived(keys, [self._buffers[n] for n in given if n in self._buffers])
+            buffers = [self._buffers[n] for n in given if n in self._buffers]
+            state.validity.values_arrived(keys, buffers)
 
 
 def _cut(state: ShardedModel, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:

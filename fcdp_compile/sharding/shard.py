@@ -276,4 +276,4 @@ def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _state_dict_loaded(module: nn.Module, incompatible: Any) -> None:
-    state_of(module).values_loaded()
+    state_of(module).validity.values_changed()

@@ -179,7 +179,7 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
             return inner(self, *args, **kwargs)
         state = _state(self)
         calls = state.gate.calls
-        state.model.refuse_awaited("a forward")
+        state.model.unset.refuse("a forward")
         was_inside = calls.inside
         calls.inside = True
         try:

@@ -1,8 +1,8 @@
 """What waits for its next use: node shards in pinned host memory or on the device, or whole buckets there.
 
-A bucket has at most one entry, of one generation, in its plan's tier or, where the device's memory is short
-when it is stored, on the host.  Host slabs have the exact size, are allocated once and written again and
-again; only `drop` gives them back.
+A bucket has at most one copy, of one generation: where its plan wants it, or on the host if the device has no
+room.  Host slabs have the exact size, are allocated once and written again and again; only `drop` gives them
+back.  `load` reads a copy and moves nothing; `make_room` moves it.
 
 [Note: full parameters] Where there is room, the device keeps the whole bucket as gathered, and nothing needs
 to be gathered again within the node either.  That is a collective that all ranks of a node leave out or none,
@@ -14,7 +14,10 @@ between ranks.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import torch
@@ -34,12 +37,33 @@ from fcdp_compile.strategy import Cache, Life
 from fcdp_compile.strategy.formats import Format
 
 
+class _Place(Enum):
+    """Where what is kept of a bucket goes.
+
+    PLANNED: to its tier.  FALLEN: to the host for good, because the device had no room for it.
+    WHOLE: it stays on the device, whole, as all ranks agreed.  LEAVING: the same until all ranks agree to
+    give it up, because this rank's device has no more room.
+    """
+
+    PLANNED = "planned"
+    FALLEN = "fallen"
+    WHOLE = "whole"
+    LEAVING = "leaving"
+
+
+_SHORT = {_Place.PLANNED: _Place.FALLEN, _Place.WHOLE: _Place.LEAVING}
+_AGREED = {_Place.PLANNED: _Place.WHOLE, _Place.FALLEN: _Place.LEAVING}
+_REFUSED = {_Place.WHOLE: _Place.PLANNED, _Place.LEAVING: _Place.FALLEN}
+"""What a place becomes when this rank's device has no room, when all ranks agree to keep a bucket whole, and
+when any rank refuses.  Other places stay."""
+
+
 @dataclass(slots=True)
-class _Entry:
+class _Copy:
     """kept: the node shard, or the whole bucket.  tier: which of them, and where.
 
-    uses: backwards that still want it, where the life ends with the backward.  codec: of what is kept, a row
-    for each node; None where it is the values themselves.
+    uses: backwards that still want it, where the life ends with the backward.  codec: of what is kept in host
+    memory, a row for each node; None where it is the values themselves.
     """
 
     kept: Pending
@@ -47,6 +71,22 @@ class _Entry:
     uses: int
     tier: Tier
     codec: Codec | None = None
+
+
+@dataclass(slots=True)
+class _State:
+    """What the cache knows of one bucket."""
+
+    place: _Place = _Place.PLANNED
+    copy: _Copy | None = None
+
+    @property
+    def is_in_full(self) -> bool:
+        """Whether all ranks have agreed to keep the whole bucket."""
+        return self.place in (_Place.WHOLE, _Place.LEAVING)
+
+    def becomes(self, change: Mapping[_Place, _Place]) -> None:
+        self.place = change.get(self.place, self.place)
 
 
 class NodeShardCache:
@@ -63,109 +103,116 @@ class NodeShardCache:
         self._pool = pool
         self._lanes = lanes
         self._codecs = Codecs() if codecs is None else codecs
-        self._entries: dict[int, _Entry] = {}
-        self._fallen_back: set[int] = set()
-        self._in_full: set[int] = set()  # what all ranks agreed to keep so
-        # Asked before an entry stays on the device whose strategy leaves it the choice.
+        self._states: defaultdict[int, _State] = defaultdict(_State)
+        # Asked before a copy stays on the device whose strategy leaves it the choice.
         self.memory: DeviceMemory | None = None
 
     @property
     def fallen_back(self) -> int:
-        """How many buckets are on the host although they were planned for the device."""
-        return len(self._fallen_back)
+        """How many buckets are on the host, or are to go there, although they were planned for the device."""
+        return sum(s.place in (_Place.FALLEN, _Place.LEAVING) for s in self._states.values())
 
     # --- full parameters: [Note: full parameters] ---------------------------------------------------------
 
     def wants_in_full(self, bucket: Bucket) -> bool:
         """Whether this rank would keep the whole bucket."""
-        return bucket.tier is Tier.GPU_FULL and bucket.id not in self._fallen_back
+        place = self._states[bucket.id].place
+        return bucket.tier is Tier.GPU_FULL and place in (_Place.PLANNED, _Place.WHOLE)
 
     def keeps_in_full(self, bucket: Bucket) -> bool:
         """Whether all ranks have agreed to keep the whole bucket."""
-        return bucket.id in self._in_full
+        return self._states[bucket.id].is_in_full
 
     def agree_in_full(self, bucket: Bucket, home: Home, *, agreed: bool) -> None:
-        """Take note of what all ranks came to; a bucket that is kept in full against it falls back."""
-        if agreed:
-            self._in_full.add(bucket.id)
+        """Take note of what all ranks agreed on; a bucket that is kept in full against it falls back."""
+        state = self._states[bucket.id]
+        state.becomes(_AGREED if agreed else _REFUSED)
+        if agreed or (copy := state.copy) is None or copy.tier is not Tier.GPU_FULL:
             return
-        self._in_full.discard(bucket.id)
-        entry = self._entries.get(bucket.id)
-        if entry is None or entry.tier is not Tier.GPU_FULL:
-            return
-        if (full := entry.kept).done is not None:
+        if (full := copy.kept).done is not None:
             full.done.order()
         node_shard = full.tensor.view(home.ranks_per_node, -1)[home.place]
-        if self._tier_now(bucket) is Tier.GPU:
+        if (tier := self._tier_now(bucket, state)) is Tier.GPU:
             node_shard = node_shard.clone()  # a view would keep all of it
-        self.store(bucket, node_shard, entry.generation).wait()
-        self._entries[bucket.id].uses = entry.uses
+        self._keep(bucket, tier, node_shard, copy.generation, copy.uses).wait()
 
     def keep_full(self, bucket: Bucket, generation: int, full: Pending) -> None:
         """Keep the whole bucket [G*S] in place of the node shard that it was gathered from, if agreed."""
-        entry = self._entries.get(bucket.id)
-        if bucket.id not in self._in_full or entry is None or entry.generation != generation:
+        state = self._states[bucket.id]
+        copy = state.copy
+        if not state.is_in_full or copy is None or copy.generation != generation:
             return
-        self._give_back(entry)
-        kept = Pending(full.tensor, done=full.done, is_full=True)
-        self._entries[bucket.id] = _Entry(kept, generation, entry.uses, Tier.GPU_FULL)
+        self._give_back(copy)
+        kept = Pending(full.tensor, done=full.done)
+        state.copy = _Copy(kept, generation, copy.uses, Tier.GPU_FULL)
 
-    # --- entries ------------------------------------------------------------------------------------------
+    # --- copies -------------------------------------------------------------------------------------------
 
     def generation(self, bucket_id: int) -> int | None:
-        """The generation of the bucket's entry, None without one."""
-        entry = self._entries.get(bucket_id)
-        return None if entry is None else entry.generation
+        """The generation of the bucket's copy, None without one."""
+        copy = self._states[bucket_id].copy
+        return None if copy is None else copy.generation
 
     def host_bytes(self) -> int:
         """Bytes of the node shards on the host; without the rounding to pages (`PinnedPool.slab_bytes`)."""
-        return sum(e.kept.tensor.nbytes for e in self._entries.values() if e.tier is Tier.HOST)
+        copies = [s.copy for s in self._states.values() if s.copy is not None]
+        return sum(copy.kept.tensor.nbytes for copy in copies if copy.tier is Tier.HOST)
 
-    def _tier_now(self, bucket: Bucket) -> Tier:
-        """Where a node shard goes: to the host if the device has no room; then for good, it will not later.
+    def _tier_now(self, bucket: Bucket, state: _State) -> Tier:
+        """Where a node shard goes: the host if the device has no room, or had none before.
 
-        One that is about to become the whole bucket goes there only when all ranks have agreed not to.
+        A shard that is about to become the whole bucket stays on the device until all ranks have agreed.
         """
-        if bucket.id in self._in_full:
-            if self._is_short(bucket):
-                self._fallen_back.add(bucket.id)
-            return Tier.GPU
-        if bucket.tier not in (Tier.GPU, Tier.GPU_FULL) or bucket.id in self._fallen_back:
+        is_planned = bucket.tier in (Tier.GPU, Tier.GPU_FULL) and state.place is _Place.PLANNED
+        if not (is_planned or state.is_in_full):
             return Tier.HOST
         if self._is_short(bucket):
-            self._fallen_back.add(bucket.id)
-            return Tier.HOST
-        return Tier.GPU
-
-    def _look_at_memory(self, bucket: Bucket, entry: _Entry) -> None:
-        """Let what is on the device fall back if memory has become short since it was stored."""
-        if self._entries.get(bucket.id) is not entry or not self._is_short(bucket):
-            return
-        self._fallen_back.add(bucket.id)
-        if entry.tier is Tier.GPU and bucket.id not in self._in_full:
-            self.store(bucket, Pending(entry.kept.tensor, done=entry.kept.done), entry.generation)
-            self._entries[bucket.id].uses = entry.uses
+            state.becomes(_SHORT)
+        return Tier.HOST if state.place is _Place.FALLEN else Tier.GPU
 
     def _is_short(self, bucket: Bucket) -> bool:
         may_choose = bucket.strategy.cache is Cache.ADAPTIVE
         return may_choose and self.memory is not None and self.memory.is_short()
 
+    def make_room(self, bucket: Bucket) -> None:
+        """Move the bucket's node shard to the host if device memory has become short since.
+
+        A bucket that is kept in full stays until all ranks have agreed to give it up.
+        """
+        state = self._states[bucket.id]
+        copy = state.copy
+        if copy is None or copy.tier is Tier.HOST or not self._is_short(bucket):
+            return
+        state.becomes(_SHORT)
+        if state.place is _Place.FALLEN:
+            shard = Pending(copy.kept.tensor, done=copy.kept.done)
+            self._keep(bucket, Tier.HOST, shard, copy.generation, copy.uses)
+
     def store(self, bucket: Bucket, node_shard: Tensor | Pending, generation: int) -> Pending:
         """Keep the node shard [N*S] of that generation: in the bucket's tier if there is room."""
-        entry = self._entries.get(bucket.id)
-        uses = 1 + (entry.uses if entry is not None and entry.generation == generation else 0)
-        if self._tier_now(bucket) is Tier.GPU:
+        state = self._states[bucket.id]
+        copy = state.copy
+        uses = 1 + (copy.uses if copy is not None and copy.generation == generation else 0)
+        return self._keep(bucket, self._tier_now(bucket, state), node_shard, generation, uses)
+
+    def _keep(
+        self, bucket: Bucket, tier: Tier, node_shard: Tensor | Pending, generation: int, uses: int
+    ) -> Pending:
+        """Put the node shard in the place of the bucket's copy: on the host or on the device."""
+        state = self._states[bucket.id]
+        before = state.copy
+        if tier is Tier.GPU:
             done = node_shard.done if isinstance(node_shard, Pending) else None
-            if entry is not None:
-                self._give_back(entry)
+            if before is not None:
+                self._give_back(before)
             kept = Pending(tensor_of(node_shard), done=done)
-            self._entries[bucket.id] = _Entry(kept, generation, uses, Tier.GPU)
+            state.copy = _Copy(kept, generation, uses, Tier.GPU)
             self._counters.add(Kind.STORE, 0)
             return Pending(kept.tensor, done=done)
         encoded = node_shard.encoded if isinstance(node_shard, Pending) else None
         is_encoded = bucket.host_format is not Format.FULL and encoded is not None
         source = encoded if encoded is not None and is_encoded else tensor_of(node_shard)
-        slab = self._slab(entry, source)
+        slab = self._slab(before, source)
         self._counters.add(Kind.STORE, source.nbytes)
         stored = self._lanes.start(
             LANES[Kind.STORE],
@@ -174,50 +221,46 @@ class NodeShardCache:
             reads=[node_shard],
             name=range_name(Kind.STORE, bucket),
         )
-        kept = Pending(slab, done=stored.done)
         codec = self._codecs.of_weights(bucket) if is_encoded else None
-        self._entries[bucket.id] = _Entry(kept, generation, uses, Tier.HOST, codec)
+        kept = Pending(slab, done=stored.done)
+        state.copy = _Copy(kept, generation, uses, Tier.HOST, codec)
         return stored
 
-    def _slab(self, entry: _Entry | None, like: Tensor) -> Tensor:
-        """The slab that the entry has, if it is of the right kind, or a new one."""
-        if entry is not None and entry.tier is Tier.HOST:
-            if (entry.kept.tensor.dtype, entry.kept.tensor.shape) == (like.dtype, like.shape):
-                return entry.kept.tensor
-            self._give_back(entry)
+    def _slab(self, before: _Copy | None, like: Tensor) -> Tensor:
+        """The slab of the copy that was there before, if it is of the right kind, or a new one."""
+        if before is not None and before.tier is Tier.HOST:
+            slab = before.kept.tensor
+            if (slab.dtype, slab.shape) == (like.dtype, like.shape):
+                return slab
+            self._give_back(before)
         return self._pool.take(like.numel(), like.dtype)
 
     def load(self, bucket: Bucket, generation: int) -> Pending:
         """The node shard [N*S] of that generation, or the whole bucket [G*S], on the device.
 
-        Raises: StaleParameterError if the entry is gone or of another generation.
+        Raises: StaleParameterError if the copy is gone or of another generation.
         """
-        entry = self._entries.get(bucket.id)
-        if entry is None or entry.generation != generation:
-            again = (
-                "; a strategy that caches until the backward has no second one with retain_graph=True"
-                if bucket.strategy.life is Life.UNTIL_BACKWARD
-                else ""
-            )
-            raise StaleParameterError(
-                f"bucket {bucket.id} ({bucket.params[0].name}, …) was gathered again or released since the "
-                "forward that this backward belongs to; run the backward before the next optimizer step"
-                f"{again}"
-            )
+        state = self._states[bucket.id]
+        copy = state.copy
+        if copy is None or copy.generation != generation:
+            raise _gone(bucket)
         if bucket.strategy.life is Life.UNTIL_BACKWARD:
-            entry.uses -= 1
-            if not entry.uses:
-                self._entries.pop(bucket.id)
-                self._give_back(entry)
-        kept = entry.kept
-        if entry.tier is not Tier.HOST:
-            self._look_at_memory(bucket, entry)
-            self._counters.add(Kind.LOAD, 0)
-            return Pending(kept.tensor, done=kept.done, is_full=kept.is_full)
+            copy.uses -= 1
+            if not copy.uses:
+                state.copy = None
+                self._give_back(copy)
+        if copy.tier is Tier.HOST:
+            return self._from_host(bucket, copy)
+        self._counters.add(Kind.LOAD, 0)
+        is_full = copy.tier is Tier.GPU_FULL
+        return Pending(copy.kept.tensor, done=copy.kept.done, is_full=is_full)
+
+    def _from_host(self, bucket: Bucket, copy: _Copy) -> Pending:
+        kept, codec = copy.kept, copy.codec
         self._counters.add(Kind.LOAD, kept.tensor.nbytes)
         with torch.inference_mode(False):
             arrived = on_device = torch.empty_like(kept.tensor, device=self._lanes.device.torch)
-            if (codec := entry.codec) is not None:
+            if codec is not None:
                 elements = kept.tensor.nbytes // codec.bytes * codec.elements
                 on_device = arrived.new_empty(elements, dtype=getattr(torch, bucket.dtype))
 
@@ -233,27 +276,41 @@ class NodeShardCache:
 
     def has_host_copy(self, bucket_id: int, generation: int) -> bool:
         """Whether the node shard of that generation is in host memory, or on its way there, exactly."""
-        entry = self._entries.get(bucket_id)
-        is_valid = entry is not None and entry.generation == generation
-        return is_valid and entry is not None and entry.tier is Tier.HOST and entry.codec is None
+        return self._host_copy(bucket_id, generation) is not None
+
+    def _host_copy(self, bucket_id: int, generation: int) -> Pending | None:
+        copy = self._states[bucket_id].copy
+        if copy is None or copy.generation != generation:
+            return None
+        return copy.kept if copy.tier is Tier.HOST and copy.codec is None else None
 
     def host_copy(self, bucket_id: int, generation: int) -> Tensor | None:
         """The node shard [N*S] of that generation if it is in host memory: complete, for reading."""
-        if not self.has_host_copy(bucket_id, generation):
+        if (kept := self._host_copy(bucket_id, generation)) is None:
             return None
-        kept = self._entries[bucket_id].kept
         if kept.done is not None:
             kept.done.order()
             self._lanes.device.synchronize()  # the reader is the Python thread, not a stream
         return kept.tensor
 
     def drop(self, bucket_id: int) -> None:
-        """Give the bucket's entry back, if it has one."""
-        entry = self._entries.pop(bucket_id, None)
-        if entry is not None:
-            self._give_back(entry)
-        self._fallen_back.discard(bucket_id)
+        """Give the bucket's copy back, if it has one, and forget the bucket."""
+        state = self._states.pop(bucket_id, None)
+        if state is not None and state.copy is not None:
+            self._give_back(state.copy)
 
-    def _give_back(self, entry: _Entry) -> None:
-        if entry.tier is Tier.HOST:
-            self._pool.give_back(entry.kept.tensor)
+    def _give_back(self, copy: _Copy) -> None:
+        if copy.tier is Tier.HOST:
+            self._pool.give_back(copy.kept.tensor)
+
+
+def _gone(bucket: Bucket) -> StaleParameterError:
+    again = (
+        "; a strategy that caches until the backward has no second one with retain_graph=True"
+        if bucket.strategy.life is Life.UNTIL_BACKWARD
+        else ""
+    )
+    return StaleParameterError(
+        f"bucket {bucket.id} ({bucket.params[0].name}, …) was gathered again or released since the forward "
+        f"that this backward belongs to; run the backward before the next optimizer step{again}"
+    )

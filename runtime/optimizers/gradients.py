@@ -16,7 +16,7 @@ it stays so: as by `torch.autograd.grad`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.packing import unpack_grads
 from fcdp_compile.plan import LANES, Bucket, Kind, Tier
+from fcdp_compile.plan.reduction import REDUCTIONS
 from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.collectives import Collectives
@@ -34,6 +35,7 @@ from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.optimizers.gradient_marks import Grad, GradientMarks
 from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import at_end_of_backward
 
 _Params = tuple[str, ...]
@@ -57,7 +59,6 @@ class Accumulation:
     """What accumulates of one model on this rank.
 
     is_on: whether forwards that begin now accumulate in their backward.
-    reductions: what gradients of a bucket that wait have still to go through, in order.
     """
 
     def __init__(
@@ -68,8 +69,6 @@ class Accumulation:
         lanes: Lanes,
         collectives: Collectives,
         codecs: Codecs,
-        *,
-        reductions: Callable[[Bucket], Sequence[Kind]],
     ) -> None:
         self.is_on = False
         self._records = records
@@ -78,7 +77,6 @@ class Accumulation:
         self._lanes = lanes
         self._collectives = collectives
         self._codecs = codecs
-        self._reductions = reductions
         self._marks = GradientMarks(records)
         self._waiting: dict[_Params, _Waiting] = {}
         self._slabs: dict[_Params, Tensor] = {}  # never given back between steps
@@ -229,6 +227,13 @@ class Accumulation:
             for name, shard in zip(params, shards, strict=True):
                 if (grad := self._marks.shard(name)) is not None:
                     grad.add_(shard)
+
+    def _reductions(self, bucket: Bucket) -> list[Kind]:
+        """What gradients have still to go through that accumulated at their strategy's scope, in order."""
+        kinds = list(REDUCTIONS[bucket.strategy.home])
+        if bucket.strategy.gradient is not Scope.NONE:
+            kinds.remove(Kind.INTRA_REDUCE_SCATTER)
+        return [k for k in kinds if self._collectives.group_size(k) > 1]
 
     # --- what waits ---------------------------------------------------------------------------------------
 

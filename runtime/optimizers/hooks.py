@@ -24,9 +24,9 @@ from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.optimizers.loads import OptimizerLoads
 from fcdp_compile.runtime.optimizers.steps import OptimizerSteps
-from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.runtime.parameters.unset import Awaited
-from fcdp_compile.runtime.parameters.validity import Generations
+from fcdp_compile.runtime.parameters.record import Records
+from fcdp_compile.runtime.parameters.unset import Unset
+from fcdp_compile.runtime.parameters.validity import Validity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class WholeParameter:
 class OptimizerHooks:
     """Checks before a step, notes after it; for as long as it lives, on every optimizer of the process.
 
-    records: of the parameters, by key.  whole: those that are whole for a while, by key.
+    whole: the parameters that are whole for a while, by key.
     accumulates_elsewhere: whether `no_sync` lets gradients wait on several nodes, while here it does not.
     """
 
@@ -49,20 +49,20 @@ class OptimizerHooks:
         topology: Topology,
         collectives: Collectives,
         counters: Counters,
-        records: Mapping[str, ParamRecord],
-        without_values: Awaited,
+        records: Records,
+        unset: Unset,
         whole: Mapping[str, WholeParameter],
         accumulation: Accumulation,
-        generations: Generations,
+        validity: Validity,
         *,
         accumulates_elsewhere: bool,
     ) -> None:
         self._counters = counters
         self._records = records
-        self._without_values = without_values
+        self._unset = unset
         self._whole = whole
         self._accumulation = accumulation
-        self._generations = generations
+        self._validity = validity
         self._accumulates_elsewhere = accumulates_elsewhere
         self._is_unsynchronised_elsewhere = False
         self._loads = OptimizerLoads(collectives)
@@ -110,7 +110,7 @@ class OptimizerHooks:
 
     def _refuse_incomplete(self, optimizer: Optimizer) -> None:
         names = self._accumulation.concerns()
-        if not (names or self._without_values or self._whole):
+        if not (names or self._unset or self._whole):
             return
         owned = {id(p) for p in _owned_by(optimizer)}
         if within := next((k for k, w in self._whole.items() if id(w.home) in owned), None):
@@ -118,11 +118,11 @@ class OptimizerHooks:
                 f"an optimizer steps parameter {self._records[within].spec.name!r} while it is whole; leave "
                 "the block of fcdp_compile.gathered before training goes on"
             )
-        awaited = self._without_values.keys
-        if any(id(p) in owned for key in awaited for p in self._records[key].places()):
+        unset = [self._records[key] for key in self._unset.keys]
+        if any(id(p) in owned for record in unset for p in record.places()):
             # Without asking others: not every rank need step this optimizer.
-            self._without_values.refuse_here("an optimizer step")
-        by_name = {r.spec.name: r for r in self._records.values()}
+            self._unset.refuse_here("an optimizer step")
+        by_name = self._records.by_name
         mine = [n for n in names if any(id(p) in owned for p in by_name[n].places())]
         left = self._accumulation.settle() if mine else []
         if lacking := [n for n in mine if n in left]:
@@ -144,7 +144,7 @@ class OptimizerHooks:
         owned = {id(p): (key, p) for key, r in self._records.items() for p in r.places()}
         mine = [owned[id(p)] for p in _owned_by(optimizer) if id(p) in owned]
         if stepped := [key for key, p in mine if p.grad is not None]:
-            self._generations.change(stepped)
+            self._validity.values_changed(stepped)
         if mine:
             self._steps.report(optimizer)
             self._counters.end_step(optimizer)

@@ -1,8 +1,9 @@
-"""Where a sharded model keeps one of its parameters."""
+"""Where a sharded model keeps its parameters."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_shard import HomeShard, check_cut, placements_of
 from fcdp_compile.params.registry import ParamSpec, check_shard
+from fcdp_compile.plan import Bucket
 from fcdp_compile.torch_compat import storage_id
 
 
@@ -115,3 +117,35 @@ class ParamRecord:
         values = parameter.values()
         check_shard(self.spec, values)
         return values
+
+
+class Records(dict[str, ParamRecord]):
+    """The parameters of a model by key, and those of each bucket.
+
+    by_name: the same by the name of the parameter.
+    """
+
+    def __init__(self, records: Iterable[ParamRecord]) -> None:
+        self.by_name = {r.spec.name: r for r in records}
+        super().__init__((r.spec.key, r) for r in self.by_name.values())
+
+    def of(self, bucket: Bucket) -> list[ParamRecord]:
+        """The parameters of a bucket, in its order."""
+        return [self.by_name[p.name] for p in bucket.params]
+
+    def keys_of(self, bucket: Bucket) -> list[str]:
+        """The keys of a bucket's parameters."""
+        return [r.spec.key for r in self.of(bucket)]
+
+    def shards(self, bucket: Bucket) -> list[Tensor]:
+        """This rank's home shards of a bucket."""
+        return [r.local() for r in self.of(bucket)]
+
+    def not_at_home(self, shards: Mapping[str, Tensor]) -> list[str]:
+        """The names of the parameters, by key, in whose place there is anything but the home shard.
+
+        An empty shard says nothing; another rank's does.
+        """
+        return [
+            self[key].spec.name for key, shard in shards.items() if not self[key].is_home(shard)
+        ]

@@ -8,19 +8,22 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.runtime.collectives.collectives import Collectives
 
 
-class Awaited:
+class Unset:
     """What of a model has no values yet, in the model's order.
 
     keys: of parameters, by the parameter's name.  buffers: names.
-    A model that never was on meta costs nothing; of another, ranks compare what they await until all have
-    everything, as one alone may have loaded a state dict.
+    A model that never was on meta costs nothing.  Ranks of another model compare what is unset until nothing
+    is, because one rank alone may have loaded a state dict.
     """
 
-    def __init__(self, names: dict[str, str], buffers: Iterable[str]) -> None:
+    def __init__(
+        self, names: dict[str, str], buffers: Iterable[str], collectives: Collectives
+    ) -> None:
         self._names = names
         self.keys = set(names)
         self._order = list(buffers)
         self.buffers = set(self._order)
+        self._collectives = collectives
         self._is_settled = not (self.keys or self.buffers)
 
     def __bool__(self) -> bool:
@@ -36,7 +39,7 @@ class Awaited:
         self.keys.difference_update(keys)
         self.buffers.difference_update(buffers)
 
-    def refuse(self, what: str, collectives: Collectives) -> None:
+    def refuse(self, what: str) -> None:
         """Raise on every rank if anything is without values on any; all ranks must ask.
 
         what: that would read them.
@@ -45,12 +48,8 @@ class Awaited:
         """
         if self._is_settled:
             return
-        counts = [
-            row[0]
-            for row in collectives.agree(
-                [len(self.names())], "the agreement on what has no values yet"
-            )
-        ]
+        told = "the agreement on what has no values yet"
+        counts = [row[0] for row in self._collectives.agree([len(self.names())], told)]
         if not any(counts):
             self._is_settled = True
             return

@@ -203,11 +203,11 @@ def test_a_load_that_fails_while_it_writes_says_so_and_makes_caches_stale(tmp_pa
     job = Small(1)
     job.save(tmp_path)
     state = state_of(job.model)
-    before = state.generations.of(state.records)
+    before = state.validity.generations.of(state.records)
     job.scheduler = Unwilling(job.optimizer, 2)
     with pytest.raises(CheckpointError, match=r"not today; the model, .* may hold a part of"):
         job.load(tmp_path)
-    assert state.generations.of(state.records) > before
+    assert state.validity.generations.of(state.records) > before
 
 
 def test_an_expanded_buffer(tmp_path: Path) -> None:

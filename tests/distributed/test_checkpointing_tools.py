@@ -253,7 +253,7 @@ def _whole_tensors_on_meta(mesh: DeviceMesh) -> None:
             model = CASES["floats"].model()
         fcdp_compile.shard(model, mesh)
         model.load_state_dict(values, assign=assign)
-        assert not state_of(model).without_values
+        assert not state_of(model).unset
         for name, value in model.state_dict().items():
             assert torch.equal(whole(value), values[name]), name
         assert all(isinstance(p, HomeShard) for p in model.parameters())

@@ -102,7 +102,7 @@ def test_what_cannot_be_materialized(make: Make, what: str) -> None:
             model = make()
     model = fcdp_compile.shard(model)
     assert what in message_of(FcdpError, lambda: fcdp_compile.materialize(model))
-    assert state_of(model).awaited
+    assert state_of(model).unset.keys
 
 
 class _SetsBelow(nn.Module):
@@ -149,7 +149,7 @@ def test_what_could_not_be_foreseen_is_refused() -> None:
     model = fcdp_compile.shard(plain)
     found = message_of(FcdpError, lambda: fcdp_compile.materialize(model))
     assert "_SetsBeside.reset_parameters of 1 failed: it uses 0.weight of another module" in found
-    assert state_of(model).awaited
+    assert state_of(model).unset.keys
 
 
 def test_a_failing_initialisation_is_named() -> None:
@@ -200,10 +200,10 @@ class TestLoading:
     def test_of_a_module_and_then_the_rest(self) -> None:
         model, plain = self._pair()
         model[0].load_state_dict(plain[0].state_dict())  # type: ignore[index]
-        assert {k.partition(":")[2] for k in state_of(model).awaited} == {"1.weight", "1.bias"}
+        assert {k.partition(":")[2] for k in state_of(model).unset.keys} == {"1.weight", "1.bias"}
         rest = {k: v for k, v in plain.state_dict().items() if k.startswith("1.")}
         model.load_state_dict(rest, strict=False)
-        assert not state_of(model).without_values
+        assert not state_of(model).unset
         inputs = torch.rand(3, 4)
         torch.testing.assert_close(model(inputs), plain(inputs))
 
@@ -216,15 +216,15 @@ class TestLoading:
         for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
             assert found.dtype == expected.dtype
             assert torch.equal(found, expected)
-        assert not state_of(model).without_values
+        assert not state_of(model).unset
 
     def test_that_fails_gives_none(self) -> None:
         model, plain = self._pair()
         bad = plain.state_dict() | {"0.weight": torch.zeros(9)}
         with pytest.raises(RuntimeError, match="size mismatch"):
             model.load_state_dict(bad)
-        assert "m" in next(iter(state_of(model).awaited))
-        assert len(state_of(model).without_values.names()) == 7
+        assert "m" in next(iter(state_of(model).unset.keys))
+        assert len(state_of(model).unset.names()) == 7
 
     def test_writing_by_hand_does_not_count(self) -> None:
         model, _ = self._pair()

@@ -91,8 +91,8 @@ def _loaded(mesh: DeviceMesh) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=options)
     state = state_of(model)
-    assert not state.awaited
-    assert state.awaited_buffers, "rotary frequencies are in no state dict"
+    assert not state.unset.keys
+    assert state.unset.buffers, "rotary frequencies are in no state dict"
     ids = torch.zeros(1, 4, dtype=torch.long)
     assert "inv_freq" in message_of(FcdpError, lambda: model(input_ids=ids))
     fcdp_compile.materialize(model)

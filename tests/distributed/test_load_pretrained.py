@@ -135,7 +135,7 @@ def _as_from_pretrained(
     fcdp_compile.shard(model, mesh, strategy=strategy)
     fcdp_compile.load_pretrained(model, folder / target, head=head)
     # What no checkpoint has: buffers that the modules compute.
-    waiting = state_of(model).without_values.names()
+    waiting = state_of(model).unset.names()
     assert set(waiting).isdisjoint(expected), waiting
     _check_equal(model, expected)
 
@@ -156,7 +156,7 @@ def _into_adapted(mesh: DeviceMesh, *, folder: Path, on_meta: bool) -> None:
     fcdp_compile.shard(model, mesh)
     fcdp_compile.load_pretrained(model, folder)
     expected = base.state_dict()
-    waiting = set(state_of(model).without_values.names())
+    waiting = set(state_of(model).unset.names())
     for name, whole in {n: _whole(p) for n, p in model.named_parameters()}.items():
         plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
         plain = plain.replace("original_module.", "").replace("modules_to_save.default.", "")

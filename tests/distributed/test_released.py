@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile.params.home_shard import HomeShard
-from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
 from tests.distributed.beside import Beside, named, whole
 from tests.distributed.jobs import WORKS, Job, Verdicts, run_jobs
 from tests.distributed.models import CASES, Case, odd_lora
@@ -50,12 +50,12 @@ def _losses(
 def _with_and_without(mesh: DeviceMesh, name: str) -> tuple[list[int], list[int], list[int]]:
     losses, parameters, sizes = _losses(mesh, name, "fcdp")
     other_losses, other_parameters, other_sizes = _losses(mesh, name, "zero3")
-    release = ShardedModel.release_shards
-    ShardedModel.release_shards = lambda self, bucket: None  # type: ignore[method-assign]
+    release = CacheUpkeep.release_shards
+    CacheUpkeep.release_shards = lambda self, bucket: None  # type: ignore[method-assign]
     try:
         kept_losses, kept_parameters, kept_sizes = _losses(mesh, name, "fcdp")
     finally:
-        ShardedModel.release_shards = release  # type: ignore[method-assign]
+        CacheUpkeep.release_shards = release  # type: ignore[method-assign]
     assert losses == kept_losses == other_losses
     for n, value in parameters.items():
         assert torch.equal(value, kept_parameters[n]), n

@@ -109,7 +109,7 @@ def _goes_on_after_an_error(mesh: DeviceMesh) -> None:
         net(ids).sum().backward()
     for attempt in range(4):
         for model in (fails, other):  # so that all is gathered anew
-            state_of(model).values_loaded()
+            state_of(model).validity.values_changed()
         _hold_up(fails, mesh)
         with pytest.raises(IndexError):
             nets[0](torch.full((4,), _WIDTH))

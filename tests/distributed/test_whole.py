@@ -40,7 +40,7 @@ def _inside(mesh: DeviceMesh | None, case: str = "odd", **options: Any) -> None:
     pair.train(1)
     homes = _homes(pair.model)
     expected = dict(pair.plain.named_parameters())
-    before = state_of(pair.model).generations.of(state_of(pair.model).records)
+    before = state_of(pair.model).validity.generations.of(state_of(pair.model).records)
     with fcdp_compile.gathered(pair.net):
         found = dict(pair.model.named_parameters())
         assert list(found) == list(expected)
@@ -52,7 +52,7 @@ def _inside(mesh: DeviceMesh | None, case: str = "odd", **options: Any) -> None:
             loss = pair.case.loss(net, pair.data(5))
             assert_close(loss.item(), pair.case.loss(pair.plain, pair.data(5)).item(), "loss")
     _unchanged(pair.model, homes)
-    assert state_of(pair.model).generations.of(state_of(pair.model).records) == before
+    assert state_of(pair.model).validity.generations.of(state_of(pair.model).records) == before
     pair.train(2)
     pair.compare_parameters()
 
@@ -109,7 +109,7 @@ def _writeback(mesh: DeviceMesh | None, **options: Any) -> None:
     homes = _homes(pair.model)
     state = state_of(pair.model)
     of = {r.spec.name: key for key, r in state.records.items()}
-    before = {name: state.generations.of([key]) for name, key in of.items()}
+    before = {name: state.validity.generations.of([key]) for name, key in of.items()}
     with fcdp_compile.gathered(pair.model, writeback=True):
         for model in pair.both:
             with torch.no_grad():
@@ -118,7 +118,9 @@ def _writeback(mesh: DeviceMesh | None, **options: Any) -> None:
                 model.scale.fill_(2.0)  # type: ignore[operator, union-attr]
                 model.second.bias.mul_(1.0)  # type: ignore[operator, union-attr]
     _unchanged(pair.model, homes)
-    changed = {name for name, key in of.items() if state.generations.of([key]) != before[name]}
+    changed = {
+        name for name, key in of.items() if state.validity.generations.of([key]) != before[name]
+    }
     assert changed == {"first.weight", "norm.bias", "scale"}
     pair.compare_parameters()
     pair.train(2)

@@ -100,7 +100,7 @@ def test_as_from_pretrained(make: Callable[[], PreTrainedModel], tmp_path: Path)
     found = model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert set(state_of(model).without_values.names()).isdisjoint(expected)
+    assert set(state_of(model).unset.names()).isdisjoint(expected)
 
 
 def test_another_head(tmp_path: Path) -> None:

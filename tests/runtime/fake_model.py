@@ -18,6 +18,7 @@ from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.collectives.word_of_all import Telling
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.program import Program
@@ -52,6 +53,9 @@ class Collectives:
         out = whole.new_full((half,), float("nan"))
         return self._start(kind, lambda: out.copy_(whole[:half]), out, send, name)
 
+    def tell(self, words: list[int], what: str) -> Telling:
+        return Telling(words, None, str)
+
     def _start(
         self, kind: Kind, run: Callable[[], Any], out: Tensor, send: Tensor | Pending, name: str
     ) -> Pending:
@@ -80,9 +84,9 @@ def fake_model(strategy: str = "fcdp") -> Any:
         codecs=Codecs(),
         current=0,
     )
-    model.generation = lambda bucket: model.current
-    model.look = lambda buckets: None
-    model.ask_if_found = lambda found, act, what: SimpleNamespace(agreed=lambda: [len(found) > 0])
+    model.validity = SimpleNamespace(
+        generation=lambda bucket: model.current, notice=lambda buckets: None
+    )
     return model
 
 

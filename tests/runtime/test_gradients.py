@@ -54,6 +54,9 @@ class Peers:
         (said,) = packed(self.say(unpacked(flags, count)))
         return Telling([head, complement, flags[0] | said, *flags[1:]], None, str)
 
+    def group_size(self, kind: Kind) -> int:
+        return 2
+
     def reduction(self, kind: Kind, send: Pending, name: str, codec: None = None) -> Pending:
         assert kind is Kind.INTER_REDUCE_SCATTER
         return Pending(send.wait().view(2, -1)[NODE].clone())
@@ -100,7 +103,6 @@ class Rank:
             self.lanes,
             self.peers,  # type: ignore[arg-type]
             Codecs(),
-            reductions=lambda bucket: [Kind.INTER_REDUCE_SCATTER],
         )
 
     def grad(self, name: str) -> Tensor | None:

@@ -165,15 +165,17 @@ class TestMemoryThatBecomesShort:
     """After a bucket was stored, as frozen ones are before the first forward."""
 
     @pytest.mark.parametrize("bucket", [GPU, FULL])
-    def test_a_node_shard_falls_back_when_it_is_loaded(self, bucket) -> None:
+    def test_a_node_shard_falls_back_when_room_is_made(self, bucket) -> None:
         cache, _ = make()
         used = 0
         cache.memory = _memory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: used)
         cache.store(bucket, shard(1), 1).wait()
-        assert torch.equal(cache.load(bucket, 1).wait(), shard(1))
-        assert (cache.host_bytes(), cache.fallen_back) == (0, 0)
+        cache.make_room(bucket)
         used = 6
+        assert torch.equal(cache.load(bucket, 1).wait(), shard(1))
+        assert (cache.host_bytes(), cache.fallen_back) == (0, 0), "a load moves nothing"
         for _ in range(2):
+            cache.make_room(bucket)
             assert torch.equal(cache.load(bucket, 1).wait(), shard(1))
             assert (cache.host_bytes(), cache.fallen_back) == (SHARD_BYTES, 1)
 
@@ -183,6 +185,7 @@ class TestMemoryThatBecomesShort:
         cache, _ = TestInFull().kept(memory=memory)
         assert cache.wants_in_full(FULL)
         used = 6
+        cache.make_room(FULL)
         assert cache.load(FULL, 3).is_full
         assert not cache.wants_in_full(FULL)
 
@@ -193,4 +196,5 @@ class TestMemoryThatBecomesShort:
         cache.store(brief, shard(1), 1).wait()
         cache.memory = _memory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 6)
         assert torch.equal(cache.load(brief, 1).wait(), shard(1))
+        cache.make_room(brief)
         assert (cache.host_bytes(), cache.generation(0)) == (0, None)

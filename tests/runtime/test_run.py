@@ -16,6 +16,7 @@ from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Plan, Variant
 from fcdp_compile.runtime.collectives.agreement import About
 from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.parameters.validity import Verdict
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Strategy
 
@@ -53,27 +54,22 @@ class Model:
         self.counters = Counters()
         self.collectives = SimpleNamespace()
         self.lanes = SimpleNamespace(device=Cpu())
-        self.records: dict[str, object] = {}
+        self.records = SimpleNamespace(not_at_home=list)
+        self.validity = SimpleNamespace(check=self.check)
+        self.upkeep = SimpleNamespace(
+            refresh=lambda b: self.refreshed.append(b.id),
+            release_shards=lambda b: self.released.append(b.id),
+        )
         self.optimizer_hooks = SimpleNamespace(note_backward=lambda *, accumulates: None)
 
-    def stale(
-        self, buckets: list[Bucket], about: About, *, is_given: bool
-    ) -> tuple[list[Bucket], bool]:
+    def check(self, buckets: list[Bucket], about: About, *, is_given: bool) -> Verdict:
         self.modes.append(about.mode)
         self.asked = [b.id for b in buckets]
-        return [b for b in buckets if b.id in self.stale_ids], is_given
-
-    def not_its_own(self, shards: dict[str, object]) -> list[str]:
-        return list(shards)
+        stale = {b.id: b.id in self.stale_ids for b in buckets}
+        return Verdict(stale=stale, refused={}, is_given=is_given)
 
     def release_rivals(self, bucket: Bucket) -> None:
         self.replaced.append(bucket.id)
-
-    def refresh(self, bucket: Bucket) -> None:
-        self.refreshed.append(bucket.id)
-
-    def release_shards(self, bucket: Bucket) -> None:
-        self.released.append(bucket.id)
 
 
 def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan, Model, list[str]]:

@@ -91,7 +91,7 @@ def save_pretrained(
     topology = topology_of(None) if state is None else state.topology
     if state is not None:
         same_act(state.collectives, "calls save_pretrained")
-        state.refuse_awaited("save_pretrained")
+        state.unset.refuse("save_pretrained")
 
     def prepare() -> Contents:
         refuse_nameless(folder)

@@ -40,7 +40,7 @@ def save_own(
     arguments that fcdp_compile.save_pretrained has nothing for; else what that raises.
     """
     if not any(isinstance(p, HomeShard) for p in module.parameters()):
-        state.refuse_awaited("save_pretrained")
+        state.unset.refuse("save_pretrained")
         return method(module, *args, **kwargs)
     if not is_library_save(method):
         raise FcdpError(
