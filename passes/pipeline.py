@@ -29,7 +29,7 @@ from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.set_apart import set_apart
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.passes.variants import clone, only_loaded, variants
-from fcdp_compile.plan import Bucket, Direction, Schedule, Tier, Variant
+from fcdp_compile.plan import Bucket, Direction, Placement, Schedule, Variant
 
 Graphs = Mapping[Direction, GraphModule]
 Key = tuple[Direction, Variant]
@@ -45,10 +45,12 @@ PASSES: tuple[Callable[..., Any], ...] = (set_apart, partition, bucket, stamp, *
 class Lowered:
     """What the passes made of the graphs of one compilation.
 
-    buckets: in order of their numbers.  refresh: those that must be cached before a forward starts.
+    buckets: in order of their numbers.  placements: of those, by number.  refresh: those that must be cached
+    before a forward starts.
     """
 
     buckets: tuple[Bucket, ...]
+    placements: Mapping[int, Placement]
     refresh: tuple[int, ...]
     graphs: dict[Key, GraphModule]
     schedules: tuple[Schedule, ...]
@@ -69,6 +71,7 @@ def lower_all(
     """
     again = used_again(graphs)
     buckets: dict[int, Bucket] = {}
+    placements: dict[int, Placement] = {}
     refresh: dict[int, None] = {}
     lowered: dict[Key, GraphModule] = {}
     schedules: list[Schedule] = []
@@ -76,6 +79,7 @@ def lower_all(
         base = replace(contexts[direction], backward_buckets=again)
         buckets |= {b.id: b for b in buckets_of(gm)}
         buckets |= {b.id: b for b in reduced_params(gm, base)}
+        placements |= base.placements
         for variant in variants(gm, base):
             if direction is not Direction.BACKWARD:
                 refresh |= dict.fromkeys(only_loaded(gm, base))
@@ -84,6 +88,7 @@ def lower_all(
             schedules.append(described)
     return Lowered(
         buckets=tuple(buckets[i] for i in sorted(buckets)),
+        placements={i: placements[i] for i in sorted(buckets)},
         refresh=tuple(refresh),
         graphs=lowered,
         schedules=tuple(schedules),
@@ -99,7 +104,9 @@ def lower_variant(
     return finished, describe(finished, ctx)
 
 
-def known_to_backward(mine: Bucket | None, found: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+def known_to_backward(
+    mine: Bucket | None, found: tuple[Bucket, ...], placements: Mapping[int, Placement]
+) -> tuple[Bucket, ...]:
     """What a backward knows of a parameter: its forward's bucket first.
 
     It loads what that one stored, or else gathers for itself.
@@ -108,6 +115,6 @@ def known_to_backward(mine: Bucket | None, found: tuple[Bucket, ...]) -> tuple[B
     """
     if mine is None:
         return found
-    if mine.tier is not Tier.NONE:
+    if placements[mine.id].is_cached:
         return (mine,)
-    return (mine, *(b for b in found if b.tier is Tier.NONE))
+    return (mine, *(b for b in found if not placements[b.id].is_cached))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fcdp_compile
-from builders_plan import make_bucket, make_plan
+from builders_plan import make_bucket, make_plan, with_buckets, with_placements
 from commands import cells, refusal
 from fcdp_compile.cli import main
 from fcdp_compile.cli.stages import passes
@@ -66,7 +66,7 @@ def test_sizes_are_those_of_each_buckets_strategy(
         )
         for i, (name, (nodes, g)) in enumerate(shards.items())
     ]
-    plan = dataclasses.replace(make_plan(), buckets=tuple(buckets), refresh=(), schedules=())
+    plan = with_buckets(make_plan(), *buckets, refresh=(), schedules=())
     write_plan(tmp_path / "graph-000.plan.json", plan)
     assert main(["dump", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_table_of_buckets(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     row = cells(out, "0")
     assert row[1:5] == ["8", *(f"{x:.3f}" for x in mib)]
     assert row[5:] == ["bfloat16", "float32", "yes", "fcdp", "host"]
-    assert "\nbucket 0: frozen together\n" in out
+    assert "\nbucket 0: frozen together; kept\n" in out
     total = (frozen.slot_bytes + adapters.slot_bytes) / 2**20
     assert cells(out, "total") == ["total", "24", *(f"{total * k:.3f}" for k in (1, 2, 4))]
     assert "refresh before a forward: 0\n" in out
@@ -157,9 +157,8 @@ def test_a_plan_without_buckets_or_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = make_plan()
-    bare = dataclasses.replace(
+    bare = with_buckets(
         plan,
-        buckets=(),
         refresh=(),
         schedules=(dataclasses.replace(plan.schedules[0], steps=()),),
     )
@@ -173,9 +172,7 @@ def test_a_plan_without_buckets_or_steps(
 def test_something_small_is_never_printed_as_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = dataclasses.replace(
-        make_plan(), buckets=(make_bucket(0, [("bias", (3,))]),), refresh=(), schedules=()
-    )
+    plan = with_buckets(make_plan(), make_bucket(0, [("bias", (3,))]), refresh=(), schedules=())
     write_plan(tmp_path / "graph-000.plan.json", plan)
     main(["dump", str(tmp_path)])
     assert cells(capsys.readouterr().out, "0")[2:5] == ["<0.001"] * 3
@@ -432,7 +429,7 @@ def test_why_a_bucket_is_as_it_is(folder: Path, capsys: pytest.CaptureFixture[st
     assert "layers.{0-7}.q_proj.lora_A.weight  x8" in out
     assert f"{adapters.slot_bytes} bytes a rank" in out
     assert "all adapters" in out
-    assert "tier: host" in out
+    assert "tier: host; kept" in out
     assert "forward warm: not used" in out
     assert "step 0 of 8: inter_all_gather, forward cold" in out
     assert main(["dump", str(folder), "--why", "7"]) == 2
@@ -447,9 +444,8 @@ def test_what_two_compilations_differ_in(
     write_plan(other / "graph-000.plan.json", plan)
     assert main(["dump", str(folder), "--diff", str(other)]) == 0
     assert capsys.readouterr().out == "no difference\n"
-    frozen, adapters = plan.buckets
-    on_gpu = dataclasses.replace(frozen, tier=Tier.GPU, why="frozen; there is room")
-    changed = dataclasses.replace(plan, nodes=2, refresh=(), buckets=(on_gpu, adapters))
+    changed = dataclasses.replace(plan, nodes=2, refresh=())
+    changed = with_placements(changed, bucket=0, tier=Tier.GPU, why="there is room")
     write_plan(other / "graph-000.plan.json", changed)
     write_plan(other / "graph-001.plan.json", plan)
     assert main(["dump", str(folder), "--diff", str(other)]) == 1

@@ -29,7 +29,7 @@ from fcdp_compile.ops import UNSHARD
 from fcdp_compile.params import registry
 from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.params.mesh import process_count
-from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken
+from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken, placements_of
 from fcdp_compile.passes.graph.context import PassContext, use_of
 from fcdp_compile.passes.graph.inline import Inliner
 from fcdp_compile.passes.graph.runner import Stages, run, watched
@@ -166,11 +166,14 @@ class _Compilation:
     def _bucket(self, model: ShardedModel, direction: Direction, gm: GraphModule) -> None:
         model.host_memory.ask(self._options.host_memory)
         ctx = self._context(model, direction)
-        made = buckets_of(run([bucket], gm, ctx, graph=direction.value, stages=self._stages))
-        model.adopt(made)
+        run([bucket], gm, ctx, graph=direction.value, stages=self._stages)
+        made, placements = buckets_of(gm), placements_of(gm)
+        model.adopt(made, placements)
         model.host_memory.plan(host_bytes_taken(self._context(model, direction)))
         if direction is not Direction.BACKWARD:
-            model.host_memory.note([b for b in made if b.strategy.keeps_on_host])
+            model.host_memory.note(
+                [(b, placements[b.id]) for b in made if b.strategy.keeps_on_host]
+            )
 
     def _context(self, model: ShardedModel, direction: Direction) -> PassContext:
         return PassContext(
@@ -183,6 +186,7 @@ class _Compilation:
                 if (p := r.living()) is not None and not p.requires_grad
             ),
             known=self._known(model, direction),
+            placements=model.adopted,
             next_bucket=model.next_bucket,
             bucket_bytes=self._options.bucket_bytes,
             machine=self._machine,
@@ -196,7 +200,7 @@ class _Compilation:
         known = model.known_buckets()
         if direction is Direction.BACKWARD:
             return {
-                key: known_to_backward(self._forward_buckets.get(key), found)
+                key: known_to_backward(self._forward_buckets.get(key), found, model.adopted)
                 for key, found in known.items()
             }
         # What a backward gathers for itself is cached by nobody.
@@ -205,7 +209,7 @@ class _Compilation:
                 b
                 for b in found
                 if b.strategy.cache is Cache.NONE
-                or b.tier is not Tier.NONE
+                or model.adopted[b.id].is_cached
                 or model.host_memory.is_left_out(b)
             )
             for key, found in known.items()
@@ -225,6 +229,7 @@ class _Compilation:
             ranks_per_node=model.topology.ranks_per_node,
             graph=model.next_graph(),
             buckets=placed.buckets,
+            placements=tuple(placed.placements.values()),
             refresh=lowered.refresh,
             schedules=placed.schedules,
             peak_bytes=placed.peak_bytes,
@@ -275,7 +280,8 @@ class _Compilation:
             with _fake_mode(backward):
                 lowered, described = lower_variant(backward, ctx, self._stages)
             self._lowered[Direction.BACKWARD, variant] = lowered
-            schedules.append(place_steps(described, bound.plan.buckets))
+            placements = {p.bucket: p for p in bound.plan.placements}
+            schedules.append(place_steps(described, placements))
             self._bind(bound, Direction.BACKWARD, variant)
         bound.plan = replace(bound.plan, schedules=(*bound.plan.schedules, *schedules))
         bound.living_model().plans[bound.plan.graph] = bound.plan
@@ -378,7 +384,7 @@ def _bucket_by_key(gm: GraphModule) -> dict[str, Bucket]:
 def _summary(plan: Plan) -> str:
     steps = sum(len(s.steps) for s in plan.schedules)
     frozen = sum(b.frozen for b in plan.buckets)
-    kept = sum(b.tier in (Tier.GPU, Tier.GPU_FULL) for b in plan.buckets)
+    kept = sum(p.tier in (Tier.GPU, Tier.GPU_FULL) for p in plan.placements)
     peak = "" if plan.peak_bytes is None else f", predicted peak {plan.peak_bytes / 2**20:.1f} MiB"
     return (
         f"graph {plan.graph}: {plan.strategy} on {plan.nodes} x {plan.ranks_per_node} ranks, "

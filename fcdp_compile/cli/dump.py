@@ -220,12 +220,13 @@ def _compare(plans: dict[Path, Plan], others: dict[Path, Plan], folders: tuple[s
 
 def _tiers(a: Plan, b: Plan, names: tuple[str, str]) -> list[str]:
     """On the GPU or the host: what ranks need not agree on, so that `diff` passes it over."""
-    theirs = {bucket.id: bucket for bucket in b.buckets}
-    pairs = [(x, theirs[x.id]) for x in a.buckets if x.id in theirs]
+    theirs = {p.bucket: p for p in b.placements}
+    pairs = [(x, theirs[x.bucket]) for x in a.placements if x.bucket in theirs]
     return [
-        f"bucket {x.id} tier: {names[0]} {x.tier.value} ({x.why}); {names[1]} {y.tier.value} ({y.why})"
+        f"bucket {x.bucket} tier: {names[0]} {x.tier.value} ({x.why}); "
+        f"{names[1]} {y.tier.value} ({y.why})"
         for x, y in pairs
-        if x.tier is not y.tier and x.agreed().tier is y.agreed().tier
+        if x.tier is not y.tier and x.is_cached and y.is_cached
     ]
 
 

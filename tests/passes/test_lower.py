@@ -250,7 +250,7 @@ def test_a_graph_without_parameters_keeps_its_nodes() -> None:
 def test_sources_must_be_known() -> None:
     specs = make_specs({"w": (4,)}, WHERE)
     ctx = make_context(specs, WHERE)
-    with pytest.raises(AssertionError, match="run `place` first"):
+    with pytest.raises(AssertionError, match="run `choose_sources` first"):
         lower(bucket(toy_forward(specs), ctx), ctx)
 
 

@@ -23,7 +23,7 @@ from builders_graph import (
 )
 from fcdp_compile import ops
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.bucket import bucket
+from fcdp_compile.passes.bucket import bucket, placements_of
 from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import META, Packing
 from fcdp_compile.passes.lower import lower
@@ -71,7 +71,9 @@ def test_reductions_start_right_after_the_last_gradient_of_the_bucket() -> None:
     gm = b.finish(casted, b.reduce_grad(second, "v"), late)
     ctx = make_context(specs, WHERE, strategy="zero3")
     before = choose_sources(bucket(gm, ctx), ctx)
-    ctx = make_context(specs, WHERE, strategy="zero3", known=known(before))
+    ctx = make_context(
+        specs, WHERE, strategy="zero3", known=known(before), placements=placements_of(before)
+    )
     after = lower(clone(before), ctx)
     check(after, before)
     assert len(calls(after, ops.intra_reduce_scatter)) == 1
@@ -168,7 +170,9 @@ def test_unused_members_are_neither_unpacked_nor_freed() -> None:
     ctx = make_context(specs, WHERE)
     first = bucket(toy_forward(specs), ctx)
     part = toy_forward(specs, uses=["a"])
-    ctx = make_context(specs, WHERE, known=known(first), next_bucket=1)
+    ctx = make_context(
+        specs, WHERE, known=known(first), placements=placements_of(first), next_bucket=1
+    )
     before = choose_sources(bucket(part, ctx), ctx)
     after = lower(clone(before), ctx)
     check(after, before)

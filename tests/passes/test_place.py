@@ -102,7 +102,7 @@ def test_a_bucket_of_which_a_part_is_absent_is_loaded() -> None:
     whole = choose_sources(bucket(toy_forward(specs), ctx), ctx)
     first = use_of(calls(whole, UNSHARD)[0])
     known = {key_of(n): (first.bucket,) for n in "ab"}
-    ctx = replace(ctx, known=known, next_bucket=1)
+    ctx = replace(ctx, known=known, placements={0: first.placement}, next_bucket=1)
     part = choose_sources(bucket(toy_forward(specs, uses=["b"]), ctx), ctx)
     (use,) = [use_of(n) for n in calls(part, UNSHARD)]
     assert use.bucket == first.bucket
