@@ -42,7 +42,6 @@ from fcdp_compile.plan import (
     Kind,
     Schedule,
     Step,
-    Tier,
     Variant,
 )
 from fcdp_compile.plan.cost import MACHINES, Link, Machine, assembled_bytes, simulate
@@ -278,8 +277,6 @@ def _layer(algorithm: Algorithm) -> Bucket:
         reduce_dtype="bfloat16",
         reduce_itemsize=2,
         frozen=False,
-        tier=Tier.NONE,
-        gradient_tier=Tier.NONE,
         wire=Format.FULL,
         reduce_wire=Format.FULL,
         host_format=Format.FULL,

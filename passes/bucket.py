@@ -10,9 +10,9 @@ from torch.fx import GraphModule, Node
 from fcdp_compile.cluster.bucket_size import bucket_bytes
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.passes.graph.context import META, PassContext, Use
+from fcdp_compile.passes.graph.context import META, PassContext, Use, use_of
 from fcdp_compile.passes.graph.grouping import group
-from fcdp_compile.plan import Bucket, BucketParam, Direction, Tier
+from fcdp_compile.plan import Bucket, BucketParam, Direction, Placement, Tier
 from fcdp_compile.plan.cost import gather_s
 from fcdp_compile.strategy import Cache, GradientOn, Strategy
 from fcdp_compile.strategy.formats import BLOCK, Format, row_bytes
@@ -55,18 +55,18 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     other; one that does not fit has no tier and is gathered at every use, now and in later graphs.
 
     Requires: nothing.
-    Leaves: a `Use` with a bucket on every `unshard`; no other change.
+    Leaves: a `Use` with a bucket and its placement on every `unshard`; no other change.
     """
     unshards = gm.graph.find_nodes(op="call_function", target=UNSHARD)
     keys = list(dict.fromkeys(str(n.args[1]) for n in unshards))
     found = _reusable(keys, ctx)
     found |= _fill(keys, [k for k in keys if k not in found], ctx)
     for node in unshards:
-        node.meta[META] = Use(bucket=found[str(node.args[1])])
+        node.meta[META] = found[str(node.args[1])]
     return gm
 
 
-def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Bucket]:
+def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Use]:
     by_name = {ctx.specs[k].name: k for k in keys}
 
     def is_reusable(bucket: Bucket) -> bool:
@@ -75,14 +75,16 @@ def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Bucket]:
             bucket in ctx.known.get(k, ()) and (k in ctx.frozen) == bucket.frozen for k in members
         )
         can_load = bucket.strategy.is_resident or ctx.direction is Direction.BACKWARD
-        loads = can_load and bucket.tier is not Tier.NONE
+        loads = can_load and ctx.placements[bucket.id].is_cached
         return unchanged and (loads or len(members) == len(bucket.params))
 
     found = {k: next(filter(is_reusable, ctx.known.get(k, ())), None) for k in keys}
-    return {k: bucket for k, bucket in found.items() if bucket is not None}
+    return {
+        k: Use(bucket=b, placement=ctx.placements[b.id]) for k, b in found.items() if b is not None
+    }
 
 
-def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Bucket]:
+def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Use]:
     """New buckets for the `fresh` ones of the graph's parameters; numbered in order of first use."""
     total_bytes: dict[_Kind, int] = {}
     for key in keys:
@@ -99,12 +101,12 @@ def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Buck
         groups += [([of_kind[i] for i in g.items], g.why) for g in group(shapes, sizes, target)]
     order = {key: i for i, key in enumerate(fresh)}
     groups.sort(key=lambda g: order[g[0][0]])
-    found: dict[str, Bucket] = {}
+    found: dict[str, Use] = {}
     taken_bytes = host_bytes_taken(ctx)
     for number, (together, why) in enumerate(groups, ctx.next_bucket):
         made = _make(number, together, why, taken_bytes, ctx)
-        if made.tier is Tier.HOST:
-            taken_bytes += made.host_bytes
+        if made.placement.tier is Tier.HOST:
+            taken_bytes += made.bucket.host_bytes
         found |= dict.fromkeys(together, made)
     return found
 
@@ -131,7 +133,8 @@ def host_bytes_taken(ctx: PassContext) -> int:
     return sum(
         b.host_bytes
         for b in known
-        if b.tier is Tier.HOST and all((keys[p.name] in ctx.frozen) == b.frozen for p in b.params)
+        if ctx.placements[b.id].tier is Tier.HOST
+        and all((keys[p.name] in ctx.frozen) == b.frozen for p in b.params)
     )
 
 
@@ -139,7 +142,7 @@ def _gathered_bytes(spec: ParamSpec) -> int:
     return spec.layout.slot_elements * spec.layout.ranks * spec.gather_dtype.itemsize
 
 
-def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassContext) -> Bucket:
+def _make(number: int, keys: list[str], why: str, taken_bytes: int, ctx: PassContext) -> Use:
     specs = [ctx.specs[k] for k in keys]
     params, offset = [], 0
     for spec in specs:
@@ -155,29 +158,34 @@ def _make(number: int, keys: list[str], size: str, taken_bytes: int, ctx: PassCo
         reduce_dtype=str(specs[0].reduce_dtype).removeprefix("torch."),
         reduce_itemsize=specs[0].reduce_dtype.itemsize,
         frozen=frozen,
-        tier=Tier.NONE,
-        gradient_tier=Tier.NONE if frozen else _gradient_tier(strategy, ctx),
         wire=_wire(strategy.weight_format, specs[0].gather_dtype),
         reduce_wire=_wire(strategy.gradient_format, specs[0].reduce_dtype),
         host_format=Format.FULL,
         algorithm=Algorithm.HIERARCHICAL,
-        why="",
+        why=why,
     )
     if made.wire is strategy.weight_format:
         made = replace(made, host_format=strategy.host_format)
-    made = replace(made, tier=_tier(made, taken_bytes, ctx))
-    made = replace(made, algorithm=_algorithm(made, ctx))
-    return replace(made, why=f"{size}; {_why_kept(made, ctx)}")
+    tier = _tier(made, taken_bytes, ctx)
+    return Use(
+        bucket=replace(made, algorithm=_algorithm(made, tier, ctx)),
+        placement=Placement(
+            bucket=number,
+            tier=tier,
+            gradient_tier=Tier.NONE if frozen else _gradient_tier(strategy, ctx),
+            why=_why_kept(made, tier, ctx),
+        ),
+    )
 
 
-def _algorithm(made: Bucket, ctx: PassContext) -> Algorithm:
+def _algorithm(made: Bucket, tier: Tier, ctx: PassContext) -> Algorithm:
     if made.nodes == 1 or made.ranks_per_node == 1:  # there is one link to gather over
         return Algorithm.HIERARCHICAL
     if made.strategy.algorithm is not Algorithm.AUTO:
         return made.strategy.algorithm
     # A ring leaves no node shard to keep.
     possible = [Algorithm.HIERARCHICAL, Algorithm.HO_RING]
-    possible += [Algorithm.RING] if made.tier is Tier.NONE else []
+    possible += [Algorithm.RING] if tier is Tier.NONE else []
     times = {a: gather_s(made, a, ctx.machine) for a in possible}
     return min(possible, key=times.__getitem__)
 
@@ -210,12 +218,12 @@ def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
     return tier if fits else Tier.NONE
 
 
-def _why_kept(made: Bucket, ctx: PassContext) -> str:
-    if made.tier is not Tier.NONE:
+def _why_kept(made: Bucket, tier: Tier, ctx: PassContext) -> str:
+    if tier is not Tier.NONE:
         life = "until it changes" if made.strategy.is_resident else "until the backward"
-        if made.tier is Tier.GPU_FULL:
+        if tier is Tier.GPU_FULL:
             return f"{made.strategy.name} keeps it on the gpu in full {life}"
-        return f"{made.strategy.name} keeps node shards on the {made.tier.value} {life}"
+        return f"{made.strategy.name} keeps node shards on the {tier.value} {life}"
     if made.nodes == 1:
         return "home shards are node shards, nothing to cache"
     if made.strategy.cache is Cache.NONE:
@@ -232,9 +240,17 @@ def _why_kept(made: Bucket, ctx: PassContext) -> str:
 
 def buckets_of(gm: GraphModule) -> list[Bucket]:
     """The buckets of a graph that `bucket` has seen, in order of first use."""
+    return list(dict.fromkeys(u.bucket for u in _uses(gm)))
+
+
+def placements_of(gm: GraphModule) -> dict[int, Placement]:
+    """Where the buckets of a graph that `bucket` has seen wait, by number."""
+    return {u.bucket.id: u.placement for u in _uses(gm)}
+
+
+def _uses(gm: GraphModule) -> list[Use]:
     nodes: list[Node] = gm.graph.find_nodes(op="call_function", target=UNSHARD)
-    uses = [n.meta[META] for n in nodes]
-    return list(dict.fromkeys(u.bucket for u in uses))
+    return [use_of(n) for n in nodes]
 
 
 def reduced_params(gm: GraphModule, ctx: PassContext) -> dict[Bucket, tuple[str, ...]]:

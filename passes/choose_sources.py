@@ -7,11 +7,11 @@ from dataclasses import replace
 from torch.fx import GraphModule
 
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.graph.context import META, PassContext, Source, use_of
-from fcdp_compile.plan import Bucket, Direction, Tier, Variant
+from fcdp_compile.passes.graph.context import META, PassContext, Source, Use, use_of
+from fcdp_compile.plan import Direction, Variant
 
 
-def place(gm: GraphModule, ctx: PassContext) -> GraphModule:
+def choose_sources(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Give every `unshard` the source of its bucket.
 
         one node                          HOME, unless whole buckets are kept
@@ -31,15 +31,14 @@ def place(gm: GraphModule, ctx: PassContext) -> GraphModule:
     present = {ctx.specs[str(n.args[1])].name for n in nodes}
     for node in nodes:
         use = use_of(node)
-        node.meta[META] = replace(use, source=_source(use.bucket, present, ctx))
+        node.meta[META] = replace(use, source=_source(use, present, ctx))
     return gm
 
 
-def _source(bucket: Bucket, present: set[str], ctx: PassContext) -> Source:
-    if bucket.nodes == 1 and bucket.tier is Tier.NONE:
-        return Source.HOME
-    if bucket.tier is Tier.NONE:
-        return Source.GATHER
+def _source(use: Use, present: set[str], ctx: PassContext) -> Source:
+    bucket = use.bucket
+    if not use.placement.is_cached:
+        return Source.HOME if bucket.nodes == 1 else Source.GATHER
     if ctx.direction is Direction.BACKWARD:
         return Source.LOAD
     if not bucket.strategy.is_resident:

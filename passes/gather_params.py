@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from fcdp_compile import ops
 from fcdp_compile.params.packing import pack_home, unpack_full
-from fcdp_compile.passes.graph.context import META, Packing, PassContext, Source, use_of
+from fcdp_compile.passes.graph.context import META, Packing, PassContext, Source, Use, use_of
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.inline import fake_flat
 from fcdp_compile.passes.graph.views import copy_returned, same_values
@@ -32,7 +32,7 @@ def gather_params(
     shards = {ctx.specs[str(n.args[1])].name: same_values(n.all_input_nodes[0]) for n in unshards}
     layouts = [p.layout for p in bucket.params]
     with graph.inserting_before(unshards[0]):
-        started = _start(graph, bucket, use_of(unshards[0]).source, shards, stores, ctx)
+        started = _start(graph, bucket, use_of(unshards[0]), shards, stores, ctx)
         is_pending = started.target in ops.EXPLICIT
         buffer = wait_for(graph, started) if is_pending else started
         full = ctx.inliner.inline(graph, lambda b: unpack_full(b[0], layouts), [buffer])
@@ -60,16 +60,17 @@ def erase_unused(nodes: list[Node]) -> None:
 def _start(
     graph: Graph,
     bucket: Bucket,
-    source: Source | None,
+    use: Use,
     shards: dict[str, Node],
     stores: list[Node],
     ctx: PassContext,
 ) -> Node:
     """The steps up to the full buffer; the last one, or the home buffer if there are none."""
-    assert source is not None, f"bucket {bucket.id} has no source; run `place` first"
+    source, tier = use.source, use.placement.tier
+    assert source is not None, f"bucket {bucket.id} has no source; run `choose_sources` first"
     like = next(iter(shards.values()))
     steps = _Steps(graph, bucket, like)
-    tier_bytes = bucket.host_bytes if bucket.tier is Tier.HOST else 0
+    tier_bytes = bucket.host_bytes if tier is Tier.HOST else 0
     if source is Source.LOAD:
         buffer = home = steps.add(ops.load, [], bucket.nodes, tier_bytes)
     else:
@@ -92,7 +93,7 @@ def _start(
         return buffer
     if own is not None:
         return steps.add_rest(buffer, own)
-    is_there = source is Source.LOAD and bucket.tier is Tier.GPU_FULL
+    is_there = source is Source.LOAD and tier is Tier.GPU_FULL
     sent = 0 if is_there else (bucket.ranks_per_node - 1) * bucket.node_bytes
     return steps.add(ops.intra_all_gather, [buffer], bucket.ranks, sent)
 

@@ -63,7 +63,6 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     with gm.graph.inserting_before(gm.graph.output_node()):
         for pending in stores:
             wait_for(gm.graph, pending)
-    gm.graph.lint()
     gm.recompile()
     return gm
 

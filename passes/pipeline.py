@@ -1,6 +1,9 @@
-"""From traced graphs with buckets to lowered graphs and their schedules: the passes, in order.
+"""The passes in their order, and from graphs with buckets to lowered graphs and their schedules.
 
-    for each direction and variant: place -> lower -> schedule -> segment -> describe
+    joint graph                        set_apart -> partition
+    forward, then backward             bucket
+    both                               stamp
+    each direction and variant         choose_sources -> lower -> schedule -> segment, read by `describe`
 
 A part of the backend and of the planner, which differ in where contexts come from and in what they do with
 the graphs.
@@ -8,33 +11,46 @@ the graphs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.fx import GraphModule
 
-from fcdp_compile.passes.bucket import buckets_of, reduced_params
-from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.bucket import bucket, buckets_of, reduced_params
+from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.runner import Pass, Stages, run
 from fcdp_compile.passes.lower import lower
+from fcdp_compile.passes.partition import partition
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
+from fcdp_compile.passes.set_apart import set_apart
+from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.passes.variants import clone, only_loaded, variants
-from fcdp_compile.plan import Bucket, Direction, Schedule, Tier, Variant
+from fcdp_compile.plan import Bucket, Direction, Placement, Schedule, Variant
 
 Graphs = Mapping[Direction, GraphModule]
 Key = tuple[Direction, Variant]
+
+LOWERING: tuple[Pass, ...] = (choose_sources, lower, schedule, segment)
+"""What every variant of a graph goes through."""
+
+PASSES: tuple[Callable[..., Any], ...] = (set_apart, partition, bucket, stamp, *LOWERING)
+"""All passes in their order (`fcdp dump --passes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
     """What the passes made of the graphs of one compilation.
 
-    buckets: in order of their numbers.  refresh: those that must be cached before a forward starts.
+    buckets: in order of their numbers.  placements: of those, by number.  refresh: those that must be cached
+    before a forward starts.
     """
 
     buckets: tuple[Bucket, ...]
+    placements: Mapping[int, Placement]
     refresh: tuple[int, ...]
     graphs: dict[Key, GraphModule]
     schedules: tuple[Schedule, ...]
@@ -46,13 +62,16 @@ def used_again(graphs: Graphs) -> tuple[int, ...]:
     return tuple(b.id for b in buckets_of(backward)) if backward else ()
 
 
-def lower_all(graphs: Graphs, contexts: Mapping[Direction, PassContext]) -> Lowered:
-    """Lower every variant of the graphs.
+def lower_all(
+    graphs: Graphs, contexts: Mapping[Direction, PassContext], stages: Stages | None = None
+) -> Lowered:
+    """Lower every variant of the graphs; stages: where to keep what each pass makes of them.
 
     Requires: `bucket` on every graph; contexts that know the buckets.
     """
     again = used_again(graphs)
     buckets: dict[int, Bucket] = {}
+    placements: dict[int, Placement] = {}
     refresh: dict[int, None] = {}
     lowered: dict[Key, GraphModule] = {}
     schedules: list[Schedule] = []
@@ -60,27 +79,34 @@ def lower_all(graphs: Graphs, contexts: Mapping[Direction, PassContext]) -> Lowe
         base = replace(contexts[direction], backward_buckets=again)
         buckets |= {b.id: b for b in buckets_of(gm)}
         buckets |= {b.id: b for b in reduced_params(gm, base)}
+        placements |= base.placements
         for variant in variants(gm, base):
             if direction is not Direction.BACKWARD:
                 refresh |= dict.fromkeys(only_loaded(gm, base))
-            finished, described = lower_variant(gm, replace(base, variant=variant))
+            finished, described = lower_variant(gm, replace(base, variant=variant), stages)
             lowered[direction, variant] = finished
             schedules.append(described)
     return Lowered(
         buckets=tuple(buckets[i] for i in sorted(buckets)),
+        placements={i: placements[i] for i in sorted(buckets)},
         refresh=tuple(refresh),
         graphs=lowered,
         schedules=tuple(schedules),
     )
 
 
-def lower_variant(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Schedule]:
+def lower_variant(
+    gm: GraphModule, ctx: PassContext, stages: Stages | None = None
+) -> tuple[GraphModule, Schedule]:
     """Lower one variant of a graph, which stays as it is."""
-    finished = segment(schedule(lower(place(clone(gm), ctx), ctx), ctx))
+    title = f"{ctx.direction.value} {ctx.variant.value}"
+    finished = run(LOWERING, clone(gm), ctx, graph=title, stages=stages)
     return finished, describe(finished, ctx)
 
 
-def known_to_backward(mine: Bucket | None, found: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+def known_to_backward(
+    mine: Bucket | None, found: tuple[Bucket, ...], placements: Mapping[int, Placement]
+) -> tuple[Bucket, ...]:
     """What a backward knows of a parameter: its forward's bucket first.
 
     It loads what that one stored, or else gathers for itself.
@@ -89,6 +115,6 @@ def known_to_backward(mine: Bucket | None, found: tuple[Bucket, ...]) -> tuple[B
     """
     if mine is None:
         return found
-    if mine.tier is not Tier.NONE:
+    if placements[mine.id].is_cached:
         return (mine,)
-    return (mine, *(b for b in found if b.tier is Tier.NONE))
+    return (mine, *(b for b in found if not placements[b.id].is_cached))

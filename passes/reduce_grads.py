@@ -88,7 +88,8 @@ def _reduce_packed(
         moved, result = (size - 1) * elements * bucket.reduce_itemsize, dtype
         scratch = _scratch_bytes(op, bucket, dtype, elements, size)
         if op in (ops.collect, ops.accumulate):
-            moved = elements * wide.itemsize if bucket.gradient_tier is Tier.HOST else 0
+            on_host = ctx.placements[bucket.id].gradient_tier is Tier.HOST
+            moved = elements * wide.itemsize if on_host else 0
             result = wide if _variant(bucket, ctx) is Variant.ACCUMULATE else dtype
         elif op is ops.inter_reduce_scatter:
             moved = (size - 1) * row_bytes(slots, bucket.reduce_wire, bucket.reduce_itemsize)
@@ -116,7 +117,7 @@ def _scratch_bytes(
 
 def _variant(bucket: Bucket, ctx: PassContext) -> Variant:
     """What is done with a bucket's gradients: those that have no place to wait go on."""
-    return Variant.COLD if bucket.gradient_tier is Tier.NONE else ctx.variant
+    return ctx.variant if ctx.placements[bucket.id].accumulates else Variant.COLD
 
 
 def _reduction_steps(bucket: Bucket, ctx: PassContext) -> list[tuple[Callable[..., Any], int]]:

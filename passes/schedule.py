@@ -54,7 +54,6 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
         return gm
     sweep = _Sweep(gm.graph, gathers, reductions, ctx)
     _reorder(gm.graph, sweep.clusters())
-    gm.graph.lint()
     gm.recompile()
     return gm
 

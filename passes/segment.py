@@ -10,13 +10,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fcdp_compile.ops import EXPLICIT
-from fcdp_compile.passes.graph.context import META
+from fcdp_compile.passes.graph.context import META, PassContext
 from fcdp_compile.passes.graph.layers import cut_layers
 from fcdp_compile.passes.graph.views import is_view
 from fcdp_compile.torch_compat import graph_module
 
 
-def segment(gm: GraphModule) -> GraphModule:
+def segment(gm: GraphModule, ctx: PassContext | None = None) -> GraphModule:
     """Replace each run of compute nodes by a call of a submodule `segment_<i>`.
 
         wait, mm, gelu, mm, free, ...  ->  wait, segment_0, free, ...
@@ -25,6 +25,8 @@ def segment(gm: GraphModule) -> GraphModule:
     A segment takes what it needs from outside and returns a tuple of what is needed after it, so that it
     can be compiled on its own, and compiled once if another is equal to it.  What lines up a bucket's home
     shards is a segment of its own.
+
+    ctx: as every pass is given one; nothing of it is read.
 
     Requires: `lower`.
     Leaves: placeholders, explicit nodes, calls of segments, getitems of their results, constants that are
@@ -38,7 +40,6 @@ def segment(gm: GraphModule) -> GraphModule:
     for node in gm.graph.find_nodes(op="get_attr"):
         if not node.users:
             gm.graph.erase_node(node)
-    gm.graph.lint()
     gm.recompile()
     return gm
 

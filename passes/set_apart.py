@@ -34,7 +34,6 @@ def set_apart(gm: GraphModule, *, every: bool = False) -> GraphModule:
         _retarget(gm.graph, keys)
         if every:
             _sink(gm.graph)
-        gm.graph.lint()
         gm.recompile()
     return gm
 

@@ -51,5 +51,4 @@ def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
     with bw.graph.inserting_before(placeholders[-1].next):
         bw.graph.call_function(ops.check, (stamps, buckets))
     for gm in (fw, bw):
-        gm.graph.lint()
         gm.recompile()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from fcdp_compile.devices import Device
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.plan import Bucket, Plan
+from fcdp_compile.plan import Bucket, Placement, Plan
 from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
@@ -62,7 +62,10 @@ class ShardedModel:
         self.host_memory = HostMemory(topology)
         weakref.finalize(self, self.host_memory.end)
         self.codecs = Codecs()
-        self.cache = NodeShardCache(self.counters, self.pool, self.lanes, self.codecs)
+        self.placements: dict[int, Placement] = {}  # of the plan that runs, or ran last
+        self.cache = NodeShardCache(
+            self.counters, self.pool, self.lanes, self.placements, self.codecs
+        )
         self.validity = Validity(topology, self.records, self.unset, self.cache, self.collectives)
         self.upkeep = CacheUpkeep(
             topology, self.records, self.validity, self.cache, self.collectives, self.codecs
@@ -74,6 +77,7 @@ class ShardedModel:
             self.lanes,
             self.collectives,
             self.codecs,
+            self.placements,
         )
         self.whole: dict[str, WholeParameter] = {}
         self.optimizer_hooks = OptimizerHooks(
@@ -88,6 +92,7 @@ class ShardedModel:
             accumulates_elsewhere=accumulates_elsewhere and not self.accumulates,
         )
         self._buckets: dict[str, list[Bucket]] = {}
+        self.adopted: dict[int, Placement] = {}
         self.next_bucket = 0
         # Of adaptive placement: bytes on the device by bucket as last planned, the highest predicted peak.
         self._planned_bytes: dict[int, int] = {}
@@ -136,8 +141,9 @@ class ShardedModel:
 
     # --- buckets ------------------------------------------------------------------------------------------
 
-    def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """Make the buckets of a graph known."""
+    def adopt(self, buckets: Sequence[Bucket], placements: Mapping[int, Placement]) -> None:
+        """Make the buckets of a graph known, and where they wait unless their plan finds a better place."""
+        self.adopted |= placements
         for bucket in buckets:
             self.next_bucket = max(self.next_bucket, bucket.id + 1)
             for key in self.records.keys_of(bucket):

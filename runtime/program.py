@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from fcdp_compile import ops
 from fcdp_compile.devices import Device
 from fcdp_compile.errors import StaleParameterError
-from fcdp_compile.plan import Bucket, Kind, Tier
+from fcdp_compile.plan import Bucket, Kind
 from fcdp_compile.plan.reduction import REDUCING
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives
@@ -325,7 +325,7 @@ class Program:
         run: _Run = values[-1]
         buckets = [self._buckets[i] for i in ids]
         if not run.given:
-            run.model.validity.notice([b for b in buckets if b.tier is Tier.NONE])
+            run.model.validity.notice(_uncached(buckets, run.model))
         generations = [run.model.validity.generation(b) for b in buckets]
         return torch.tensor([int(run.accumulates), run.given, *generations], device="cpu")
 
@@ -336,7 +336,7 @@ class Program:
         generations = _stamped(values[first])[2:]
         # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
         run.generations.update(zip(ids, generations, strict=True))
-        uncached = [b for i in ids if (b := self._buckets[i]).tier is Tier.NONE]
+        uncached = _uncached([self._buckets[i] for i in ids], run.model)
         if not uncached:
             return
         run.model.validity.notice(uncached)
@@ -346,6 +346,10 @@ class Program:
         # Ranks tell each other while the backward runs; nobody gets its gradients before.
         act = "runs a backward that gathers again"
         run.changed = changed, Question(run.model.collectives, act, [bool(changed)], what)
+
+
+def _uncached(buckets: Sequence[Bucket], model: ShardedModel) -> list[Bucket]:
+    return [b for b in buckets if not model.placements[b.id].is_cached]
 
 
 def _stamped(stamps: Tensor) -> list[int]:

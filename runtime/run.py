@@ -13,7 +13,7 @@ from torch import Tensor
 from fcdp_compile.errors import FcdpError, StaleParameterError
 from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.home_shard import bring_back_inputs
-from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Tier, Variant
+from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Variant
 from fcdp_compile.plan.json import to_json
 from fcdp_compile.plan.recording import ScheduleKey
 from fcdp_compile.runtime.collectives.agreement import (
@@ -54,9 +54,10 @@ class CompiledPlan:
         self._accumulates = False  # what the last forward was told
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
         self._gathers = _stored(plan)
-        self._uncached = [b for b in plan.buckets if b.tier is Tier.NONE]
+        self._placements = {p.bucket: p for p in plan.placements}
+        self._uncached = [b for b, place in plan.placed if not place.is_cached]
         self._is_resident = any(b.strategy.is_resident for b in plan.buckets)
-        self._accumulated = [b.id for b in plan.buckets if b.gradient_tier is not Tier.NONE]
+        self._accumulated = [p.bucket for p in plan.placements if p.accumulates]
 
     def forward(self, direction: Direction, args: list[Any]) -> tuple[Any, ...]:
         """Run the forward (or inference) graph on `args`, which is emptied.
@@ -106,7 +107,8 @@ class CompiledPlan:
 
     @contextmanager
     def _told(self, model: ShardedModel, direction: Direction) -> Iterator[None]:
-        """Within, errors of collectives say which part of which step they belong to."""
+        """Within, this plan says where buckets wait, and errors say which part of which step they are of."""
+        model.placements.update(self._placements)
         model.collectives.during = partial(self._tell, direction, model.counters.steps + 1)
         try:
             yield

@@ -47,7 +47,7 @@ def gpt_plan(
     buckets = {
         i: replace(
             b,
-            why=f"one layer; {'node shard on the host' if b.tier is Tier.HOST else 'kept nowhere'}",
+            why="one layer",
         )
         for i, b in made.buckets.items()
     }
@@ -63,6 +63,10 @@ def gpt_plan(
         ranks_per_node=WHERE.ranks_per_node,
         graph=0,
         buckets=tuple(buckets[i] for i in sorted(buckets)),
+        placements=tuple(
+            replace(at, why="node shard on the host" if at.tier is Tier.HOST else "kept nowhere")
+            for _, at in sorted(made.placements.items())
+        ),
         refresh=tuple(sorted(buckets)) if frozen else (),
         schedules=tuple(schedules),
         peak_bytes=peak_bytes,

@@ -24,14 +24,14 @@ from fcdp_compile.cluster.free_memory import HostBudget, Limit
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.passes.bucket import bucket, buckets_of
-from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.bucket import bucket, buckets_of, placements_of
+from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
-from fcdp_compile.plan import Bucket, Direction, Variant
+from fcdp_compile.plan import Bucket, Direction, Placement, Variant
 from fcdp_compile.strategy import PRESETS, Strategy
 
 aten = torch.ops.aten
@@ -91,6 +91,7 @@ def make_context(
     strategy: str | Strategy = "fcdp",
     frozen: Iterable[str] = (),
     known: Known | None = None,
+    placements: Mapping[int, Placement] | None = None,
     next_bucket: int = 0,
     bucket_bytes: int | None = 1 << 20,
     direction: Direction = Direction.FORWARD,
@@ -107,6 +108,7 @@ def make_context(
         specs={key: replace(spec, strategy=chosen) for key, spec in specs.items()},
         frozen=frozenset(key_of(n) for n in frozen),
         known=known or {},
+        placements=placements or {},
         next_bucket=next_bucket,
         bucket_bytes=bucket_bytes,
         host_budget=None
@@ -238,6 +240,7 @@ class Lowered:
     contexts: dict[tuple[Direction, Variant], PassContext] = field(default_factory=dict)
     known: Known = field(default_factory=dict)
     buckets: dict[int, Bucket] = field(default_factory=dict)
+    placements: dict[int, Placement] = field(default_factory=dict)
 
     @property
     def backward(self) -> GraphModule:
@@ -305,7 +308,7 @@ def lower_pair(
         todo += [(Direction.BACKWARD, v, bw) for v in (Variant.ACCUMULATE, Variant.COLLECT)]
     for direction, variant, gm in todo:
         now = replace(ctx, direction=direction, variant=variant, backward_buckets=again)
-        lowered = lower(place(clone(gm), now), now)
+        lowered = lower(choose_sources(clone(gm), now), now)
         if scheduled:
             lowered = schedule(lowered, now)
         result.graphs[direction, variant] = segment(lowered) if segmented else lowered
@@ -316,6 +319,7 @@ def lower_pair(
 def _adopted(result: Lowered, gm: GraphModule, ctx: PassContext) -> PassContext:
     """The context for the next graph; a backward that gathers for itself has buckets of its own."""
     keys = {s.name: k for k, s in ctx.specs.items()}
+    result.placements |= placements_of(gm)
     for b in buckets_of(gm):
         result.buckets[b.id] = b
         for p in b.params:
@@ -324,6 +328,7 @@ def _adopted(result: Lowered, gm: GraphModule, ctx: PassContext) -> PassContext:
     return replace(
         ctx,
         known=dict(result.known),
+        placements=dict(result.placements),
         next_bucket=max(result.buckets, default=ctx.next_bucket - 1) + 1,
     )
 

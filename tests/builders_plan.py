@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 
@@ -13,6 +15,7 @@ from fcdp_compile.plan import (
     Direction,
     Kind,
     Lane,
+    Placement,
     Plan,
     Schedule,
     Step,
@@ -68,7 +71,6 @@ def make_bucket(
     ranks_per_node: int = 2,
     dtype: tuple[str, int] = ("bfloat16", 2),
     frozen: bool = False,
-    tier: Tier = Tier.HOST,
     why: str = "one layer",
     strategy: str = "fcdp",
 ) -> Bucket:
@@ -82,14 +84,35 @@ def make_bucket(
         reduce_dtype="float32",
         reduce_itemsize=4,
         frozen=frozen,
-        tier=tier,
-        gradient_tier=Tier.NONE if frozen else Tier.HOST,
         wire=Format.FULL,
         reduce_wire=Format.FULL,
         host_format=Format.FULL,
         algorithm=Algorithm.HIERARCHICAL,
         why=why,
     )
+
+
+def make_placement(
+    bucket: Bucket, *, tier: Tier = Tier.HOST, gradient_tier: Tier | None = None, why: str = "kept"
+) -> Placement:
+    """On the host, with the gradients of what is trained, unless told otherwise."""
+    waits = Tier.NONE if bucket.frozen else Tier.HOST
+    gradients = waits if gradient_tier is None else gradient_tier
+    return Placement(bucket=bucket.id, tier=tier, gradient_tier=gradients, why=why)
+
+
+def with_buckets(plan: Plan, *buckets: Bucket, tier: Tier = Tier.HOST, **changes: Any) -> Plan:
+    """A plan with other buckets, all of them in one tier."""
+    placements = tuple(make_placement(b, tier=tier) for b in buckets)
+    return replace(plan, buckets=buckets, placements=placements, **changes)
+
+
+def with_placements(plan: Plan, *, bucket: int | None = None, **changes: Any) -> Plan:
+    """A plan whose buckets, or one of them, wait elsewhere."""
+    placements = tuple(
+        replace(p, **changes) if bucket in (None, p.bucket) else p for p in plan.placements
+    )
+    return replace(plan, placements=placements)
 
 
 def make_steps(
@@ -151,6 +174,7 @@ def make_plan(*, graph: int = 0, layers: int = 8, width: int = 512) -> Plan:
         ranks_per_node=2,
         graph=graph,
         buckets=(frozen, adapters),
+        placements=(make_placement(frozen), make_placement(adapters)),
         refresh=(0,),
         schedules=(
             Schedule(
@@ -212,6 +236,7 @@ def plans(draw: st.DrawFn) -> Plan:
         ranks_per_node=ranks_per_node,
         graph=draw(st.integers(0, 2**63 - 1)),
         buckets=tuple(draw(_buckets(bucket_id, nodes, ranks_per_node)) for bucket_id in ids),
+        placements=tuple(draw(_placements(bucket_id)) for bucket_id in ids),
         refresh=tuple(draw(st.lists(st.sampled_from(ids), unique=True))) if ids else (),
         schedules=tuple(
             Schedule(direction=direction, variant=variant, steps=draw(_steps(ids)))
@@ -240,13 +265,18 @@ def _buckets(draw: st.DrawFn, bucket_id: int, nodes: int, ranks_per_node: int) -
         reduce_dtype=reduce_dtype,
         reduce_itemsize=reduce_itemsize,
         frozen=draw(st.booleans()),
-        tier=draw(st.sampled_from(Tier)),
-        gradient_tier=draw(st.sampled_from(Tier)),
         wire=draw(st.sampled_from(Format)),
         reduce_wire=draw(st.sampled_from(Format)),
         host_format=draw(st.sampled_from(Format)),
         algorithm=draw(st.sampled_from([a for a in Algorithm if a is not Algorithm.AUTO])),
         why=draw(texts),
+    )
+
+
+def _placements(bucket_id: int) -> st.SearchStrategy[Placement]:
+    tiers = st.sampled_from(Tier)
+    return st.builds(
+        Placement, bucket=st.just(bucket_id), tier=tiers, gradient_tier=tiers, why=texts
     )
 
 

@@ -20,9 +20,12 @@ from torch.fx import GraphModule
 
 import fcdp_compile
 from fcdp_compile import torch_compat
+from fcdp_compile.passes.pipeline import PASSES
+from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.plan import Direction
 from fcdp_compile.plan.json import read_plan
 from fcdp_compile.plan.recording import read_recordings, timelines
+from fcdp_compile.plan.stages import read_stages
 
 
 @pytest.fixture(autouse=True)
@@ -243,6 +246,13 @@ def test_a_script_that_ends_early_leaves_the_times_of_its_runs(tmp_path: Path) -
         timeout=900,
     )
     plan = read_plan(tmp_path / "graph-000.plan.json")
+    stages = read_stages(tmp_path / "graph-000.stages.json")
+    assert [s.name for s in stages if s.graph in ("joint", "forward", "forward cold")] == [
+        one.__name__ for one in PASSES if one is not stamp
+    ], "one rank needs no stamps"
+    assert all("def forward" in s.text and s.time_s > 0 for s in stages)
+    gathered = [c for s in stages for c in s.ops if s.name == "lower" and "unshard" in c.op]
+    assert {(c.more, c.less) for c in gathered} == {(0, 2)}, "weight and bias"
     ((name, recordings),) = read_recordings(tmp_path).items()
     assert name == "graph-000"
     assert {r.direction: len(r.runs) for r in recordings} == {

@@ -89,7 +89,7 @@ def test_hovering_shows_bytes_and_parameters() -> None:
     adapters = PLAN.buckets[1]
     assert gather["args"]["bytes"] == adapters.slot_bytes
     assert gather["args"]["parameters"] == [p.name for p in adapters.params]
-    assert gather["args"]["why"] == adapters.why
+    assert gather["args"]["why"] == f"{adapters.why}; {PLAN.placements[1].why}"
 
 
 def test_arrows_join_slices_of_different_lanes() -> None:

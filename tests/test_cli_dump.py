@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -13,11 +14,14 @@ from pathlib import Path
 import pytest
 
 import fcdp_compile
-from builders_plan import make_bucket, make_plan
+from builders_plan import make_bucket, make_plan, with_buckets, with_placements
 from commands import cells, refusal
 from fcdp_compile.cli import main
+from fcdp_compile.cli.stages import passes
+from fcdp_compile.passes.pipeline import PASSES
 from fcdp_compile.plan import Lane, Plan, Tier
 from fcdp_compile.plan.json import from_json, to_json, write_plan
+from fcdp_compile.plan.stages import OpChange, Stage, read_stages, write_stages
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,7 +66,7 @@ def test_sizes_are_those_of_each_buckets_strategy(
         )
         for i, (name, (nodes, g)) in enumerate(shards.items())
     ]
-    plan = dataclasses.replace(make_plan(), buckets=tuple(buckets), refresh=(), schedules=())
+    plan = with_buckets(make_plan(), *buckets, refresh=(), schedules=())
     write_plan(tmp_path / "graph-000.plan.json", plan)
     assert main(["dump", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -85,7 +89,7 @@ def test_table_of_buckets(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     row = cells(out, "0")
     assert row[1:5] == ["8", *(f"{x:.3f}" for x in mib)]
     assert row[5:] == ["bfloat16", "float32", "yes", "fcdp", "host"]
-    assert "\nbucket 0: frozen together\n" in out
+    assert "\nbucket 0: frozen together; kept\n" in out
     total = (frozen.slot_bytes + adapters.slot_bytes) / 2**20
     assert cells(out, "total") == ["total", "24", *(f"{total * k:.3f}" for k in (1, 2, 4))]
     assert "refresh before a forward: 0\n" in out
@@ -153,9 +157,8 @@ def test_a_plan_without_buckets_or_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = make_plan()
-    bare = dataclasses.replace(
+    bare = with_buckets(
         plan,
-        buckets=(),
         refresh=(),
         schedules=(dataclasses.replace(plan.schedules[0], steps=()),),
     )
@@ -169,9 +172,7 @@ def test_a_plan_without_buckets_or_steps(
 def test_something_small_is_never_printed_as_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = dataclasses.replace(
-        make_plan(), buckets=(make_bucket(0, [("bias", (3,))]),), refresh=(), schedules=()
-    )
+    plan = with_buckets(make_plan(), make_bucket(0, [("bias", (3,))]), refresh=(), schedules=())
     write_plan(tmp_path / "graph-000.plan.json", plan)
     main(["dump", str(tmp_path)])
     assert cells(capsys.readouterr().out, "0")[2:5] == ["<0.001"] * 3
@@ -207,6 +208,64 @@ def test_json_of_several_plans_is_a_list(folder: Path, capsys: pytest.CaptureFix
     assert [from_json(json.dumps(item), source="stdout") for item in items] == plans
 
 
+# Passes and stages.
+
+
+def test_the_passes_explain_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    """Read from the source; here compared with the value itself."""
+    assert passes() == {one.__name__: inspect.getdoc(one) for one in PASSES}
+    assert main(["dump", "--passes"]) == 0
+    out = capsys.readouterr().out
+    heads = [line for line in out.splitlines() if line[:1].isdigit()]
+    assert heads == [f"{i}. {one.__name__}" for i, one in enumerate(PASSES, 1)]
+    assert "Give every `unshard` its bucket." in out
+
+
+def test_stages_are_listed_shown_and_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stage(name: str, graph: str, text: str, **changes: int) -> Stage:
+        ops = tuple(OpChange(op=o, more=max(0, n), less=max(0, -n)) for o, n in changes.items())
+        return Stage(name=name, graph=graph, time_s=0.0025, ops=ops, text=text)
+
+    stages = (
+        stage("partition", "forward", "a\nb"),
+        stage("lower", "forward cold", "a\nc", unshard=-2, wait=3),
+        stage("lower", "forward warm", "a\nd", w1=1, w2=1, w3=1, w4=1, w5=1),
+        stage("segment", "forward cold", "a\nc"),
+    )
+    write_stages(folder / "graph-000.stages.json", stages)
+    assert read_stages(folder / "graph-000.stages.json") == stages
+    assert main(["dump", str(folder), "--stages"]) == 0
+    out = capsys.readouterr().out
+    assert cells(out, "partition") == ["partition", "forward", "2.500", "-"]
+    assert cells(out, "lower")[1:] == ["forward", "cold", "2.500", "-2", "unshard,", "+3", "wait"]
+    assert "+1 w4, and 1 more ops" in out
+    assert main(["dump", str(folder), "--stage", "lower", "--variant", "warm"]) == 0
+    assert capsys.readouterr().out == "# graph-000: forward warm after lower\n\na\nd\n"
+    assert main(["dump", str(folder), "--stage-diff", "partition", "lower"]) == 1
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line[0] in "+-"] == [
+        "--- graph-000: forward after partition",
+        "+++ graph-000: forward cold after lower",
+        "-b",
+        "+c",
+        "--- graph-000: forward after partition",
+        "+++ graph-000: forward warm after lower",
+        "-b",
+        "+d",
+    ]
+    assert main(["dump", str(folder), "--stage-diff", "lower", "segment"]) == 0
+    assert capsys.readouterr().out == "no difference\n"
+    assert "there is no stage 'lowr'; " in (
+        line := refusal(capsys, "dump", str(folder), "--stage=lowr")
+    )
+    assert "did you mean 'lower'?" in line
+    assert "no stages of a graph 'backward'" in refusal(
+        capsys, "dump", str(folder), "--stages", "--graph=backward"
+    )
+
+
 # Bad input.
 
 
@@ -221,7 +280,7 @@ def test_json_of_several_plans_is_a_list(folder: Path, capsys: pytest.CaptureFix
         (("Dump",), "did you mean 'dump'?"),
         (("frobnicate",), "fcdp: unknown command 'frobnicate'; choose one of dump"),
         (("du\nmp",), r"unknown command 'du\nmp'"),
-        (("dump",), "fcdp dump: the following arguments are required: FOLDER"),
+        (("dump",), "fcdp: dump needs FOLDER, the one given to the option dump"),
         (("dump", "x", "--format", "xml"), "invalid choice: 'xml'"),
         (("dump", "x", "--form", "json"), "unrecognized arguments: --form"),
         (("--verbose",), "fcdp: "),
@@ -370,7 +429,7 @@ def test_why_a_bucket_is_as_it_is(folder: Path, capsys: pytest.CaptureFixture[st
     assert "layers.{0-7}.q_proj.lora_A.weight  x8" in out
     assert f"{adapters.slot_bytes} bytes a rank" in out
     assert "all adapters" in out
-    assert "tier: host" in out
+    assert "tier: host; kept" in out
     assert "forward warm: not used" in out
     assert "step 0 of 8: inter_all_gather, forward cold" in out
     assert main(["dump", str(folder), "--why", "7"]) == 2
@@ -385,9 +444,8 @@ def test_what_two_compilations_differ_in(
     write_plan(other / "graph-000.plan.json", plan)
     assert main(["dump", str(folder), "--diff", str(other)]) == 0
     assert capsys.readouterr().out == "no difference\n"
-    frozen, adapters = plan.buckets
-    on_gpu = dataclasses.replace(frozen, tier=Tier.GPU, why="frozen; there is room")
-    changed = dataclasses.replace(plan, nodes=2, refresh=(), buckets=(on_gpu, adapters))
+    changed = dataclasses.replace(plan, nodes=2, refresh=())
+    changed = with_placements(changed, bucket=0, tier=Tier.GPU, why="there is room")
     write_plan(other / "graph-000.plan.json", changed)
     write_plan(other / "graph-001.plan.json", plan)
     assert main(["dump", str(folder), "--diff", str(other)]) == 1

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from builders_plan import make_bucket, make_plan, make_steps, plans
+from builders_plan import (
+    make_bucket,
+    make_plan,
+    make_steps,
+    plans,
+    with_buckets,
+    with_placements,
+)
 from fcdp_compile.plan import Bucket, Kind, Plan, Schedule, Step, Tier, Variant
 from fcdp_compile.plan.diff import diff
 from fcdp_compile.strategy import PRESETS
@@ -20,7 +27,10 @@ from fcdp_compile.strategy.gathering import Algorithm
 def with_bucket(plan: Plan, **changes: Any) -> Plan:
     """The plan with its last bucket changed."""
     bucket = dataclasses.replace(plan.buckets[-1], **changes)
-    return dataclasses.replace(plan, buckets=(*plan.buckets[:-1], bucket))
+    buckets = (*plan.buckets[:-1], bucket)
+    *others, last = plan.placements
+    placements = (*others, dataclasses.replace(last, bucket=bucket.id))
+    return dataclasses.replace(plan, buckets=buckets, placements=placements)
 
 
 def with_steps(plan: Plan, change: Callable[[tuple[Step, ...]], tuple[Step, ...]]) -> Plan:
@@ -58,8 +68,8 @@ SAME: dict[str, Plan] = {
     "graph number": dataclasses.replace(PLAN, graph=7),
     "predicted peak": dataclasses.replace(PLAN, peak_bytes=7),
     "memory limit": dataclasses.replace(PLAN, memory_limit_bytes=7),
-    "host or gpu": with_bucket(PLAN, tier=Tier.GPU),
-    "why": with_bucket(PLAN, why="another reason"),
+    "host or gpu": with_placements(PLAN, tier=Tier.GPU),
+    "why": with_placements(PLAN, why="another reason"),
     "bytes of a store": with_step(PLAN, STORE, bytes=0),
     "label": with_step(PLAN, 0, label="something else"),
     "label of compute": with_step(PLAN, COMPUTE, label="something else"),
@@ -76,19 +86,17 @@ OTHER: dict[str, Plan] = {
     "strategy of a bucket": with_bucket(PLAN, strategy=PRESETS["zero3"]),
     "refresh": dataclasses.replace(PLAN, refresh=()),
     "order of refresh": dataclasses.replace(PLAN, refresh=(1, 0)),
-    "bucket missing": dataclasses.replace(PLAN, buckets=PLAN.buckets[:1]),
-    "bucket more": dataclasses.replace(
-        PLAN, buckets=(*PLAN.buckets, make_bucket(2, [("head.weight", (8, 8))]))
-    ),
-    "order of buckets": dataclasses.replace(PLAN, buckets=PLAN.buckets[::-1]),
+    "bucket missing": with_buckets(PLAN, *PLAN.buckets[:1]),
+    "bucket more": with_buckets(PLAN, *PLAN.buckets, make_bucket(2, [("head.weight", (8, 8))])),
+    "order of buckets": with_buckets(PLAN, *PLAN.buckets[::-1]),
     "bucket id": with_bucket(PLAN, id=5),
     "dtype": with_bucket(PLAN, dtype="float16"),
     "itemsize": with_bucket(PLAN, itemsize=4),
     "reduce dtype": with_bucket(PLAN, reduce_dtype="bfloat16"),
     "reduce itemsize": with_bucket(PLAN, reduce_itemsize=2),
     "frozen": with_bucket(PLAN, frozen=True),
-    "tier": with_bucket(PLAN, tier=Tier.NONE),
-    "gradient tier": with_bucket(PLAN, gradient_tier=Tier.NONE),
+    "tier": with_placements(PLAN, bucket=1, tier=Tier.NONE),
+    "gradient tier": with_placements(PLAN, bucket=1, gradient_tier=Tier.NONE),
     "wire": with_bucket(PLAN, wire=Format.INT8),
     "reduce wire": with_bucket(PLAN, reduce_wire=Format.INT4),
     "host format": with_bucket(PLAN, host_format=Format.INT8),
@@ -170,9 +178,7 @@ def test_difference_names_the_sides_and_the_steps() -> None:
 
 
 def test_difference_shows_values_of_a_bucket() -> None:
-    assert diff(PLAN, OTHER["tier"]) == [
-        "bucket 1 tier: first host (all adapters); second none (all adapters)"
-    ]
+    assert diff(PLAN, OTHER["tier"]) == ["bucket 1 tier: first host (kept); second none (kept)"]
     lines = diff(PLAN, OTHER["member missing"])
     name = ADAPTERS.params[-1].name
     assert f"only first has bucket 1 parameter {name}" in lines

@@ -112,9 +112,9 @@ FAULTS: list[tuple[Place, object, str]] = [
     (("refresh",), 0, "refresh: is 0, not a list"),
     # enums
     (
-        ("buckets", 0, "tier"),
+        ("placements", 0, "tier"),
         "disk",
-        'buckets[0].tier: is "disk", not one of none, host, gpu, gpu-full',
+        'placements[0].tier: is "disk", not one of none, host, gpu, gpu-full',
     ),
     (("schedules", 0, "direction"), [], "schedules[0].direction: is a list, not one of forward"),
     ((*FIRST_STEP, "kind"), "gather", 'schedules[0].steps[0].kind: is "gather", not one of'),
@@ -197,7 +197,7 @@ def test_a_fault_is_told_with_its_field(path: Place, value: object, expected: st
         ('{"a":' * 100_000, "is nested too deeply"),
         ("[" * 500 + "]" * 500, "is a list, not the JSON object"),
         ('{"schema": ' + "[" * 500 + "]" * 500 + "}", "schema: is a list"),
-        ('{"schema": "fcdp.plan/5", "schema": "fcdp.plan/5"}', "schema: appears twice"),
+        ('{"schema": "fcdp.plan/6", "schema": "fcdp.plan/6"}', "schema: appears twice"),
         ('{"schema": {"a": 1, "a": 2}}', "schema: is an object"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_text_that_is_no_plan_is_refused(text: str, expected: str) -> None:
 
 def test_a_repeated_field_is_told_with_its_path() -> None:
     text = json.dumps(DOCUMENT).replace('"tier":', '"tier": "gpu", "tier":', 1)
-    assert "buckets[0].tier: appears twice" in refusal(text)
+    assert "placements[0].tier: appears twice" in refusal(text)
 
 
 @pytest.mark.parametrize("digits", ["9" * 30, "9" * 10_000, "-" + "9" * 10_000])

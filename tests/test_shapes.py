@@ -24,11 +24,12 @@ WHY_LONG = "[Note: long file]"
 """What the docstring of a file must have that is longer than FILE_LINES: the reason comes after it."""
 
 TOO_LARGE = {
+    "fcdp_compile/planner/estimate.py",
     "runtime/model.py ShardedModel.__init__",
 }
 """What is still larger."""
 
-SHARED_NAMES = {"Collectives", "Entry", "Held", "Rows", "Slot", "Source", "Step"}
+SHARED_NAMES = {"Collectives", "Entry", "Rows", "Slot", "Source", "Step"}
 """Names that several classes still have."""
 
 

@@ -409,7 +409,7 @@ def test_everything_has_contrast(show: Any, scheme: str) -> None:
 
 def test_a_plan_on_the_gpu_moves_nothing_over_the_bus(show: Any) -> None:
     plan = gpt_plan(4, strategy="zero++")
-    assert {b.tier for b in plan.buckets} == {Tier.GPU}
+    assert {p.tier for p in plan.placements} == {Tier.GPU}
     opened = show(plan)
     backward = opened.page.locator('.story[data-direction="backward"]')
     assert "waited on the GPU and is used where it is" in backward.inner_text()

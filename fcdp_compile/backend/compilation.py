@@ -29,9 +29,10 @@ from fcdp_compile.ops import UNSHARD
 from fcdp_compile.params import registry
 from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.params.mesh import process_count
-from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken
+from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken, placements_of
 from fcdp_compile.passes.graph.context import PassContext, use_of
 from fcdp_compile.passes.graph.inline import Inliner
+from fcdp_compile.passes.graph.runner import Stages, run, watched
 from fcdp_compile.passes.memory.choose_tiers import place_steps
 from fcdp_compile.passes.partition import partition
 from fcdp_compile.passes.pipeline import known_to_backward, lower_all, lower_variant, used_again
@@ -112,6 +113,7 @@ class _Compilation:
         self._forward_buckets: dict[str, Bucket] = {}
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
         self._dump: Dump | None = None
+        self._stages: Stages | None = None if options.dump is None else []
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiler = aot_autograd(
@@ -131,13 +133,20 @@ class _Compilation:
     def _partition(
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
-        fw, bw = partition(
-            self._compute.prepare_joint(set_apart(joint)),
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            partitioner=min_cut_rematerialization_partition,
-            **options,
-        )
+        joint = self._set_apart("joint", joint)
+
+        def cut() -> dict[str, GraphModule]:
+            halves = partition(
+                self._compute.prepare_joint(joint),
+                joint_inputs,
+                num_fwd_outputs=num_fwd_outputs,
+                partitioner=min_cut_rematerialization_partition,
+                **options,
+            )
+            return dict(zip(("forward", "backward"), halves, strict=True))
+
+        both = watched("partition", {"joint": joint}, cut, self._stages)
+        fw, bw = both.values()
         model = _model_of(fw)
         if model is not None:
             self._bucket(model, Direction.FORWARD, fw)
@@ -145,17 +154,26 @@ class _Compilation:
             self._bucket(model, Direction.BACKWARD, bw)
             # A single rank's backward is given the parameters themselves: autograd watches them.
             if model.topology.ranks > 1:
-                stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
+
+                def save_stamps() -> Mapping[str, GraphModule]:
+                    stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
+                    return both
+
+                watched("stamp", both, save_stamps, self._stages)
             self._plan(model, {Direction.FORWARD: fw, Direction.BACKWARD: bw})
         return fw, bw
 
     def _bucket(self, model: ShardedModel, direction: Direction, gm: GraphModule) -> None:
         model.host_memory.ask(self._options.host_memory)
-        made = buckets_of(bucket(gm, self._context(model, direction)))
-        model.adopt(made)
+        ctx = self._context(model, direction)
+        run([bucket], gm, ctx, graph=direction.value, stages=self._stages)
+        made, placements = buckets_of(gm), placements_of(gm)
+        model.adopt(made, placements)
         model.host_memory.plan(host_bytes_taken(self._context(model, direction)))
         if direction is not Direction.BACKWARD:
-            model.host_memory.note([b for b in made if b.strategy.keeps_on_host])
+            model.host_memory.note(
+                [(b, placements[b.id]) for b in made if b.strategy.keeps_on_host]
+            )
 
     def _context(self, model: ShardedModel, direction: Direction) -> PassContext:
         return PassContext(
@@ -168,6 +186,7 @@ class _Compilation:
                 if (p := r.living()) is not None and not p.requires_grad
             ),
             known=self._known(model, direction),
+            placements=model.adopted,
             next_bucket=model.next_bucket,
             bucket_bytes=self._options.bucket_bytes,
             machine=self._machine,
@@ -181,7 +200,7 @@ class _Compilation:
         known = model.known_buckets()
         if direction is Direction.BACKWARD:
             return {
-                key: known_to_backward(self._forward_buckets.get(key), found)
+                key: known_to_backward(self._forward_buckets.get(key), found, model.adopted)
                 for key, found in known.items()
             }
         # What a backward gathers for itself is cached by nobody.
@@ -190,7 +209,7 @@ class _Compilation:
                 b
                 for b in found
                 if b.strategy.cache is Cache.NONE
-                or b.tier is not Tier.NONE
+                or model.adopted[b.id].is_cached
                 or model.host_memory.is_left_out(b)
             )
             for key, found in known.items()
@@ -199,7 +218,7 @@ class _Compilation:
     def _plan(self, model: ShardedModel, graphs: dict[Direction, GraphModule]) -> None:
         """Lower every variant of the graphs and describe them all in one plan."""
         contexts = {direction: self._context(model, direction) for direction in graphs}
-        lowered = lower_all(graphs, contexts)
+        lowered = lower_all(graphs, contexts, self._stages)
         self._lowered |= lowered.graphs
         placed = place_on_device(
             model, graphs, lowered, next(iter(contexts.values())), self._options
@@ -210,6 +229,7 @@ class _Compilation:
             ranks_per_node=model.topology.ranks_per_node,
             graph=model.next_graph(),
             buckets=placed.buckets,
+            placements=tuple(placed.placements.values()),
             refresh=lowered.refresh,
             schedules=placed.schedules,
             peak_bytes=placed.peak_bytes,
@@ -246,7 +266,7 @@ class _Compilation:
     def _show(self, plan: Plan, *, again: bool) -> None:
         trace(plan, self._lowered)
         if self._dump is not None:
-            self._dump.write(plan, self._lowered, again=again)
+            self._dump.write(plan, self._lowered, self._stages or (), again=again)
 
     def _add_accumulation(
         self, bound: CompiledPlan, backward: GraphModule, base: PassContext
@@ -258,9 +278,10 @@ class _Compilation:
             ctx = replace(base, variant=variant)
             # As while AOTAutograd calls the passes: what they make of sizes alone is fake, too.
             with _fake_mode(backward):
-                lowered, described = lower_variant(backward, ctx)
+                lowered, described = lower_variant(backward, ctx, self._stages)
             self._lowered[Direction.BACKWARD, variant] = lowered
-            schedules.append(place_steps(described, bound.plan.buckets))
+            placements = {p.bucket: p for p in bound.plan.placements}
+            schedules.append(place_steps(described, placements))
             self._bind(bound, Direction.BACKWARD, variant)
         bound.plan = replace(bound.plan, schedules=(*bound.plan.schedules, *schedules))
         bound.living_model().plans[bound.plan.graph] = bound.plan
@@ -277,7 +298,7 @@ class _Compilation:
 
     def _compile(self, direction: Direction, gm: GraphModule, inputs: Any) -> Callable[..., Any]:
         if direction is Direction.INFERENCE:
-            set_apart(gm)
+            self._set_apart(direction.value, gm)
         model = _model_of(gm)
         if model is not None and direction is Direction.INFERENCE:
             self._bucket(model, direction, gm)
@@ -291,6 +312,11 @@ class _Compilation:
         if direction is Direction.BACKWARD:
             return as_boxed(bound.backward)
         return as_boxed(partial(bound.forward, direction))
+
+    def _set_apart(self, title: str, gm: GraphModule) -> GraphModule:
+        return watched("set_apart", {title: gm}, lambda: {title: set_apart(gm)}, self._stages)[
+            title
+        ]
 
     def _bind(self, bound: CompiledPlan, direction: Direction, variant: Variant) -> None:
         lowered = self._lowered[direction, variant]
@@ -358,7 +384,7 @@ def _bucket_by_key(gm: GraphModule) -> dict[str, Bucket]:
 def _summary(plan: Plan) -> str:
     steps = sum(len(s.steps) for s in plan.schedules)
     frozen = sum(b.frozen for b in plan.buckets)
-    kept = sum(b.tier in (Tier.GPU, Tier.GPU_FULL) for b in plan.buckets)
+    kept = sum(p.tier in (Tier.GPU, Tier.GPU_FULL) for p in plan.placements)
     peak = "" if plan.peak_bytes is None else f", predicted peak {plan.peak_bytes / 2**20:.1f} MiB"
     return (
         f"graph {plan.graph}: {plan.strategy} on {plan.nodes} x {plan.ranks_per_node} ranks, "

@@ -13,6 +13,8 @@ from torch.fx import GraphModule
 from fcdp_compile.plan import Direction, Plan, Variant
 from fcdp_compile.plan.json import to_json, write_plan
 from fcdp_compile.plan.recording import SUFFIX, Recording, write_recordings
+from fcdp_compile.plan.stages import SUFFIX as STAGES_SUFFIX
+from fcdp_compile.plan.stages import Stage, write_stages
 from fcdp_compile.torch_compat import trace_artifact
 
 log = logging.getLogger(__name__)
@@ -46,14 +48,18 @@ class Dump:
         self,
         plan: Plan,
         graphs: Graphs,
+        stages: Sequence[Stage],
         *,
         again: bool = False,
     ) -> None:
-        """Write one plan and its graphs; the first of a model removes what an earlier run left.
+        """Write one plan, its graphs and what each pass made of them.
+
+        The first plan of a model removes what an earlier run left.
 
         again: the plan was written before and has more schedules now.
         """
-        self._try(partial(self._write, plan, graphs, is_first=plan.graph == 0 and not again))
+        is_first = plan.graph == 0 and not again
+        self._try(partial(self._write, plan, graphs, stages, is_first=is_first))
 
     def write_recordings(self, plan: Plan, recordings: Sequence[Recording]) -> None:
         """Write what was recorded of a plan that was written before."""
@@ -74,13 +80,16 @@ class Dump:
                 error,
             )
 
-    def _write(self, plan: Plan, graphs: Graphs, *, is_first: bool) -> None:
+    def _write(
+        self, plan: Plan, graphs: Graphs, stages: Sequence[Stage], *, is_first: bool
+    ) -> None:
         if is_first:
             for old in self._folder.glob(f"{self._prefix}-[0-9][0-9][0-9].*"):
                 old.unlink()
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = self._stem(plan)
         write_plan(self._folder / f"{stem}.plan.json", plan)
+        write_stages(self._folder / f"{stem}{STAGES_SUFFIX}", tuple(stages))
         for (direction, variant), gm in graphs.items():
             text = gm.print_readable(print_output=False)
             path = self._folder / f"{stem}.{direction.value}.{variant.value}.txt"

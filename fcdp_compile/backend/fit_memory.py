@@ -43,17 +43,13 @@ def fit_on_host(model: ShardedModel, backward: GraphModule, ctx: PassContext) ->
     """
     memory, reduced = model.host_memory, reduced_params(backward, ctx)
     new = [b for b, params in reduced.items() if not memory.has_decided(params)]
-    fitting = fit_gradients(new, host_bytes=memory.left_bytes)
-    for bucket, fitted in zip(new, fitting, strict=True):
-        waits = fitted.gradient_tier is not Tier.NONE
+    fitting = fit_gradients(new, ctx.placements, host_bytes=memory.left_bytes)
+    for bucket, waits in zip(new, fitting, strict=True):
         on_host = gradient_bytes(bucket) if bucket.strategy.uses_host else 0
         memory.plan_gradients(reduced[bucket], on_host if waits else None)
-    now = {
-        b: b if memory.has_place(params) else replace(b, gradient_tier=Tier.NONE)
-        for b, params in reduced.items()
-    }
-    known = {key: tuple(now.get(b, b) for b in found) for key, found in ctx.known.items()}
-    return replace(ctx, known=known)
+    without = [b.id for b, params in reduced.items() if not memory.has_place(params)]
+    reducing = {i: replace(ctx.placements[i], gradient_tier=Tier.NONE) for i in without}
+    return replace(ctx, placements={**ctx.placements, **reducing})
 
 
 def _adaptive_memory(model: ShardedModel, options: Options) -> DeviceMemory | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import itertools
 import logging
 import os
 import threading
@@ -22,6 +20,7 @@ from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.progress import need_bar
 from fcdp_compile.checkpointing.writing import Write
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.files.text_diff import text_diff
 from fcdp_compile.params.mesh import Topology, new_control_group
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
@@ -226,10 +225,8 @@ def _raise_difference(state: ShardedModel, lines: list[str]) -> None:
     texts = state.collectives.exchange_texts("\n".join(lines))
     other = first_other(texts)
     assert other is not None, "the digests of the texts differ"
-    diff = difflib.unified_diff(
-        texts[0].split("\n"), texts[other].split("\n"), "rank 0", f"rank {other}", "", "", 0, ""
-    )
-    shown = "\n  ".join(itertools.islice(diff, 12))
+    names = ("rank 0", f"rank {other}")
+    shown = "\n  ".join(text_diff(texts[0], texts[other], names, most=12))
     raise CheckpointError(
         f"ranks 0 and {other} are about to save different things; give the same model, optimizer and "
         f"arguments on every rank:\n  {shown}"

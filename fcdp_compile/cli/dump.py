@@ -1,8 +1,8 @@
 """`fcdp dump FOLDER`: print the plans that the backend wrote with the option `dump`.
 
 The folder holds `graph-000.plan.json`, `graph-001.plan.json`, ..., `model-1-graph-000.plan.json` for
-a second model, ... what was recorded of them (`graph-000.recorded.json`, ...), and printed graphs (`*.txt`),
-which are for reading as they are.
+a second model, ... what was recorded of them (`graph-000.recorded.json`, ...), what each pass made of their
+graphs (`graph-000.stages.json`, ...), and printed graphs (`*.txt`), which are for reading as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from fcdp_compile.cli import stages
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.machine import machine_named
 from fcdp_compile.cli.tables.plan import format_plan
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder",
         metavar="FOLDER",
+        nargs="?",
         help='what torch.compile(..., options={"dump": FOLDER}) was given',
     )
     parser.add_argument(
@@ -71,6 +73,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OTHER",
         help="what is otherwise in another folder; exit code 1 if anything is",
     )
+    parser.add_argument(
+        "--passes",
+        action="store_true",
+        help="the passes in their order, explained; needs no folder",
+    )
+    parser.add_argument(
+        "--stages", action="store_true", help="what each pass changed, and how long it took"
+    )
+    parser.add_argument("--stage", metavar="PASS", help="each graph as text after a pass")
+    parser.add_argument(
+        "--stage-diff",
+        nargs=2,
+        metavar="PASS",
+        help="what is otherwise in each graph after the second pass; exit code 1 if anything is",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -79,6 +96,12 @@ def run(options: argparse.Namespace) -> Answer:
     Raises: PlanFormatError or RecordingError for a damaged plan or recording, FcdpError for a bucket,
     schedule or machine that there is not; OSError for a folder or file that cannot be read.
     """
+    if options.passes:
+        return Answer(stages.passes_text())
+    if options.folder is None:
+        raise FcdpError("dump needs FOLDER, the one given to the option dump (--passes needs none)")
+    if options.stages or options.stage or options.stage_diff:
+        return _stages(options)
     whole = _read(options.folder)
     plans = _choose(whole, options.folder, options)
     if options.diff is not None:
@@ -106,6 +129,15 @@ def run(options: argparse.Namespace) -> Answer:
         for path, plan in plans.items()
     ]
     return Answer("\n\n\n".join(tables))
+
+
+def _stages(options: argparse.Namespace) -> Answer:
+    names = [path.name.removesuffix(PLAN_SUFFIX) for path in _find(Path(options.folder))]
+    of = [word for word in (options.graph, options.variant) if word]
+    found = stages.read(options.folder, names, of=of)
+    if options.stage_diff:
+        return stages.compared(found, tuple(options.stage_diff))
+    return Answer(stages.shown(found, options.stage) if options.stage else stages.listed(found))
 
 
 def _page(plans: Mapping[Path, Plan], machine: Machine, measured: Mapping[Path, Measured]) -> str:
@@ -188,12 +220,13 @@ def _compare(plans: dict[Path, Plan], others: dict[Path, Plan], folders: tuple[s
 
 def _tiers(a: Plan, b: Plan, names: tuple[str, str]) -> list[str]:
     """On the GPU or the host: what ranks need not agree on, so that `diff` passes it over."""
-    theirs = {bucket.id: bucket for bucket in b.buckets}
-    pairs = [(x, theirs[x.id]) for x in a.buckets if x.id in theirs]
+    theirs = {p.bucket: p for p in b.placements}
+    pairs = [(x, theirs[x.bucket]) for x in a.placements if x.bucket in theirs]
     return [
-        f"bucket {x.id} tier: {names[0]} {x.tier.value} ({x.why}); {names[1]} {y.tier.value} ({y.why})"
+        f"bucket {x.bucket} tier: {names[0]} {x.tier.value} ({x.why}); "
+        f"{names[1]} {y.tier.value} ({y.why})"
         for x, y in pairs
-        if x.tier is not y.tier and x.agreed().tier is y.agreed().tier
+        if x.tier is not y.tier and x.is_cached and y.is_cached
     ]
 
 

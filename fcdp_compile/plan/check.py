@@ -51,6 +51,7 @@ def check_plan(plan: Plan) -> None:
             fail(f"buckets[{i}].id", f"is {bucket.id}, which an earlier bucket has")
         ids.add(bucket.id)
         _check_bucket(bucket, plan, f"buckets[{i}]")
+    _check_placements(plan)
     _check_refresh(plan.refresh, ids)
     seen: set[object] = set()
     for i, schedule in enumerate(plan.schedules):
@@ -100,6 +101,16 @@ def _check_bucket(bucket: Bucket, plan: Plan, path: str) -> None:
         offset += param.layout.slot_elements
         if offset * plan.nodes * plan.ranks_per_node * widest > MAX_INT:
             fail(f"{at}.layout.shape", f"makes the bucket larger than {MAX_INT} bytes")
+
+
+def _check_placements(plan: Plan) -> None:
+    if len(plan.placements) != len(plan.buckets):
+        fail("placements", f"has {len(plan.placements)} entries for {len(plan.buckets)} buckets")
+    for i, (placement, bucket) in enumerate(zip(plan.placements, plan.buckets, strict=True)):
+        if placement.bucket != bucket.id:
+            fail(
+                f"placements[{i}].bucket", f"is {placement.bucket}, but buckets[{i}] is {bucket.id}"
+            )
 
 
 def _check_ranks(layout: ParamLayout, home: Scope, plan: Plan, path: str) -> None:

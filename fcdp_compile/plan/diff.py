@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import islice
 
-from fcdp_compile.plan import Bucket, BucketParam, Kind, Plan, Schedule, Step
+from fcdp_compile.plan import Bucket, BucketParam, Kind, Placement, Plan, Schedule, Step
 
 _BUCKETS_SHOWN = 5
 _NAMES_SHOWN = 3
@@ -51,20 +51,32 @@ def diff(a: Plan, b: Plan, *, names: tuple[str, str] = ("first", "second")) -> l
 def _diff_buckets(a: Plan, b: Plan, names: tuple[str, str]) -> Iterator[str]:
     theirs = {bucket.id: bucket for bucket in b.buckets}
     common = [(x, theirs[x.id]) for x in a.buckets if x.id in theirs]
-    pairs = [(x, y) for x, y in common if x.agreed() != y.agreed()]
-    for x, y in pairs[:_BUCKETS_SHOWN]:
-        yield from _diff_bucket(x, y, names)
-    if len(pairs) > _BUCKETS_SHOWN:
-        yield f"... and {len(pairs) - _BUCKETS_SHOWN} more buckets differ"
+    differing = (
+        lines
+        for x, y in common
+        if (
+            lines := [
+                *_diff_placement(a.placement(x.id), b.placement(x.id), names),
+                *_diff_bucket(x, y, names),
+            ]
+        )
+    )
+    for lines in islice(differing, _BUCKETS_SHOWN):
+        yield from lines
+    if more := sum(1 for _ in differing):
+        yield f"... and {more} more buckets differ"
+
+
+def _diff_placement(x: Placement, y: Placement, names: tuple[str, str]) -> Iterator[str]:
+    if x.is_cached is not y.is_cached:
+        mine, other = (f"{p.tier.value} ({p.why})" for p in (x, y))
+        yield _values(f"bucket {x.bucket} tier", mine, other, names)
+    if x.accumulates is not y.accumulates:
+        mine, other = (p.gradient_tier.value for p in (x, y))
+        yield _values(f"bucket {x.bucket} gradient_tier", mine, other, names)
 
 
 def _diff_bucket(x: Bucket, y: Bucket, names: tuple[str, str]) -> Iterator[str]:
-    if x.agreed().tier is not y.agreed().tier:
-        mine, other = (f"{b.tier.value} ({b.why})" for b in (x, y))
-        yield _values(f"bucket {x.id} tier", mine, other, names)
-    if x.agreed().gradient_tier is not y.agreed().gradient_tier:
-        mine, other = (b.gradient_tier.value for b in (x, y))
-        yield _values(f"bucket {x.id} gradient_tier", mine, other, names)
     for field in _BUCKET_FIELDS:
         if getattr(x, field) != getattr(y, field):
             yield _values(f"bucket {x.id} {field}", getattr(x, field), getattr(y, field), names)
@@ -120,7 +132,7 @@ def _diff_items(
 def _is_same(x: Step | None, y: Step | None) -> bool:
     if x is None or y is None:
         return x is y
-    return (x.kind, x.bucket, x.agreed_bytes) == (y.kind, y.bucket, y.agreed_bytes)
+    return x.compared == y.compared
 
 
 def _at(steps: Sequence[Step], index: int) -> Step | None:

@@ -1,6 +1,6 @@
 """Plans as JSON files; docs/plan-schema.md describes the text.
 
-What types cannot say (references, ranges, slots that line up) is checked by `plan_check`.
+What types cannot say (references, ranges, slots that line up) is checked by `plan.check`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ of `dtype`.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 from fcdp_compile.params.layout import ParamLayout
@@ -19,7 +19,7 @@ from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.formats import Format, row_bytes
 from fcdp_compile.strategy.gathering import Algorithm
 
-SCHEMA = "fcdp.plan/5"
+SCHEMA = "fcdp.plan/6"
 
 
 class Lane(Enum):
@@ -126,15 +126,13 @@ class BucketParam:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Parameters that travel together.
+    """Parameters that travel together: what a bucket is, which all ranks must agree on.
 
     id: number within the model. strategy: of its parameters. dtype: what travels in all-gathers.
-    reduce_dtype: what travels in reduce-scatters. frozen: no parameter of it requires a gradient. tier:
-    what of it waits between its uses, and where. gradient_tier: where gradients of micro-batches wait for
-    the one that synchronises; none: each is reduced to the home shards. wire, reduce_wire: what crosses
-    between nodes in all-gathers and reduce-scatters. host_format: what node shards are kept as in host
-    memory. algorithm: how it is gathered where that crosses between nodes, never auto. why: the reason for
-    its composition and tier, for people.
+    reduce_dtype: what travels in reduce-scatters. frozen: no parameter of it requires a gradient. wire,
+    reduce_wire: what crosses between nodes in all-gathers and reduce-scatters. host_format: what node shards
+    are kept as in host memory. algorithm: how it is gathered where that crosses between nodes, never auto.
+    why: the reason for its composition, for people; no part of what makes two buckets equal.
     """
 
     id: int
@@ -145,13 +143,11 @@ class Bucket:
     reduce_dtype: str
     reduce_itemsize: int
     frozen: bool
-    tier: Tier
-    gradient_tier: Tier
     wire: Format
     reduce_wire: Format
     host_format: Format
     algorithm: Algorithm
-    why: str
+    why: str = field(compare=False, repr=False)
 
     @property
     def nodes(self) -> int:
@@ -202,12 +198,32 @@ class Bucket:
         """Bytes of the gathered bucket, W."""
         return self.slot_bytes * self.ranks
 
-    def agreed(self) -> Bucket:
-        """What ranks must agree on: for reasons of its own each may have a copy on its GPU or its host."""
-        tier, gradient_tier = (
-            Tier.NONE if t is Tier.NONE else Tier.HOST for t in (self.tier, self.gradient_tier)
-        )
-        return replace(self, tier=tier, gradient_tier=gradient_tier, why="")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a bucket and its gradients wait: what was decided, and may differ by rank.
+
+    Ranks must agree on whether anything waits; on the GPU or the host is the affair of each.
+
+    bucket: its number. tier: what of it waits between its uses, and where. gradient_tier: where gradients of
+    micro-batches wait for the one that synchronises; none: each is reduced to the home shards. why: the
+    reason for the tier, for people.
+    """
+
+    bucket: int
+    tier: Tier
+    gradient_tier: Tier
+    why: str
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether anything of the bucket waits between its uses."""
+        return self.tier is not Tier.NONE
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of micro-batches wait for the one that synchronises."""
+        return self.gradient_tier is not Tier.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,14 +247,14 @@ class Step:
     label: str = ""
 
     @property
-    def agreed_bytes(self) -> int:
-        """Bytes that ranks must agree on in a plan: those that travel between them.
+    def compared(self) -> tuple[Kind, int | None, int]:
+        """What ranks must agree on: its kind, bucket and the bytes that travel between ranks.
 
         But not those of an intra-node all-gather, which its bucket implies: whether it is needed at all is
         agreed on at run time (`runtime.host_cache` [Note: full parameters]).
         """
-        local = self.lane in (Lane.H2D, Lane.D2H) or self.kind is Kind.INTRA_ALL_GATHER
-        return 0 if local else self.bytes
+        by_placement = self.lane in (Lane.H2D, Lane.D2H) or self.kind is Kind.INTRA_ALL_GATHER
+        return self.kind, self.bucket, 0 if by_placement else self.bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +285,8 @@ class Schedule:
 class Plan:
     """Everything that one compiled graph will do.
 
-    graph: number of the compilation within the model.  refresh: buckets that must be valid in the cache
+    graph: number of the compilation within the model.  placements: one for each bucket, in the order of the
+    buckets.  refresh: buckets that must be valid in the cache
     before the forward starts; a stale one is gathered between nodes and stored first.  peak_bytes: the most
     device memory that a step is predicted to take with the buckets in these tiers; None if nobody asked.
     memory_limit_bytes: what a cache that adapts may let that grow to; None if there is none.
@@ -282,6 +299,7 @@ class Plan:
     ranks_per_node: int
     graph: int
     buckets: tuple[Bucket, ...]
+    placements: tuple[Placement, ...]
     refresh: tuple[int, ...]
     schedules: tuple[Schedule, ...]
     peak_bytes: int | None = None
@@ -294,18 +312,27 @@ class Plan:
                 return bucket
         raise KeyError(f"plan has no bucket {bucket_id}")
 
+    @property
+    def placed(self) -> list[tuple[Bucket, Placement]]:
+        """Each bucket with its placement."""
+        return list(zip(self.buckets, self.placements, strict=True))
+
+    def placement(self, bucket_id: int) -> Placement:
+        """The placement of the bucket with that number; KeyError if there is none."""
+        for placement in self.placements:
+            if placement.bucket == bucket_id:
+                return placement
+        raise KeyError(f"plan has no placement of bucket {bucket_id}")
+
     def digest(self) -> str:
         """A hash of everything that ranks must agree on before they communicate.
 
         Compute steps are left out: a rank that recompiled for dynamic shapes sends and receives the same.
         """
         parts: list[object] = [SCHEMA, self.strategy, self.nodes, self.ranks_per_node, self.refresh]
-        parts += [bucket.agreed() for bucket in self.buckets]
+        parts += self.buckets
+        parts += [(p.bucket, p.is_cached, p.accumulates) for p in self.placements]
         for schedule in self.schedules:
             parts.append((schedule.direction, schedule.variant))
-            parts += [
-                (s.kind, s.bucket, s.agreed_bytes)
-                for s in schedule.steps
-                if s.kind is not Kind.COMPUTE
-            ]
+            parts += [s.compared for s in schedule.steps if s.kind is not Kind.COMPUTE]
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -28,7 +28,17 @@ from fcdp_compile.passes.memory.place_gradients import fit_gradients, gradient_b
 from fcdp_compile.passes.memory.placement import Placed, Room, place_all
 from fcdp_compile.passes.memory.predict import predict
 from fcdp_compile.passes.pipeline import Lowered, lower_all, lower_variant, used_again
-from fcdp_compile.plan import Bucket, Direction, Kind, Lane, Plan, Schedule, Tier, Variant
+from fcdp_compile.plan import (
+    Bucket,
+    Direction,
+    Kind,
+    Lane,
+    Placement,
+    Plan,
+    Schedule,
+    Tier,
+    Variant,
+)
 from fcdp_compile.planner.job import Job
 from fcdp_compile.planner.retarget import KnownBuckets, Retargeted, specs_of
 from fcdp_compile.planner.traced import TracedModel
@@ -237,6 +247,7 @@ class _Estimation:
                 graph.retargeted.graphs,
                 graph.lowered.graphs,
                 graph.lowered.buckets,
+                graph.lowered.placements,
                 replace(self._base, sizes=sizes),
                 device_type=_DEVICE,
                 accumulates=self._job.accumulate > 1,
@@ -262,13 +273,14 @@ class _Estimation:
 
     def _plan(self, number: int, graph: _Graph) -> Plan:
         assert graph.placed is not None, "graphs are placed before they are planned"
-        waiting = [place_steps(s, graph.placed.buckets) for s in graph.accumulating]
+        waiting = [place_steps(s, graph.placed.placements) for s in graph.accumulating]
         return Plan(
             strategy=self._strategy.name,
             nodes=self._job.nodes,
             ranks_per_node=self._job.ranks_per_node,
             graph=number,
             buckets=graph.placed.buckets,
+            placements=tuple(graph.placed.placements.values()),
             refresh=graph.lowered.refresh,
             schedules=(*graph.placed.schedules, *waiting),
             peak_bytes=graph.placed.peak_bytes,
@@ -285,7 +297,7 @@ class _Estimation:
                 yield _backward(plan, is_last=micro_batch == last)
 
     def _cached_bytes(self, plans: Sequence[Plan]) -> int:
-        return sum(b.host_bytes for b in _distinct(plans) if b.tier is Tier.HOST)
+        return sum(b.host_bytes for b, at in _distinct(plans) if at.tier is Tier.HOST)
 
     def _optimizer_bytes(self) -> int:
         trained = (s for k, s in self._base.specs.items() if k not in self._base.frozen)
@@ -301,8 +313,8 @@ class _Estimation:
         if not self._traced.has_any_batch:
             return None
         # Gradients that may wait on either side wait on the host where the device has no room.
-        buckets = list({b.id: b for graph in graphs for b in graph.lowered.buckets}.values())
-        left = self._job.device_bytes - _waiting_bytes(graphs, buckets)[Tier.GPU]
+        placed = {b.id: (b, g.lowered.placements[b.id]) for g in graphs for b in g.lowered.buckets}
+        left = self._job.device_bytes - _waiting_bytes(graphs, list(placed.values()))[Tier.GPU]
         batch, more = self._job.batch, self._job.batch * (_SECOND - 1)
         largest = None
         for now, then in zip(*needed, strict=True):
@@ -341,21 +353,23 @@ def _of(plan: Plan, direction: Direction) -> dict[Variant, Schedule]:
     return {s.variant: s for s in plan.schedules if s.direction is direction}
 
 
-def _distinct(plans: Sequence[Plan]) -> list[Bucket]:
-    return list({b.id: b for plan in plans for b in plan.buckets}.values())
+def _distinct(plans: Sequence[Plan]) -> list[tuple[Bucket, Placement]]:
+    return list({pair[0].id: pair for plan in plans for pair in plan.placed}.values())
 
 
-def _waiting_bytes(graphs: Sequence[_Graph], buckets: Sequence[Bucket]) -> dict[Tier, int]:
+def _waiting_bytes(
+    graphs: Sequence[_Graph], placed: Sequence[tuple[Bucket, Placement]]
+) -> dict[Tier, int]:
     """Bytes of one rank's gradients that wait for the last micro-batch, by place.
 
-    buckets: in the tiers that count.
+    placed: buckets where they count.
     """
     steps = [s for graph in graphs for part in graph.accumulating for s in part.steps]
     waiting = {s.bucket for s in steps if s.kind is Kind.ACCUMULATE}
     found = dict.fromkeys(Tier, 0)
-    for bucket in buckets:
+    for bucket, placement in placed:
         if bucket.id in waiting:
-            found[bucket.gradient_tier] += gradient_bytes(bucket)
+            found[placement.gradient_tier] += gradient_bytes(bucket)
     return found
 
 
@@ -371,17 +385,14 @@ class _GradientRoom:
         """A context whose gradients wait only if there is room for them, which is then taken."""
         reduced = reduced_params(backward, ctx)
         new = [b for b, params in reduced.items() if params not in self._decided]
-        for made, fitted in zip(new, fit_gradients(new, host_bytes=self._left_bytes), strict=True):
-            waits = fitted.gradient_tier is not Tier.NONE
+        fitting = fit_gradients(new, ctx.placements, host_bytes=self._left_bytes)
+        for made, waits in zip(new, fitting, strict=True):
             self._decided[reduced[made]] = waits
             if waits and made.strategy.uses_host:
                 self._left_bytes = max(0, self._left_bytes - gradient_bytes(made))
-        now = {
-            b: b if self._decided[params] else replace(b, gradient_tier=Tier.NONE)
-            for b, params in reduced.items()
-        }
-        known = {key: tuple(now.get(b, b) for b in found) for key, found in ctx.known.items()}
-        return replace(ctx, known=known)
+        without = [b.id for b, params in reduced.items() if not self._decided[params]]
+        reducing = {i: replace(ctx.placements[i], gradient_tier=Tier.NONE) for i in without}
+        return replace(ctx, placements={**ctx.placements, **reducing})
 
 
 def _left_bytes(forward: GraphModule, sizes: Mapping[sympy.Symbol, int]) -> int:

@@ -11,12 +11,12 @@ from torch.fx import GraphModule
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home, param_spec
-from fcdp_compile.passes.bucket import bucket, buckets_of
+from fcdp_compile.passes.bucket import bucket, buckets_of, placements_of
 from fcdp_compile.passes.graph.context import PassContext, use_of
 from fcdp_compile.passes.pipeline import Graphs, known_to_backward
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.passes.variants import clone
-from fcdp_compile.plan import Bucket, Direction, Tier
+from fcdp_compile.plan import Bucket, Direction, Placement
 from fcdp_compile.planner.traced import TracedGraph, TracedModel
 from fcdp_compile.strategy import Cache, Strategy
 
@@ -54,6 +54,7 @@ class KnownBuckets:
 
     base: PassContext
     _by_key: dict[str, list[Bucket]] = field(default_factory=dict)
+    _placements: dict[int, Placement] = field(default_factory=dict)
     _left_out: dict[int, None] = field(default_factory=dict)  # by the host, for want of room
 
     def retarget(self, graph: TracedGraph, sizes: Mapping[sympy.Symbol, int]) -> Retargeted:
@@ -61,7 +62,8 @@ class KnownBuckets:
         fw, bw = (self._resized(gm) for gm in (graph.forward, graph.backward))
         bucket(fw, self._context(Direction.FORWARD, {}))
         self._adopt(fw)
-        without = [b for b in buckets_of(fw) if b.strategy.keeps_on_host and b.tier is Tier.NONE]
+        made = [b for b in buckets_of(fw) if b.strategy.keeps_on_host]
+        without = [b for b in made if not self._placements[b.id].is_cached]
         self._left_out |= dict.fromkeys(b.id for b in without)
         mine = _bucket_by_key(fw)
         bucket(bw, self._context(Direction.BACKWARD, mine))
@@ -87,6 +89,7 @@ class KnownBuckets:
 
     def _adopt(self, gm: GraphModule) -> None:
         keys = {spec.name: key for key, spec in self.base.specs.items()}
+        self._placements |= placements_of(gm)
         for made in buckets_of(gm):
             for param in made.params:
                 known = self._by_key.setdefault(keys[param.name], [])
@@ -97,14 +100,17 @@ class KnownBuckets:
         """mine: the forward's bucket of each parameter, for its backward."""
         found = {key: tuple(buckets) for key, buckets in self._by_key.items()}
         if direction is Direction.BACKWARD:
-            known = {key: known_to_backward(mine.get(key), b) for key, b in found.items()}
+            known = {
+                key: known_to_backward(mine.get(key), b, self._placements)
+                for key, b in found.items()
+            }
         else:  # what a backward gathers for itself is cached by nobody
             known = {
                 key: tuple(
                     b
                     for b in buckets
                     if b.strategy.cache is Cache.NONE
-                    or b.tier is not Tier.NONE
+                    or self._placements[b.id].is_cached
                     or b.id in self._left_out
                 )
                 for key, buckets in found.items()
@@ -114,6 +120,7 @@ class KnownBuckets:
             self.base,
             direction=direction,
             known=known,
+            placements=dict(self._placements),
             next_bucket=max(numbers, default=-1) + 1,
         )
 

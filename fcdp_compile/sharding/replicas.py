@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import logging
 from collections.abc import Sequence
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.files.text_diff import text_diff
 from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.ranks.differences import first_other
@@ -37,10 +36,8 @@ def agree_on_replicas(
         return
     texts = collectives.exchange_texts("\n".join(description))
     if other := first_other(texts):
-        lines = difflib.unified_diff(
-            texts[0].split("\n"), texts[other].split("\n"), "rank 0", f"rank {other}", "", "", 0, ""
-        )
-        shown = "\n  ".join(itertools.islice(lines, 12))
+        names = ("rank 0", f"rank {other}")
+        shown = "\n  ".join(text_diff(texts[0], texts[other], names, most=12))
         raise ArgumentError(
             f"ranks 0 and {other} are about to shard different models; build the same model with the same "
             f"settings on every rank:\n  {shown}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fcdp_compile.plan import Bucket, Kind, Lane, Plan, Schedule, Step
+from fcdp_compile.plan import Bucket, Kind, Lane, Placement, Plan, Schedule, Step
 from fcdp_compile.plan.cost import Machine, Slot, Timeline, simulate
 from fcdp_compile.plan.recording import ScheduleKey
 
@@ -18,6 +18,9 @@ Event = dict[str, Any]
 
 _MICROSECONDS = 1e6
 _LANES = list(Lane)
+
+_Placed = Mapping[int, tuple[Bucket, Placement]]
+"""Buckets and where they wait, by number."""
 
 
 def chrome_trace(
@@ -31,7 +34,7 @@ def chrome_trace(
 
     first_process: the number of the first schedule's process; the others follow.
     """
-    buckets = {b.id: b for b in plan.buckets}
+    buckets = {pair[0].id: pair for pair in plan.placed}
     process = first_process
     events: list[Event] = []
     for schedule in plan.schedules:
@@ -46,7 +49,7 @@ def chrome_trace(
 
 
 def _process(
-    schedule: Schedule, time: Timeline, buckets: Mapping[int, Bucket], title: str, process: int
+    schedule: Schedule, time: Timeline, buckets: _Placed, title: str, process: int
 ) -> Iterator[Event]:
     tracks = _tracks(schedule, time)
     yield _named("process_name", title, process)
@@ -83,7 +86,7 @@ def _named(what: str, name: str, process: int, track: int = 0) -> Event:
 def _slices(
     schedule: Schedule,
     time: Timeline,
-    buckets: Mapping[int, Bucket],
+    buckets: _Placed,
     process: int,
     tracks: Sequence[int],
 ) -> Iterator[Event]:
@@ -108,20 +111,20 @@ def _name(step: Step) -> str:
     return f"{step.kind.value}{waits_for} {step.bucket}"
 
 
-def _about(step: Step, buckets: Mapping[int, Bucket]) -> Event:
+def _about(step: Step, buckets: _Placed) -> Event:
     about: Event = {"step": step.index, "waits for": list(step.waits)}
     if step.bytes:
         about["bytes"] = step.bytes
     if step.kind is Kind.COMPUTE:
         return {**about, "flops": step.flops, "accessed bytes": step.accessed_bytes}
     if step.bucket is not None:
-        bucket = buckets[step.bucket]
+        bucket, placement = buckets[step.bucket]
         about |= {
             "bucket": bucket.id,
             "parameters": [p.name for p in bucket.params],
             "strategy": bucket.strategy.name,
-            "tier": bucket.tier.value,
-            "why": bucket.why,
+            "tier": placement.tier.value,
+            "why": f"{bucket.why}; {placement.why}",
         }
     return {**about, "label": step.label} if step.label else about
 

@@ -10,7 +10,10 @@ from decimal import ROUND_HALF_UP, Decimal
 from enum import Enum
 from typing import NamedTuple
 
-from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Schedule, Tier
+from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Plan, Schedule, Tier
+
+_Placed = list[tuple[Bucket, Placement]]
+"""Buckets, each with where it waits."""
 
 
 class Flow(Enum):
@@ -131,7 +134,7 @@ def _tell_forward(plan: Plan, schedule: Schedule) -> Story:
     return Story(f"The {name} gathers {readable_bytes(sent)} a rank between nodes.", text)
 
 
-def _what_is_kept(gathered: list[Bucket], stored: list[Bucket]) -> str:
+def _what_is_kept(gathered: _Placed, stored: _Placed) -> str:
     if not stored:
         return "Nothing of it is kept: a gathered parameter lives for one use."
     kept = (
@@ -166,10 +169,10 @@ def _tell_backward(plan: Plan, schedule: Schedule) -> Story:
     )
 
 
-def _waited(plan: Plan, loaded: list[Bucket]) -> str:
+def _waited(plan: Plan, loaded: _Placed) -> str:
     """Where that comes from which a backward need not gather."""
-    earlier = [b for b in loaded if b.id in plan.refresh]
-    fresh = [b for b in loaded if b.id not in plan.refresh]
+    earlier = [p for p in loaded if p[0].id in plan.refresh]
+    fresh = [p for p in loaded if p[0].id not in plan.refresh]
     sources = (
         [f"what the forward gathered ({readable_bytes(_kept_bytes(fresh))} a rank)"]
         if fresh
@@ -182,47 +185,47 @@ def _waited(plan: Plan, loaded: list[Bucket]) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-def _gradients(schedule: Schedule, used: list[Bucket], cross: str) -> str:
+def _gradients(schedule: Schedule, used: _Placed, cross: str) -> str:
     if sent := moved(schedule)[Flow.GRADIENTS_BETWEEN]:
         return f"{cross}: {readable_bytes(sent)} a rank."
     if any(s.kind is Kind.ACCUMULATE for s in schedule.steps):
         return "Gradients do not cross: they wait for those of the next micro-batch."
-    if used and all(b.frozen for b in used):
+    if used and all(b.frozen for b, _ in used):
         return "There are no gradients to send, as no parameter here is trained."
     return "No gradient crosses."
 
 
-def _use(loaded: list[Bucket]) -> str:
+def _use(loaded: _Placed) -> str:
     return f"{readable_bytes(_kept_bytes(loaded))} a rank waited {_where(loaded)} and is {_fetched(loaded)}"
 
 
-def _fetched(loaded: list[Bucket]) -> str:
-    on_host = [b for b in loaded if b.tier is Tier.HOST]
+def _fetched(loaded: _Placed) -> str:
+    on_host = [p for _, p in loaded if p.tier is Tier.HOST]
     if len(on_host) == len(loaded):
         return "loaded over the bus"
     return "loaded from there over the bus" if on_host else "used where it is"
 
 
-def _where(kept: list[Bucket]) -> str:
-    tiers = {b.tier for b in kept}
+def _where(kept: _Placed) -> str:
+    tiers = {p.tier for _, p in kept}
     if tiers <= {Tier.HOST}:
         return "in host memory"
     return "partly on the GPU, partly in host memory" if Tier.HOST in tiers else "on the GPU"
 
 
-def _kept_bytes(kept: list[Bucket]) -> int:
+def _kept_bytes(kept: _Placed) -> int:
     sizes = {Tier.HOST: "host_bytes", Tier.GPU: "node_bytes", Tier.GPU_FULL: "full_bytes"}
-    return sum(getattr(b, sizes.get(b.tier, "node_bytes")) for b in kept)
+    return sum(getattr(b, sizes.get(p.tier, "node_bytes")) for b, p in kept)
 
 
-def _loaded(plan: Plan, schedule: Schedule) -> list[Bucket]:
+def _loaded(plan: Plan, schedule: Schedule) -> _Placed:
     return _buckets(plan, schedule, {Kind.LOAD})
 
 
-def _buckets(plan: Plan, schedule: Schedule, kinds: Collection[Kind]) -> list[Bucket]:
+def _buckets(plan: Plan, schedule: Schedule, kinds: Collection[Kind]) -> _Placed:
     """The buckets that steps of some kinds work on, each once."""
     ids = {s.bucket for s in schedule.steps if s.kind in kinds}
-    return [b for b in plan.buckets if b.id in ids]
+    return [pair for pair in plan.placed if pair[0].id in ids]
 
 
 def _count(number: int, noun: str) -> str:

@@ -18,7 +18,18 @@ from typing import Any, NamedTuple
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.files.json_records import one_line
-from fcdp_compile.plan import LANES, Bucket, Direction, Kind, Lane, Plan, Schedule, Step, Variant
+from fcdp_compile.plan import (
+    LANES,
+    Bucket,
+    Direction,
+    Kind,
+    Lane,
+    Placement,
+    Plan,
+    Schedule,
+    Step,
+    Variant,
+)
 from fcdp_compile.plan.cost import Link, Machine, Timeline, simulate
 from fcdp_compile.view.short_names import fold_numbers, fold_params
 from fcdp_compile.view.story import FLOWS, Flow, moved, tell, tell_sharding
@@ -156,23 +167,23 @@ def _buckets(plan: Plan) -> dict[int, Json]:
     columns = zip(*(title.split(".")[:-1] for title in titles), strict=False)
     shared = list(takewhile(lambda column: len(set(column)) == 1, columns))
     return {
-        bucket.id: _bucket(bucket, title, ".".join(title.split(".")[len(shared) :]))
-        for bucket, title in zip(plan.buckets, titles, strict=True)
+        bucket.id: _bucket(bucket, placement, title, ".".join(title.split(".")[len(shared) :]))
+        for (bucket, placement), title in zip(plan.placed, titles, strict=True)
     }
 
 
-def _bucket(bucket: Bucket, title: str, short: str) -> Json:
+def _bucket(bucket: Bucket, placement: Placement, title: str, short: str) -> Json:
     return {
         "title": title,
         "short": short,
         "parameters": [one_line(line) for line in fold_params(bucket.params)],
         "strategy": one_line(bucket.strategy.name),
         "dtype": bucket.dtype,
-        "tier": bucket.tier.value,
+        "tier": placement.tier.value,
         "frozen": bucket.frozen,
         "node_bytes": bucket.node_bytes,
         "full_bytes": bucket.full_bytes,
-        "why": one_line(bucket.why),
+        "why": one_line(f"{bucket.why}; {placement.why}"),
     }
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from fcdp_compile.cluster.free_memory import HostBudget
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.graph.inline import Inliner
-from fcdp_compile.plan import Bucket, Direction, Step, Variant
+from fcdp_compile.plan import Bucket, Direction, Placement, Step, Variant
 from fcdp_compile.plan.cost import MACHINES, Machine
 
 META = "fcdp"
@@ -30,9 +30,13 @@ class Source(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """On an `unshard` node: the bucket it belongs to and, once placed, how the bucket is come by."""
+    """On an `unshard` node: the bucket it belongs to, where that waits, and how the graph comes by it.
+
+    source: None before `choose_sources`.
+    """
 
     bucket: Bucket
+    placement: Placement
     source: Source | None = None
 
 
@@ -61,7 +65,8 @@ class PassContext:
     nodes, ranks_per_node: of the mesh; those that share one copy of a bucket are the bucket's.
     specs: of every parameter of the model, by key.  frozen: keys of those that need no gradient now.
     known: the buckets that parameters are in already, by key; for a backward the one of its forward first,
-    which its gradients are reduced in, for others those that forwards made.  next_bucket: the first unused
+    which its gradients are reduced in, for others those that forwards made.  placements: of all known
+    buckets, by number.  next_bucket: the first unused
     bucket number.  bucket_bytes: a bucket is full when its gathered parameters take this many bytes; None:
     as many as the link between nodes of `machine` asks for.
     host_budget: what the node shards on the host may take, None without a limit.
@@ -87,6 +92,7 @@ class PassContext:
     backward_buckets: tuple[int, ...] = ()
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     inliner: Inliner = field(default_factory=Inliner)
+    placements: Mapping[int, Placement] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:

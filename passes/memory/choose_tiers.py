@@ -8,11 +8,11 @@ word.  Where there is room for more, whole buckets stay, and nothing is gathered
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.plan import Bucket, Kind, Schedule, Step, Tier
+from fcdp_compile.plan import Kind, Placement, Schedule, Step, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """The choice for every bucket, in the order of the entries, and the memory that it comes to.
+class Choices:
+    """The choice for every bucket, in the order of the entries, and the memory that is then in use.
 
     used_bytes: position by position, all in all.
     """
@@ -77,7 +77,7 @@ def choose_tiers(
     static_bytes: int,
     capacity_bytes: int | None,
     threshold: float,
-) -> Placement:
+) -> Choices:
     """Keep node shards on the device, and then whole buckets, while the peak is within the threshold.
 
         peak = static + max over positions of (alive + kept entries)  <=  threshold * capacity
@@ -103,7 +103,7 @@ def choose_tiers(
     if _fill(room, Tier.GPU, sorted(entries, key=_bus_relief, reverse=True), chosen):
         whole = [e for e in entries if e.full_bytes is not None]
         _fill(room, Tier.GPU_FULL, sorted(whole, key=_link_relief, reverse=True), chosen)
-    return Placement(choices=tuple(chosen.values()), used_bytes=room.used_bytes)
+    return Choices(choices=tuple(chosen.values()), used_bytes=room.used_bytes)
 
 
 def _fill(room: _Room, tier: Tier, entries: Sequence[Entry], chosen: dict[int, Choice]) -> bool:
@@ -174,32 +174,23 @@ def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.1f} MiB"
 
 
-def place_bucket(bucket: Bucket, placement: Placement) -> Bucket:
-    """The bucket in the tier that was chosen for it."""
-    for choice in placement.choices:
-        if choice.bucket == bucket.id:
-            composition = bucket.why.partition(";")[0]
-            return replace(bucket, tier=choice.tier, why=f"{composition}; {choice.why}")
-    return bucket
-
-
-def place_steps(schedule: Schedule, buckets: Sequence[Bucket]) -> Schedule:
+def place_steps(schedule: Schedule, placements: Mapping[int, Placement]) -> Schedule:
     """The schedule without the bytes that need not move, as their bucket is where it is used."""
-    by_id = {b.id: b for b in buckets}
     new = (Kind.INTER_ALL_GATHER, Kind.STORE)
     gathered = {s.bucket for s in schedule.steps if s.kind in new}
     steps = tuple(
         replace(s, bytes=0)
-        if s.bucket is not None and _stays(s, by_id[s.bucket], is_new=s.bucket in gathered)
+        if s.bucket is not None and _stays(s, placements[s.bucket], is_new=s.bucket in gathered)
         else s
         for s in schedule.steps
     )
     return replace(schedule, steps=steps)
 
 
-def _stays(step: Step, bucket: Bucket, *, is_new: bool) -> bool:
+def _stays(step: Step, placement: Placement, *, is_new: bool) -> bool:
     if step.kind in (Kind.ACCUMULATE, Kind.COLLECT):
-        return bucket.gradient_tier is Tier.GPU
+        return placement.gradient_tier is Tier.GPU
     if step.kind in (Kind.STORE, Kind.LOAD):
-        return bucket.tier in (Tier.GPU, Tier.GPU_FULL)
-    return step.kind is Kind.INTRA_ALL_GATHER and bucket.tier is Tier.GPU_FULL and not is_new
+        return placement.tier in (Tier.GPU, Tier.GPU_FULL)
+    is_whole = placement.tier is Tier.GPU_FULL
+    return step.kind is Kind.INTRA_ALL_GATHER and is_whole and not is_new

@@ -2,60 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fcdp_compile.plan import Bucket, Tier
+from fcdp_compile.plan import Bucket, Placement, Tier
 from fcdp_compile.strategy import GradientOn, Scope
 
 
 def place_gradients(
-    buckets: Sequence[Bucket],
-    *,
-    room_bytes: int | None,
-) -> list[Bucket]:
-    """The same buckets, of those whose gradients may wait on either side some with a place on the GPU.
+    buckets: Sequence[Bucket], placements: Mapping[int, Placement], *, room_bytes: int | None
+) -> dict[int, Placement]:
+    """Move gradients that may wait on either side to the GPU while there is room, in the order of buckets.
 
-    In order while there is room; so in a step that accumulates no rank takes more of its device than in one
-    that does not, but for what the planned peak leaves free.
+    So in a step that accumulates no rank takes more of its device than in one that does not, but for what the
+    planned peak leaves free.
 
-    room_bytes: what the device has left at the planned peak; None: as much as it takes.
+    placements: of these buckets and others, by number.  room_bytes: what the device has left at the planned
+    peak; None: as much as they take.
     """
     if room_bytes is not None:  # those of strategies without a choice take theirs in any case
-        room_bytes -= sum(gradient_bytes(b) for b in buckets if b.gradient_tier is Tier.GPU)
-    placed = []
+        on_gpu = [b for b in buckets if placements[b.id].gradient_tier is Tier.GPU]
+        room_bytes -= sum(map(gradient_bytes, on_gpu))
+    placed = dict(placements)
     for bucket in buckets:
         size_bytes = gradient_bytes(bucket)
         may_choose = bucket.strategy.accumulates_on is GradientOn.AUTO
         fits = room_bytes is None or size_bytes <= room_bytes
-        if bucket.gradient_tier is Tier.HOST and may_choose and fits:
-            bucket = replace(bucket, gradient_tier=Tier.GPU)
+        if placed[bucket.id].gradient_tier is Tier.HOST and may_choose and fits:
+            placed[bucket.id] = replace(placed[bucket.id], gradient_tier=Tier.GPU)
             room_bytes = None if room_bytes is None else room_bytes - size_bytes
-        placed.append(bucket)
     return placed
 
 
 def fit_gradients(
-    buckets: Sequence[Bucket],
-    *,
-    host_bytes: int,
-) -> list[Bucket]:
-    """The same buckets; those whose gradients host memory has no room for reduce every micro-batch's.
+    buckets: Sequence[Bucket], placements: Mapping[int, Placement], *, host_bytes: int
+) -> list[bool]:
+    """Whether the gradients of each bucket wait; those that host memory has no room for do not.
 
-    Ranks come to the same, whatever each keeps on its GPU: what may wait on the host counts as if it did.
+    All ranks decide alike, whatever each keeps on its GPU: what may wait on the host counts as if it did.
 
     host_bytes: what is left to gradients on each rank.
     """
-    fitting = []
+    waits = []
     for bucket in buckets:
-        if bucket.gradient_tier is not Tier.NONE and bucket.strategy.uses_host:
+        accumulates = placements[bucket.id].accumulates
+        if accumulates and bucket.strategy.uses_host:
             size_bytes = gradient_bytes(bucket)
-            if size_bytes > host_bytes:
-                bucket = replace(bucket, gradient_tier=Tier.NONE)
-            else:
-                host_bytes -= size_bytes
-        fitting.append(bucket)
-    return fitting
+            accumulates = size_bytes <= host_bytes
+            host_bytes -= size_bytes if accumulates else 0
+        waits.append(accumulates)
+    return waits
 
 
 def gradient_bytes(bucket: Bucket) -> int:

@@ -5,14 +5,15 @@ A part of the backend and of the planner.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fcdp_compile.passes.graph.context import PassContext
-from fcdp_compile.passes.memory.choose_tiers import choose_tiers, place_bucket, place_steps
+from fcdp_compile.passes.memory.choose_tiers import choose_tiers, place_steps
 from fcdp_compile.passes.memory.place_gradients import place_gradients
 from fcdp_compile.passes.memory.predict import fixed_bytes, predict
 from fcdp_compile.passes.pipeline import Graphs, Lowered
-from fcdp_compile.plan import Bucket, Schedule
+from fcdp_compile.plan import Bucket, Placement, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Placed:
     """
 
     buckets: tuple[Bucket, ...]
+    placements: Mapping[int, Placement]
     schedules: tuple[Schedule, ...]
     peak_bytes: int
     limit_bytes: int | None
@@ -60,11 +62,12 @@ def place_all(
         graphs,
         lowered.graphs,
         lowered.buckets,
+        lowered.placements,
         ctx,
         device_type=device_type,
         accumulates=accumulates,
     )
-    placement = choose_tiers(
+    chosen = choose_tiers(
         step.entries,
         step.alive_bytes,
         static_bytes=step.static_bytes + room.taken_bytes,
@@ -74,23 +77,27 @@ def place_all(
     limit_bytes = left_bytes = None
     if room.capacity_bytes is not None:
         limit_bytes = int(room.threshold * room.capacity_bytes)
-        left_bytes = max(0, limit_bytes - placement.peak_bytes)
-    placed = [place_bucket(b, placement) for b in lowered.buckets]
-    buckets = tuple(place_gradients(placed, room_bytes=left_bytes))
-    memory = step.by_step(placement.used_bytes)
+        left_bytes = max(0, limit_bytes - chosen.peak_bytes)
+    placements = lowered.placements | {
+        c.bucket: replace(lowered.placements[c.bucket], tier=c.tier, why=c.why)
+        for c in chosen.choices
+    }
+    placements = place_gradients(lowered.buckets, placements, room_bytes=left_bytes)
+    memory = step.by_step(chosen.used_bytes)
     schedules = [
-        replace(place_steps(s, buckets), memory_bytes=memory.get((s.direction, s.variant), ()))
+        replace(place_steps(s, placements), memory_bytes=memory.get((s.direction, s.variant), ()))
         for s in lowered.schedules
     ]
-    kept_bytes = {b.id: fixed_bytes(b) for b in lowered.buckets}
+    kept_bytes = {b.id: fixed_bytes(b, placements[b.id]) for b in lowered.buckets}
     kept_bytes |= {
-        e.bucket: e.bytes_in(c.tier) for e, c in zip(step.entries, placement.choices, strict=True)
+        e.bucket: e.bytes_in(c.tier) for e, c in zip(step.entries, chosen.choices, strict=True)
     }
     return (
         Placed(
-            buckets=buckets,
+            buckets=lowered.buckets,
+            placements=placements,
             schedules=tuple(schedules),
-            peak_bytes=placement.peak_bytes,
+            peak_bytes=chosen.peak_bytes,
             limit_bytes=limit_bytes,
         ),
         kept_bytes,

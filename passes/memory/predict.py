@@ -20,7 +20,7 @@ from fcdp_compile.passes.describe import is_step
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.memory.choose_tiers import Entry
 from fcdp_compile.passes.memory.curve import Alive, evaluate, hints_of, storages, timeline
-from fcdp_compile.plan import Bucket, Direction, Kind, Tier, Variant
+from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Tier, Variant
 from fcdp_compile.strategy import Cache
 from fcdp_compile.strategy.formats import Format
 
@@ -57,6 +57,7 @@ def predict(
     graphs: Mapping[Direction, GraphModule],
     lowered: Mapping[tuple[Direction, Variant], GraphModule],
     buckets: Sequence[Bucket],
+    placements: Mapping[int, Placement],
     ctx: PassContext,
     *,
     device_type: str,
@@ -64,7 +65,7 @@ def predict(
 ) -> StepMemory:
     """Read the step's memory off its lowered graphs; those buckets are entries whose tier may be chosen.
 
-    graphs: the same before `lower`, which say what is a home shard.
+    graphs: the same before `lower`, which say what is a home shard.  placements: of the buckets, by number.
 
     Symbolic sizes count with the values of `ctx.sizes`, or else those that they were traced with.
 
@@ -85,15 +86,16 @@ def predict(
         key: timeline(gm, elsewhere=homes | set(elsewhere), device_type=device_type, sizes=hints)
         for key, gm in lowered.items()
     }
-    released = {p.name for b in buckets for p in b.params if is_released(b, ctx)}
+    placed = [(b, placements[b.id]) for b in buckets]
+    released = {p.name for b, at in placed for p in b.params if is_released(b, at, ctx)}
     return StepMemory(
-        entries=tuple(_entries(parts, buckets, ctx)),
+        entries=tuple(_entries(parts, placed, ctx)),
         alive_bytes=tuple(a.bytes for part in parts.values() for a in part),
         steps=tuple(
             (*key, step) for key, part in parts.items() for step in _steps(lowered[key], part)
         ),
         static_bytes=others
-        + sum(map(fixed_bytes, buckets))
+        + sum(fixed_bytes(*pair) for pair in placed)
         + sum(
             _static(
                 spec,
@@ -115,16 +117,16 @@ def _steps(gm: GraphModule, alive: Sequence[Alive]) -> list[int | None]:
     return [reached[a.at] for a in alive]
 
 
-def fixed_bytes(bucket: Bucket) -> int:
+def fixed_bytes(bucket: Bucket, placement: Placement) -> int:
     """What a bucket that has no choice keeps on the device."""
     if bucket.strategy.cache is Cache.ADAPTIVE:
         return 0
-    return {Tier.GPU: bucket.node_bytes, Tier.GPU_FULL: bucket.full_bytes}.get(bucket.tier, 0)
+    return {Tier.GPU: bucket.node_bytes, Tier.GPU_FULL: bucket.full_bytes}.get(placement.tier, 0)
 
 
-def is_released(bucket: Bucket, ctx: PassContext) -> bool:
+def is_released(bucket: Bucket, placement: Placement, ctx: PassContext) -> bool:
     """Whether the home shards of a bucket leave the device while the host has it."""
-    resident = bucket.strategy.is_resident and bucket.frozen and bucket.tier is Tier.HOST
+    resident = bucket.strategy.is_resident and bucket.frozen and placement.tier is Tier.HOST
     is_exact = bucket.wire is Format.FULL
     return (
         resident and is_exact and all(s.home_dtype == s.gather_dtype for s in _specs(bucket, ctx))
@@ -154,14 +156,15 @@ def _specs(bucket: Bucket, ctx: PassContext) -> list[ParamSpec]:
 
 def _entries(
     parts: Mapping[tuple[Direction, Variant], Sequence[Alive]],
-    buckets: Sequence[Bucket],
+    placed: Sequence[tuple[Bucket, Placement]],
     ctx: PassContext,
 ) -> list[Entry]:
     entries = []
-    for bucket in buckets:
-        if bucket.tier is Tier.NONE or bucket.strategy.cache is not Cache.ADAPTIVE:
+    for bucket, placement in placed:
+        if not placement.is_cached or bucket.strategy.cache is not Cache.ADAPTIVE:
             continue
-        home = sum(map(_home_bytes, _specs(bucket, ctx))) if is_released(bucket, ctx) else 0
+        leaves = is_released(bucket, placement, ctx)
+        home = sum(map(_home_bytes, _specs(bucket, ctx))) if leaves else 0
         node_bytes = bucket.node_bytes
         mine = [
             [a.step for a in part if a.bucket == bucket.id]

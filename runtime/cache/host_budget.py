@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from fcdp_compile.cluster.free_memory import UNLIMITED, HostBudget, Limit, detect, lockable_bytes
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.mesh import Topology
-from fcdp_compile.plan import Bucket, Tier
+from fcdp_compile.plan import Bucket, Placement
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.agreement import FLAGS_OF_A_WORD
 from fcdp_compile.runtime.collectives.collectives import Collectives
@@ -156,10 +156,11 @@ class HostMemory:
         """Whether a forward found no place for the bucket."""
         return bucket.id in self._left_out
 
-    def note(self, buckets: Iterable[Bucket]) -> None:
+    def note(self, placed: Iterable[tuple[Bucket, Placement]]) -> None:
         """Note which buckets of a forward that caches found no place; warn of the first ones."""
-        made = list(buckets)
-        new = {b.id: b for b in made if b.tier is Tier.NONE and not self.is_left_out(b)}
+        pairs = list(placed)
+        made = [b for b, _ in pairs]
+        new = {b.id: b for b, at in pairs if not at.is_cached and not self.is_left_out(b)}
         if new and not self._left_out and self._is_first:
             lost, every = (sum(b.host_bytes for b in group) for group in (new.values(), made))
             log.warning(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.params.spec import Home
-from fcdp_compile.plan import LANES, Bucket, Kind, Tier
+from fcdp_compile.plan import LANES, Bucket, Kind, Placement, Tier
 from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.cache.pinned import PinnedPool
@@ -90,15 +90,20 @@ class _State:
 
 
 class NodeShardCache:
-    """The cache of one model on this rank."""
+    """The cache of one model on this rank.
+
+    placements: where the plan that runs wants each bucket, by number.
+    """
 
     def __init__(
         self,
         counters: Counters,
         pool: PinnedPool,
         lanes: Lanes,
+        placements: Mapping[int, Placement],
         codecs: Codecs | None = None,
     ) -> None:
+        self._placements = placements
         self._counters = counters
         self._pool = pool
         self._lanes = lanes
@@ -116,8 +121,8 @@ class NodeShardCache:
 
     def wants_in_full(self, bucket: Bucket) -> bool:
         """Whether this rank would keep the whole bucket."""
-        place = self._states[bucket.id].place
-        return bucket.tier is Tier.GPU_FULL and place in (_Where.PLANNED, _Where.WHOLE)
+        place, tier = self._states[bucket.id].place, self._placements[bucket.id].tier
+        return tier is Tier.GPU_FULL and place in (_Where.PLANNED, _Where.WHOLE)
 
     def keeps_in_full(self, bucket: Bucket) -> bool:
         """Whether all ranks have agreed to keep the whole bucket."""
@@ -163,7 +168,8 @@ class NodeShardCache:
 
         A shard that is about to become the whole bucket stays on the device until all ranks have agreed.
         """
-        is_planned = bucket.tier in (Tier.GPU, Tier.GPU_FULL) and state.place is _Where.PLANNED
+        on_device = self._placements[bucket.id].tier in (Tier.GPU, Tier.GPU_FULL)
+        is_planned = on_device and state.place is _Where.PLANNED
         if not (is_planned or state.is_in_full):
             return Tier.HOST
         if self._is_short(bucket):

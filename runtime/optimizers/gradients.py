@@ -3,7 +3,7 @@
     accumulating backward   pack [G*S] -> reduced within the node [N*S] -> + what waits -> waits
     collecting backward     pack [G*S] -> reduced within the node [N*S] -> + what waits -> inter -> .grad
 
-Sums are in fp32 or wider, on the device or in host memory (`Bucket.gradient_tier`).  What a synchronising
+Sums are in fp32 or wider, on the device or in host memory (`Placement.gradient_tier`).  What a synchronising
 backward has no gradients to add to, such as a parameter's that its micro-batch did not use, is reduced at
 its end.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.packing import unpack_grads
-from fcdp_compile.plan import LANES, Bucket, Kind, Tier
+from fcdp_compile.plan import LANES, Bucket, Kind, Placement, Tier
 from fcdp_compile.plan.reduction import REDUCTIONS
 from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.pinned import PinnedPool
@@ -61,7 +61,8 @@ class _Backward:
 class Accumulation:
     """What accumulates of one model on this rank.
 
-    is_on: whether forwards that begin now accumulate in their backward.
+    is_on: whether forwards that begin now accumulate in their backward.  placements: where the plan that runs
+    wants the gradients of each bucket, by its number.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Accumulation:
         lanes: Lanes,
         collectives: Collectives,
         codecs: Codecs,
+        placements: Mapping[int, Placement],
     ) -> None:
         self.is_on = False
+        self._placements = placements
         self._records = records
         self._counters = counters
         self._pool = pool
@@ -124,7 +127,7 @@ class Accumulation:
         """Let the sum [n] wait, which this backward adds to no `.grad`."""
         own = tensor_of(total)
         self._touch(params)
-        if bucket.gradient_tier is not Tier.HOST:
+        if self._placements[bucket.id].gradient_tier is not Tier.HOST:
             self._counters.add(Kind.ACCUMULATE, 0)
             done = total.done if isinstance(total, Pending) else None
             # What no lane has made may be the gradient itself, which others may have as well.

@@ -4,11 +4,11 @@ import pytest
 
 from benchmarks.reporting.rows import ResultRow
 from benchmarks.reporting.summary import summarise
-from benchmarks.reporting.targets import Verdict, judge
+from benchmarks.reporting.targets import TargetVerdict, judge
 from builders_bench import make_row
 
 
-def verdict(rows: list[ResultRow], part: str) -> Verdict:
+def verdict(rows: list[ResultRow], part: str) -> TargetVerdict:
     (found,) = [v for v in judge(summarise(rows)) if part in v.target]
     return found
 

@@ -110,13 +110,13 @@ def _planned(plan: Plan, *variants: tuple[Direction, Variant], refresh: bool) ->
         if (schedule.direction, schedule.variant) in variants:
             sent.update({k.value: n for k, n in schedule.bytes_by_kind().items()})
             calls.update(s.kind.value for s in schedule.steps if s.kind.value in MOVING)
-    for bucket in (plan.bucket(i) for i in plan.refresh if refresh):
+    for bucket, tier in ((plan.bucket(i), plan.placement(i).tier) for i in plan.refresh if refresh):
         if bucket.nodes > 1:
             sent["inter_all_gather"] += (bucket.nodes - 1) * bucket.wire_bytes
             calls["inter_all_gather"] += 1
-        sent["store"] += bucket.host_bytes if bucket.tier is Tier.HOST else 0
+        sent["store"] += bucket.host_bytes if tier is Tier.HOST else 0
         calls["store"] += 1
-        if bucket.tier is Tier.GPU_FULL and bucket.ranks_per_node > 1:
+        if tier is Tier.GPU_FULL and bucket.ranks_per_node > 1:
             sent["intra_all_gather"] += (bucket.ranks_per_node - 1) * bucket.node_bytes
             calls["intra_all_gather"] += 1
     return formulas.Moved(bytes={k: n for k, n in sent.items() if n}, calls=dict(calls))
@@ -403,8 +403,8 @@ def test_counters_plan_and_formula_agree_where_host_memory_is_short() -> None:
             if found.plan is not None:
                 planned = [
                     sorted(p.name for p in b.params)
-                    for b in found.plan.buckets
-                    if "does not fit" in b.why
+                    for b, at in found.plan.placed
+                    if "does not fit" in at.why
                 ]
                 assert sorted(planned) == sorted(sorted(names) for names in left_out)
             for number, step in enumerate(found.steps):

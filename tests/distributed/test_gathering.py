@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.devices import Cpu
 from fcdp_compile.params.mesh import topology_of
-from fcdp_compile.plan import Kind, Tier
+from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.collectives.quantize import Codec
@@ -113,11 +113,11 @@ def _choose(mesh: DeviceMesh) -> None:
         )
         check_equal(f"{strategy}+auto", history(chosen, 2), history(first, 2))
         (plan,) = state_of(chosen.model).plans.values()
-        gathered = [b for b in plan.buckets if b.tier is Tier.NONE and b.slot_elements]
+        gathered = [b for b, at in plan.placed if not at.is_cached and b.slot_elements]
         rings = [b.algorithm is Algorithm.RING for b in gathered]
         assert rings
         assert all(rings)
-        kept = [b.algorithm for b in plan.buckets if b.tier is not Tier.NONE]
+        kept = [b.algorithm for b, at in plan.placed if at.is_cached]
         assert Algorithm.RING not in kept
         assert bool(kept) == (strategy == "fcdp")
 

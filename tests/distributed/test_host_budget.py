@@ -109,18 +109,18 @@ def _with_different_limits(mesh: DeviceMesh) -> tuple[list[Any], list[str]]:
         CASES["broken"].loss(net, ids).backward()
     dist.barrier()
     plans = [read_plan(p) for p in sorted(Path(folders[0]).glob("*.plan.json"))]
-    return [b for p in plans for b in p.buckets], messages
+    return [pair for p in plans for pair in p.placed], messages
 
 
 def test_ranks_agree_on_the_least_and_one_warns() -> None:
     results = run(_with_different_limits, nodes=2, ranks_per_node=2)
-    buckets = results[0][0]
-    forward = {b.id: b for b in buckets if "does not fit" in b.why or b.tier is Tier.HOST}
-    cached = [b for b in forward.values() if b.tier is Tier.HOST]
-    left_out = [b for b in forward.values() if b.tier is Tier.NONE]
+    placed = {b.id: (b, at) for b, at in results[0][0]}
+    cached = [b for b, at in placed.values() if at.tier is Tier.HOST]
+    left_out = [at for _, at in placed.values() if "does not fit" in at.why]
+    assert all(at.tier is Tier.NONE for at in left_out)
     assert 0 < sum(b.node_bytes for b in cached) <= 300
     assert left_out
-    assert all(Limit.CGROUP.value in b.why for b in left_out)
+    assert all(Limit.CGROUP.value in at.why for at in left_out)
     assert [len(messages) for _, messages in results] == [1, 0, 0, 0]
     (message,) = results[0][1]
     assert "do not fit in host memory and are gathered between nodes at every use" in message

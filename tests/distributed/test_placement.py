@@ -94,7 +94,7 @@ class Trained:
 
     @property
     def tiers(self) -> list[Tier]:
-        return [b.tier for b in self.plans[0].buckets if b.tier is not Tier.NONE]
+        return [p.tier for p in self.plans[0].placements if p.is_cached]
 
 
 _PREDICT = placement.predict
@@ -167,8 +167,8 @@ def _spread_bytes(plan: Plan) -> int:
     }
     warm = per_run[Direction.FORWARD, Variant.WARM]
     cold = per_run.get((Direction.FORWARD, Variant.COLD), warm)
-    refreshed = [plan.bucket(i) for i in plan.refresh]
-    once = sum((b.ranks_per_node - 1) * b.node_bytes for b in refreshed if b.tier is Tier.GPU_FULL)
+    whole = [plan.bucket(i) for i in plan.refresh if plan.placement(i).tier is Tier.GPU_FULL]
+    once = sum((b.ranks_per_node - 1) * b.node_bytes for b in whole)
     return 3 * (cold + warm + 2 * per_run[Direction.BACKWARD, Variant.COLD]) + once
 
 

@@ -10,8 +10,8 @@ from torch.fx import GraphModule, Node
 from builders_graph import GraphBuilder, Shape, Where, calls, clone, make_context, make_specs
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
-from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.bucket import bucket, placements_of
+from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import META, StepMeta
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.plan import LANES
@@ -38,8 +38,15 @@ def lowered(build: Callable[[GraphBuilder], GraphModule], params: dict[str, Shap
     """A graph of one's own as a forward of zero3, before and after."""
     specs = make_specs(params, WHERE)
     ctx = make_context(specs, WHERE, strategy="zero3", **more)
-    before = place(bucket(build(GraphBuilder(specs)), ctx), ctx)
-    ctx = make_context(specs, WHERE, strategy="zero3", known=known(before), **more)
+    before = choose_sources(bucket(build(GraphBuilder(specs)), ctx), ctx)
+    ctx = make_context(
+        specs,
+        WHERE,
+        strategy="zero3",
+        known=known(before),
+        placements=placements_of(before),
+        **more,
+    )
     return before, lower(clone(before), ctx)
 
 

@@ -21,7 +21,7 @@ from builders_graph import (
 )
 from builders_plan import ranks, shapes
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.bucket import bucket, buckets_of
+from fcdp_compile.passes.bucket import bucket, buckets_of, placements_of
 from fcdp_compile.passes.graph.context import META, use_of
 from fcdp_compile.plan import Direction, Tier
 from fcdp_compile.plan.cost import MACHINES, Link, Machine
@@ -87,15 +87,17 @@ def test_every_use_of_a_key_has_the_same_bucket() -> None:
 )
 def test_the_strategy_names_the_tier_and_the_reason(strategy: str, tier: Tier) -> None:
     specs = make_specs({"a": (4,)}, WHERE)
-    (made,) = buckets_of(bucket(toy_forward(specs), make_context(specs, WHERE, strategy=strategy)))
-    assert made.tier is tier
-    assert made.why
+    gm = bucket(toy_forward(specs), make_context(specs, WHERE, strategy=strategy))
+    (placement,) = placements_of(gm).values()
+    assert placement.tier is tier
+    assert placement.why
+    assert buckets_of(gm)[0].why
 
 
 def test_one_node_caches_nothing_and_says_so() -> None:
     where = Where(nodes=1)
     specs = make_specs({"a": (4,)}, where)
-    (made,) = buckets_of(bucket(toy_forward(specs), make_context(specs, where)))
+    (made,) = placements_of(bucket(toy_forward(specs), make_context(specs, where))).values()
     assert made.tier is Tier.NONE
     assert "home shards are node shards" in made.why
 
@@ -139,11 +141,12 @@ class TestKnown:
             make_context(self.specs, WHERE, strategy=strategy),
         )
         (made,) = buckets_of(gm)
-        return made, {key_of("a"): (made,), key_of("b"): (made,)}
+        return made, {key_of("a"): (made,), key_of("b"): (made,)}, placements_of(gm)
 
     def again(self, strategy: str, uses: list[str], **more):
-        _, known = self.first(strategy)
+        _, known, placements = self.first(strategy)
         ctx = make_context(self.specs, WHERE, strategy=strategy, known=known, next_bucket=1, **more)
+        ctx = replace(ctx, placements=placements)
         return bucket(toy_forward(self.specs, uses=uses), ctx)
 
     @pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
@@ -173,11 +176,12 @@ class TestKnown:
         assert all(b.frozen == all(p.name in frozen for p in b.params) for b in buckets_of(gm))
 
     def test_a_backward_finds_the_bucket_it_made_before(self) -> None:
-        made, known = self.first("zero3")
+        made, known, placements = self.first("zero3")
         own = replace(made, id=5, params=made.params[1:])
         known[key_of("b")] = (made, own)
         ctx = make_context(self.specs, WHERE, strategy="zero3", known=known, next_bucket=6)
-        ctx = replace(ctx, direction=Direction.BACKWARD)
+        placements |= {5: replace(placements[made.id], bucket=5)}
+        ctx = replace(ctx, direction=Direction.BACKWARD, placements=placements)
         assert buckets_of(bucket(toy_forward(self.specs, uses=["b"]), ctx)) == [own]
 
 
@@ -200,7 +204,8 @@ class TestHostBudget:
 
     def on_host(self, host_bytes: int | None, **more) -> str:
         gm = bucket(toy_forward(self.specs), self.context(host_bytes, **more))
-        kept = [b for b in buckets_of(gm) if b.tier is not Tier.NONE]
+        placements = placements_of(gm)
+        kept = [b for b in buckets_of(gm) if placements[b.id].is_cached]
         return " ".join(p.name for b in kept for p in b.params)
 
     @pytest.mark.parametrize(
@@ -223,7 +228,7 @@ class TestHostBudget:
 
     def test_the_reason_names_budget_and_limit(self) -> None:
         gm = bucket(toy_forward(self.specs), self.context(32))
-        reasons = [b.why for b in buckets_of(gm)]
+        reasons = [p.why for p in placements_of(gm).values()]
         assert "keeps node shards on the host" in reasons[0]
         for why in reasons[1:]:
             assert "gathered at every use: it does not fit in the 0.0 MiB of host memory" in why
@@ -246,28 +251,32 @@ class TestHostBudget:
 
         first = bucket(toy_forward(specs, uses=["b", "a"]), self.context(80))
         known = known_after(first, {})
-        ctx = self.context(80, known=known, next_bucket=2)
+        placements = placements_of(first)
+        ctx = self.context(80, known=known, placements=placements, next_bucket=2)
         second = bucket(toy_forward(specs, uses=["a", "f", "c"]), ctx)
-        assert [(b.id, b.tier) for b in buckets_of(second)] == [
+        assert [(i, p.tier) for i, p in placements_of(second).items()] == [
             (1, Tier.HOST),
             (2, Tier.NONE),
             (3, Tier.HOST),
         ]
         # f would fit now, but a rank that compiles again must not find anything else.
         known = known_after(second, known)
-        roomy = self.context(1000, known=known, next_bucket=4)
+        placements = placements | placements_of(second)
+        roomy = self.context(1000, known=known, placements=placements, next_bucket=4)
         third = bucket(toy_forward(specs, uses=["f", "c", "b"]), roomy)
         assert [b.id for b in buckets_of(third)] == [2, 3, 0]
 
     def test_what_freezing_replaces_counts_no_more(self) -> None:
         specs = self.specs
         ctx = self.context(112)
-        first = buckets_of(bucket(toy_forward(specs), ctx))
-        assert [b.tier for b in first] == [Tier.HOST] * 3 + [Tier.NONE]
-        known = {key_of(p.name): (b,) for b in first for p in b.params}
+        first = bucket(toy_forward(specs), ctx)
+        placements = placements_of(first)
+        assert [p.tier for p in placements.values()] == [Tier.HOST] * 3 + [Tier.NONE]
+        known = {key_of(p.name): (b,) for b in buckets_of(first) for p in b.params}
         ctx = replace(ctx, known=known, next_bucket=4, frozen=frozenset([key_of("a")]))
-        again = buckets_of(bucket(toy_forward(specs), ctx))
-        assert [(b.id, b.frozen, b.tier) for b in again] == [
+        again = bucket(toy_forward(specs), replace(ctx, placements=placements))
+        tiers = {i: p.tier for i, p in placements_of(again).items()}
+        assert [(b.id, b.frozen, tiers[b.id]) for b in buckets_of(again)] == [
             (4, True, Tier.HOST),
             (5, False, Tier.HOST),
             (2, False, Tier.HOST),
@@ -277,12 +286,14 @@ class TestHostBudget:
     def test_a_part_of_what_has_no_place_is_a_bucket_of_its_own(self) -> None:
         """It cannot be loaded, and this graph lacks the rest."""
         ctx = make_context(self.specs, WHERE, host_bytes=0)
-        (made,) = buckets_of(bucket(toy_forward(self.specs, uses=["a", "b"]), ctx))
+        first = bucket(toy_forward(self.specs, uses=["a", "b"]), ctx)
+        (made,) = buckets_of(first)
         known = {key_of(n): (made,) for n in "ab"}
+        ctx = replace(ctx, placements=placements_of(first))
         for direction in (Direction.FORWARD, Direction.BACKWARD):
             now = replace(ctx, known=known, next_bucket=1, direction=direction)
-            (part,) = buckets_of(bucket(toy_forward(self.specs, uses=["b"]), now))
-            assert (part.id, part.tier) == (1, Tier.NONE)
+            part = bucket(toy_forward(self.specs, uses=["b"]), now)
+            assert {i: p.tier for i, p in placements_of(part).items()} == {1: Tier.NONE}
             (whole,) = buckets_of(bucket(toy_forward(self.specs, uses=["b", "a"]), now))
             assert whole == made
 
@@ -298,23 +309,26 @@ def test_host_memory_is_never_exceeded_and_never_refused_where_it_fits(
     specs = make_specs({f"p{i}": s for i, s in enumerate(drawn)}, where)
     frozen = data.draw(st.sets(st.sampled_from([s.name for s in specs.values()])))
     budget = data.draw(st.integers(0, 600))
-    known, ids, left = {}, 0, budget
+    known, placements, ids, left = {}, {}, 0, budget
     for uses in graphs:
         ctx = make_context(
             specs, where, frozen=frozen, bucket_bytes=0, host_bytes=budget, known=known
         )
-        ctx = replace(ctx, next_bucket=ids)
-        for made in buckets_of(bucket(toy_forward(specs, uses=[f"p{i}" for i in uses]), ctx)):
+        ctx = replace(ctx, next_bucket=ids, placements=placements)
+        gm = bucket(toy_forward(specs, uses=[f"p{i}" for i in uses]), ctx)
+        placements = placements | placements_of(gm)
+        for made in buckets_of(gm):
             (param,) = made.params
             if made.id < ids:
                 assert known[key_of(param.name)] == (made,)
                 continue
             size = param.layout.slot_elements * 4 * where.nodes
-            assert (made.tier is Tier.HOST) == (size <= left), (size, left)
-            left -= size if made.tier is Tier.HOST else 0
+            tier = placements[made.id].tier
+            assert (tier is Tier.HOST) == (size <= left), (size, left)
+            left -= size if tier is Tier.HOST else 0
             known = known | {key_of(param.name): (made,)}
         ids = 1 + max((b.id for (b,) in known.values()), default=-1)
-    cached = [b for (b,) in known.values() if b.tier is Tier.HOST]
+    cached = [b for (b,) in known.values() if placements[b.id].tier is Tier.HOST]
     assert sum(b.node_bytes for b in cached) == budget - left <= budget
 
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from fcdp_compile.passes.memory.choose_tiers import Entry, Placement, choose_tiers
+from fcdp_compile.passes.memory.choose_tiers import Choices, Entry, choose_tiers
 from fcdp_compile.plan import Tier
 
 
@@ -28,11 +28,11 @@ def entry(
     )
 
 
-def kept(placement: Placement) -> list[int]:
+def kept(placement: Choices) -> list[int]:
     return [c.bucket for c in placement.choices if c.tier is not Tier.HOST]
 
 
-def in_full(placement: Placement) -> list[int]:
+def in_full(placement: Choices) -> list[int]:
     return [c.bucket for c in placement.choices if c.tier is Tier.GPU_FULL]
 
 
@@ -43,7 +43,7 @@ def choose(
     *,
     static: int = 0,
     tau: float = 1.0,
-) -> Placement:
+) -> Choices:
     return choose_tiers(entries, alive, static_bytes=static, capacity_bytes=capacity, threshold=tau)
 
 
@@ -111,8 +111,8 @@ def test_nothing_fits() -> None:
 
 
 def test_no_entries_and_no_positions() -> None:
-    assert choose([], [1, 2], 10) == Placement(choices=(), used_bytes=(1, 2))
-    assert choose([], [], 10, static=3) == Placement(choices=(), used_bytes=(3,))
+    assert choose([], [1, 2], 10) == Choices(choices=(), used_bytes=(1, 2))
+    assert choose([], [], 10, static=3) == Choices(choices=(), used_bytes=(3,))
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, 1.1, float("nan")])

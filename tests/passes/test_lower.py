@@ -29,7 +29,7 @@ from builders_plan import shapes
 from fcdp_compile import ops
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import META
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.plan import Direction, Variant
@@ -250,14 +250,14 @@ def test_a_graph_without_parameters_keeps_its_nodes() -> None:
 def test_sources_must_be_known() -> None:
     specs = make_specs({"w": (4,)}, WHERE)
     ctx = make_context(specs, WHERE)
-    with pytest.raises(AssertionError, match="run `place` first"):
+    with pytest.raises(AssertionError, match="run `choose_sources` first"):
         lower(bucket(toy_forward(specs), ctx), ctx)
 
 
 def test_a_gather_needs_every_member() -> None:
     specs = make_specs({"a": (4,), "b": (4,)}, WHERE)
     ctx = make_context(specs, WHERE, strategy="zero3")
-    whole = place(bucket(toy_forward(specs), ctx), ctx)
+    whole = choose_sources(bucket(toy_forward(specs), ctx), ctx)
     use = calls(whole, UNSHARD)[0].meta[META]
     part = toy_forward(specs, uses=["a"])
     calls(part, UNSHARD)[0].meta[META] = use

@@ -23,8 +23,8 @@ from builders_graph import (
 )
 from fcdp_compile import ops
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.bucket import bucket, placements_of
+from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import META, Packing
 from fcdp_compile.passes.lower import lower
 from tests.passes.lowered import SHAPES, WHERE, check, known, lowered
@@ -70,8 +70,10 @@ def test_reductions_start_right_after_the_last_gradient_of_the_bucket() -> None:
     late = b.call(aten.relu.default, x)
     gm = b.finish(casted, b.reduce_grad(second, "v"), late)
     ctx = make_context(specs, WHERE, strategy="zero3")
-    before = place(bucket(gm, ctx), ctx)
-    ctx = make_context(specs, WHERE, strategy="zero3", known=known(before))
+    before = choose_sources(bucket(gm, ctx), ctx)
+    ctx = make_context(
+        specs, WHERE, strategy="zero3", known=known(before), placements=placements_of(before)
+    )
     after = lower(clone(before), ctx)
     check(after, before)
     assert len(calls(after, ops.intra_reduce_scatter)) == 1
@@ -154,7 +156,9 @@ def test_a_returned_one_is_a_copy_where_it_might_be_the_shard_or_cached(
     returned = full
     for op in [aten.t.default, aten.detach.default, aten.t.default][:views]:
         returned = b.call(op, returned)
-    before = place(bucket(b.finish(b.call(aten.neg.default, full), returned, full), ctx), ctx)
+    before = choose_sources(
+        bucket(b.finish(b.call(aten.neg.default, full), returned, full), ctx), ctx
+    )
     after = lower(clone(before), ctx)
     check(after, before)
     assert len(calls(after, aten.clone.default)) == copies
@@ -166,8 +170,10 @@ def test_unused_members_are_neither_unpacked_nor_freed() -> None:
     ctx = make_context(specs, WHERE)
     first = bucket(toy_forward(specs), ctx)
     part = toy_forward(specs, uses=["a"])
-    ctx = make_context(specs, WHERE, known=known(first), next_bucket=1)
-    before = place(bucket(part, ctx), ctx)
+    ctx = make_context(
+        specs, WHERE, known=known(first), placements=placements_of(first), next_bucket=1
+    )
+    before = choose_sources(bucket(part, ctx), ctx)
     after = lower(clone(before), ctx)
     check(after, before)
     assert len(calls(after, ops.load)) == 1

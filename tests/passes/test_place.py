@@ -17,7 +17,7 @@ from builders_graph import (
 )
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.choose_sources import place
+from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import META, Source, use_of
 from fcdp_compile.plan import Direction, Variant
 
@@ -38,7 +38,7 @@ def sources(strategy: str, where: Where = WHERE, **more) -> list[Source | None]:
     specs = make_specs(SHAPES, where)
     ctx = make_context(specs, where, strategy=strategy, frozen=["frozen"], **more)
     # A backward's buckets are its forward's.
-    gm = place(bucket(toy_forward(specs), replace(ctx, direction=FORWARD)), ctx)
+    gm = choose_sources(bucket(toy_forward(specs), replace(ctx, direction=FORWARD)), ctx)
     return [use_of(n).source for n in calls(gm, UNSHARD)]
 
 
@@ -99,11 +99,11 @@ def test_one_node_has_nothing_between_nodes(
 def test_a_bucket_of_which_a_part_is_absent_is_loaded() -> None:
     specs = make_specs({"a": (4,), "b": (4,)}, WHERE)
     ctx = make_context(specs, WHERE)
-    whole = place(bucket(toy_forward(specs), ctx), ctx)
+    whole = choose_sources(bucket(toy_forward(specs), ctx), ctx)
     first = use_of(calls(whole, UNSHARD)[0])
     known = {key_of(n): (first.bucket,) for n in "ab"}
-    ctx = replace(ctx, known=known, next_bucket=1)
-    part = place(bucket(toy_forward(specs, uses=["b"]), ctx), ctx)
+    ctx = replace(ctx, known=known, placements={0: first.placement}, next_bucket=1)
+    part = choose_sources(bucket(toy_forward(specs, uses=["b"]), ctx), ctx)
     (use,) = [use_of(n) for n in calls(part, UNSHARD)]
     assert use.bucket == first.bucket
     assert (first.source, use.source) == (STORE, LOAD)
@@ -114,7 +114,7 @@ def test_only_records_change() -> None:
     ctx = make_context(specs, WHERE)
     gm = bucket(toy_forward(specs), ctx)
     before, buckets = str(gm.graph), [use_of(n).bucket for n in calls(gm, UNSHARD)]
-    assert place(gm, ctx) is gm
+    assert choose_sources(gm, ctx) is gm
     assert str(gm.graph) == before
     assert [use_of(n).bucket for n in calls(gm, UNSHARD)] == buckets
     assert [n for n in gm.graph.nodes if META in n.meta] == calls(gm, UNSHARD)
@@ -124,10 +124,10 @@ def test_a_graph_without_parameters_stays_as_it_is() -> None:
     b = GraphBuilder({})
     gm = b.finish(b.input("x"))
     before = str(gm.graph)
-    assert str(place(gm, make_context({}, WHERE)).graph) == before
+    assert str(choose_sources(gm, make_context({}, WHERE)).graph) == before
 
 
 def test_buckets_must_be_known() -> None:
     specs = make_specs(SHAPES, WHERE)
     with pytest.raises(AssertionError, match="run `bucket` first"):
-        place(toy_forward(specs), make_context(specs, WHERE))
+        choose_sources(toy_forward(specs), make_context(specs, WHERE))

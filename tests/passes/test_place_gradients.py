@@ -7,16 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from builders_plan import make_bucket
+from builders_plan import make_bucket, make_placement
 from fcdp_compile.passes.memory.place_gradients import (
     fit_gradients,
     gradient_bytes,
     place_gradients,
 )
-from fcdp_compile.plan import Bucket, Tier
+from fcdp_compile.plan import Bucket, Placement, Tier
 from fcdp_compile.strategy import GradientOn, Strategy
 
 N, G = 2, 4
+
+Placed = tuple[Bucket, Placement]
 FCDP, ZERO1, ZERO3 = (Strategy.parse(name) for name in ("fcdp", "zero1", "zero3"))
 
 
@@ -28,14 +30,25 @@ def made(number: int, elements: int, *, reduces: tuple[str, int] = ("bfloat16", 
 
 
 def place(
-    buckets: Sequence[Bucket], room_bytes: int | None, strategy: Strategy = FCDP
+    placed: Sequence[Placed], room_bytes: int | None, strategy: Strategy = FCDP
 ) -> list[Tier]:
-    buckets = [replace(b, strategy=strategy) for b in buckets]
-    placed = place_gradients(buckets, room_bytes=room_bytes)
-    assert [replace(b, gradient_tier=Tier.NONE) for b in placed] == [
-        replace(b, gradient_tier=Tier.NONE) for b in buckets
-    ]
-    return [b.gradient_tier for b in placed]
+    buckets = [replace(b, strategy=strategy) for b, _ in placed]
+    before = {p.bucket: p for _, p in placed}
+    after = place_gradients(buckets, before, room_bytes=room_bytes)
+    assert {
+        i: replace(p, gradient_tier=before[i].gradient_tier) for i, p in after.items()
+    } == before
+    return [after[b.id].gradient_tier for b in buckets]
+
+
+def fits(placed: Sequence[Placed], host_bytes: int) -> list[bool]:
+    return fit_gradients(
+        [b for b, _ in placed], {p.bucket: p for _, p in placed}, host_bytes=host_bytes
+    )
+
+
+def waiting(tier: Tier, *buckets: Bucket) -> list[Placed]:
+    return [(b, make_placement(b, gradient_tier=tier)) for b in buckets]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +61,7 @@ def test_bytes_are_of_sums_in_fp32_or_wider(reduces: tuple[str, int], itemsize: 
 
 
 BUCKETS = [made(0, 10), made(1, 30), made(2, 5)]
+PLACED = [(b, make_placement(b)) for b in BUCKETS]
 SIZES = [80, 240, 40]  # fp32 sums of node shards
 
 
@@ -66,26 +80,26 @@ SIZES = [80, 240, 40]  # fp32 sums of node shards
 )
 def test_in_order_while_there_is_room(room_bytes: int | None, expected: str) -> None:
     tiers = {"g": Tier.GPU, "h": Tier.HOST}
-    assert place(BUCKETS, room_bytes) == [tiers[letter] for letter in expected]
+    assert place(PLACED, room_bytes) == [tiers[letter] for letter in expected]
 
 
 def test_whole_gradients_take_more_room() -> None:
-    assert place(BUCKETS, G * sum(SIZES), ZERO1) == [Tier.GPU] * 3
-    assert place(BUCKETS, G * sum(SIZES) - 1, ZERO1) == [Tier.GPU, Tier.GPU, Tier.HOST]
+    assert place(PLACED, G * sum(SIZES), ZERO1) == [Tier.GPU] * 3
+    assert place(PLACED, G * sum(SIZES) - 1, ZERO1) == [Tier.GPU, Tier.GPU, Tier.HOST]
 
 
 @pytest.mark.parametrize("room_bytes", [None, 0])
 @pytest.mark.parametrize("on", [GradientOn.GPU, GradientOn.HOST])
 def test_what_was_asked_for_stays(on: GradientOn, room_bytes: int | None) -> None:
     tier = {GradientOn.GPU: Tier.GPU, GradientOn.HOST: Tier.HOST}[on]
-    buckets = [replace(b, gradient_tier=tier) for b in BUCKETS]
-    assert place(buckets, room_bytes, replace(FCDP, gradient_on=on)) == [tier] * 3
+    placed = waiting(tier, *BUCKETS)
+    assert place(placed, room_bytes, replace(FCDP, gradient_on=on)) == [tier] * 3
 
 
 def test_gradients_that_do_not_wait_have_no_place_and_take_no_room() -> None:
-    none = replace(BUCKETS[1], gradient_tier=Tier.NONE)
-    assert place([BUCKETS[0], none, BUCKETS[2]], 120) == [Tier.GPU, Tier.NONE, Tier.GPU]
-    assert place([none], None, ZERO3) == [Tier.NONE]
+    none = waiting(Tier.NONE, BUCKETS[1])
+    assert place([PLACED[0], *none, PLACED[2]], 120) == [Tier.GPU, Tier.NONE, Tier.GPU]
+    assert place(none, None, ZERO3) == [Tier.NONE]
 
 
 @pytest.mark.parametrize(
@@ -97,25 +111,23 @@ def test_what_host_memory_has_no_room_for_never_waits(
     host_bytes: int, expected: str, gpu: bool
 ) -> None:
     """On every rank alike, whatever one has room for on its GPU."""
-    buckets = [replace(b, gradient_tier=Tier.GPU) for b in BUCKETS] if gpu else BUCKETS
-    found = fit_gradients(buckets, host_bytes=host_bytes)
-    waits = [b.gradient_tier is not Tier.NONE for b in found]
-    assert waits == [letter == "h" for letter in expected]
-    frozen = [replace(b, gradient_tier=Tier.NONE, frozen=True) for b in BUCKETS]
-    assert fit_gradients(frozen, host_bytes=0) == frozen
+    placed = waiting(Tier.GPU, *BUCKETS) if gpu else PLACED
+    assert fits(placed, host_bytes) == [letter == "h" for letter in expected]
+    assert fits(waiting(Tier.NONE, *BUCKETS), sum(SIZES)) == [False] * 3
 
 
 def test_gradients_that_wait_on_the_gpu_alone_need_no_host_memory() -> None:
-    buckets = [replace(b, strategy=ZERO1) for b in BUCKETS]
-    assert fit_gradients(buckets, host_bytes=0) == buckets
+    assert fits([(replace(b, strategy=ZERO1), p) for b, p in PLACED], 0) == [True] * 3
 
 
 def test_gradients_that_have_no_choice_take_room_from_those_that_have() -> None:
     """Modules of one model may have other strategies."""
-    mixed = [BUCKETS[0], replace(BUCKETS[1], strategy=ZERO1, gradient_tier=Tier.GPU), BUCKETS[2]]
+    mixed = [BUCKETS[0], replace(BUCKETS[1], strategy=ZERO1), BUCKETS[2]]
+    before = {p.bucket: p for _, p in PLACED}
+    before[1] = replace(before[1], gradient_tier=Tier.GPU)
     taken = gradient_bytes(mixed[1])
     for left, expected in ((120, [Tier.GPU, Tier.GPU]), (79, [Tier.HOST, Tier.GPU])):
-        placed = place_gradients(mixed, room_bytes=taken + left)
-        assert [b.gradient_tier for b in (placed[0], placed[2])] == expected
-    placed = place_gradients(mixed, room_bytes=taken - 1)
-    assert [b.gradient_tier for b in placed] == [Tier.HOST, Tier.GPU, Tier.HOST]
+        placed = place_gradients(mixed, before, room_bytes=taken + left)
+        assert [placed[i].gradient_tier for i in (0, 2)] == expected
+    placed = place_gradients(mixed, before, room_bytes=taken - 1)
+    assert [p.gradient_tier for p in placed.values()] == [Tier.HOST, Tier.GPU, Tier.HOST]

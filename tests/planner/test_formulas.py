@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from builders_planner import make_job, make_profile
 from fcdp_compile.passes.memory.place_gradients import gradient_bytes
-from fcdp_compile.plan import Bucket, Tier
+from fcdp_compile.plan import Bucket, Placement, Tier
 from fcdp_compile.planner import Estimate, TracedModel, estimate, trace
 from fcdp_compile.planner.traced import Inputs
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
@@ -65,7 +65,7 @@ def _planned(
 def _expected(found: Estimate) -> Costs:
     """The closed forms with numbers for symbols; F and T with their padding."""
     full = {
-        frozen: sum(x.full_bytes for x in _buckets(found) if x.frozen is frozen)
+        frozen: sum(x.full_bytes for x, _ in _placed(found) if x.frozen is frozen)
         for frozen in (True, False)
     }
     job = found.job
@@ -82,28 +82,28 @@ def _expected(found: Estimate) -> Costs:
     return Costs(**{name: getattr(forms, name).subs(values) for name in Costs.__slots__})
 
 
-def _buckets(found: Estimate) -> tuple[Bucket, ...]:
+def _placed(found: Estimate) -> list[tuple[Bucket, Placement]]:
     (plan,) = found.plans
-    return plan.buckets
+    return plan.placed
 
 
-def _kept_bytes(bucket: Bucket) -> int:
+def _kept_bytes(bucket: Bucket, placement: Placement) -> int:
     """On the device between uses: the home shard, unless the host has it, and what is cached."""
-    on_host = bucket.tier is Tier.HOST and bucket.frozen and bucket.wire is Format.FULL
+    on_host = placement.tier is Tier.HOST and bucket.frozen and bucket.wire is Format.FULL
     leaves = on_host and bucket.strategy.is_resident
     cached = {Tier.GPU: bucket.node_bytes, Tier.GPU_FULL: bucket.full_bytes}
-    return (0 if leaves else bucket.slot_bytes) + cached.get(bucket.tier, 0)
+    return (0 if leaves else bucket.slot_bytes) + cached.get(placement.tier, 0)
 
 
 def _check(found: Estimate) -> None:
     expected, job = _expected(found), found.job
-    trained = [x for x in _buckets(found) if not x.frozen]
-    waiting = sum(gradient_bytes(x) for x in trained if x.gradient_tier is Tier.GPU)
-    shards = sum(x.slot_bytes for x in trained)
+    trained = [pair for pair in _placed(found) if not pair[0].frozen]
+    waiting = sum(gradient_bytes(x) for x, at in trained if at.gradient_tier is Tier.GPU)
+    shards = sum(x.slot_bytes for x, _ in trained)
     assert found.inter_bytes_per_step == expected.inter
     assert found.simulate().bytes_sent_by_node == expected.inter
     assert found.host_bytes_per_node == expected.host
-    assert sum(map(_kept_bytes, _buckets(found))) == expected.gpu
+    assert sum(_kept_bytes(*pair) for pair in _placed(found)) == expected.gpu
     assert shards + (waiting if job.accumulate > 1 else 0) == expected.gradients
 
 
@@ -123,7 +123,7 @@ def test_with_padding(name: str, is_frozen: bool) -> None:
     found = _planned(name, 3, 5, 4, size=UNEVEN, is_frozen=is_frozen)
     _check(found)
     parameters = 5 * UNEVEN * ITEMSIZE
-    assert sum(x.full_bytes for x in _buckets(found)) > parameters, "control: there is padding"
+    assert sum(x.full_bytes for x, _ in _placed(found)) > parameters, "control: there is padding"
 
 
 def test_the_model_is_what_the_closed_forms_are_of() -> None:

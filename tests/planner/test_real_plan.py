@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from builders_planner import LENGTH, Losing, make_job, make_profile, traced
 from fcdp_compile.cluster.profile import write_profile
-from fcdp_compile.plan import Bucket, Kind, Plan, Schedule, Tier
+from fcdp_compile.plan import Kind, Plan, Schedule, Tier
 from fcdp_compile.planner import Estimate, estimate
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy import Strategy
@@ -95,12 +95,15 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Plan]]:
 
 def _moves(schedule: Schedule, *, exactly: bool) -> list[tuple[Kind, int | None, int]]:
     steps = [s for s in schedule.steps if s.kind is not Kind.COMPUTE]
-    return [(s.kind, s.bucket, s.bytes if exactly else s.agreed_bytes) for s in steps]
+    return [(s.kind, s.bucket, s.bytes) if exactly else s.compared for s in steps]
 
 
-def _placed(bucket: Bucket, *, exactly: bool) -> Bucket:
+def _places(plan: Plan, *, exactly: bool) -> list[tuple[object, ...]]:
     """Without the reason, which says whether the user or the machine limits the host's memory."""
-    return replace(bucket, why="") if exactly else bucket.agreed()
+    return [
+        (p.bucket, *((p.tier, p.gradient_tier) if exactly else (p.is_cached, p.accumulates)))
+        for p in plan.placements
+    ]
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=[t.name for t in TRIALS])
@@ -115,9 +118,9 @@ def test_they_are_the_same(trial: Trial, real: dict[str, list[Plan]]) -> None:
     assert len(planned) == len(compiled)
     exactly = len(planned) == 1
     for mine, theirs in zip(planned, compiled, strict=True):
-        assert [_placed(b, exactly=exactly) for b in mine.buckets] == [
-            _placed(b, exactly=exactly) for b in theirs.buckets
-        ]
+        assert mine.buckets == theirs.buckets
+        assert [b.why for b in mine.buckets] == [b.why for b in theirs.buckets]
+        assert _places(mine, exactly=exactly) == _places(theirs, exactly=exactly)
         assert mine.refresh == theirs.refresh
         assert [(s.direction, s.variant) for s in mine.schedules] == [
             (s.direction, s.variant) for s in theirs.schedules
@@ -133,11 +136,11 @@ def test_the_trials_differ() -> None:
     """Control: several graphs, places of every kind, buckets and gradients without one."""
     plans = {trial: _estimate(trial).plans for trial in TRIALS}
     assert {len(p) > 1 for p in plans.values()} == {True, False}
-    buckets = [b for found in plans.values() for plan in found for b in plan.buckets]
-    assert {b.tier for b in buckets} == set(Tier)
-    assert {b.gradient_tier for b in buckets} == {Tier.GPU, Tier.HOST, Tier.NONE}
+    placements = [p for found in plans.values() for plan in found for p in plan.placements]
+    assert {p.tier for p in placements} == set(Tier)
+    assert {p.gradient_tier for p in placements} == {Tier.GPU, Tier.HOST, Tier.NONE}
     short = [
-        {b.tier for plan in found for b in plan.buckets}
+        {p.tier for plan in found for p in plan.placements}
         for trial, found in plans.items()
         if 1 < trial.host < 10**9
     ]

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from builders_graph import Lowered
 from fcdp_compile.devices import Cpu
 from fcdp_compile.params.layout import choose_dim
-from fcdp_compile.plan import LANES, Direction, Kind, Variant
+from fcdp_compile.plan import LANES, Direction, Kind, Placement, Tier, Variant
 from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
@@ -22,6 +22,7 @@ from fcdp_compile.runtime.collectives.word_of_all import Telling
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.program import Program
+from fcdp_compile.strategy import Cache, Strategy
 from fcdp_compile.torch_compat import boxed
 from tests.passes.lockstep import cut
 
@@ -72,13 +73,26 @@ class Collectives:
         return pending
 
 
-def fake_model(strategy: str = "fcdp") -> Any:
+class Placements(dict[int, Placement]):
+    """Every bucket where its strategy wants it, or in one tier."""
+
+    def __init__(self, strategy: str, tier: Tier | None) -> None:
+        caches = {Cache.NONE: Tier.NONE, Cache.GPU: Tier.GPU}
+        self._tier = tier or caches.get(Strategy.parse(strategy).cache, Tier.HOST)
+
+    def __missing__(self, bucket: int) -> Placement:
+        return Placement(bucket=bucket, tier=self._tier, gradient_tier=Tier.HOST, why="")
+
+
+def fake_model(strategy: str = "fcdp", tier: Tier | None = None) -> Any:
     """The part of a ShardedModel that programs use."""
     counters = Counters()
     lanes = Lanes(Cpu(), is_blocking=True)
+    placements = Placements(strategy, tier)
     model = SimpleNamespace(
         collectives=Collectives(counters, lanes),
-        cache=NodeShardCache(counters, PinnedPool(Cpu()), lanes),
+        cache=NodeShardCache(counters, PinnedPool(Cpu()), lanes, placements),
+        placements=placements,
         counters=counters,
         lanes=lanes,
         codecs=Codecs(),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from builders_plan import make_bucket
+from builders_plan import make_bucket, make_placement
 from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.packing import unpack_grads
@@ -91,7 +91,7 @@ class Rank:
     """One rank with the parameters of two buckets."""
 
     def __init__(self, tier: Tier, *, reduces: tuple[str, int] = ("float32", 4)) -> None:
-        change = {"gradient_tier": tier, "reduce_dtype": reduces[0], "reduce_itemsize": reduces[1]}
+        change = {"reduce_dtype": reduces[0], "reduce_itemsize": reduces[1]}
         self.buckets = [replace(b, **change) for b in (BUCKET, OTHER)]
         self.records = {p.name: _record(p.layout, p.name) for b in self.buckets for p in b.params}
         self.counters, self.pool, self.peers = Counters(), PinnedPool(Cpu()), Peers()
@@ -103,6 +103,7 @@ class Rank:
             self.lanes,
             self.peers,  # type: ignore[arg-type]
             Codecs(),
+            {b.id: make_placement(b, gradient_tier=tier) for b in self.buckets},
         )
 
     def grad(self, name: str) -> Tensor | None:

@@ -14,13 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Kind, Lane
-from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.strategy import Life
-from tests.runtime.cached import GPU, HOST, OTHER, SHARD_BYTES, make, shard, until_backward
+from tests.runtime.cached import GPU, HOST, OTHER, SHARD_BYTES, Cache, make, shard, until_backward
 
 
 @pytest.mark.parametrize("bucket", [HOST, GPU])
@@ -72,7 +71,7 @@ def test_only_what_is_on_the_host_counts_as_host_memory() -> None:
 def test_slabs_are_given_back(life: Life) -> None:
     """By `drop`, and by the last load of what lives until the backward."""
     pool = PinnedPool(Cpu())
-    cache = NodeShardCache(Counters(), pool, Lanes(Cpu(), is_blocking=True))
+    cache = Cache(Counters(), pool, Lanes(Cpu(), is_blocking=True))
     mine = until_backward(HOST) if life is Life.UNTIL_BACKWARD else HOST
     cache.store(mine, shard(1), 1).wait()
     cache.store(OTHER, shard(1)[:4], 1).wait()

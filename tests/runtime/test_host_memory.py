@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import fcdp_compile
-from builders_plan import make_bucket
+from builders_plan import make_bucket, make_placement
 from fcdp_compile.cluster.free_memory import UNLIMITED, HostBudget, Limit
-from fcdp_compile.plan import Tier
+from fcdp_compile.plan import Bucket, Placement, Tier
 from fcdp_compile.runtime.cache import host_budget
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 
@@ -171,19 +171,25 @@ def test_so_says_the_backend() -> None:
 
 
 CACHED = make_bucket(0, [("a", (1024, 1024))])
-LEFT_OUT = make_bucket(1, [("b", (1024, 512))], tier=Tier.NONE)
-LATER = make_bucket(2, [("c", (4, 4))], tier=Tier.NONE)
+LEFT_OUT = make_bucket(1, [("b", (1024, 512))])
+LATER = make_bucket(2, [("c", (4, 4))])
+
+
+def placed(*buckets: Bucket) -> list[tuple[Bucket, Placement]]:
+    """The first one alone has a place."""
+    tiers = [Tier.HOST, Tier.NONE, Tier.NONE]
+    return [(b, make_placement(b, tier=tiers[b.id])) for b in buckets]
 
 
 def test_one_warning_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     first, other = make(ranks_per_node=2), make(ranks_per_node=2, place=1)
     for memory in (first, other):
         memory.ask(3 * MIB)
-        memory.note([CACHED])
+        memory.note(placed(CACHED))
         assert caplog.text == ""
     for buckets in ([CACHED, LEFT_OUT], [CACHED, LEFT_OUT], [LATER]):
         for memory in (first, other):
-            memory.note(buckets)
+            memory.note(placed(*buckets))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (

@@ -73,11 +73,9 @@ class Toy:
 
     def __init__(self, runs: int, *, strategy: str = "fcdp", tier: Tier | None = None) -> None:
         self.made = lower_toy(EVEN, Where(), strategy=strategy, scheduled=True, segmented=True)
-        if tier is not None:
-            self.made.buckets = {i: replace(b, tier=tier) for i, b in self.made.buckets.items()}
         self.plan = plan_of(self.made)
         self.programs = {key: program(self.made, *key) for key in self.made.graphs}
-        self.model = fake_model(strategy)
+        self.model = fake_model(strategy, tier)
         self.clock, self.written = Clock(), Written()
         self.recorder = Recorder(runs, self.clock, self.written)
         self.homes = same_on_all_ranks()[1]
@@ -98,7 +96,9 @@ class Toy:
 
 def plan_of(made: Lowered) -> Plan:
     schedules = tuple(describe(gm, made.contexts[key]) for key, gm in made.graphs.items())
-    return replace(make_plan(), buckets=tuple(made.buckets.values()), schedules=schedules)
+    placements = tuple(made.placements[i] for i in made.buckets)
+    buckets = tuple(made.buckets.values())
+    return replace(make_plan(), buckets=buckets, placements=placements, schedules=schedules)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])

@@ -13,7 +13,7 @@ from builders_graph import Where, lower_toy
 from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.passes.describe import describe
-from fcdp_compile.plan import Bucket, Direction, Plan, Variant
+from fcdp_compile.plan import Bucket, Direction, Placement, Plan, Variant
 from fcdp_compile.runtime.collectives.agreement import About
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.parameters.validity import Verdict
@@ -51,6 +51,7 @@ class Model:
         self.released: list[int] = []
         self.modes: list[str] = []
         self.accumulation = Accumulation()
+        self.placements: dict[int, Placement] = {}
         self.counters = Counters()
         self.collectives = SimpleNamespace()
         self.lanes = SimpleNamespace(device=Cpu())
@@ -91,6 +92,7 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
         ranks_per_node=2,
         graph=0,
         buckets=tuple(made.buckets[i] for i in sorted(made.buckets)),
+        placements=tuple(made.placements[i] for i in sorted(made.buckets)),
         refresh=(1,) if strategy == "fcdp" and host_bytes is None else (),
         schedules=tuple(describe(gm, made.contexts[k]) for k, gm in graphs.items()),
     )

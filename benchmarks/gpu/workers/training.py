@@ -111,19 +111,19 @@ def _with_places(found: Trained, trainer: TorchTrainer) -> Trained:
         raise RuntimeError(
             "fcdp takes the echo group for one that blocks, so lanes are not streams"
         )
-    buckets = {b.id: b for plan in state.plans.values() for b in plan.buckets}.values()
-    on_host = sum(b.tier is Tier.HOST for b in buckets)
+    placements = {p.bucket: p for plan in state.plans.values() for p in plan.placements}.values()
+    on_host = sum(p.tier is Tier.HOST for p in placements)
     found = replace(
         found,
         predicted_peak_bytes=state.predicted_peak_bytes,
         host_bytes=state.pool.slab_bytes,
         host_buckets=on_host,
-        device_buckets=len(buckets) - on_host,
+        device_buckets=len(placements) - on_host,
     )
     least_bytes = found.parameter_bytes // RANKS_PER_NODE
     if found.device_buckets or found.host_bytes < least_bytes:
         raise RuntimeError(
-            f"{found.device_buckets} of {len(buckets)} buckets stay on the device and slabs hold "
+            f"{found.device_buckets} of {len(placements)} buckets stay on the device and slabs hold "
             f"{found.host_bytes} bytes where node shards take {least_bytes}: nothing would be measured"
         )
     return found

@@ -6,7 +6,7 @@ from fcdp_compile.cli.tables.schedule import format_schedule
 from fcdp_compile.cli.tables.table import mib, table, wrapped
 from fcdp_compile.cli.tables.times import Measured
 from fcdp_compile.files.json_records import one_line
-from fcdp_compile.plan import Bucket, Plan
+from fcdp_compile.plan import Bucket, Placement, Plan
 from fcdp_compile.plan.cost import Machine, simulate
 from fcdp_compile.view.short_names import fold_numbers, fold_params
 
@@ -52,20 +52,21 @@ def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured:
 
 def _format_buckets(plan: Plan) -> str:
     """The table of buckets, and below it what is in each and why; names are too long for a column."""
-    rows = [_bucket_row(bucket) for bucket in plan.buckets]
+    rows = [_bucket_row(*pair) for pair in plan.placed]
     count = sum(len(bucket.params) for bucket in plan.buckets)
     rows.append(("total", str(count), *_sizes(*plan.buckets), "", "", "", "", ""))
     align = ("right", "right", "right", "right", "right", *["left"] * 5)
-    contents = [line for bucket in plan.buckets for line in _contents(bucket)]
+    contents = [line for pair in plan.placed for line in _contents(*pair)]
     return "\n".join([table(_BUCKET_HEADERS, rows, align), *contents])
 
 
-def _contents(bucket: Bucket) -> list[str]:
+def _contents(bucket: Bucket, placement: Placement) -> list[str]:
     names = [f"  {one_line(line)}" for line in fold_params(bucket.params)]
-    return ["", wrapped(f"bucket {bucket.id}: {one_line(bucket.why)}"), *names]
+    why = one_line(f"{bucket.why}; {placement.why}")
+    return ["", wrapped(f"bucket {bucket.id}: {why}"), *names]
 
 
-def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
+def _bucket_row(bucket: Bucket, placement: Placement) -> tuple[str, ...]:
     return (
         str(bucket.id),
         str(len(bucket.params)),
@@ -74,7 +75,7 @@ def _bucket_row(bucket: Bucket) -> tuple[str, ...]:
         bucket.reduce_dtype,
         "yes" if bucket.frozen else "no",
         one_line(bucket.strategy.name),
-        bucket.tier.value,
+        placement.tier.value,
     )
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from fcdp_compile.files.json_records import one_line
-from fcdp_compile.plan import Bucket, Plan, Schedule, Step
+from fcdp_compile.plan import Bucket, Placement, Plan, Schedule, Step
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.view.short_names import fold_params
 
 
 def explain_bucket(plan: Plan, bucket: Bucket) -> str:
     """Its parameters and sizes, why it is composed and kept so, and when it moves in each schedule."""
-    composition, _, kept = bucket.why.partition("; ")
+    placement = plan.placement(bucket.id)
     sizes = f"{bucket.slot_bytes} bytes a rank, {bucket.node_bytes} a node shard, {bucket.full_bytes} in full"
     lines = [
         f"bucket {bucket.id} of graph {plan.graph}, strategy {one_line(str(bucket.strategy))}",
         *(f"  {one_line(line)}" for line in fold_params(bucket.params)),
-        f"size: {sizes}; {one_line(composition)}",
-        f"tier: {bucket.tier.value}" + (f"; {one_line(kept)}" if kept else ""),
+        f"size: {sizes}; {one_line(bucket.why)}",
+        f"tier: {placement.tier.value}; {one_line(placement.why)}",
         f"between nodes: {_formats(bucket)}; gathers: {bucket.algorithm.value}",
-        f"gradients: {_gradients(bucket)}",
+        f"gradients: {_gradients(bucket, placement)}",
     ]
     for schedule in plan.schedules:
         lines += _moves(schedule, bucket)
@@ -33,7 +33,7 @@ def _formats(bucket: Bucket) -> str:
     return f"weights {weights}, gradients {shown.get(bucket.reduce_wire, bucket.reduce_wire.value)}"
 
 
-def _gradients(bucket: Bucket) -> str:
+def _gradients(bucket: Bucket, placement: Placement) -> str:
     if bucket.frozen:
         return "none, it is frozen"
     waits = {
@@ -41,7 +41,7 @@ def _gradients(bucket: Bucket) -> str:
         "host": "those of micro-batches within no_sync wait in host memory",
         "gpu": "those of micro-batches within no_sync wait on the gpu",
     }
-    return f"in {bucket.reduce_dtype}; {waits[bucket.gradient_tier.value]}"
+    return f"in {bucket.reduce_dtype}; {waits[placement.gradient_tier.value]}"
 
 
 def _moves(schedule: Schedule, bucket: Bucket) -> list[str]:

@@ -1,4 +1,4 @@
-"""ModelTensors of a model's tensors in host memory of the rank that writes, and the twins that are made of them."""
+"""Copies of a model's tensors in host memory of the rank that writes, and the twins that are made of them."""
 
 from __future__ import annotations
 

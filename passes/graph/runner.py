@@ -1,0 +1,98 @@
+"""Run passes one after the other; each is checked, timed and, if asked, its result kept as text.
+
+The runner knows no pass by name.  A pass is a function of a graph and a context that returns a graph; a pass
+of another kind, such as one that makes two graphs of one, is run with `watched`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fcdp_compile.passes.graph.context import META, PassContext, Use
+from fcdp_compile.plan.stages import OpChange, Stage
+
+log = logging.getLogger(__name__)
+
+Pass = Callable[[GraphModule, PassContext], GraphModule]
+Stages = list[Stage]
+"""The stages of one compilation, in the order that they were made."""
+
+
+def run(
+    passes: Iterable[Pass],
+    gm: GraphModule,
+    ctx: PassContext,
+    *,
+    graph: str,
+    stages: Stages | None = None,
+) -> GraphModule:
+    """Run passes on a graph, which they may change.
+
+    graph: what the stages call it.  stages: where to keep each stage; None: nowhere.
+    """
+    for one in passes:
+        done = watched(
+            one.__name__, {graph: gm}, lambda one=one, gm=gm: {graph: one(gm, ctx)}, stages
+        )
+        gm = done[graph]
+    return gm
+
+
+def watched(
+    name: str,
+    before: Mapping[str, GraphModule],
+    change: Callable[[], Mapping[str, GraphModule]],
+    stages: Stages | None = None,
+) -> Mapping[str, GraphModule]:
+    """Call what changes some graphs or makes new ones of them, and check, time and keep the results.
+
+    before: the graphs that it is given, by what the stages call them; new ones are compared with the first.
+    """
+    counts = {title: _ops(gm) for title, gm in before.items()}
+    first = next(iter(counts.values()))
+    began_s = time.perf_counter()
+    after = change()
+    took_s = time.perf_counter() - began_s
+    for title, gm in after.items():
+        gm.graph.lint()
+        changes = _changes(counts.get(title, first), _ops(gm))
+        told = ", ".join(map(str, changes)) or "no op"
+        log.debug("%s, %s graph: %.1f ms, %s", name, title, 1e3 * took_s, told)
+        if stages is not None:
+            stages.append(Stage(name=name, graph=title, time_s=took_s, ops=changes, text=_text(gm)))
+    return after
+
+
+def _ops(gm: GraphModule) -> Counter[str]:
+    """How often each op is called; all segments count as one op."""
+    calls = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    return Counter("segment" if n.op == "call_module" else _name(n.target) for n in calls)
+
+
+def _name(target: Any) -> str:
+    return str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+
+
+def _changes(before: Counter[str], after: Counter[str]) -> tuple[OpChange, ...]:
+    """The ops whose number changed, those that changed most first."""
+    found = {op: after[op] - before[op] for op in before | after}
+    order = sorted((-abs(n), op) for op, n in found.items() if n)
+    return tuple(
+        OpChange(op=op, more=max(0, found[op]), less=max(0, -found[op])) for _, op in order
+    )
+
+
+def _text(gm: GraphModule) -> str:
+    """The graph as code, and the buckets and sources that passes have decided on."""
+    uses = [(n.name, use) for n in gm.graph.nodes if isinstance(use := n.meta.get(META), Use)]
+    lines = [
+        f"# {name}: bucket {use.bucket.id}" + (f", {use.source.value}" if use.source else "")
+        for name, use in uses
+    ]
+    return "\n".join([gm.print_readable(print_output=False), *lines])
