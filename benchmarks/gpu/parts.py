@@ -26,7 +26,7 @@ PARTS = (
     Part(name="copies", title="copies of the pinned pool against cudaMemcpy", weight=6),
     Part(
         name="lanes",
-        title="lanes and collectives in a NCCL group of one rank, called directly",
+        title="lanes and collectives in an NCCL group of one rank, called directly",
         weight=7,
     ),
     Part(name="fcdp-full", title="steps of a large model: fcdp, weights in host memory", weight=16),
