@@ -75,11 +75,11 @@ def write(folder: Path) -> None:
     draw(folder / "agreement.svg")
     (folder / "agreement.md").write_text(
         "# How ranks agree before a forward\n\n"
-        "Before each forward all ranks compare what they are about to run, and learn which copies any of "
-        "them found stale. The first rank gathers what all say and broadcasts it along Gloo's tree; both run "
-        "in Gloo's threads. Written by\n"
-        "`python -m benchmarks.agreement docs/benchmarks`; times are hops times the latencies that the cost "
-        "model\nassumes for a GPU cluster, 50 µs between nodes and 20 µs within; they are not measured.\n\n"
+        "Before each forward all ranks compare the variants that they are about to run, and exchange which copies "
+        "are stale.\nThe first rank gathers one message from each rank and broadcasts the result along Gloo's "
+        "tree. Both run in Gloo's\nthreads. `python -m benchmarks.agreement docs/benchmarks` writes this page. "
+        "The times are not measured: they are\nthe number of hops times the latencies that the cost model assumes "
+        "for a GPU cluster, 50 µs between nodes and 20 µs\nwithin a node.\n\n"
         "![Hops over ranks](agreement.svg)\n\n"
         f"{table()}\n"
     )

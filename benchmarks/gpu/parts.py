@@ -26,7 +26,7 @@ PARTS = (
     GpuPart(name="copies", title="copies of the pinned pool against cudaMemcpy", weight=6),
     GpuPart(
         name="lanes",
-        title="lanes and collectives in a NCCL group of one rank, called directly",
+        title="lanes and collectives in an NCCL group of one rank, called directly",
         weight=7,
     ),
     GpuPart(

@@ -25,23 +25,23 @@ F = TypeVar("F", CudaTests, Copies, LaneRuns, Parity, Watched)
 LOSS_TOLERANCE = 1e-4
 PARAMETER_TOLERANCE = 1e-3
 
-_RUN = """Run it with `make gpu`, or on a machine whose Python has torch with
+_RUN = """Run the benchmark with `make gpu`. On a machine whose Python already has torch, run
 
     pip install --no-deps --no-build-isolation -e .
     python -m benchmarks.gpu
 
-It takes ten minutes at most and needs one card and no network. Every part runs in processes of its own,
-within a share of the time that is left, and leaves `docs/benchmarks/gpu/PART.json` at once. `--parts` chooses
-parts, `--seconds` gives another limit, `--device cpu --quick` tries it out in `build/gpu-trial`.
+It takes at most ten minutes and needs one GPU and no network. Every part runs in its own processes, within a
+share of the remaining time, and writes `docs/benchmarks/gpu/PART.json` when it ends. `--parts` chooses parts,
+`--seconds` sets another limit, and `--device cpu --quick` tries the benchmark on a CPU in `build/gpu-trial`.
 """
 
 NOT_MEASURED = f"""# On one GPU
 
-**Nothing of fcdp has run on a GPU yet.** What is known of the CUDA side is known by reading it and from tests
-on simulated streams. This page is replaced by what the first run finds.
+**fcdp has not run on a GPU yet.** The CUDA code has been checked by reading and by tests on simulated streams.
+The first run on a GPU will replace this page by its results.
 
 {_RUN}
-What it does:
+The benchmark has these parts:
 
 {{parts}}
 """
@@ -101,7 +101,7 @@ def _ends(by_name: Mapping[str, Outcome]) -> str:
         outcome = by_name.get(part.name)
         if outcome is None:
             rows.append(
-                (part.title, "**not run**", "", "it was not chosen, or its turn did not come")
+                (part.title, "**not run**", "", "it was not chosen, or there was no time left")
             )
             continue
         state = (
@@ -135,7 +135,9 @@ def _printed(outcome: Outcome | None) -> list[str]:
     if outcome is None or outcome.state is Ending.NOT_RUN or not outcome.printed:
         return []
     return [
-        "\n".join([f"The last that `{outcome.part}` printed:", "", "```", *outcome.printed, "```"])
+        "\n".join(
+            [f"The last lines that `{outcome.part}` printed:", "", "```", *outcome.printed, "```"]
+        )
     ]
 
 
@@ -173,10 +175,10 @@ def _copies(copies: Copies) -> list[str]:
 def _lanes(found: LaneRuns) -> list[str]:
     where = "on threads" if found.is_blocking else "on streams"
     intro = (
-        f"In a {found.backend} group of one rank, {where}. Right: compute reads what a lane made of what "
-        "compute had made, while both are at work. Issue: what the Python thread needs to start a small one. "
-        "NCCL may average wrongly in a group of one rank (torch's FSDP avoids that); fcdp passes over such "
-        "groups otherwise."
+        f"In a {found.backend} group of one rank, {where}. Right: compute gets the right result from a lane that "
+        "uses a result of compute, while both are busy. Issue: the time that the Python thread needs to start a "
+        "small task. NCCL may average wrongly in a group of one rank (torch's FSDP avoids this); outside of this "
+        "benchmark fcdp uses no collectives in such groups."
     )
     rows = [(r.name, "yes" if r.is_right else "**WRONG**", f"{r.issue_us:.1f}") for r in found.runs]
     return [intro, table(rows, ["task", "right", "issue µs"])]
@@ -204,8 +206,8 @@ def _parity(found: Parity) -> list[str]:
     headers = ["mode", "compute", "device_memory", "checkpointing, dropout", "last loss"]
     headers += ["losses off", "parameters off", "slabs MiB", "bytes of the last step"]
     intro = (
-        f"{len(found.cases)} of {found.planned} cases, each against the same model without fcdp, compiled by "
-        f"torch; relative differences, wrong beyond {LOSS_TOLERANCE:.0e} for losses and "
+        f"{len(found.cases)} of {found.planned} cases, each compared with the same model without fcdp, compiled "
+        f"by torch. Differences are relative; they are wrong beyond {LOSS_TOLERANCE:.0e} for losses and "
         f"{PARAMETER_TOLERANCE:.0e} for parameters."
     )
     return [intro, table(rows, headers)]
@@ -214,8 +216,8 @@ def _parity(found: Parity) -> list[str]:
 def _watched(found: Watched) -> list[str]:
     planted = {
         None: "",
-        True: " It finds a race that is made on purpose.",
-        False: " **It did not find a race that was made on purpose**, so this says nothing.",
+        True: " It finds a race that was made on purpose.",
+        False: " **It did not find a race that was made on purpose**, so this result means nothing.",
     }[found.finds_planted]
     if not found.steps:
         return [f"No step ended under `{found.by}`; the first table says why.{planted}"]

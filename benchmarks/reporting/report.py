@@ -61,15 +61,16 @@ def _setting(rows: Sequence[ResultRow], record: Record) -> str:
     )
     facts = {
         "Machine": f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, "
-        f"{machine.system}. {record.nodes} x {record.ranks_per_node} ranks share it: the nodes are network "
-        "namespaces whose cards are capped, so compute is slow, and transfers compete with it for the cores.",
+        f"{machine.system}. {record.nodes} x {record.ranks_per_node} ranks share the machine. The nodes are "
+        "network namespaces with capped network cards. So compute is slow, and transfers compete with compute "
+        "for the cores.",
         "Versions": f"{', '.join(machine.versions)}; fcdp at "
         f"{machine.commit or 'an unknown commit'}; Gloo, fp32.",
         "Model": f"GPT, {shape.layers} layers x {shape.width}, W = {all_bytes / 1e6:.1f} MB{trained}. "
-        f"{shape.batch} x {shape.length} tokens per rank and micro-batch, AdamW, no dropout; weights and "
-        "data from the same seeds everywhere.",
-        "Order": "systems in turn, each in fresh processes that train on every network in turn, step by "
-        f"step; {record.elapsed_s / 60:.0f} minutes in all.{_drift(rows)}",
+        f"{shape.batch} x {shape.length} tokens per rank and micro-batch, AdamW, no dropout. All systems use "
+        "the same seeds for weights and data.",
+        "Order": "the systems run one after the other, each in fresh processes. Within a system, the networks "
+        f"take turns, step by step. The benchmark took {record.elapsed_s / 60:.0f} minutes.{_drift(rows)}",
     }
     return first + "\n\n" + "\n".join(f"* **{name}:** {text}" for name, text in facts.items())
 
@@ -85,7 +86,7 @@ def _drift(rows: Sequence[ResultRow]) -> str:
         return ""
     return (
         " The same step without communication, measured at the start of each launch, took up to "
-        f"{100 * worst:.0f} % longer in one launch than in another: differences below that mean little."
+        f"{100 * worst:.0f} % longer in one launch than in another. Smaller differences mean little."
     )
 
 
@@ -131,10 +132,11 @@ def _advice(cells: Mapping[Cell, Summary]) -> str:
                 if here:
                     rows.append((title, k, NETWORK_TITLES[network], *choices))
     intro = (
-        "The fastest of the systems measured, by where parameters, gradients and optimizer state have to "
-        "fit. The last column is what ZeRO-3, FSDP and fcdp are for; those of its systems that keep node "
-        "shards of the parameters on the accelerator (hpZ, node-sized reshard) need room for them too. "
-        "Times within a few percent of each other are a tie; the tables below have the rest."
+        "The table shows the fastest of the measured systems, for three places where parameters, gradients and "
+        "optimizer state have to fit. ZeRO-3, FSDP and fcdp are made for the last column. In this column, "
+        "systems that keep node shards of the parameters on the accelerator (hpZ, node-sized reshard) also "
+        "need room for the node shards. Times within a few percent of each other are a tie. The tables below "
+        "show all systems."
     )
     return f"{intro}\n\n{_table(rows, ['', 'accumulation', 'network', *fits], 'lrllll')}"
 
@@ -151,14 +153,14 @@ def _fastest(found: list[Summary]) -> str:
 
 def _legend() -> str:
     return (
-        "*sent*: bytes that left a node's card in one optimizer step, headers included, mean of nodes and "
-        "steps on all networks; also in multiples of W. *step*: median seconds of the slowest rank, (least – "
-        "most), n steps; compilation and warm-up are not in it. *first*: the first step, with compilation. "
-        "*memory*: the peak of a rank's heap, where tensors live, in a step after the first, above what it "
-        "was before the model was made, without host memory; *host*: parameters that would be in host memory "
-        "if there were an accelerator, on top; both of the largest rank. "
-        "*loss*: after the steps that all systems share; a row whose losses differ from DDP's by more than "
-        f"{LOSS_TOLERANCE:g} (relative) says WRONG."
+        "*sent*: bytes that left a node's network card in one optimizer step, including headers; the mean of "
+        "nodes and steps on all networks; also in multiples of W. *step*: median seconds of the slowest rank, "
+        "(least – most), n steps, without compilation and warm-up. *first*: the first step, with compilation. "
+        "*memory*: how far the heap of the largest rank grew, at its peak in a step after the first, since "
+        "before the model was made; tensors are in the heap; host memory is not included. *host*: parameters "
+        "of the largest rank that would be in host memory if there were an accelerator; add them to *memory*. "
+        "*loss*: the loss after the steps that all systems share; if the losses of a row differ from DDP's by "
+        f"more than {LOSS_TOLERANCE:g} (relative), the row says WRONG."
     )
 
 

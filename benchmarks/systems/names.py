@@ -87,7 +87,7 @@ SYSTEMS: tuple[System, ...] = (
     System(
         name="fsdp2",
         title="FSDP2",
-        about="`fully_shard` on each block and the rest, eager",
+        about="`fully_shard` on each block and on the rest, not compiled",
         family="train_torch",
         state=ShardedOver.GLOBAL,
         traffic=_FSDP2,
@@ -147,7 +147,7 @@ SYSTEMS: tuple[System, ...] = (
     System(
         name="fcdp-zero3",
         title="fcdp as ZeRO-3",
-        about='`fcdp_compile.shard(strategy="zero3")`: our code without the cache',
+        about='`fcdp_compile.shard(strategy="zero3")`: fcdp without its cache',
         family="train_fcdp",
         state=ShardedOver.GLOBAL,
         traffic=ExpectedBytes(micro_w=1.0, micro_t=0.5),
@@ -158,8 +158,8 @@ SYSTEMS: tuple[System, ...] = (
     System(
         name="fcdp-zero2",
         title="fcdp as ZeRO-2",
-        about='`fcdp_compile.shard(strategy="zero2")`: parameters whole between their uses, gradients and '
-        "optimizer state sharded over all ranks",
+        about='`fcdp_compile.shard(strategy="zero2")`: parameters stay whole between their uses; gradients '
+        "and optimizer state are sharded over all ranks",
         family="train_fcdp",
         state=ShardedOver.NONE,
         traffic=ExpectedBytes(micro_t=0.5, step_t=0.5),

@@ -34,7 +34,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--python", nargs="+", default=PYTHONS, choices=PYTHONS, help="found on the PATH"
     )
     parser.add_argument("--part", nargs="+", default=parts, choices=parts)
-    parser.add_argument("--again", action="store_true", help="also what has a result")
+    parser.add_argument("--again", action="store_true", help="also run pairs that have a result")
     parser.add_argument("--report", action="store_true", help="only write docs/versions.md")
     parser.add_argument(
         "--keep", action="store_true", help="leave environments after their last part"

@@ -48,14 +48,14 @@ def _tests(
 PARTS = (
     _tests(
         "parity",
-        "losses, gradients and parameters against a model that is not sharded",
+        "losses, gradients and parameters, compared with a model that is not sharded",
         f"{_DISTRIBUTED}parity.py",
         f"{_DISTRIBUTED}parity_bitwise.py",
     ),
-    _tests("bytes", "counted, planned and by formula", f"{_DISTRIBUTED}bytes.py"),
+    _tests("bytes", "counted bytes, planned bytes and the formula agree", f"{_DISTRIBUTED}bytes.py"),
     _tests(
         "staleness",
-        "every way to change a parameter is seen",
+        "every way to change a parameter is noticed",
         f"{_DISTRIBUTED}staleness.py",
         f"{_DISTRIBUTED}staleness_between.py",
     ),
@@ -67,7 +67,7 @@ PARTS = (
     ),
     VersionsPart(
         name="demo",
-        about="`make demo` with four steps each",
+        about="`make demo` with four steps for each of its two trainings",
         arguments=(
             *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
             *("examples/lora_finetune.py", "--nodes", "2", "--steps", "4", "--base-steps", "4"),

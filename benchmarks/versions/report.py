@@ -15,15 +15,15 @@ _HEAD = """\
 
 <!-- Written by `make versions` from versions/results.json and versions/notes.md. -->
 
-fcdp uses internals of torch (`fcdp_compile/torch_compat/`). So each release of torch in the supported range
-is tried on its own, on a machine without a card; CUDA builds run there, too.
+fcdp uses internals of torch (`fcdp_compile/torch_compat/`). So `make versions` tries each release of torch in the
+supported range, on a machine without a GPU. CUDA builds of torch run there, too.
 
     make versions                                                        # everything that has no result
     make versions VERSIONS_ARGS="--torch 2.15.0 --python 3.12 --again"   # one pair again
 
-It needs `python3.11`, `python3.12` and `python3.13` on the PATH, about 5 GB in `build/versions`, and 2 GB for
-the environment in use, which is removed afterwards (`--keep` keeps it). Each result is written at once, so
-it can be stopped and started again. It is not part of CI.
+The command needs `python3.11`, `python3.12` and `python3.13` on the PATH, about 5 GB in `build/versions`, and 2 GB
+for the current environment. It removes this environment afterwards (`--keep` keeps it). It writes each result at
+once, so you can stop it and start it again. It is not part of CI.
 """
 
 
@@ -46,7 +46,7 @@ def write_report(
         _HEAD,
         "## What passed\n",
         f"{about}\n",
-        "Tests passed; what failed is named below.\n",
+        "A number counts the tests that passed. Failed tests are listed below.\n",
         f"{tabulate(rows, heads, tablefmt='pipe')}\n",
         f"{_builds(results.values())}\n",
         *_failures(results.values()),
