@@ -180,7 +180,7 @@ class _Materialisation:
             with torch.no_grad(), self._device, watch:
                 step.act()
         except Exception as raised:  # it may have looked at the values of a stand-in
-            error = raised
+            error = raised.with_traceback(None)  # whose frames would keep tensors alive
         for slot in self._below(step.module):
             if watch.slot_of(slot.held.get(slot.name)) is not slot:
                 # Another tensor was put there, or other memory into it (`.data = ...`).
