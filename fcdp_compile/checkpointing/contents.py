@@ -128,7 +128,7 @@ def own_mark(state: ShardedModel, index: int, spec: ParamSpec, local: Tensor) ->
     """This rank's part of the mark of a parameter; 0 where another one has the same rows and gives it."""
     mesh = state.topology.position
     owners = cut(spec.name, "", spec, mesh, index).files
-    if mesh.node * mesh.ranks_per_node + mesh.place not in owners:
+    if mesh.rank not in owners:
         return 0
     home = mesh.of(spec.strategy.home)
     return mark_of(local, spec.layout, spec.layout.local_start(home.node, home.place))
@@ -142,14 +142,13 @@ def _cut_and_encoded(
     copies: HostCopies | None,
 ) -> JobContents:
     mesh = state.topology.position
-    rank = mesh.node * mesh.ranks_per_node + mesh.place
     tensors, parts = [], {}
     for index, (name, spec, local) in enumerate(locals_):
         if tuple(local.shape) != spec.local_shape:
             raise CheckpointError(f"{name} is {tuple(local.shape)} here, not {spec.local_shape}")
         made = cut(name, str(local.dtype).removeprefix("torch."), spec, mesh, index)
         tensors.append(made)
-        if rank in made.files:
+        if mesh.rank in made.files:
             parts[name] = local if copies is None else copies.take(name, local)
     if copies is not None:
         copies.keep(parts)

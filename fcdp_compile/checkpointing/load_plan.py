@@ -93,8 +93,7 @@ def look(folder: Path, root: nn.Module, state: ShardedModel, job: JobObjects) ->
     record = read_record(folder)
     files = DataFiles(folder, record)
     comparison = Comparison(folder, record, root, state, job)
-    here = state.topology
-    rank, differing = here.node * here.ranks_per_node + here.place, []
+    rank, differing = state.topology.position.rank, []
     if not comparison.is_same_layout:
         rank, differing = 0, [v.name for v in record.values if v.rank == 0]
     saved = {v.name: v for v in record.values if v.rank in (None, rank)}

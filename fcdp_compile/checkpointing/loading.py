@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp_compile.checkpointing.contents import (
@@ -35,8 +34,7 @@ from fcdp_compile.checkpointing.progress import Bar, bar, need_bar
 from fcdp_compile.checkpointing.rng import set_rng_state
 from fcdp_compile.checkpointing.saving import end_of_saves, refuse_whole
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.params.home_shard import placements_of
-from fcdp_compile.params.mesh import Topology
+from fcdp_compile.params.home_shard import as_dtensor
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
@@ -134,7 +132,7 @@ def _load(plan: LoadPlan, *, progress: bool) -> None:
     """Verify what is needed, on every rank, and then write it."""
     state, topology = plan.state, plan.state.topology
     doing = f"loading from {plan.folder}"
-    shows = progress and topology.node == topology.place == 0
+    shows = progress and topology.position.rank == 0
     with bar("loading", plan.size_bytes, shown=shows) as shown:
         together(
             topology.control,
@@ -228,11 +226,19 @@ def _replace_buffer(root: nn.Module, old: Tensor, made: Tensor) -> None:
 
 def _write_job(plan: LoadPlan, moments: dict[str, Tensor]) -> None:
     job, values = plan.job, plan.values
+    mesh = plan.state.topology.home_mesh
+
+    def moment(name: str, spec: ParamSpec) -> Tensor:
+        """As its parameter: a DTensor where that is one."""
+        if mesh is None:
+            return moments[name]
+        return as_dtensor(moments[name], spec.layout, mesh, spec.strategy.home)
+
     if job.optimizer is not None:
         specs = {r.spec.name: r.spec for r in plan.state.records.values()}
         state = {
             name: {
-                key: _as_parameter(moments[value.name], specs[name], plan.state.topology)
+                key: moment(value.name, specs[name])
                 if isinstance(value, TensorReference)
                 else value
                 for key, value in of_one.items()
@@ -253,21 +259,9 @@ def _write_job(plan: LoadPlan, moments: dict[str, Tensor]) -> None:
     _warn_of_differing(plan)
 
 
-def _as_parameter(local: Tensor, spec: ParamSpec, topology: Topology) -> Tensor:
-    """A moment as its parameter: a DTensor where that is one."""
-    if topology.home_mesh is None:
-        return local
-    shape = torch.Size(spec.layout.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    placements = placements_of(spec.layout, spec.strategy.home)
-    return DTensor.from_local(
-        local, topology.home_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
-
-
 def _warn_of_differing(plan: LoadPlan) -> None:
-    here = plan.state.topology
-    if plan.differing and here.node == here.place == 0:
+    here = plan.state.topology.position
+    if plan.differing and here.rank == 0:
         others = [n for n in plan.differing if n != "rng" and n in plan.values]
         log.warning(
             "%s was saved by %d x %d ranks and is loaded by %d x %d: random number generators go on as "

@@ -206,7 +206,7 @@ def save_on(
     )
     if asynchronous:
         saver.pending = pending
-        pending._start(write.run, tells=write.rank == 0)
+        pending._start(write.run, tells=mesh.rank == 0)
     else:
         write.run()
     return pending

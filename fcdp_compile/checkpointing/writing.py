@@ -60,11 +60,6 @@ class Write:
     disk: Disk
     progress: bool
 
-    @property
-    def rank(self) -> int:
-        """This rank's number in the mesh."""
-        return self.mesh.node * self.mesh.ranks_per_node + self.mesh.place
-
     def run(self) -> None:
         """Write, with all ranks of the group.
 
@@ -78,7 +73,7 @@ class Write:
             written = self._step(lambda: self._write(new, alike))
             self._step(lambda: self._decide(new, written))
         except BaseException:
-            if self.rank == 0:
+            if self.mesh.rank == 0:
                 self.disk.take_back(self.folder, new)
             raise
         # All wait for it, so that whoever comes back finds one checkpoint.
@@ -87,15 +82,15 @@ class Write:
     def _step(self, act: Callable[[], T]) -> list[T]:
         """Act on every rank; what each has given, in the order of the mesh, which may not be the group's."""
         doing = f"saving to {self.folder}"
-        everyone = together(self.group, lambda: (self.rank, act()), CheckpointError, doing)
+        everyone = together(self.group, lambda: (self.mesh.rank, act()), CheckpointError, doing)
         return [value for _, value in sorted(everyone, key=lambda given: given[0])]
 
     def _sweep(self) -> None:
-        if self.rank == 0:
+        if self.mesh.rank == 0:
             self.disk.sweep(self.folder)
 
     def _begin(self) -> str:
-        if self.rank != 0:
+        if self.mesh.rank != 0:
             return ""
         new = secrets.token_hex(8)
         try:
@@ -115,9 +110,9 @@ class Write:
 
     def _write(self, id: str, alike: set[str]) -> _Written:
         mine = [
-            SavedValue(name=name, rank=None if name in alike else self.rank, tree=value.tree)
+            SavedValue(name=name, rank=None if name in alike else self.mesh.rank, tree=value.tree)
             for name, value in self.contents.values.items()
-            if self.rank == 0 or name not in alike
+            if self.mesh.rank == 0 or name not in alike
         ]
         tensors = dict(self.contents.parts)
         for value in mine:
@@ -126,10 +121,10 @@ class Write:
         total_bytes = sum(meta.size_bytes for meta in metas.values())
         try:
             with ExitStack() as stack:
-                shown = self.progress and self.rank == 0
+                shown = self.progress and self.mesh.rank == 0
                 shown_bar = stack.enter_context(bar("saving", total_bytes, shown=shown))
                 writer, sums = self.disk.open_data(
-                    self.folder, id, self.rank, metas, shown_bar.update
+                    self.folder, id, self.mesh.rank, metas, shown_bar.update
                 )
                 with writer:
                     for name, tensor in tensors.items():
@@ -144,7 +139,7 @@ class Write:
         return _Written(file=sums.file(), left_out=self.contents.left_out, values=mine)
 
     def _decide(self, id: str, written: list[_Written]) -> None:
-        if self.rank != 0:
+        if self.mesh.rank != 0:
             return
         record = CheckpointRecord(
             checksum="",

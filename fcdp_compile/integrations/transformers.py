@@ -208,10 +208,9 @@ class _StepWatch(TrainerCallback):
         if not self._is_new:
             return
         self._is_new = False
-        lacking = what_was_not_compiled(model, self._breaks_before)
-        topology = state_of(model).topology
-        if lacking is not None and topology.node == topology.place == 0:
-            log.warning("%s", lacking)
+        problem = what_was_not_compiled(model, self._breaks_before)
+        if problem is not None and state_of(model).topology.position.rank == 0:
+            log.warning("%s", problem)
 
 
 def what_was_not_compiled(model: nn.Module, breaks_before: Counter[str]) -> str | None:

@@ -103,12 +103,7 @@ class HomeShard(Sharded):
         key: str | None = None,
     ) -> HomeShard:
         """Wrap this rank's local shard as an `nn.Parameter` of the full shape."""
-        shape = torch.Size(layout.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        dtensor = DTensor.from_local(
-            local, mesh, placements_of(layout, home), run_check=False, shape=shape, stride=stride
-        )
-        shard = HomeShard._like(dtensor)
+        shard = HomeShard._like(as_dtensor(local, layout, mesh, home))
         shard.requires_grad_(requires_grad)
         shard._calls = calls
         shard._fcdp_key = key
@@ -360,6 +355,14 @@ def placements_of(layout: ParamLayout, home: Scope) -> tuple[Shard | Replicate, 
     if layout.dim is None or home is Scope.NONE:
         return (Replicate(), Replicate())
     return (Shard(layout.dim), Shard(layout.dim) if home is Scope.GLOBAL else Replicate())
+
+
+def as_dtensor(local: Tensor, layout: ParamLayout, mesh: DeviceMesh, home: Scope) -> DTensor:
+    """What is cut as a parameter's home shards are, from this rank's part."""
+    shape = torch.Size(layout.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    placements = placements_of(layout, home)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def check_cut(given: DTensor, key: str, expected: tuple[Shard | Replicate, ...]) -> None:

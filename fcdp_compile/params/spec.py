@@ -27,6 +27,11 @@ class Home:
         """How many ranks share one copy."""
         return self.nodes * self.ranks_per_node
 
+    @property
+    def rank(self) -> int:
+        """Which of them this is, node by node."""
+        return self.node * self.ranks_per_node + self.place
+
     def of(self, scope: Scope) -> Home:
         """Where this rank of a whole mesh is among those that home shards of a scope are cut over."""
         return Home(

@@ -68,7 +68,7 @@ def probe(request: ProbeRequest) -> ProbeOutcome:
 
 
 def _probe(topology: Topology, request: ProbeRequest) -> ProbeOutcome:
-    is_first = topology.node == topology.place == 0
+    is_first = topology.position.rank == 0
     device = _device_of(topology)
     probing = Probing(topology, device)
     if refusal := _refusal(topology, request, probing.collectives):
@@ -99,7 +99,7 @@ def _refusal(topology: Topology, request: ProbeRequest, collectives: Collectives
             "torchrun, split this machine with --nodes, or state the bandwidth with --inter, such as "
             "--inter 10G"
         )
-    is_first = topology.node == topology.place == 0
+    is_first = topology.position.rank == 0
     mine = _why_not_writable(request.output) if is_first else ""
     if total_bytes() is None:
         mine = mine or (

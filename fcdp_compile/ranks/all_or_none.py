@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.ranks.differences import ranks_named
 from fcdp_compile.ranks.messages import gather_objects
 
 T = TypeVar("T")
@@ -49,9 +50,4 @@ def _told(problems: dict[int, str], ranks: int) -> str:
         return problems[first]
     others = len(problems) - len(alike)
     more = f" ({others} other ranks failed otherwise)" if others else ""
-    return f"{_ranks(alike)}: {problems[first]}{more}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"{ranks_named(alike)}: {problems[first]}{more}"

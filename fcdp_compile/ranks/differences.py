@@ -1,4 +1,4 @@
-"""What ranks that should be alike differ in."""
+"""Ranks in messages: which differs, and how several are named."""
 
 from __future__ import annotations
 
@@ -8,3 +8,9 @@ from collections.abc import Sequence
 def first_other(values: Sequence[object]) -> int | None:
     """The first rank whose value is not rank 0's; None if all ranks have the same.  values: by rank."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Ranks in a message: "rank 3", "ranks 0, 2, …"."""
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fcdp_compile.errors import FcdpError, LostRankError
+from fcdp_compile.ranks.differences import ranks_named
 from fcdp_compile.torch_compat import gloo_context_count, rendezvous_store
 
 _ANSWER_S = 1.5
@@ -82,7 +83,7 @@ class RollCall:
         missing = [rank for rank in others if rank not in found]
         waits = [f"rank {r} waits for {t}" for r, t in sorted(found.items()) if t != doing]
         lost = (
-            f"{_ranks(missing)} did not come"
+            f"{ranks_named(missing)} did not come"
             if missing
             else "every rank came, but some gave up before others were there, or cannot reach each other"
         )
@@ -176,8 +177,3 @@ def _key(rank: int) -> str:
 def _host_of_the_store() -> str:
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return "the first node's torchrun" if by_agent else "rank 0"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -93,9 +93,9 @@ def traffic(model: nn.Module) -> Traffic:
     """
     state = state_of(model)
     counters: Counters = state.counters
-    here = state.topology
+    here = state.topology.position
     return Traffic(
-        rank=here.node * here.ranks_per_node + here.place,
+        rank=here.rank,
         ranks=here.ranks,
         last_step=_moved(counters.last_step),
         total=_moved(counters.sent),

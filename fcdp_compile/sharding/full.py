@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import UnshardedParameterError
 from fcdp_compile.params import registry
-from fcdp_compile.params.home_shard import HomeShard, key_of, placements_of
+from fcdp_compile.params.home_shard import HomeShard, as_dtensor, key_of
 from fcdp_compile.params.mesh import process_count
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.read import read
@@ -54,19 +54,11 @@ class _Full(Function):
     def forward(ctx: Any, parameter: HomeShard, key: str, dtype: Any) -> Tensor:
         model = registry.owner_of(key)
         assert isinstance(model, ShardedModel)
-        ctx.key, ctx.mesh, ctx.stride = key, parameter.device_mesh, parameter.stride()
+        ctx.key, ctx.mesh = key, parameter.device_mesh
         return read(model, key, parameter.values().to(model.device.torch), dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         spec = registry.spec_of(ctx.key)
         shard = registry.owner_of(ctx.key).reduce_eagerly(ctx.key, grad)
-        scattered = DTensor.from_local(
-            shard,
-            ctx.mesh,
-            placements_of(spec.layout, spec.strategy.home),
-            run_check=False,
-            shape=grad.shape,
-            stride=ctx.stride,
-        )
-        return scattered, None, None
+        return as_dtensor(shard, spec.layout, ctx.mesh, spec.strategy.home), None, None

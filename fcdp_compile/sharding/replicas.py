@@ -58,7 +58,7 @@ def agree_on_replicas(
         broadcast_first(on_host.view(-1).view(torch.uint8), topology.control, doing)
         with torch.no_grad():
             tensor.detach().copy_(on_host)
-    if differing and topology.node == topology.place == 0:
+    if differing and topology.position.rank == 0:
         log.warning(
             "%d of %d parameters and buffers differed between ranks (%s, …); rank 0's values were taken",
             len(differing),
