@@ -38,6 +38,9 @@ from fcdp_compile.torch_compat.compilers import make_dynamic as make_dynamic
 from fcdp_compile.torch_compat.compilers import skip_frame as skip_frame
 from fcdp_compile.torch_compat.compilers import trace_artifact as trace_artifact
 from fcdp_compile.torch_compat.compilers import why_no_inductor as why_no_inductor
+from fcdp_compile.torch_compat.distributed import (
+    calls_dispatch_of_subclasses as calls_dispatch_of_subclasses,
+)
 from fcdp_compile.torch_compat.distributed import gloo_context_count as gloo_context_count
 from fcdp_compile.torch_compat.distributed import gloo_timeout as gloo_timeout
 from fcdp_compile.torch_compat.distributed import nccl_timeout as nccl_timeout
