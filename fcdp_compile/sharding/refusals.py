@@ -182,8 +182,8 @@ def warn_of_torch() -> None:
     """Say what is wrong with results on this torch, if anything is."""
     if not calls_dispatch_of_subclasses():
         log.warning(
-            "torch %s ignores what fcdp does for operations on sharded parameters: .item() of a norm or a sum "
-            "of a parameter or gradient gives one rank's part of it; use torch 2.12 or newer, or read "
+            "torch %s ignores what fcdp does for operations on sharded parameters: .item() of a norm or a "
+            "sum of a parameter or gradient gives one rank's part of it; use torch 2.12 or newer, or read "
             ".full_tensor().item()",
             torch.__version__,
         )
