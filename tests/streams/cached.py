@@ -6,7 +6,6 @@ kind, as a step may fail between.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,29 +13,30 @@ from torch import Tensor
 
 from fcdp_compile.devices import CheckedDevice
 from fcdp_compile.params.spec import Home
-from fcdp_compile.plan import Bucket, Lane, Tier
+from fcdp_compile.plan import Lane, Tier
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.pending import Pending
-from tests.builders_plan import make_bucket
+from tests.builders_plan import make_bucket, make_placement
 from tests.runtime.simulated_device import SimulatedDevice
 
-HOST = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4))
-GPU, FULL = (replace(HOST, tier=tier) for tier in (Tier.GPU, Tier.GPU_FULL))
+BUCKET = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4))
 HOME = Home(nodes=2, ranks_per_node=2, node=0, place=1)
 
 
 class OnTheWay:
-    """A cache of a checked device, and gathers that nobody has waited for."""
+    """A cache of a checked device that keeps BUCKET in a tier, and gathers that nobody has waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: Tier) -> None:
+        self.is_on_host = tier is Tier.HOST
         self.device = CheckedDevice(SimulatedDevice(0))
         self._lanes = Lanes(self.device, is_blocking=False)
         pool = PinnedPool(self.device)
-        self.cache = NodeShardCache(Counters(), pool, self._lanes)
+        placements = {BUCKET.id: make_placement(BUCKET, tier=tier)}
+        self.cache = NodeShardCache(Counters(), pool, self._lanes, placements)
         self.used_bytes = 0
         self.cache.memory = DeviceMemory(
             capacity_bytes=10, threshold=0.5, used_bytes=lambda: self.used_bytes, serves=1
@@ -53,12 +53,12 @@ class OnTheWay:
         """What came from other nodes."""
         return self.gather(Lane.INTER, torch.ones(8))
 
-    def full(self, bucket: Bucket) -> None:
+    def full(self) -> None:
         """Keep a whole bucket."""
-        self.cache.agree_in_full(bucket, HOME, agreed=True)
-        self.cache.store(bucket, self.node_shard(), 1)
+        self.cache.agree_in_full(BUCKET, HOME, agreed=True)
+        self.cache.store(BUCKET, self.node_shard(), 1)
         self.cache.keep_full(
-            bucket, 1, self.gather(Lane.INTRA, torch.cat([torch.ones(8), torch.ones(8)]))
+            BUCKET, 1, self.gather(Lane.INTRA, torch.cat([torch.ones(8), torch.ones(8)]))
         )
 
 
@@ -67,48 +67,48 @@ def read(pending: Pending) -> None:
     pending.wait().clone()
 
 
-def store_and_use(at: OnTheWay, bucket: Bucket) -> None:
-    stored = at.cache.store(bucket, at.node_shard(), 1)
-    if bucket is not HOST:  # where compute does not read
+def store_and_use(at: OnTheWay) -> None:
+    stored = at.cache.store(BUCKET, at.node_shard(), 1)
+    if not at.is_on_host:  # where compute does not read
         read(stored)
 
 
-def store_and_load(at: OnTheWay, bucket: Bucket) -> None:
-    at.cache.store(bucket, at.node_shard(), 1)
-    read(at.cache.load(bucket, 1))
+def store_and_load(at: OnTheWay) -> None:
+    at.cache.store(BUCKET, at.node_shard(), 1)
+    read(at.cache.load(BUCKET, 1))
 
 
-def copy_to_the_python_thread(at: OnTheWay, bucket: Bucket) -> None:
-    at.cache.store(bucket, at.node_shard(), 1)
-    found = at.cache.host_copy(bucket.id, 1)
-    assert (found is None) == (bucket is not HOST)
+def copy_to_the_python_thread(at: OnTheWay) -> None:
+    at.cache.store(BUCKET, at.node_shard(), 1)
+    found = at.cache.host_copy(BUCKET.id, 1)
+    assert (found is None) == (not at.is_on_host)
     if found is not None:
-        at.device.note([found], [], "the Python thread")
+        at.device.check.note([found], [], "the Python thread")
 
 
-def fall_back_as_it_is_loaded(at: OnTheWay, bucket: Bucket) -> None:
-    at.cache.store(bucket, at.node_shard(), 1)
+def fall_back_as_it_is_loaded(at: OnTheWay) -> None:
+    at.cache.store(BUCKET, at.node_shard(), 1)
     at.used_bytes = 6
-    read(at.cache.load(bucket, 1))
-    read(at.cache.load(bucket, 1))
+    read(at.cache.load(BUCKET, 1))
+    read(at.cache.load(BUCKET, 1))
 
 
-def load_in_full(at: OnTheWay, bucket: Bucket) -> None:
-    at.full(bucket)
-    read(at.cache.load(bucket, 1))
+def load_in_full(at: OnTheWay) -> None:
+    at.full()
+    read(at.cache.load(BUCKET, 1))
 
 
-def give_up_in_full(at: OnTheWay, bucket: Bucket) -> None:
-    at.full(bucket)
-    at.cache.agree_in_full(bucket, HOME, agreed=False)
-    read(at.cache.load(bucket, 1))
+def give_up_in_full(at: OnTheWay) -> None:
+    at.full()
+    at.cache.agree_in_full(BUCKET, HOME, agreed=False)
+    read(at.cache.load(BUCKET, 1))
 
 
-def let_go_of_what_is_given_up(at: OnTheWay, bucket: Bucket) -> None:
-    load_in_full(at, bucket)
-    before = at.device.alive_bytes()
-    at.cache.agree_in_full(bucket, HOME, agreed=False)
-    assert at.device.alive_bytes() < before, "the whole bucket is still held"
+def let_go_of_what_is_given_up(at: OnTheWay) -> None:
+    load_in_full(at)
+    before = at.device.check.alive_bytes()
+    at.cache.agree_in_full(BUCKET, HOME, agreed=False)
+    assert at.device.check.alive_bytes() < before, "the whole bucket is still held"
 
 
 USES = (
@@ -128,7 +128,7 @@ def use_on_the_way() -> None:
     Raises: StreamError, AssertionError.
     """
     for use in USES:
-        for bucket in (HOST, GPU, FULL):
-            at = OnTheWay()
+        for tier in (Tier.HOST, Tier.GPU, Tier.GPU_FULL):
+            at = OnTheWay(tier)
             with at.device.watching("a cache"):
-                use(at, bucket)
+                use(at)

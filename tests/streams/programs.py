@@ -131,11 +131,11 @@ def gather_again(job: Job) -> None:
     for bucket in known.values():
         model.shards(bucket)  # what only the cache has comes back
         model.cache.drop(bucket.id)
-        before = job.device.alive_bytes()
+        before = job.device.check.alive_bytes()
         with job.device.watching("what gathers again"):
             model.refresh(bucket)
         if model.cache.has_host_copy(bucket.id, model.generation(bucket)):
-            assert job.device.alive_bytes() == before, (
+            assert job.device.check.alive_bytes() == before, (
                 f"bucket {bucket.id} left something on the device"
             )
 
