@@ -20,7 +20,7 @@ ROOMS = (
     *("errors", "suggestion", "extras", "torch_compat"),
     *("strategy", "devices", "ranks", "params", "files", "plan", "cluster", "view"),
     *("ops", "simulator"),
-    *("passes.graph", "passes", "passes.memory"),
+    *("passes.graph", "passes", "passes.memory", "passes.planning"),
     *("runtime.lanes", "runtime.collectives", "runtime.cache", "runtime.parameters"),
     *("runtime.optimizers", "runtime"),
     *("probe", "sharding", "backend", "deferred", "report", "pretrained", "checkpointing"),
