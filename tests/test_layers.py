@@ -254,10 +254,11 @@ def is_late(found: Import) -> bool:
 
 
 def reached(start: str, imports: list[Import], modules: set[str]) -> dict[str, str]:
-    """Our modules that importing one brings along, each with the module that asks for it."""
+    """Our modules that importing one brings along, packages too, each with the module that asks for it."""
     edges: dict[str, list[str]] = {}
     for found in (i for i in imports if not is_late(i)):
-        for target in (found.target, found.target.rpartition(".")[0]):
+        parts = found.target.split(".")
+        for target in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
             if target in modules and target != "fcdp_compile":
                 edges.setdefault(found.importer, []).append(target)
     via: dict[str, str] = {}
