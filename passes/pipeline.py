@@ -102,19 +102,3 @@ def lower_variant(
     title = f"{ctx.direction.value} {ctx.variant.value}"
     finished = run(LOWERING, clone(gm), ctx, graph=title, stages=stages)
     return finished, describe(finished, ctx)
-
-
-def known_to_backward(
-    mine: Bucket | None, found: tuple[Bucket, ...], placements: Mapping[int, Placement]
-) -> tuple[Bucket, ...]:
-    """What a backward knows of a parameter: its forward's bucket first.
-
-    It loads what that one stored, or else gathers for itself.
-
-    mine: the forward's.  found: all that the model has.
-    """
-    if mine is None:
-        return found
-    if placements[mine.id].is_cached:
-        return (mine,)
-    return (mine, *(b for b in found if not placements[b.id].is_cached))

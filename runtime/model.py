@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -92,13 +92,7 @@ class ShardedModel:
             accumulates_elsewhere=accumulates_elsewhere and not self.accumulates,
         )
         self._buckets: dict[str, list[Bucket]] = {}
-        self.adopted: dict[int, Placement] = {}
-        self.next_bucket = 0
-        # Of adaptive placement: bytes on the device by bucket as last planned, the highest predicted peak.
-        self._planned_bytes: dict[int, int] = {}
-        self.predicted_peak_bytes: int | None = None
         self.gpu_bytes: int | None = None  # of the smallest GPU of all ranks
-        self._graphs = 0
         self.plans: dict[int, Plan] = {}  # by the number of the graph, for people
         self._has_warned_of_given = False
 
@@ -141,20 +135,22 @@ class ShardedModel:
 
     # --- buckets ------------------------------------------------------------------------------------------
 
-    def adopt(self, buckets: Sequence[Bucket], placements: Mapping[int, Placement]) -> None:
-        """Make the buckets of a graph known, and where they wait unless their plan finds a better place."""
-        self.adopted |= placements
-        for bucket in buckets:
-            self.next_bucket = max(self.next_bucket, bucket.id + 1)
+    def add_plan(self, plan: Plan) -> None:
+        """Note what a compiled graph will do, and with which buckets."""
+        self.plans[plan.graph] = plan
+        for bucket in plan.buckets:
             for key in self.records.keys_of(bucket):
-                if bucket not in self._buckets.setdefault(key, []):
-                    self._buckets[key].append(bucket)
+                known = self._buckets.setdefault(key, [])
+                if bucket not in known:
+                    known.append(bucket)
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The most device memory that a step of any compiled graph is predicted to take."""
+        return max((plan.peak_bytes or 0 for plan in self.plans.values()), default=None)
 
     def known_buckets(self) -> dict[str, tuple[Bucket, ...]]:
-        """Every bucket of each parameter in the order of their making; none that lost a parameter since.
-
-        All of them, so that what a graph reuses does not depend on which graph was compiled before it.
-        """
+        """Every bucket of each parameter in the order of their making; none that lost a parameter since."""
         living = {key for key, record in self.records.items() if record.living() is not None}
         return {
             key: tuple(b for b in buckets if living.issuperset(self.records.keys_of(b)))
@@ -167,20 +163,6 @@ class ShardedModel:
             for other in self._buckets.get(key, ()):
                 if other.frozen != bucket.frozen:
                     self.upkeep.give_up(other)
-
-    def kept_by_others(self, bucket_ids: Sequence[int]) -> int:
-        """Bytes that graphs compiled before want to keep on the device of buckets other than these."""
-        return sum(size for i, size in self._planned_bytes.items() if i not in bucket_ids)
-
-    def note_placement(self, planned_bytes: dict[int, int], peak_bytes: int) -> None:
-        """A graph was planned to keep these bytes of its buckets on the device and to reach that peak."""
-        self._planned_bytes |= planned_bytes
-        self.predicted_peak_bytes = max(peak_bytes, self.predicted_peak_bytes or 0)
-
-    def next_graph(self) -> int:
-        """Number the next compiled graph of this model."""
-        self._graphs += 1
-        return self._graphs - 1
 
     def warn_of_given(self, names: Sequence[str]) -> None:
         """Say once that a compiled function runs on other values than the model's own."""

@@ -20,7 +20,7 @@ ROOMS = (
     *("errors", "suggestion", "extras", "torch_compat"),
     *("strategy", "devices", "ranks", "params", "files", "plan", "cluster", "view"),
     *("ops", "simulator"),
-    *("passes.graph", "passes", "passes.memory"),
+    *("passes.graph", "passes", "passes.memory", "passes.planning"),
     *("runtime.lanes", "runtime.collectives", "runtime.cache", "runtime.parameters"),
     *("runtime.optimizers", "runtime"),
     *("probe", "sharding", "backend", "deferred", "report", "pretrained", "checkpointing"),
@@ -255,10 +255,11 @@ def is_late(found: Import) -> bool:
 
 
 def reached(start: str, imports: list[Import], modules: set[str]) -> dict[str, str]:
-    """Our modules that importing one brings along, each with the module that asks for it."""
+    """Our modules that importing one brings along, packages too, each with the module that asks for it."""
     edges: dict[str, list[str]] = {}
     for found in (i for i in imports if not is_late(i)):
-        for target in (found.target, found.target.rpartition(".")[0]):
+        parts = found.target.split(".")
+        for target in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
             if target in modules and target != "fcdp_compile":
                 edges.setdefault(found.importer, []).append(target)
     via: dict[str, str] = {}

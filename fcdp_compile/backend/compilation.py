@@ -3,12 +3,13 @@
     Dynamo graph -> AOTAutograd's joint graph -> partition -> bucket -> stamp
                  -> lowering -> placement -> plan -> programs
 
-With `model_placement` the only part that knows both the passes and the runtime.
+With the codecs' kernels, the only part that knows both the passes and the runtime.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,6 @@ from torch.fx import GraphModule
 from fcdp_compile.backend.codec_kernels import compile_codecs
 from fcdp_compile.backend.compute import Compute, inductor_settings
 from fcdp_compile.backend.dump import Dump, trace
-from fcdp_compile.backend.fit_memory import fit_on_host, place_on_device
 from fcdp_compile.backend.options import Options
 from fcdp_compile.backend.writes import refuse_writes
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
@@ -29,18 +29,18 @@ from fcdp_compile.ops import UNSHARD
 from fcdp_compile.params import registry
 from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.params.mesh import process_count
-from fcdp_compile.passes.bucket import bucket, buckets_of, host_bytes_taken, placements_of
-from fcdp_compile.passes.graph.context import PassContext, use_of
+from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.inline import Inliner
-from fcdp_compile.passes.graph.runner import Stages, run, watched
-from fcdp_compile.passes.memory.choose_tiers import place_steps
+from fcdp_compile.passes.graph.runner import Stages, watched
+from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.partition import partition
-from fcdp_compile.passes.pipeline import known_to_backward, lower_all, lower_variant, used_again
+from fcdp_compile.passes.planning.book import BucketBook
+from fcdp_compile.passes.planning.plan_graphs import plan_accumulation, plan_graphs
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.set_apart import set_apart, shard_inputs
-from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.passes.variants import clone
-from fcdp_compile.plan import Bucket, Direction, Plan, Tier, Variant
+from fcdp_compile.plan import Direction, Plan, Tier, Variant
+from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder, clock_of
@@ -97,6 +97,10 @@ def _refuse_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
             )
 
 
+_BOOKS: weakref.WeakKeyDictionary[ShardedModel, BucketBook] = weakref.WeakKeyDictionary()
+"""The buckets of each model, for the graphs of it that are compiled later."""
+
+
 class _Compilation:
     """One Dynamo graph on its way through AOTAutograd, which calls back for each part."""
 
@@ -110,7 +114,6 @@ class _Compilation:
         self._compute = Compute(kind, settings)
         self._inliner = Inliner(self._compute.decompositions())
         self._bound: CompiledPlan | None = None
-        self._forward_buckets: dict[str, Bucket] = {}
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
         self._dump: Dump | None = None
         self._stages: Stages | None = None if options.dump is None else []
@@ -147,121 +150,93 @@ class _Compilation:
 
         both = watched("partition", {"joint": joint}, cut, self._stages)
         fw, bw = both.values()
-        model = _model_of(fw)
-        if model is not None:
-            self._bucket(model, Direction.FORWARD, fw)
-            self._forward_buckets = _bucket_by_key(fw)
-            self._bucket(model, Direction.BACKWARD, bw)
-            # A single rank's backward is given the parameters themselves: autograd watches them.
-            if model.topology.ranks > 1:
-
-                def save_stamps() -> Mapping[str, GraphModule]:
-                    stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
-                    return both
-
-                watched("stamp", both, save_stamps, self._stages)
-            self._plan(model, {Direction.FORWARD: fw, Direction.BACKWARD: bw})
+        if (model := _model_of(fw)) is not None:
+            graphs = {Direction.FORWARD: fw, Direction.BACKWARD: bw}
+            self._plan(model, graphs, num_fwd_outputs=num_fwd_outputs)
         return fw, bw
 
-    def _bucket(self, model: ShardedModel, direction: Direction, gm: GraphModule) -> None:
+    def _plan(
+        self,
+        model: ShardedModel,
+        graphs: dict[Direction, GraphModule],
+        *,
+        num_fwd_outputs: int = 0,
+    ) -> None:
+        """Plan the graphs and bind the plan to the model."""
         model.host_memory.ask(self._options.host_memory)
-        ctx = self._context(model, direction)
-        run([bucket], gm, ctx, graph=direction.value, stages=self._stages)
-        made, placements = buckets_of(gm), placements_of(gm)
-        model.adopt(made, placements)
-        model.host_memory.plan(host_bytes_taken(self._context(model, direction)))
-        if direction is not Direction.BACKWARD:
-            model.host_memory.note(
-                [(b, placements[b.id]) for b in made if b.strategy.keeps_on_host]
+        book = _book_of(model)
+        planned = plan_graphs(
+            graphs,
+            book,
+            self._room(model),
+            self._context(model, book),
+            number=len(model.plans),
+            num_fwd_outputs=num_fwd_outputs,
+            stages=self._stages,
+        )
+        plan = planned.plan
+        model.host_memory.planned_bytes = book.host_bytes
+        model.host_memory.warn(planned.without_room, planned.wanting)
+        model.add_plan(plan)
+        self._lowered |= planned.lowered.graphs
+        self._bound = bound = CompiledPlan(plan, model)
+        if self._options.dump is not None:
+            self._dump = Dump(self._options.dump, model.number)
+            if self._options.record:
+                bound.recorder = Recorder(
+                    self._options.record, clock_of(model.device), self._dump.write_recordings
+                )
+        if model.topology.ranks > 1:
+            kept = {direction: clone(gm) for direction, gm in graphs.items()}
+            places = {d: _shard_places(gm) for d, gm in kept.items()}
+            given = next(iter(places.values()))  # a backward compares what its forward was given
+            bound.shards = {
+                d: {key: i for key, i in found.items() if key in given}
+                for d, found in places.items()
+            }
+            bound.add_given = partial(self._add_given, bound, kept)
+        if planned.backward is not None and any(b.strategy.accumulates_on for b in plan.buckets):
+            backward = clone(graphs[Direction.BACKWARD])
+            bound.add_accumulation = partial(
+                self._add_accumulation, bound, backward, planned.backward
             )
+        log.info("%s", _summary(plan))
+        self._show(plan, again=False)
 
-    def _context(self, model: ShardedModel, direction: Direction) -> PassContext:
+    def _context(self, model: ShardedModel, book: BucketBook) -> PassContext:
         return PassContext(
             nodes=model.topology.nodes,
             ranks_per_node=model.topology.ranks_per_node,
-            specs={key: record.spec for key, record in model.records.items()},
+            specs=book.specs,
             frozen=frozenset(
                 key
                 for key, r in model.records.items()
                 if (p := r.living()) is not None and not p.requires_grad
             ),
-            known=self._known(model, direction),
-            placements=model.adopted,
-            next_bucket=model.next_bucket,
+            known={},
+            next_bucket=0,
             bucket_bytes=self._options.bucket_bytes,
             machine=self._machine,
             in_flight_bytes=self._options.in_flight_bytes,
             host_budget=model.host_memory.budget,
-            direction=direction,
             inliner=self._inliner,
         )
 
-    def _known(self, model: ShardedModel, direction: Direction) -> dict[str, tuple[Bucket, ...]]:
-        known = model.known_buckets()
-        if direction is Direction.BACKWARD:
-            return {
-                key: known_to_backward(self._forward_buckets.get(key), found, model.adopted)
-                for key, found in known.items()
-            }
-        # What a backward gathers for itself is cached by nobody.
-        return {
-            key: tuple(
-                b
-                for b in found
-                if b.strategy.cache is Cache.NONE
-                or model.adopted[b.id].is_cached
-                or model.host_memory.is_left_out(b)
+    def _room(self, model: ShardedModel) -> Room:
+        """What an adaptive cache may use of the device's memory, which the cache then asks itself."""
+        memory = None
+        if any(strategy.cache is Cache.ADAPTIVE for strategy in model.strategies):
+            asked = self._options.device_memory
+            memory = model.cache.memory = DeviceMemory.of(
+                model.device,
+                capacity_bytes=model.gpu_bytes if asked is None else asked,
+                threshold=self._options.memory_threshold,
             )
-            for key, found in known.items()
-        }
-
-    def _plan(self, model: ShardedModel, graphs: dict[Direction, GraphModule]) -> None:
-        """Lower every variant of the graphs and describe them all in one plan."""
-        contexts = {direction: self._context(model, direction) for direction in graphs}
-        lowered = lower_all(graphs, contexts, self._stages)
-        self._lowered |= lowered.graphs
-        placed = place_on_device(
-            model, graphs, lowered, next(iter(contexts.values())), self._options
+        return Room(
+            capacity_bytes=None if memory is None else memory.capacity_bytes,
+            threshold=self._options.memory_threshold,
+            device_type=model.device.torch.type,
         )
-        plan = Plan(
-            strategy=", ".join(dict.fromkeys(b.strategy.name for b in placed.buckets)),
-            nodes=model.topology.nodes,
-            ranks_per_node=model.topology.ranks_per_node,
-            graph=model.next_graph(),
-            buckets=placed.buckets,
-            placements=tuple(placed.placements.values()),
-            refresh=lowered.refresh,
-            schedules=placed.schedules,
-            peak_bytes=placed.peak_bytes,
-            memory_limit_bytes=placed.limit_bytes,
-        )
-        self._bound = CompiledPlan(plan, model)
-        if self._options.dump is not None:
-            self._dump = Dump(self._options.dump, model.number)
-            if self._options.record:
-                self._bound.recorder = Recorder(
-                    self._options.record, clock_of(model.device), self._dump.write_recordings
-                )
-        model.plans[plan.graph] = plan
-        if model.topology.ranks > 1:
-            kept = {direction: clone(gm) for direction, gm in graphs.items()}
-            places = {d: _shard_places(gm) for d, gm in kept.items()}
-            given = next(iter(places.values()))  # a backward compares what its forward was given
-            self._bound.shards = {
-                d: {key: i for key, i in found.items() if key in given}
-                for d, found in places.items()
-            }
-            self._bound.add_given = partial(self._add_given, self._bound, kept)
-        backward = graphs.get(Direction.BACKWARD)
-        if backward is not None and any(b.strategy.accumulates_on for b in plan.buckets):
-            ctx = replace(
-                self._context(model, Direction.BACKWARD), backward_buckets=used_again(graphs)
-            )
-            self._bound.add_accumulation = partial(
-                self._add_accumulation, self._bound, clone(backward), ctx
-            )
-        log.info("%s", _summary(plan))
-        self._show(plan, again=False)
 
     def _show(self, plan: Plan, *, again: bool) -> None:
         trace(plan, self._lowered)
@@ -272,19 +247,18 @@ class _Compilation:
         self, bound: CompiledPlan, backward: GraphModule, base: PassContext
     ) -> None:
         """Lower and compile the variants of a backward that most users never run."""
-        schedules = []
-        base = fit_on_host(bound.living_model(), backward, base)
-        for variant in (Variant.ACCUMULATE, Variant.COLLECT):
-            ctx = replace(base, variant=variant)
-            # As while AOTAutograd calls the passes: what they make of sizes alone is fake, too.
-            with _fake_mode(backward):
-                lowered, described = lower_variant(backward, ctx, self._stages)
-            self._lowered[Direction.BACKWARD, variant] = lowered
-            placements = {p.bucket: p for p in bound.plan.placements}
-            schedules.append(place_steps(described, placements))
-            self._bind(bound, Direction.BACKWARD, variant)
-        bound.plan = replace(bound.plan, schedules=(*bound.plan.schedules, *schedules))
-        bound.living_model().plans[bound.plan.graph] = bound.plan
+        model = bound.living_model()
+        book = _book_of(model)
+        # Other models may have planned for the host's memory since.
+        ctx = replace(base, host_budget=model.host_memory.budget)
+        # As while AOTAutograd calls the passes: what they make of sizes alone is fake, too.
+        with _fake_mode(backward):
+            bound.plan, graphs = plan_accumulation(bound.plan, backward, book, ctx, self._stages)
+        model.host_memory.planned_bytes = book.host_bytes
+        self._lowered |= graphs
+        for direction, variant in graphs:
+            self._bind(bound, direction, variant)
+        model.add_plan(bound.plan)
         self._show(bound.plan, again=True)
 
     def _add_given(self, bound: CompiledPlan, graphs: Mapping[Direction, GraphModule]) -> None:
@@ -301,7 +275,6 @@ class _Compilation:
             self._set_apart(direction.value, gm)
         model = _model_of(gm)
         if model is not None and direction is Direction.INFERENCE:
-            self._bucket(model, direction, gm)
             self._plan(model, {direction: gm})
         bound = self._bound
         if bound is None:
@@ -351,6 +324,15 @@ def _shard_places(gm: GraphModule) -> dict[str, int]:
     return {key: places[n] for key, n in shard_inputs(gm.graph).items() if n is not None}
 
 
+def _book_of(model: ShardedModel) -> BucketBook:
+    """The buckets of a model; those that lost a parameter since are left out."""
+    if model not in _BOOKS:
+        _BOOKS[model] = BucketBook({key: r.spec for key, r in model.records.items()})
+    book = _BOOKS[model]
+    book.living = {key for key, r in model.records.items() if r.living() is not None}
+    return book
+
+
 def _fake_mode(gm: GraphModule) -> FakeTensorMode:
     mode: FakeTensorMode | None = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
     assert mode is not None, "graphs are traced with fake tensors"
@@ -374,11 +356,6 @@ def _model_of(gm: GraphModule) -> ShardedModel | None:
         return None
     assert isinstance(owners[0], ShardedModel)
     return owners[0]
-
-
-def _bucket_by_key(gm: GraphModule) -> dict[str, Bucket]:
-    nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
-    return {str(n.args[1]): use_of(n).bucket for n in nodes}
 
 
 def _summary(plan: Plan) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from fcdp_compile.cluster.model_table import MODELS
+from fcdp_compile.cluster.plan_request import DTYPES
 from fcdp_compile.cluster.profile import CLUSTERS
-from fcdp_compile.planner.model_table import MODELS
-from fcdp_compile.planner.request import DTYPES
 from fcdp_compile.strategy import Strategy
 
 

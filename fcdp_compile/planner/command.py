@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fcdp_compile.cluster.plan_request import DTYPES, Sweep
 from fcdp_compile.cluster.profile import find_profile
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.planner import traced_model
@@ -24,7 +25,6 @@ from fcdp_compile.planner.ranking_table import (
     sweep_text,
     title,
 )
-from fcdp_compile.planner.request import DTYPES, Sweep
 from fcdp_compile.planner.source import ModelOptions, find_source
 from fcdp_compile.planner.sweep_plot import check_plot, draw
 from fcdp_compile.planner.traced import TracedModel

@@ -1,8 +1,8 @@
 """The plan of one strategy for a job, and what it comes to: memory, bytes, time.
 
-    traced graphs -> retarget -> lower_all -> place_all -> plans -> parts of a step -> simulate_step
+    traced graphs -> retarget -> plan_graphs -> parts of a step -> simulate_step
 
-The plans are those that the backend would make; nothing here knows a strategy.
+The plans are those that the backend would make, by the same function; nothing here knows a strategy.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fcdp_compile.cluster.free_memory import HostBudget, Limit
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import REDUCE_GRAD
 from fcdp_compile.params.spec import fit_strategy
-from fcdp_compile.passes.bucket import host_bytes_taken, reduced_params
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.inline import Inliner
-from fcdp_compile.passes.memory.choose_tiers import place_steps
 from fcdp_compile.passes.memory.curve import evaluate, storages
-from fcdp_compile.passes.memory.place_gradients import fit_gradients, gradient_bytes
-from fcdp_compile.passes.memory.placement import Placed, Room, place_all
+from fcdp_compile.passes.memory.place_gradients import gradient_bytes
+from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.memory.predict import predict
-from fcdp_compile.passes.pipeline import Lowered, lower_all, lower_variant, used_again
+from fcdp_compile.passes.pipeline import Graphs
+from fcdp_compile.passes.planning.book import BucketBook
+from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
 from fcdp_compile.plan import (
     Bucket,
     Direction,
@@ -40,8 +40,8 @@ from fcdp_compile.plan import (
     Variant,
 )
 from fcdp_compile.planner.job import Job
-from fcdp_compile.planner.retarget import KnownBuckets, Retargeted, specs_of
-from fcdp_compile.planner.traced import TracedModel
+from fcdp_compile.planner.retarget import retarget, specs_of
+from fcdp_compile.planner.traced import TracedGraph, TracedModel
 from fcdp_compile.simulator import Collectives, Conditions, SimulatedStep, simulate_step
 from fcdp_compile.strategy import Cache, Strategy
 
@@ -113,24 +113,20 @@ def estimate(
     return _Estimation(traced, strategy, job, inliner or Inliner()).run()
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Graph:
-    """One graph of the model on its way.
+    """One graph of the model on a mesh.
 
     sizes: what its symbols are for two batch sizes.
     left_bytes: what its forward leaves on the device for its backward and the caller, for two batch sizes.
+    gradient_bytes: what its backward leaves for the optimizer.
     """
 
+    graphs: Graphs
+    outputs: int
     sizes: Sequence[Mapping[sympy.Symbol, int]]
-    retargeted: Retargeted
-    lowered: Lowered
-    left_bytes: tuple[int, int]
-    placed: Placed | None = None
-    accumulating: tuple[Schedule, ...] = ()
-
-    @property
-    def bucket_ids(self) -> tuple[int, ...]:
-        return tuple(b.id for b in self.lowered.buckets)
+    left_bytes: Sequence[int]
+    gradient_bytes: int
 
 
 class _Estimation:
@@ -142,10 +138,12 @@ class _Estimation:
                 "dimension of its inputs be any batch, have no graph breaks, or plan a "
                 f"batch of {traced.batch}"
             )
+        specs = specs_of(traced, fit_strategy(strategy, job.mesh), job.mesh)
+        self._book = BucketBook(specs)
         self._base = PassContext(
             nodes=job.nodes,
             ranks_per_node=job.ranks_per_node,
-            specs=specs_of(traced, fit_strategy(strategy, job.mesh), job.mesh),
+            specs=specs,
             frozen=frozenset(p.key for p in traced.params if not p.requires_grad),
             known={},
             next_bucket=0,
@@ -155,26 +153,22 @@ class _Estimation:
         )
 
     def run(self) -> Estimate:
-        graphs = self._lowered()
-        plans = []
+        graphs = [self._on_mesh(graph) for graph in self._traced.graphs]
+        planned: list[Planned] = []
         needed: tuple[list[int], list[int]] = ([], [])
-        kept: dict[int, int] = {}
         saved = [0, 0]
         # An earlier graph's backward runs when the gradients of all later ones are there.
-        later = sum(map(self._gradient_shard_bytes, graphs))
-        for number, graph in enumerate(graphs):
-            later -= self._gradient_shard_bytes(graph)
-            for found, more in zip(
-                needed, self._needed(graph, [n + later for n in saved]), strict=True
-            ):
-                found.extend(more)
-            others = sum(size for i, size in kept.items() if i not in graph.bucket_ids)
-            graph.placed, kept_bytes = self._place(graph, others, saved[0] + later)
-            kept |= kept_bytes
+        later = sum(graph.gradient_bytes for graph in graphs)
+        for graph in graphs:
+            later -= graph.gradient_bytes
+            planned.append(self._plan(len(planned), graph, saved[0] + later))
+            more = self._needed(graph, planned[-1], [n + later for n in saved])
+            for found, points in zip(needed, more, strict=True):
+                found.extend(points)
             saved = [sum(pair) for pair in zip(saved, graph.left_bytes, strict=True)]
-            plans.append(self._plan(number, graph))
+        plans = self._with_accumulation(graphs, planned)
         parts = tuple(self._parts(plans))
-        waiting = _waiting_bytes(graphs, _distinct(plans))
+        waiting = _waiting_bytes(plans, _distinct(plans))
         peak = max(p.peak_bytes or 0 for p in plans)
         return Estimate(
             strategy=self._strategy,
@@ -186,106 +180,75 @@ class _Estimation:
             * (self._cached_bytes(plans) + waiting[Tier.HOST]),
             inter_bytes_per_step=sum(sent_by_node(s, self._job.ranks_per_node) for s in parts),
             optimizer_bytes=self._optimizer_bytes(),
-            max_batch_per_gpu=self._max_batch(needed, graphs),
+            max_batch_per_gpu=self._max_batch(needed, plans, planned),
         )
 
-    def _gradient_shard_bytes(self, graph: _Graph) -> int:
+    def _on_mesh(self, traced: TracedGraph) -> _Graph:
+        sizes = [traced.sizes(n) for n in (self._job.batch, _SECOND * self._job.batch)]
+        return _Graph(
+            graphs=retarget(traced, self._base.specs),
+            outputs=traced.outputs,
+            sizes=sizes,
+            left_bytes=[_left_bytes(traced.forward, s) for s in sizes],
+            gradient_bytes=self._gradient_shard_bytes(traced.backward),
+        )
+
+    def _gradient_shard_bytes(self, backward: GraphModule) -> int:
         """What a backward leaves for the optimizer, unless that is counted for the whole step."""
         if self._job.accumulate > 1:
             return 0
-        backward = graph.retargeted.graphs[Direction.BACKWARD].graph
-        nodes = backward.find_nodes(op="call_function", target=REDUCE_GRAD)
+        nodes = backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
         specs = [self._base.specs[key] for key in {str(n.args[1]) for n in nodes}]
         return sum(math.prod(s.local_shape) * s.home_dtype.itemsize for s in specs)
 
-    def _lowered(self) -> list[_Graph]:
-        known = KnownBuckets(self._base)
-        graphs = []
-        for traced in self._traced.graphs:
-            sizes = [traced.sizes(n) for n in (self._job.batch, _SECOND * self._job.batch)]
-            retargeted = known.retarget(traced, sizes[0])
-            lowered = lower_all(retargeted.graphs, retargeted.contexts)
-            graphs.append(
-                _Graph(
-                    sizes=sizes,
-                    retargeted=retargeted,
-                    lowered=lowered,
-                    left_bytes=(
-                        _left_bytes(traced.forward, sizes[0]),
-                        _left_bytes(traced.forward, sizes[1]),
-                    ),
-                )
-            )
-        if self._job.accumulate > 1:
-            last = graphs[-1].retargeted.contexts[Direction.BACKWARD]
-            room = _GradientRoom(self._base.host_budget, host_bytes_taken(last))
-            for graph in reversed(graphs):  # as backwards run
-                graph.accumulating = self._accumulating(graph, room)
-        return graphs
-
-    def _accumulating(self, graph: _Graph, room: _GradientRoom) -> tuple[Schedule, ...]:
-        """The variants of a backward within `no_sync` and after it."""
-        if not any(b.strategy.accumulates_on for b in graph.lowered.buckets):
-            return ()
-        retargeted = graph.retargeted
-        backward = retargeted.graphs[Direction.BACKWARD]
-        again = used_again(retargeted.graphs)
-        ctx = replace(retargeted.contexts[Direction.BACKWARD], backward_buckets=again)
-        ctx = room.fit(backward, ctx)
-        return tuple(
-            lower_variant(backward, replace(ctx, variant=variant))[1]
-            for variant in (Variant.ACCUMULATE, Variant.COLLECT)
+    def _plan(self, number: int, graph: _Graph, taken_bytes: int) -> Planned:
+        adapts = any(s.strategy.cache is Cache.ADAPTIVE for s in self._base.specs.values())
+        planned = plan_graphs(
+            graph.graphs,
+            self._book,
+            Room(
+                capacity_bytes=self._job.profile.device_memory_bytes if adapts else None,
+                threshold=_THRESHOLD,
+                taken_bytes=taken_bytes,
+                device_type=_DEVICE,
+                accumulates=self._job.accumulate > 1,
+            ),
+            replace(self._base, sizes=graph.sizes[0]),
+            number=number,
+            num_fwd_outputs=graph.outputs,
         )
+        # As it was asked for: a mesh may have made another strategy of it, or a graph reads no parameter.
+        return replace(planned, plan=replace(planned.plan, strategy=self._strategy.name))
 
-    def _needed(self, graph: _Graph, saved: Sequence[int]) -> Iterator[list[int]]:
+    def _with_accumulation(
+        self, graphs: Sequence[_Graph], planned: Sequence[Planned]
+    ) -> list[Plan]:
+        """The plans with the variants of backwards within `no_sync` and after it, if there are any."""
+        plans = [p.plan for p in planned]
+        for i in reversed(range(len(plans))):  # as backwards run
+            ctx = planned[i].backward
+            accumulates = any(b.strategy.accumulates_on for b in plans[i].buckets)
+            if self._job.accumulate > 1 and accumulates and ctx is not None:
+                backward = graphs[i].graphs[Direction.BACKWARD]
+                plans[i], _ = plan_accumulation(plans[i], backward, self._book, ctx)
+        return plans
+
+    def _needed(self, graph: _Graph, planned: Planned, saved: Sequence[int]) -> Iterator[list[int]]:
         """The memory at each point of a graph's step with everything that may wait there on the host.
 
         For two batch sizes.
         """
         for sizes, earlier in zip(graph.sizes, saved, strict=True):
             step = predict(
-                graph.retargeted.graphs,
-                graph.lowered.graphs,
-                graph.lowered.buckets,
-                graph.lowered.placements,
+                graph.graphs,
+                planned.lowered.graphs,
+                planned.lowered.buckets,
+                planned.lowered.placements,
                 replace(self._base, sizes=sizes),
                 device_type=_DEVICE,
                 accumulates=self._job.accumulate > 1,
             )
             yield [step.static_bytes + earlier + alive for alive in step.alive_bytes]
-
-    def _place(
-        self, graph: _Graph, taken_bytes: int, saved_bytes: int
-    ) -> tuple[Placed, dict[int, int]]:
-        adapts = any(s.strategy.cache is Cache.ADAPTIVE for s in self._base.specs.values())
-        return place_all(
-            graph.retargeted.graphs,
-            graph.lowered,
-            replace(self._base, sizes=graph.sizes[0]),
-            Room(
-                capacity_bytes=self._job.profile.device_memory_bytes if adapts else None,
-                threshold=_THRESHOLD,
-                taken_bytes=taken_bytes + saved_bytes,
-            ),
-            device_type=_DEVICE,
-            accumulates=self._job.accumulate > 1,
-        )
-
-    def _plan(self, number: int, graph: _Graph) -> Plan:
-        assert graph.placed is not None, "graphs are placed before they are planned"
-        waiting = [place_steps(s, graph.placed.placements) for s in graph.accumulating]
-        return Plan(
-            strategy=self._strategy.name,
-            nodes=self._job.nodes,
-            ranks_per_node=self._job.ranks_per_node,
-            graph=number,
-            buckets=graph.placed.buckets,
-            placements=tuple(graph.placed.placements.values()),
-            refresh=graph.lowered.refresh,
-            schedules=(*graph.placed.schedules, *waiting),
-            peak_bytes=graph.placed.peak_bytes,
-            memory_limit_bytes=graph.placed.limit_bytes,
-        )
 
     def _parts(self, plans: Sequence[Plan]) -> Iterator[Schedule]:
         """The schedules of an optimizer step: forwards in order, backwards the other way round."""
@@ -304,7 +267,10 @@ class _Estimation:
         return _OPTIMIZER_BYTES * sum(spec.layout.slot_elements for spec in trained)
 
     def _max_batch(
-        self, needed: tuple[Sequence[int], Sequence[int]], graphs: Sequence[_Graph]
+        self,
+        needed: tuple[Sequence[int], Sequence[int]],
+        plans: Sequence[Plan],
+        planned: Sequence[Planned],
     ) -> int | None:
         """The largest batch whose memory suffices at every point, where it is a straight line over batches.
 
@@ -313,8 +279,9 @@ class _Estimation:
         if not self._traced.has_any_batch:
             return None
         # Gradients that may wait on either side wait on the host where the device has no room.
-        placed = {b.id: (b, g.lowered.placements[b.id]) for g in graphs for b in g.lowered.buckets}
-        left = self._job.device_bytes - _waiting_bytes(graphs, list(placed.values()))[Tier.GPU]
+        lowered = [p.lowered for p in planned]
+        placed = {b.id: (b, x.placements[b.id]) for x in lowered for b in x.buckets}
+        left = self._job.device_bytes - _waiting_bytes(plans, list(placed.values()))[Tier.GPU]
         batch, more = self._job.batch, self._job.batch * (_SECOND - 1)
         largest = None
         for now, then in zip(*needed, strict=True):
@@ -358,41 +325,19 @@ def _distinct(plans: Sequence[Plan]) -> list[tuple[Bucket, Placement]]:
 
 
 def _waiting_bytes(
-    graphs: Sequence[_Graph], placed: Sequence[tuple[Bucket, Placement]]
+    plans: Sequence[Plan], placed: Sequence[tuple[Bucket, Placement]]
 ) -> dict[Tier, int]:
     """Bytes of one rank's gradients that wait for the last micro-batch, by place.
 
     placed: buckets where they count.
     """
-    steps = [s for graph in graphs for part in graph.accumulating for s in part.steps]
+    steps = [s for plan in plans for part in plan.schedules for s in part.steps]
     waiting = {s.bucket for s in steps if s.kind is Kind.ACCUMULATE}
     found = dict.fromkeys(Tier, 0)
     for bucket, placement in placed:
         if bucket.id in waiting:
             found[placement.gradient_tier] += gradient_bytes(bucket)
     return found
-
-
-class _GradientRoom:
-    """The host memory that gradients of several graphs may wait in."""
-
-    def __init__(self, budget: HostBudget | None, cached_bytes: int) -> None:
-        assert budget is not None, "a job says what hosts have"
-        self._left_bytes = max(0, budget.bytes - cached_bytes)
-        self._decided: dict[tuple[str, ...], bool] = {}
-
-    def fit(self, backward: GraphModule, ctx: PassContext) -> PassContext:
-        """A context whose gradients wait only if there is room for them, which is then taken."""
-        reduced = reduced_params(backward, ctx)
-        new = [b for b, params in reduced.items() if params not in self._decided]
-        fitting = fit_gradients(new, ctx.placements, host_bytes=self._left_bytes)
-        for made, waits in zip(new, fitting, strict=True):
-            self._decided[reduced[made]] = waits
-            if waits and made.strategy.uses_host:
-                self._left_bytes = max(0, self._left_bytes - gradient_bytes(made))
-        without = [b.id for b, params in reduced.items() if not self._decided[params]]
-        reducing = {i: replace(ctx.placements[i], gradient_tier=Tier.NONE) for i in without}
-        return replace(ctx, placements={**ctx.placements, **reducing})
 
 
 def _left_bytes(forward: GraphModule, sizes: Mapping[sympy.Symbol, int]) -> int:

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fcdp_compile.cluster.model_table import MODELS
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.extras import require
 from fcdp_compile.passes import partition
 from fcdp_compile.planner import traced
-from fcdp_compile.planner.model_table import MODELS
 from fcdp_compile.planner.traced import Build, Inputs
 from fcdp_compile.suggestion import did_you_mean
 

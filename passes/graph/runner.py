@@ -37,10 +37,11 @@ def run(
     graph: what the stages call it.  stages: where to keep each stage; None: nowhere.
     """
     for one in passes:
-        done = watched(
-            one.__name__, {graph: gm}, lambda one=one, gm=gm: {graph: one(gm, ctx)}, stages
-        )
-        gm = done[graph]
+
+        def change(one: Pass = one, gm: GraphModule = gm) -> dict[str, GraphModule]:
+            return {graph: one(gm, ctx)}
+
+        gm = watched(one.__name__, {graph: gm}, change, stages)[graph]
     return gm
 
 

@@ -34,27 +34,24 @@ class Placed:
 class Room:
     """What a device has for a cache.
 
-    capacity_bytes: None: nothing.  threshold: the part of it that may be used.  taken_bytes: by the caches of
-    other graphs.
+    capacity_bytes: None: nothing.  threshold: the part of it that may be used.  taken_bytes: of what else is
+    there.  device_type: where graphs were traced.  accumulates: whether a step has several micro-batches, or
+    may have.
     """
 
     capacity_bytes: int | None
     threshold: float
     taken_bytes: int = 0
+    device_type: str = "cpu"
+    accumulates: bool = True
 
 
 def place_all(
-    graphs: Graphs,
-    lowered: Lowered,
-    ctx: PassContext,
-    room: Room,
-    *,
-    device_type: str,
-    accumulates: bool = True,
+    graphs: Graphs, lowered: Lowered, ctx: PassContext, room: Room
 ) -> tuple[Placed, dict[int, int]]:
     """Predict the memory of a step and give everything its place.
 
-    graphs: before `lower`.  accumulates: whether a step has several micro-batches, or may have.
+    graphs: before `lower`.
 
     Returns what each bucket keeps on the device, too.
     """
@@ -64,8 +61,8 @@ def place_all(
         lowered.buckets,
         lowered.placements,
         ctx,
-        device_type=device_type,
-        accumulates=accumulates,
+        device_type=room.device_type,
+        accumulates=room.accumulates,
     )
     chosen = choose_tiers(
         step.entries,

@@ -7,12 +7,12 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from fcdp_compile.cluster.free_memory import UNLIMITED, HostBudget, Limit, detect, lockable_bytes
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.mesh import Topology
-from fcdp_compile.plan import Bucket, Placement
+from fcdp_compile.plan import Bucket
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.agreement import FLAGS_OF_A_WORD
 from fcdp_compile.runtime.collectives.collectives import Collectives
@@ -35,10 +35,12 @@ _REMEDIES = {
 
 
 class HostMemory:
-    """The budget of one model's cache on this rank, and the buckets that found no place in it.
+    """The budget of one model's cache on this rank.
 
-    The same on all ranks: the free memory is agreed once, the option is in the plan (a bucket that has no
-    place says why), and buckets ask for places in the order of the plan.
+    The same on all ranks: the free memory is agreed once, and the option is in the plan (a bucket that has no
+    place says why).
+
+    planned_bytes: what the plans of the model's graphs take of it.
 
     Models on one mesh share what is free.  What another one had in use when this one looked is not free, but
     part of what that one plans to use, which comes off as a whole; until all ranks know that it is gone, for
@@ -51,11 +53,9 @@ class HostMemory:
         self._available = HostBudget(bytes=UNLIMITED, limit=Limit.NOTHING)
         self._lockable_bytes = UNLIMITED
         self._asked_bytes: int | None = None
-        self._left_out: dict[int, Bucket] = {}
+        self.planned_bytes = 0
+        self._has_warned = False
         self._pool: PinnedPool | None = None
-        self._cached_bytes = 0
-        # By the parameters that one graph reduces together; None where there is no room.
-        self._gradient_bytes: dict[tuple[str, ...], int | None] = {}
         self._has_ended = False
         self._together = _sharing.setdefault(topology, [])
         self._together.append(self)
@@ -102,7 +102,7 @@ class HostMemory:
 
         Who asks for a number may have more than can be locked: the rest is used unregistered.
         """
-        others = sum(other._planned_bytes for other in self._others())
+        others = sum(other.planned_bytes for other in self._others())
         candidates = [_less(self._available, others)]
         if self._asked_bytes is None:
             lockable = HostBudget(bytes=self._lockable_bytes, limit=Limit.LOCKED)
@@ -117,34 +117,6 @@ class HostMemory:
         """Bytes of host memory that this model has now."""
         return 0 if self._pool is None else self._pool.slab_bytes
 
-    def plan(self, cached_bytes: int) -> None:
-        """Note what is cached of the graphs compiled so far."""
-        self._cached_bytes = cached_bytes
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes of the budget that nothing was planned for."""
-        return max(0, self.budget.bytes - self._planned_bytes)
-
-    def plan_gradients(self, params: tuple[str, ...], size_bytes: int | None) -> None:
-        """Note what gradients of these parameters take that wait for those of later micro-batches.
-
-        size_bytes: None if they find no place.
-        """
-        self._gradient_bytes[params] = size_bytes
-
-    def has_decided(self, params: tuple[str, ...]) -> bool:
-        """Whether it is known if gradients of these parameters have a place; the same on all ranks."""
-        return params in self._gradient_bytes
-
-    def has_place(self, params: tuple[str, ...]) -> bool:
-        """Whether gradients of these parameters have a place."""
-        return self._gradient_bytes[params] is not None
-
-    @property
-    def _planned_bytes(self) -> int:
-        return self._cached_bytes + sum(b or 0 for b in self._gradient_bytes.values())
-
     def end(self) -> None:
         """The model is gone."""
         self._has_ended = True
@@ -152,30 +124,29 @@ class HostMemory:
     def _others(self) -> list[HostMemory]:
         return [other for other in self._together if other is not self]
 
-    def is_left_out(self, bucket: Bucket) -> bool:
-        """Whether a forward found no place for the bucket."""
-        return bucket.id in self._left_out
+    def warn(self, without_room: Sequence[Bucket], wanting: Sequence[Bucket]) -> None:
+        """Say once, on one rank, that buckets which are to be kept on the host found no room there.
 
-    def note(self, placed: Iterable[tuple[Bucket, Placement]]) -> None:
-        """Note which buckets of a forward that caches found no place; warn of the first ones."""
-        pairs = list(placed)
-        made = [b for b, _ in pairs]
-        new = {b.id: b for b, at in pairs if not at.is_cached and not self.is_left_out(b)}
-        if new and not self._left_out and self._is_first:
-            lost, every = (sum(b.host_bytes for b in group) for group in (new.values(), made))
-            log.warning(
-                "%d of %d buckets (%.1f of %.1f MiB a rank) do not fit in host memory and are gathered "
-                "between nodes at every use: same numbers, slower; the cache may take %.1f MiB a rank "
-                "because of %s%s",
-                len(new),
-                len(made),
-                lost / 2**20,
-                every / 2**20,
-                self.budget.bytes / 2**20,
-                self.budget.limit.value,
-                _REMEDIES[self.budget.limit],
-            )
-        self._left_out |= new
+        wanting: all of their graph that are to be kept there.
+        """
+        if self._has_warned or not without_room:
+            return
+        self._has_warned = True
+        if not self._is_first:
+            return
+        lost, every = (sum(b.host_bytes for b in group) for group in (without_room, wanting))
+        log.warning(
+            "%d of %d buckets (%.1f of %.1f MiB a rank) do not fit in host memory and are gathered "
+            "between nodes at every use: same numbers, slower; the cache may take %.1f MiB a rank "
+            "because of %s%s",
+            len(without_room),
+            len(wanting),
+            lost / 2**20,
+            every / 2**20,
+            self.budget.bytes / 2**20,
+            self.budget.limit.value,
+            _REMEDIES[self.budget.limit],
+        )
 
 
 _sharing: weakref.WeakKeyDictionary[Topology, list[HostMemory]] = weakref.WeakKeyDictionary()

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import fcdp_compile
-from builders_plan import make_bucket, make_placement
+from builders_plan import make_bucket
 from fcdp_compile.cluster.free_memory import UNLIMITED, HostBudget, Limit
-from fcdp_compile.plan import Bucket, Placement, Tier
 from fcdp_compile.runtime.cache import host_budget
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 
@@ -117,14 +116,14 @@ def test_models_on_one_mesh_share_what_is_free(machine: SimpleNamespace) -> None
     elsewhere = make()
     agree(first)
     agree(elsewhere)
-    first.plan(600)
+    first.planned_bytes = 600
     agree(second)  # nothing is in use yet
     assert budget(second) == (400, Limit.AVAILABLE)
     machine.bytes = 500
     first._pool.slab_bytes = 500  # most of the plan has come true
     agree(second)
     assert budget(second) == (400, Limit.AVAILABLE)
-    second.plan(300)
+    second.planned_bytes = 300
     assert budget(first) == (700, Limit.AVAILABLE)
     assert budget(elsewhere) == (1000, Limit.AVAILABLE)
     second.end()
@@ -175,21 +174,19 @@ LEFT_OUT = make_bucket(1, [("b", (1024, 512))])
 LATER = make_bucket(2, [("c", (4, 4))])
 
 
-def placed(*buckets: Bucket) -> list[tuple[Bucket, Placement]]:
-    """The first one alone has a place."""
-    tiers = [Tier.HOST, Tier.NONE, Tier.NONE]
-    return [(b, make_placement(b, tier=tiers[b.id])) for b in buckets]
-
-
 def test_one_warning_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     first, other = make(ranks_per_node=2), make(ranks_per_node=2, place=1)
     for memory in (first, other):
         memory.ask(3 * MIB)
-        memory.note(placed(CACHED))
+        memory.warn([], [CACHED])
         assert caplog.text == ""
-    for buckets in ([CACHED, LEFT_OUT], [CACHED, LEFT_OUT], [LATER]):
+    for lost, wanting in (
+        ([LEFT_OUT], [CACHED, LEFT_OUT]),
+        ([], [CACHED, LEFT_OUT]),
+        ([LATER], [LATER]),
+    ):
         for memory in (first, other):
-            memory.note(placed(*buckets))
+            memory.warn(lost, wanting)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
@@ -197,5 +194,3 @@ def test_one_warning_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
         "at every use: same numbers, slower; the cache may take 1.5 MiB a rank because of "
         "options={'host_memory': …}; raise it"
     )
-    for memory in (first, other):
-        assert [memory.is_left_out(b) for b in (CACHED, LEFT_OUT, LATER)] == [False, True, True]

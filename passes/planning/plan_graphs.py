@@ -1,0 +1,146 @@
+"""The plan of the graphs of one compilation: what the backend compiles and what the planner estimates.
+
+    graphs -> bucket -> stamp -> lower_all -> place_all -> Plan
+
+Nothing here communicates or runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch.fx import GraphModule
+
+from fcdp_compile.passes.bucket import bucket, buckets_of
+from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.runner import Stages, run, watched
+from fcdp_compile.passes.memory.choose_tiers import place_steps
+from fcdp_compile.passes.memory.placement import Room, place_all
+from fcdp_compile.passes.pipeline import (
+    Graphs,
+    Key,
+    Lowered,
+    lower_all,
+    lower_variant,
+    used_again,
+)
+from fcdp_compile.passes.planning.book import BucketBook, ByKey, buckets_by_key
+from fcdp_compile.passes.stamp import stamp
+from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The plan of some graphs, and what was made of the graphs.
+
+    backward: what the variants of the backward are lowered with that wait for `no_sync`; None without a
+    backward.  without_room, wanting: of the buckets of a forward that are to be kept on the host, those that
+    found no room for the first time, and all.
+    """
+
+    plan: Plan
+    lowered: Lowered
+    backward: PassContext | None
+    without_room: tuple[Bucket, ...]
+    wanting: tuple[Bucket, ...]
+
+
+def plan_graphs(
+    graphs: Graphs,
+    book: BucketBook,
+    room: Room,
+    base: PassContext,
+    *,
+    number: int,
+    num_fwd_outputs: int = 0,
+    stages: Stages | None = None,
+) -> Planned:
+    """Plan a forward and its backward, or an inference graph; the graphs are given buckets and stamps.
+
+    book: gets the buckets that are new.  base: a context without buckets.  number: the plan's.
+    num_fwd_outputs: how many results of the forward are the caller's.  stages: where to keep what each pass
+    makes of the graphs.
+
+    Requires: `set_apart`, and `partition` of a forward and its backward.
+    """
+    forward, without_room, wanting = _give_buckets(graphs, book, base, stages)
+    # A single rank's backward is given the parameters themselves: autograd watches them.
+    if Direction.BACKWARD in graphs and base.ranks > 1:
+        _stamp(graphs, num_fwd_outputs, stages)
+    contexts = {d: book.context(base, d, forward) for d in graphs}
+    lowered = lower_all(graphs, contexts, stages)
+    taken_bytes = room.taken_bytes + book.device_bytes_of_others(lowered.buckets)
+    placed, kept_bytes = place_all(graphs, lowered, base, replace(room, taken_bytes=taken_bytes))
+    book.keep_on_device(kept_bytes)
+    plan = Plan(
+        strategy=", ".join(dict.fromkeys(b.strategy.name for b in placed.buckets)),
+        nodes=base.nodes,
+        ranks_per_node=base.ranks_per_node,
+        graph=number,
+        buckets=placed.buckets,
+        placements=tuple(placed.placements.values()),
+        refresh=lowered.refresh,
+        schedules=placed.schedules,
+        peak_bytes=placed.peak_bytes,
+        memory_limit_bytes=placed.limit_bytes,
+    )
+    backward = contexts.get(Direction.BACKWARD)
+    return Planned(
+        plan=plan,
+        lowered=lowered,
+        backward=backward and replace(backward, backward_buckets=used_again(graphs)),
+        without_room=without_room,
+        wanting=wanting,
+    )
+
+
+def _give_buckets(
+    graphs: Graphs, book: BucketBook, base: PassContext, stages: Stages | None
+) -> tuple[ByKey, tuple[Bucket, ...], tuple[Bucket, ...]]:
+    """Run `bucket` on the graphs; the forward's buckets by key, and what `Planned` says of the host."""
+    forward: ByKey = {}
+    without_room: list[Bucket] = []
+    wanting: list[Bucket] = []
+    for direction, gm in graphs.items():
+        ctx = book.context(base, direction, forward)
+        run([bucket], gm, ctx, graph=direction.value, stages=stages)
+        book.adopt(gm, base, direction, forward)
+        if direction is not Direction.BACKWARD:
+            forward = buckets_by_key(gm)
+            wanting = [b for b in buckets_of(gm) if b.strategy.keeps_on_host]
+            new = [b for b in wanting if b.id >= ctx.next_bucket]
+            without_room = [b for b in new if book.is_without_room(b)]
+    return forward, tuple(without_room), tuple(wanting)
+
+
+def plan_accumulation(
+    plan: Plan,
+    backward: GraphModule,
+    book: BucketBook,
+    ctx: PassContext,
+    stages: Stages | None = None,
+) -> tuple[Plan, dict[Key, GraphModule]]:
+    """The plan with the variants of a backward within `no_sync` and after it, and their lowered graphs.
+
+    ctx: `Planned.backward`.
+    """
+    ctx = book.fit_gradients(backward, ctx)
+    placements = {p.bucket: p for p in plan.placements}
+    graphs: dict[Key, GraphModule] = {}
+    schedules: list[Schedule] = []
+    for variant in (Variant.ACCUMULATE, Variant.COLLECT):
+        lowered, described = lower_variant(backward, replace(ctx, variant=variant), stages)
+        graphs[Direction.BACKWARD, variant] = lowered
+        schedules.append(place_steps(described, placements))
+    return replace(plan, schedules=(*plan.schedules, *schedules)), graphs
+
+
+def _stamp(graphs: Graphs, num_fwd_outputs: int, stages: Stages | None) -> None:
+    both = {d.value: gm for d, gm in graphs.items()}
+
+    def save_stamps() -> Mapping[str, GraphModule]:
+        stamp(*both.values(), num_fwd_outputs=num_fwd_outputs)
+        return both
+
+    watched("stamp", both, save_stamps, stages)
