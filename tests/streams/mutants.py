@@ -40,7 +40,7 @@ MODULES = (
     "cache.host_cache",
     "optimizers.gradients",
     "cache.released",
-    "model",
+    "parameters.upkeep",
     "eager",
     "read",
     "program",
