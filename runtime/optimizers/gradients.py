@@ -53,6 +53,10 @@ class _Waiting:
     bucket: Bucket
     slab: Tensor | None
 
+    @property
+    def slab_bytes(self) -> int:
+        return 0 if self.slab is None else self.slab.nbytes
+
 
 class _Backward:
     """One that is under way: autograd holds it until its end, and lets go of it also if it fails."""
@@ -98,25 +102,35 @@ class Accumulation:
         self, bucket: Bucket, params: _Params, grads: Tensor | Pending, dtype: torch.dtype
     ) -> Pending:
         """`grads` [n] and what waits, which then waits no longer; in `dtype`."""
-        own, waiting = tensor_of(grads), self._waiting.pop(params, None)
-        self._counters.add(Kind.COLLECT, _slab_bytes(waiting))
+        waiting = self._waiting.pop(params, None)
+        self._counters.add(Kind.COLLECT, 0 if waiting is None else waiting.slab_bytes)
         if waiting is not None:
             self._touch(params)
-        elif own.dtype == dtype:
+            return self._sum(bucket, waiting, grads, dtype)
+        if tensor_of(grads).dtype == dtype:
             return grads if isinstance(grads, Pending) else Pending(grads)
+        return self._cast(bucket, grads, dtype)
+
+    def _cast(self, bucket: Bucket, grads: Tensor | Pending, dtype: torch.dtype) -> Pending:
+        own = tensor_of(grads)
         out = own.new_empty(own.shape, dtype=dtype)
-        kept = None if waiting is None else waiting.kept
-        total = own if kept is None else kept
-        if waiting is not None and waiting.slab is not None:
-            total = torch.empty_like(waiting.slab, device=own.device)
-        elif kept is not None and total.dtype == dtype:
-            out = total
+        run = partial(out.copy_, own)
+        name = range_name(Kind.COLLECT, bucket)
+        return self._lanes.start(LANES[Kind.COLLECT], run, out=out, reads=[grads], name=name)
+
+    def _sum(
+        self, bucket: Bucket, waiting: _Waiting, grads: Tensor | Pending, dtype: torch.dtype
+    ) -> Pending:
+        """The sum takes the memory of what waited on the device, or new memory if that was on the host."""
+        own, kept = tensor_of(grads), waiting.kept
+        is_on_host = waiting.slab is not None
+        total = torch.empty_like(kept, device=own.device) if is_on_host else kept
+        out = total if total.dtype == dtype else own.new_empty(own.shape, dtype=dtype)
 
         def run() -> None:
-            if kept is not None:
-                if total is not kept:
-                    total.copy_(kept, non_blocking=True)
-                total.add_(own)
+            if is_on_host:
+                total.copy_(kept, non_blocking=True)
+            total.add_(own)
             if out is not total:
                 out.copy_(total)
 
@@ -210,19 +224,9 @@ class Accumulation:
         for params, waiting in list(self._waiting.items()):
             del self._waiting[params]
             self._marks.drop(params)
-            bucket = waiting.bucket
-            records = [self._records[n] for n in params]
-            self._counters.add(Kind.COLLECT, _slab_bytes(waiting))
-            device = records[0].local().device
-            rest = Pending(waiting.kept.to(device, getattr(torch, bucket.reduce_dtype)))
-            for kind in self._reductions(bucket):
-                crosses = kind is Kind.INTER_REDUCE_SCATTER
-                codec = self._codecs.of_gradients(bucket, params) if crosses else None
-                name = range_name(kind, bucket)
-                rest = self._collectives.reduction(kind, rest, name, codec=codec)
-            specs = [r.spec for r in records]
+            specs = [self._records[n].spec for n in params]
             shards = unpack_grads(
-                rest.wait(),
+                self._reduced(params, waiting),
                 [s.layout for s in specs],
                 [s.local_shape for s in specs],
                 [s.home_dtype for s in specs],
@@ -230,6 +234,19 @@ class Accumulation:
             for name, shard in zip(params, shards, strict=True):
                 if (grad := self._marks.shard(name)) is not None:
                     grad.add_(shard)
+
+    def _reduced(self, params: _Params, waiting: _Waiting) -> Tensor:
+        """What waited, reduced to the home shards."""
+        bucket = waiting.bucket
+        self._counters.add(Kind.COLLECT, waiting.slab_bytes)
+        device = self._records[params[0]].local().device
+        rest = Pending(waiting.kept.to(device, getattr(torch, bucket.reduce_dtype)))
+        for kind in self._reductions(bucket):
+            crosses = kind is Kind.INTER_REDUCE_SCATTER
+            codec = self._codecs.of_gradients(bucket, params) if crosses else None
+            name = range_name(kind, bucket)
+            rest = self._collectives.reduction(kind, rest, name, codec=codec)
+        return rest.wait()
 
     def _reductions(self, bucket: Bucket) -> list[Kind]:
         """What gradients have still to go through that accumulated at their strategy's scope, in order."""
@@ -280,7 +297,3 @@ class Accumulation:
             if name in names:
                 rows.narrow(1, offset, slots[name]).zero_()
             offset += slots[name]
-
-
-def _slab_bytes(waiting: _Waiting | None) -> int:
-    return 0 if waiting is None or waiting.slab is None else waiting.slab.nbytes

@@ -41,7 +41,7 @@ MODULES = (
     "cache.host_cache",
     "optimizers.gradients",
     "cache.released",
-    "model",
+    "parameters.upkeep",
     "eager",
     "read",
     "program",
