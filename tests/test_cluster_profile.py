@@ -79,7 +79,7 @@ def refusal(text: str) -> str:
         profile_from_json(text, source="x.json")
     message = str(info.value)
     assert message.startswith("x.json: ")
-    assert message.endswith("; measure again with fcdp probe, or mend the field")
+    assert message.endswith("; measure again with fcdp probe, or correct the field")
     assert message.isprintable()
     return message
 

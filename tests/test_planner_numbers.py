@@ -113,7 +113,7 @@ def test_a_model_that_cannot_be_built_is_one_line(made: str) -> None:
             raise KeyError("weights")
         return _Wide(), None  # type: ignore[return-value]
 
-    with pytest.raises(FcdpError, match=r"cannot be built|in the place of inputs"):
+    with pytest.raises(FcdpError, match=r"cannot be built|instead of inputs"):
         trace(build, seq=SEQ, param_dtype=None)
 
 

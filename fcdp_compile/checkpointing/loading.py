@@ -249,8 +249,8 @@ class _Loading:
         except Exception as error:
             # Whatever objects that take a state raise; what is half loaded must be said in any case.
             raise CheckpointError(
-                f"{str(error) or type(error).__name__}; the model, and what else was given, may hold a part "
-                f"of {self._folder} by now, so load again before going on"
+                f"{str(error) or type(error).__name__}; the model and the other arguments may now hold "
+                f"a part of {self._folder}, so load again before you go on"
             ) from error
 
     def _write(self, shown: Bar) -> None:

@@ -89,7 +89,7 @@ def load_pretrained(
         except FcdpError as error:
             state.values_loaded()
             raise FcdpError(
-                f"{path} was read in part, the model is half loaded: {error}"
+                f"{path} was read only in part, so the model is half loaded: {error}"
             ) from error
     destinations.arrived(a.held for a in order)
     if all(is_on_disk for _, is_on_disk in verdicts):
@@ -99,9 +99,9 @@ def load_pretrained(
     matched.renaming.note_used()
     if matched.kept_copies and state.topology.node == state.topology.place == 0:
         log.warning(
-            "%s, which PEFT trains and uses in the place of what %s has for it (modules_to_save), keeps its "
-            "values (%d tensors in all); build on meta, or add adapters to a model that has its weights, if "
-            "it shall begin as the checkpoint's",
+            "%s, which PEFT trains instead of the tensor that %s has (modules_to_save), keeps its "
+            "values (%d tensors in all); to start with the checkpoint's values, build on meta, or add "
+            "adapters to a model that has its weights",
             matched.kept_copies[0],
             path,
             len(matched.kept_copies),

@@ -92,8 +92,8 @@ def shard(
     check_model(root, ignored, (param_dtype, reduce_dtype, buffer_dtype), mesh)
     if reshard_after_forward is not None and chosen != Strategy.parse("fsdp"):
         raise ArgumentError(
-            f"reshard_after_forward is an option of strategy 'fsdp', not of {chosen.name!r}, which says "
-            "itself what is kept; leave it out"
+            f"reshard_after_forward is an option of strategy 'fsdp', not of {chosen.name!r}, which "
+            "already decides what is kept; leave it out"
         )
     topology = topology_of(mesh)
     if reshard_after_forward is not None:

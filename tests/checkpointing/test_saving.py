@@ -205,7 +205,7 @@ def test_a_load_that_fails_while_it_writes_says_so_and_makes_caches_stale(tmp_pa
     state = state_of(job.model)
     before = state.generations.of(state.records)
     job.scheduler = Unwilling(job.optimizer, 2)
-    with pytest.raises(CheckpointError, match=r"not today; the model, .* may hold a part of"):
+    with pytest.raises(CheckpointError, match=r"not today; the model .* may now hold a part of"):
         job.load(tmp_path)
     assert state.generations.of(state.records) > before
 
