@@ -68,7 +68,8 @@ def _setting(rows: Sequence[Row], record: Record) -> str:
         f"{shape.batch} x {shape.length} tokens per rank and micro-batch, AdamW, no dropout. All systems use "
         "the same seeds for weights and data.",
         "Order": "the systems run one after the other, each in fresh processes. Within a system, the "
-        f"networks take turns, step by step. The benchmark took {record.elapsed_s / 60:.0f} minutes.{_drift(rows)}",
+        f"networks take turns, step by step. The benchmark took {record.elapsed_s / 60:.0f} "
+        f"minutes.{_drift(rows)}",
     }
     return first + "\n\n" + "\n".join(f"* **{name}:** {text}" for name, text in facts.items())
 
