@@ -74,14 +74,12 @@ def write(folder: Path) -> None:
     """Write the page and its plot."""
     draw(folder / "agreement.svg")
     (folder / "agreement.md").write_text(
-        "# How ranks agree before a forward\n\n"
-        "Before each forward all ranks compare the variants that they are about to run, and exchange which copies "
-        "are stale.\nThe first rank gathers one message from each rank and broadcasts the result along Gloo's "
-        "tree. Both run in Gloo's\nthreads. `python -m benchmarks.agreement docs/benchmarks` writes this page. "
-        "The times are not measured: they are\nthe number of hops times the latencies that the cost model assumes "
-        "for a GPU cluster, 50 µs between nodes and 20 µs\nwithin a node.\n\n"
-        "![Hops over ranks](agreement.svg)\n\n"
-        f"{table()}\n"
+        "# How ranks agree before a forward\n\nBefore each forward all ranks compare the variants that "
+        "they are about to run, and exchange which copies are stale.\nThe first rank gathers one message "
+        "from each rank and broadcasts the result along Gloo's tree. Both run in Gloo's\nthreads. `python "
+        "-m benchmarks.agreement docs/benchmarks` writes this page. The times are not measured: they "
+        "are\nthe number of hops times the latencies that the cost model assumes for a GPU cluster, 50 µs "
+        f"between nodes and 20 µs\nwithin a node.\n\n![Hops over ranks](agreement.svg)\n\n{table()}\n"
     )
 
 

@@ -170,10 +170,11 @@ def _report(found: Sequence[Prediction], profile: ClusterProfile) -> str:
     inside = sum(abs(p.error) <= 0.15 for p in bound)
     worst = max((abs(p.error) for p in bound), default=0.0)
     return (
-        f"`python -m benchmarks.prediction` made this table from rows.json and the profile {profile.name!r}.\n\n"
-        f"In rows in which the network takes more than half of the step, {inside} of {len(bound)} predictions are "
-        f"within 15 % of the measured time; the worst is off by {worst:.0%}. *more*: the bytes that the network "
-        f"card counted beyond the plan, for headers and agreements.\n\n{table}"
+        "`python -m benchmarks.prediction` made this table from rows.json and the profile "
+        f"{profile.name!r}.\n\nIn rows in which the network takes more than half of the step, {inside} of "
+        f"{len(bound)} predictions are within 15 % of the measured time; the worst is off by {worst:.0%}. "
+        "*more*: the bytes that the network card counted beyond the plan, for headers and "
+        f"agreements.\n\n{table}"
     )
 
 

@@ -100,7 +100,7 @@ class CompiledPlan:
             act, what = "runs a backward of given values", "whether given values have changed"
             if any(Question(model.collectives, act, [is_changed], what).agreed()):
                 raise StaleParameterError(
-                    "values that a compiled function was given in the place of parameters changed between "
+                    "values that a compiled function got instead of parameters changed between "
                     "its forward and its backward; run the backward before anything writes to them"
                 )
         return given

@@ -76,7 +76,7 @@ def test_measured_times_stand_beside_predicted_ones(
     write_recordings(folder / "graph-000.recorded.json", recordings)
     assert main(["dump", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "measured: of each schedule the median of the recorded runs" in out
+    assert "measured: the median of the recorded runs of each schedule" in out
     assert "+2.000" not in out[: out.index("\nforward warm\n")], "it was not recorded"
     for recording, title in zip(recordings, ("forward warm", "backward"), strict=True):
         schedule = next(s for s in plan.schedules if (s.direction, s.variant) == recording.key)

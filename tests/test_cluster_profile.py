@@ -79,7 +79,7 @@ def refusal(text: str) -> str:
         FORMAT.from_json(text, source="x.json")
     message = str(info.value)
     assert message.startswith("x.json: ")
-    assert message.endswith("; measure again with fcdp probe, or mend the field")
+    assert message.endswith("; measure again with fcdp probe, or correct the field")
     assert message.isprintable()
     return message
 
@@ -130,8 +130,16 @@ def test_a_missing_field_is_named(path: tuple[str, ...]) -> None:
         (("ranks_per_node",), 0, "ranks_per_node: is 0, not 1 to 1024"),
         (("ranks_per_node",), 2000, "ranks_per_node: is 2000, not 1 to 1024"),
         (("ranks_per_node",), 8.0, "ranks_per_node: is 8.0, not a whole number"),
-        (("ranks_per_host_link",), 0, "ranks_per_host_link: is 0, not 1 to the 8 of a node"),
-        (("ranks_per_host_link",), 9, "ranks_per_host_link: is 9, not 1 to the 8 of a node"),
+        (
+            ("ranks_per_host_link",),
+            0,
+            "ranks_per_host_link: is 0, but must be 1 to 8, the ranks of a node",
+        ),
+        (
+            ("ranks_per_host_link",),
+            9,
+            "ranks_per_host_link: is 9, but must be 1 to 8, the ranks of a node",
+        ),
         (("intra_over_host_link",), 1, "intra_over_host_link: is 1, not true or false"),
         (("device_memory_bytes",), 0, "device_memory_bytes: is 0"),
         (("host_memory_bytes",), 0, "host_memory_bytes: is 0"),

@@ -151,7 +151,7 @@ FAULTS: list[tuple[Place, object, str]] = [
     ((*FIRST_PARAM, "layout", "shape"), [1] * 65, "layout.shape: has 65 dimensions"),
     ((*FIRST_PARAM, "layout", "shape"), [2**62] * 64, "layout.shape: makes the bucket larger"),
     # buckets
-    (("buckets", 1, "id"), 0, "buckets[1].id: is 0, which an earlier bucket has"),
+    (("buckets", 1, "id"), 0, "buckets[1].id: is 0, which an earlier bucket already has"),
     (("buckets", 0, "params"), [], "buckets[0].params: is empty"),
     ((*FIRST_PARAM, "name"), "", "buckets[0].params[0].name: is empty"),
     (

@@ -101,7 +101,7 @@ def test_largest_batch_is_the_last_that_fits_whatever_is_asked_for(
 def test_a_model_of_one_batch_size_is_not_planned_for_another() -> None:
     traced = trace(_insisting, seq=SEQ, param_dtype=None)
 
-    with pytest.raises(FcdpError, match="traced with 7 samples and takes no other number"):
+    with pytest.raises(FcdpError, match="traced with 7 samples and accepts no other number"):
         estimate(traced, Strategy.parse("zero3"), _job(2))
     assert estimate(traced, Strategy.parse("zero3"), _job(7)).max_batch_per_gpu is None
 
@@ -113,7 +113,7 @@ def test_a_model_that_cannot_be_built_is_one_line(made: str) -> None:
             raise KeyError("weights")
         return _Wide(), None  # type: ignore[return-value]
 
-    with pytest.raises(FcdpError, match=r"cannot be built|in the place of inputs"):
+    with pytest.raises(FcdpError, match=r"cannot be built|instead of inputs"):
         trace(build, seq=SEQ, param_dtype=None)
 
 

@@ -110,7 +110,7 @@ def test_what_was_not_measured_is_said_to_be_stated_or_assumed() -> None:
     assert profile.machine.inter == Link(latency_s=known.inter.latency_s, bytes_per_s=1.25e9)
     assert profile.machine.intra == known.intra
     assert "between nodes as stated, with an assumed latency of 50 us" in profile.source
-    assert "what a node's ranks send each other is assumed" in profile.source
+    assert "the speed between a node's ranks is assumed" in profile.source
     assert {s.of for s in profile.samples}.isdisjoint(
         {Measured.INTER_ALL_GATHER, Measured.INTRA_ALL_GATHER}
     )

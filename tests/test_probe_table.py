@@ -50,21 +50,21 @@ def test_a_slow_network_is_where_fcdp_gains() -> None:
         "Is the host faster than your network? Yes, 11 times: a rank loads 16 GB"
     )
     assert "The 8 ranks of a node load at once, each its part" in text
-    assert text.endswith("fcdp, which loads what others gather again, gains by it.")
+    assert text.endswith("fcdp gains: it loads the parameters that other strategies gather again.")
 
 
 def test_a_network_faster_than_one_link_but_not_than_all() -> None:
     text = verdict(with_network(2 * A40.machine.h2d.bytes_per_s))
     assert "? No, the network is 4 times as fast: " in text
     assert "in 1/2 of the time" in text
-    assert text.endswith("gains by it.")
+    assert text.endswith("that other strategies gather again.")
 
 
 def test_a_network_faster_than_all_links() -> None:
     text = verdict(with_network(16 * A40.machine.h2d.bytes_per_s))
     assert "? No, the network is 32 times as fast: " in text
     assert "in 4 times the time: " in text
-    assert "fcdp gains nothing by loading what others gather again" in text
+    assert "fcdp gains nothing if it loads parameters" in text
 
 
 def test_what_was_measured_and_what_not() -> None:
@@ -80,7 +80,7 @@ def test_what_was_measured_and_what_not() -> None:
     assert "extrapolated from 3 sizes up to 0.062 MiB" in rows[-1]
     assert host == rows[0]
     assert text.startswith("a40x8-10gbe: 2 x 8 ranks, cuda; FCDP (Park et al.)")
-    assert rows[-1].endswith("mostly latency, so GB/s is a guess: give it more --seconds")
+    assert rows[-1].endswith("mostly latency, so GB/s is a guess: use more --seconds")
     assert text.count("mostly latency") == 1
     big = Sample(of=Measured.H2D, bytes=16 * 10**9, flops=0, seconds=0.6)
     measured = format_profile(dataclasses.replace(A40, samples=(big,)))

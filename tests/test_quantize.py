@@ -152,7 +152,7 @@ def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) ->
         compile_codec(codec, wrong, CPU, encodes=encodes, rows=1, dtype=torch.float32)
     assert not codec.encoders
     assert not codec.decoders
-    assert caplog.text.count("quantise wrongly for cpu") == 1
+    assert caplog.text.count("quantisation kernels wrongly for cpu") == 1
 
 
 def _half_of(gm: GraphModule) -> Callable[[list[Any]], list[Tensor]]:

@@ -167,9 +167,9 @@ def test_modifiers(name: str, printed: str, weights: str, gradients: str, host: 
     [
         ("fcdp+w9", "unknown modifier 'w9'; choose from w8, g8, g4, c8, ring"),
         ("fcdp+", "unknown modifier ''; choose from w8"),
-        ("fcdp+g4+g8", "two modifiers for one thing; give one of g8 and g4"),
-        ("zero3+ring+auto", "two modifiers for one thing; give one of ring and auto"),
-        ("fcdp+ring", "keeps node shards, which a flat ring does not leave"),
+        ("fcdp+g4+g8", "two modifiers for the same choice; give one of g8 and g4"),
+        ("zero3+ring+auto", "two modifiers for the same choice; give one of ring and auto"),
+        ("fcdp+ring", "keeps node shards, but a flat ring makes no node shards"),
         ("mics+ho_ring", "gathers nothing between nodes"),
         (
             "fcdp+ho-ring",
@@ -191,7 +191,7 @@ def test_impossible_formats() -> None:
     fcdp = PRESETS["fcdp"]
     with pytest.raises(ValueError, match="weights in 4 bits"):
         replace(fcdp, weight_format=Format.INT4)
-    with pytest.raises(ValueError, match="in another format than they arrive in"):
+    with pytest.raises(ValueError, match="in another format than it receives them"):
         replace(fcdp, host_format=Format.INT8)
 
 
@@ -224,9 +224,9 @@ def test_what_is_no_name_is_a_type_error(name: object) -> None:
     [
         ({"home": Scope.INTRA, "gradient": Scope.GLOBAL}, "Principle 1 rules it out"),
         ({"home": Scope.NONE, "gradient": Scope.INTRA}, "Principle 1 rules it out"),
-        ({"home": Scope.INTRA, "cache": Cache.GPU}, "home shards .intra. are no less"),
-        ({"home": Scope.INTRA, "cache": Cache.ADAPTIVE}, "home shards .intra. are no less"),
-        ({"home": Scope.NONE, "cache": Cache.GPU_FULL}, "home shards .none. are no less"),
+        ({"home": Scope.INTRA, "cache": Cache.GPU}, "home shards .intra. are not smaller"),
+        ({"home": Scope.INTRA, "cache": Cache.ADAPTIVE}, "home shards .intra. are not smaller"),
+        ({"home": Scope.NONE, "cache": Cache.GPU_FULL}, "home shards .none. are not smaller"),
         ({"home": Scope.INTRA, "weight_format": Format.INT8}, "whole copies on every node"),
         ({"home": Scope.NONE, "gradient_format": Format.INT4}, "whole copies on every node"),
     ],

@@ -266,9 +266,7 @@ def test_cached_on_the_host() -> None:
 def test_gathered_again() -> None:
     plan = gpt_plan(3, strategy="zero3")
     crossing = readable_bytes(moved(schedule_of(plan, BACKWARD))[Flow.WEIGHTS_BETWEEN])
-    assert (
-        story(plan, COLD).text == "Nothing of it is kept: a gathered parameter lives for one use."
-    )
+    assert story(plan, COLD).text == "No copy is kept: a gathered parameter lives for one use."
     assert story(plan, BACKWARD) == (
         "The backward gathers every parameter between nodes again.",
         (

@@ -30,15 +30,16 @@ _RUN = """Run the benchmark with `make gpu`. On a machine whose Python already h
     pip install --no-deps --no-build-isolation -e .
     python -m benchmarks.gpu
 
-It takes at most ten minutes and needs one GPU and no network. Every part runs in its own processes, within a
-share of the remaining time, and writes `docs/benchmarks/gpu/PART.json` when it ends. `--parts` chooses parts,
-`--seconds` sets another limit, and `--device cpu --quick` tries the benchmark on a CPU in `build/gpu-trial`.
+It takes at most ten minutes and needs one GPU and no network. Every part runs in its own processes,
+within a share of the remaining time, and writes `docs/benchmarks/gpu/PART.json` when it ends. `--parts`
+chooses parts, `--seconds` sets another limit, and `--device cpu --quick` tries the benchmark on a CPU in
+`build/gpu-trial`.
 """
 
 NOT_MEASURED = f"""# On one GPU
 
-**fcdp has not run on a GPU yet.** The CUDA code has been checked by reading and by tests on simulated streams.
-The first run on a GPU will replace this page by its results.
+**fcdp has not run on a GPU yet.** The CUDA code has been checked by reading and by tests on simulated
+streams. The first run on a GPU will replace this page by its results.
 
 {_RUN}
 The benchmark has these parts:
@@ -175,10 +176,10 @@ def _copies(copies: Copies) -> list[str]:
 def _lanes(found: LaneRuns) -> list[str]:
     where = "on threads" if found.is_blocking else "on streams"
     intro = (
-        f"In a {found.backend} group of one rank, {where}. Right: compute gets the right result from a lane that "
-        "uses a result of compute, while both are busy. Issue: the time that the Python thread needs to start a "
-        "small task. NCCL may average wrongly in a group of one rank (torch's FSDP avoids this); outside of this "
-        "benchmark fcdp uses no collectives in such groups."
+        f"In a {found.backend} group of one rank, {where}. Right: compute gets the right result from a "
+        "lane that uses a result of compute, while both are busy. Issue: the time that the Python thread "
+        "needs to start a small task. NCCL may average wrongly in a group of one rank (torch's FSDP "
+        "avoids this); outside of this benchmark fcdp uses no collectives in such groups."
     )
     rows = [(r.name, "yes" if r.is_right else "**WRONG**", f"{r.issue_us:.1f}") for r in found.runs]
     return [intro, table(rows, ["task", "right", "issue µs"])]
@@ -206,9 +207,9 @@ def _parity(found: Parity) -> list[str]:
     headers = ["mode", "compute", "device_memory", "checkpointing, dropout", "last loss"]
     headers += ["losses off", "parameters off", "slabs MiB", "bytes of the last step"]
     intro = (
-        f"{len(found.cases)} of {found.planned} cases, each compared with the same model without fcdp, compiled "
-        f"by torch. Differences are relative; they are wrong beyond {LOSS_TOLERANCE:.0e} for losses and "
-        f"{PARAMETER_TOLERANCE:.0e} for parameters."
+        f"{len(found.cases)} of {found.planned} cases, each compared with the same model without fcdp, "
+        f"compiled by torch. Differences are relative; they are wrong beyond {LOSS_TOLERANCE:.0e} for "
+        f"losses and {PARAMETER_TOLERANCE:.0e} for parameters."
     )
     return [intro, table(rows, headers)]
 

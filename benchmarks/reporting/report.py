@@ -61,16 +61,17 @@ def _setting(rows: Sequence[ResultRow], record: Record) -> str:
     )
     facts = {
         "Machine": f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, "
-        f"{machine.system}. {record.nodes} x {record.ranks_per_node} ranks share the machine. The nodes are "
-        "network namespaces with capped network cards. So compute is slow, and transfers compete with compute "
-        "for the cores.",
+        f"{machine.system}. {record.nodes} x {record.ranks_per_node} ranks share the machine. The nodes "
+        "are network namespaces with capped network cards. So compute is slow, and transfers compete with "
+        "compute for the cores.",
         "Versions": f"{', '.join(machine.versions)}; fcdp at "
         f"{machine.commit or 'an unknown commit'}; Gloo, fp32.",
         "Model": f"GPT, {shape.layers} layers x {shape.width}, W = {all_bytes / 1e6:.1f} MB{trained}. "
         f"{shape.batch} x {shape.length} tokens per rank and micro-batch, AdamW, no dropout. All systems use "
         "the same seeds for weights and data.",
-        "Order": "the systems run one after the other, each in fresh processes. Within a system, the networks "
-        f"take turns, step by step. The benchmark took {record.elapsed_s / 60:.0f} minutes.{_drift(rows)}",
+        "Order": "the systems run one after the other, each in fresh processes. Within a system, the "
+        f"networks take turns, step by step. The benchmark took {record.elapsed_s / 60:.0f} "
+        f"minutes.{_drift(rows)}",
     }
     return first + "\n\n" + "\n".join(f"* **{name}:** {text}" for name, text in facts.items())
 
@@ -132,11 +133,11 @@ def _advice(cells: Mapping[Cell, Summary]) -> str:
                 if here:
                     rows.append((title, k, NETWORK_TITLES[network], *choices))
     intro = (
-        "The table shows the fastest of the measured systems, for three places where parameters, gradients and "
-        "optimizer state have to fit. ZeRO-3, FSDP and fcdp are made for the last column. In this column, "
-        "systems that keep node shards of the parameters on the accelerator (hpZ, node-sized reshard) also "
-        "need room for the node shards. Times within a few percent of each other are a tie. The tables below "
-        "show all systems."
+        "The table shows the fastest of the measured systems, for three places where parameters, "
+        "gradients and optimizer state have to fit. ZeRO-3, FSDP and fcdp are made for the last column. "
+        "In this column, systems that keep node shards of the parameters on the accelerator (hpZ, "
+        "node-sized reshard) also need room for the node shards. Times within a few percent of each other "
+        "are a tie. The tables below show all systems."
     )
     return f"{intro}\n\n{_table(rows, ['', 'accumulation', 'network', *fits], 'lrllll')}"
 
@@ -153,14 +154,15 @@ def _fastest(found: list[Summary]) -> str:
 
 def _legend() -> str:
     return (
-        "*sent*: bytes that left a node's network card in one optimizer step, including headers; the mean of "
-        "nodes and steps on all networks; also in multiples of W. *step*: median seconds of the slowest rank, "
-        "(least – most), n steps, without compilation and warm-up. *first*: the first step, with compilation. "
-        "*memory*: how far the heap of the largest rank grew, at its peak in a step after the first, since "
-        "before the model was made; tensors are in the heap; host memory is not included. *host*: parameters "
-        "of the largest rank that would be in host memory if there were an accelerator; add them to *memory*. "
-        "*loss*: the loss after the steps that all systems share; if the losses of a row differ from DDP's by "
-        f"more than {LOSS_TOLERANCE:g} (relative), the row says WRONG."
+        "*sent*: bytes that left a node's network card in one optimizer step, including headers; the mean "
+        "of nodes and steps on all networks; also in multiples of W. *step*: median seconds of the "
+        "slowest rank, (least – most), n steps, without compilation and warm-up. *first*: the first step, "
+        "with compilation. *memory*: how far the heap of the largest rank grew, at its peak in a step "
+        "after the first, since before the model was made; tensors are in the heap; host memory is not "
+        "included. *host*: parameters of the largest rank that would be in host memory if there were an "
+        "accelerator; add them to *memory*. *loss*: the loss after the steps that all systems share; if "
+        f"the losses of a row differ from DDP's by more than {LOSS_TOLERANCE:g} (relative), the row says "
+        "WRONG."
     )
 
 

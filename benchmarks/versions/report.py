@@ -15,15 +15,15 @@ _HEAD = """\
 
 <!-- Written by `make versions` from versions/results.json and versions/notes.md. -->
 
-fcdp uses internals of torch (`fcdp_compile/torch_compat/`). So `make versions` tries each release of torch in the
-supported range, on a machine without a GPU. CUDA builds of torch run there, too.
+fcdp uses internals of torch (`fcdp_compile/torch_compat/`). So `make versions` tries each release of
+torch in the supported range, on a machine without a GPU. CUDA builds of torch run there, too.
 
     make versions                                                        # everything that has no result
     make versions VERSIONS_ARGS="--torch 2.15.0 --python 3.12 --again"   # one pair again
 
-The command needs `python3.11`, `python3.12` and `python3.13` on the PATH, about 5 GB in `build/versions`, and 2 GB
-for the current environment. It removes this environment afterwards (`--keep` keeps it). It writes each result at
-once, so you can stop it and start it again. It is not part of CI.
+The command needs `python3.11`, `python3.12` and `python3.13` on the PATH, about 5 GB in `build/versions`,
+and 2 GB for the current environment. It removes this environment afterwards (`--keep` keeps it). It
+writes each result at once, so you can stop it and start it again. It is not part of CI.
 """
 
 

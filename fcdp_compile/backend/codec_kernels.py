@@ -122,7 +122,8 @@ def compile_codec(
 @functools.cache
 def _warn_once(device: str) -> None:
     log.warning(
-        "Inductor compiles the kernels that quantise wrongly for %s, so ATen's run instead", device
+        "Inductor compiles the quantisation kernels wrongly for %s, so ATen's kernels run instead",
+        device,
     )
 
 

@@ -91,17 +91,19 @@ class Comparison:
         here = {*model, *plain}
         saved_names = (*self._cuts, *self._left_out, *values)
         there = {n for n in saved_names if n.startswith("model.")}
-        problems = [f"{n} is missing in it" for n in sorted(here - there)]
+        problems = [f"{n} is missing in the checkpoint" for n in sorted(here - there)]
         problems += [f"{n} is not in the model" for n in sorted(there - here)]
         for name in sorted(here & there):
             if (name in model) != (name in self._cuts or name in self._left_out):
-                problems.append(f"{name} is sharded in one of them, and ignored in the other")
+                problems.append(
+                    f"{name} is ignored in the checkpoint or in the model, but not in both"
+                )
             elif name in model:
                 spec, saved = model[name], self._cuts.get(name) or self._left_out[name]
                 now = (spec.layout.shape, spec.home_dtype)
                 if now != (saved.shape, TORCH_DTYPES[saved.dtype]):
                     problems.append(
-                        f"{name} is {saved.dtype} {saved.shape} in it, here {now[1]} {now[0]}"
+                        f"{name} is {saved.dtype} {saved.shape} in the checkpoint, and here {now[1]} {now[0]}"
                     )
         self._raise_problems(problems)
 
@@ -110,10 +112,11 @@ class Comparison:
         for name, tensor in plain_tensors(self._root, self._state).items():
             saved = values[name]
             if not isinstance(saved, Tensor):
-                problems.append(f"{name} is no tensor in it")
+                problems.append(f"{name} is not a tensor in the checkpoint")
             elif (saved.dtype, saved.shape) != (tensor.dtype, tensor.shape):
                 problems.append(
-                    f"{name} is {saved.dtype} {tuple(saved.shape)} in it, here {tensor.dtype} "
+                    f"{name} is {saved.dtype} {tuple(saved.shape)} in the checkpoint, and here "
+                    f"{tensor.dtype} "
                     f"{tuple(tensor.shape)}"
                 )
         self._raise_problems(problems)
@@ -129,7 +132,7 @@ class Comparison:
             raise CheckpointError(
                 f"the checkpoint in {self._folder} was saved with frozen=False, and "
                 f"{self._state.records[unset[0]].spec.name!r} (one of {len(unset)}) has no values yet; "
-                "give the frozen parameters theirs first, such as by fcdp_compile.load_pretrained"
+                "give the frozen parameters their values first, for example with fcdp_compile.load_pretrained"
             )
         records = [self._state.records[k] for k in keys]
         return [own_mark(self._state, i, r.spec, r.peek()) for i, r in enumerate(records)]
@@ -142,9 +145,9 @@ class Comparison:
         if others:
             raise CheckpointError(
                 f"the checkpoint in {self._folder} was saved with frozen=False, and {len(others)} of the "
-                f"{len(marks)} parameters that it left out have other values here than they had: "
-                f"{', '.join(others[:8])}; give them the values that the job was begun with, such as by "
-                "fcdp_compile.load_pretrained from the same files"
+                f"{len(marks)} parameters that it left out have other values here than when it was saved: "
+                f"{', '.join(others[:8])}; give them the values with which the job began, for example "
+                "with fcdp_compile.load_pretrained from the same files"
             )
 
     def _raise_problems(self, problems: list[str]) -> None:
@@ -167,8 +170,8 @@ class Comparison:
         if here != saved:
             # Settings come from the checkpoint, also those in which AdamW differs from Adam.
             raise CheckpointError(
-                f"the optimizer is {here}, and that of the checkpoint in {self._folder} was {saved}; build "
-                "the same as when it was saved, or leave optimizer=… out"
+                f"the optimizer is {here}, but the checkpoint in {self._folder} was saved with {saved}; "
+                "build the same optimizer, or leave optimizer=… out"
             )
 
     def _moments(
@@ -190,14 +193,15 @@ class Comparison:
                 spec = specs.get(parameter)
                 if saved is None or spec is None or saved.shape != spec.layout.shape:
                     raise CheckpointError(
-                        f"{self._folder}: {key!r} of parameter {parameter!r} does not lie as that does"
+                        f"{self._folder}: {key!r} of parameter {parameter!r} is cut in another way than "
+                        "the parameter"
                     )
                 yield self._target(spec, value.name)
         if "optimizer.state" in differing:
             raise CheckpointError(
-                f"the optimizer of {self._folder} kept something for each rank alone, which "
-                f"{self._record.nodes} x {self._record.ranks_per_node} ranks can load and no others; load it "
-                "there, or without optimizer=…"
+                f"the optimizer of {self._folder} kept values that belong to one rank, which only "
+                f"{self._record.nodes} x {self._record.ranks_per_node} ranks can load; load on as many "
+                "nodes and ranks, or without optimizer=…"
             )
 
     def _check_unmoved(self, parameter: str, key: str, value: Any) -> None:
@@ -213,7 +217,7 @@ class Comparison:
             raise CheckpointError(
                 f"{self._folder}: the optimizer kept {key!r} of parameter {parameter!r} in a form that only "
                 f"the layout that saved it ({self._record.nodes} x {self._record.ranks_per_node}, its "
-                "strategy) can load; load it there, or without optimizer=…"
+                "strategy) can load; load with this layout, or without optimizer=…"
             )
 
     def _target(self, spec: ParamSpec, name: str) -> WantedRows:

@@ -168,8 +168,8 @@ def _write(plan: LoadPlan, shown: Bar) -> None:
     except Exception as error:
         # Whatever objects that take a state raise; what is half loaded must be said in any case.
         raise CheckpointError(
-            f"{str(error) or type(error).__name__}; the model, and what else was given, may hold a part "
-            f"of {plan.folder} by now, so load again before going on"
+            f"{str(error) or type(error).__name__}; the model and the other arguments may now hold a part "
+            f"of {plan.folder}, so load again before you go on"
         ) from error
 
 

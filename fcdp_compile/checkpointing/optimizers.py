@@ -130,9 +130,9 @@ def _is_moment(
         )
         if not lies_alike:
             raise CheckpointError(
-                f"{where} is cut as {tuple(value.placements)} with shape {tuple(value.shape)}, its "
-                "parameter in another way; fcdp_compile.save takes optimizers that keep tensors as their "
-                "parameters lie"
+                f"{where} is cut as {tuple(value.placements)} with shape {tuple(value.shape)}, but its "
+                "parameter in another way; fcdp_compile.save takes only optimizers whose tensors are "
+                "cut like their parameters"
             )
         return True
     if isinstance(parameter, DTensor) or not isinstance(value, Tensor):
@@ -160,7 +160,8 @@ def check_groups(
             gone = sorted(set(other["params"]) - set(now))[:3]
             raise CheckpointError(
                 f"group {i} of the optimizer has other parameters than the checkpoint's: it has "
-                f"{more or 'none'} besides, and lacks {gone or 'none'}; build it with the same groups, and "
+                f"{more or 'none'} in addition, and lacks {gone or 'none'}; build it with the same "
+                "groups, and "
                 "with the same parameters frozen, as when it was saved"
             )
 

@@ -63,7 +63,7 @@ class Write:
     def run(self) -> None:
         """Write, with all ranks of the group.
 
-        Raises: CheckpointError on every rank if one fails; the folder then has the checkpoint that it had.
+        Raises: CheckpointError on every rank if one fails; the folder then still has its previous checkpoint.
         """
         new = self._step(self._begin)[0]
         try:
@@ -103,8 +103,8 @@ class Write:
     def _look(self, id: str) -> list[str]:
         if not (self.folder / folder_of(id)).is_dir():
             raise CheckpointError(
-                f"{self.folder} is not the folder of that name that rank 0 writes to; save to one that all "
-                "nodes share"
+                f"{self.folder} is another folder on this rank than on rank 0; save to a folder that "
+                "all nodes share"
             )
         return [value.digest() for value in self.contents.values.values()]
 

@@ -41,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         metavar="FOLDER",
         nargs="?",
-        help='what torch.compile(..., options={"dump": FOLDER}) was given',
+        help='the folder given to torch.compile(..., options={"dump": FOLDER})',
     )
     parser.add_argument(
         "--format",
         choices=("table", "json", "chrome", "html"),
         default="table",
         help="table: for reading (default); json: the plan itself, a list if there are several; chrome: a "
-        "trace for Perfetto (ui.perfetto.dev) with predicted times, and measured ones where there is a "
-        "recording, a track for each lane; html: one page for a browser, for newcomers too, which fetches "
-        "nothing",
+        "trace for Perfetto (ui.perfetto.dev) with a track for each lane, predicted times, and measured "
+        "times if there is a recording; html: one page for a browser that explains the schedule and "
+        "fetches nothing",
     )
     parser.add_argument(
         "--graph", choices=[d.value for d in Direction], help="only schedules of this direction"
@@ -62,16 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine",
         metavar="NAME",
         default="cuda",
-        help="whose speeds predicted times assume: cuda, an A100-class card on 10 Gbit/s (default); cpu, two "
-        "cores; a built-in cluster's; or those in a file that fcdp probe wrote",
+        help="the speeds for predicted times: cuda, an A100-class card on 10 Gbit/s (default); cpu, two "
+        "cores; a built-in cluster; or a file that fcdp probe wrote",
     )
-    parser.add_argument(
-        "--why", type=int, metavar="BUCKET", help="all that there is to say about one bucket"
-    )
+    parser.add_argument("--why", type=int, metavar="BUCKET", help="everything about one bucket")
     parser.add_argument(
         "--diff",
         metavar="OTHER",
-        help="what is otherwise in another folder; exit code 1 if anything is",
+        help="the differences from another folder; exit code 1 if there are any",
     )
     parser.add_argument(
         "--passes",

@@ -26,7 +26,11 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, are_nodes_required: bo
         help=f"a file that fcdp probe wrote, or one of {', '.join(CLUSTERS)}",
     )
     parser.add_argument(
-        "--nodes", type=whole, required=are_nodes_required, metavar="N", help="of the cluster"
+        "--nodes",
+        type=whole,
+        required=are_nodes_required,
+        metavar="N",
+        help="number of nodes of the cluster",
     )
     parser.add_argument(
         "--gpus-per-node",
@@ -43,10 +47,14 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole,
         default=1,
         metavar="SAMPLES",
-        help="of a micro-batch, on each GPU (default: 1)",
+        help="samples of a micro-batch on each GPU (default: 1)",
     )
     parser.add_argument(
-        "--seq", type=whole, default=1024, metavar="TOKENS", help="of a sample (default: 1024)"
+        "--seq",
+        type=whole,
+        default=1024,
+        metavar="TOKENS",
+        help="tokens of a sample (default: 1024)",
     )
     parser.add_argument(
         "--lora",
@@ -65,13 +73,13 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=list(DTYPES),
         default="bf16",
-        help="of computation and of what is gathered; trained weights are kept in fp32 (default: bf16)",
+        help="dtype of computation and of gathers; trained weights are kept in fp32 (default: bf16)",
     )
     parser.add_argument(
         "--attention",
         choices=("sdpa", "eager"),
         default="sdpa",
-        help="fused, or one matrix product after the other (default: sdpa)",
+        help="attention: fused, or as separate matrix products (default: sdpa)",
     )
     parser.add_argument(
         "--no-checkpointing",
@@ -83,7 +91,8 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
         type=strategies,
         default=(),
         metavar="a,b,c",
-        help="only these, with modifiers if you like: zero3,fcdp+w8 (default: all that make a difference)",
+        help="only these strategies, with or without modifiers: zero3,fcdp+w8 (default: all that make a "
+        "difference)",
     )
 
 

@@ -8,7 +8,7 @@ import importlib
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.job_arguments import add_job_arguments
 
-SUMMARY = "rank the strategies for a model on a cluster, without either"
+SUMMARY = "rank the strategies for a model on a cluster, without weights or the cluster"
 DESCRIPTION = (
     "Trace a model on fake tensors, make the plan of every strategy for a cluster's profile, and rank them: "
     "memory, bytes between nodes, predicted time.  Needs no GPU, no weights and no cluster; exit code 1 if "

@@ -39,14 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=_count,
         metavar="N",
-        help="split the ranks into so many nodes (default: as torchrun started them)",
+        help="split the ranks into this many nodes (default: the nodes that torchrun uses)",
     )
     parser.add_argument(
         "--inter",
         type=_bandwidth,
         metavar="BANDWIDTH",
-        help="what a node's card sends, 10G (bits) or 1.25GB/s, in place of measuring it: for a cluster "
-        "that is not there yet",
+        help="take this bandwidth for a node's network card, 10G (bits) or 1.25GB/s, and do not measure "
+        "it: for a cluster that does not exist yet",
     )
     parser.add_argument(
         "--max-size",
@@ -62,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="about how long to measure (default: 30)",
     )
-    parser.add_argument("--name", type=_name, help="of the profile (default: ranks and device)")
+    parser.add_argument(
+        "--name", type=_name, help="name of the profile (default: ranks and device)"
+    )
     parser.add_argument(
         "--format",
         choices=("table", "json"),

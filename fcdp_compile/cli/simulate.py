@@ -15,8 +15,8 @@ from fcdp_compile.simulator.rings import Collectives
 
 SUMMARY = "replay plans on a cluster: stragglers, jitter, sweeps over nodes or bandwidth"
 DESCRIPTION = (
-    "Replay the plans of strategies on a cluster's profile, event by event: five lanes a rank, cards and "
-    "host links shared.  Takes the arguments of fcdp plan and prints the same rows."
+    "Replay the plans of strategies on a cluster's profile, event by event: five lanes per rank, with "
+    "shared network cards and host links.  Takes the arguments of fcdp plan and prints the same rows."
 )
 
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--collectives",
         choices=[c.value for c in Collectives],
         default=Collectives.HIERARCHICAL.value,
-        help="hierarchical: as planned; ring: as systems do that leave it to one NCCL group over all ranks",
+        help="hierarchical: as planned; ring: as in systems that use one NCCL group for all ranks",
     )
     parser.add_argument(
         "--straggler",
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_pair,
         default=[],
         metavar="NODES:FACTOR",
-        help="so many nodes whose compute takes FACTOR times as long; may be repeated",
+        help="compute of this many nodes takes FACTOR times as long; may be repeated",
     )
     parser.add_argument(
         "--slow-link",
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_pair,
         default=[],
         metavar="NODES:FACTOR",
-        help="so many nodes whose cards have FACTOR of the bandwidth; may be repeated",
+        help="network cards of this many nodes have FACTOR times the bandwidth; may be repeated",
     )
     parser.add_argument(
         "--jitter",
@@ -52,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PART",
         help="standard deviation of each compute step on each node, relative to its time",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the jitter (default: 0)")
     parser.add_argument(
         "--sweep",
         type=_sweep,
         metavar="nodes=2,4,… or bandwidth=1G,10G,…",
-        help="over numbers of nodes, in the place of --nodes, or over bandwidths of a node's card",
+        help="sweep over numbers of nodes, instead of --nodes, or over bandwidths of a node's card",
     )
     parser.add_argument(
         "--plot", metavar="FILE", help="draw a sweep as FILE.svg or FILE.png (needs matplotlib)"
@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("table", "json", "csv"),
         default="table",
-        help="table: for reading (default); json: as fcdp plan, of a sweep under sweep; csv: one line a row",
+        help="table: for reading (default); json: as fcdp plan prints it, a sweep as a list under "
+        "sweep; csv: one line a row",
     )
 
 

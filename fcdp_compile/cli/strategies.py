@@ -44,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=_strategy,
         metavar="STRATEGY",
-        help="only these, with modifiers if you like: fcdp+w8+g4 (default: all presets)",
+        help="only these strategies, with or without modifiers: fcdp+w8+g4 (default: all presets)",
     )
     parser.add_argument(
         "--formulas",
         action="store_true",
-        help="what each sends and keeps in symbols, in the place of what it is",
+        help="formulas for the bytes that each strategy sends and keeps, instead of its description",
     )
     parser.add_argument(
         "--format",
@@ -69,14 +69,17 @@ def run(options: argparse.Namespace) -> Answer:
         rows = [_row(strategy) for strategy in found]
         table = tabulate(rows, headers=_HEADERS, tablefmt="simple", disable_numparse=True)
         after = f"After a +: {', '.join(MODIFIERS)}, such as fcdp+w8+g4."
-        return Answer(f"{table}\n\n{after}  --formulas says what each sends and keeps.")
+        return Answer(
+            f"{table}\n\n{after}  --formulas shows the bytes that each strategy sends and keeps."
+        )
     rows = [_formulas(strategy, cost) for strategy, cost in found.items()]
     table = tabulate(rows, headers=_FORMULAS, tablefmt="simple", disable_numparse=True)
     note = (
         "Bytes of one optimizer step of s micro-batches on N > 1 nodes of g ranks, with no_sync around all "
         "but the last; F, T: frozen and trainable parameters, a: bytes of an accumulated gradient per byte "
-        "of parameter, b: bytes of an element, where something is quantised.\nfcdp keeps on the GPU what "
-        f"there is room for: here is what it takes with none.\nAfter a +: {', '.join(MODIFIERS)}, such as "
+        "of parameter, b: bytes of an element, where something is quantised.\nfcdp keeps as much on the "
+        f"GPU as there is room for: these formulas assume no room.\nAfter a +: {', '.join(MODIFIERS)}, "
+        "such as "
         "fcdp+w8+g4."
     )
     return Answer(f"{table}\n\n{note}")

@@ -90,7 +90,8 @@ def _check(profile: ClusterProfile) -> None:
     if not 1 <= profile.ranks_per_host_link <= profile.ranks_per_node:
         fail(
             "ranks_per_host_link",
-            f"is {profile.ranks_per_host_link}, not 1 to the {profile.ranks_per_node} of a node",
+            f"is {profile.ranks_per_host_link}, but must be 1 to {profile.ranks_per_node}, the ranks of "
+            "a node",
         )
     if profile.nodes is not None and profile.nodes < 1:
         fail("nodes", f"is {profile.nodes}, but must be at least 1")
@@ -106,7 +107,7 @@ FORMAT = RecordFormat(
     record=ClusterProfile,
     schema=SCHEMA,
     what="cluster profile",
-    remedy="measure again with fcdp probe, or mend the field",
+    remedy="measure again with fcdp probe, or correct the field",
     error=ProfileError,
     check=_check,
 )

@@ -145,9 +145,9 @@ class _Build:
         if isinstance(how, bool) or str(how).lower() == "gaussian":
             return how
         raise FcdpError(
-            f"adapter {adapter!r} of {self._names[layer]} starts as init_lora_weights={how!r} says, which is "
-            "made from the values of the model that it adapts; build it with its values before "
-            "fcdp_compile.shard, or take init_lora_weights=True"
+            f"adapter {adapter!r} of {self._names[layer]} has init_lora_weights={how!r}, which computes "
+            "it from the values of the adapted model; build the model with its values before "
+            "fcdp_compile.shard, or use init_lora_weights=True"
         )
 
 

@@ -128,10 +128,10 @@ class StreamCheck:
             access = Access(party, self._clocks.work(party), f"{what} in {self._where()}")
             for memory in given[: len(reads)]:
                 if conflict := self._clocks.read(memory, access):
-                    raise _error("reads what is not surely written", access, conflict)
+                    raise _error("reads memory that may not be written yet", access, conflict)
             for memory in (*given[len(reads) :], *results):
                 if conflict := self._clocks.write(memory, access):
-                    raise _error("writes to what may still be in use", access, conflict)
+                    raise _error("writes to memory that may still be in use", access, conflict)
 
     def allocated(self, made: Sequence[Tensor]) -> None:
         """Memory without values that belongs to this thread's current stream from now on."""
@@ -273,5 +273,5 @@ def _told(access: Access) -> str:
 
 def _error(what: str, access: Access, conflict: Access) -> StreamError:
     return StreamError(
-        f"{_told(access)} {what}: nothing puts it after {_told(conflict)}; this is a fault of fcdp"
+        f"{_told(access)} {what}: no event puts it after {_told(conflict)}; this is a fault of fcdp"
     )

@@ -91,7 +91,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ArgumentError(f"{twice!r} stands there twice")
+        raise ArgumentError(f"{twice!r} appears twice")
     return found
 
 

@@ -121,8 +121,8 @@ class TrainerCheckpoints(_Base):
                 raise CheckpointError(problem)
             if resume_from_checkpoint is None:
                 raise ArgumentError(
-                    f"no checkpoint of {self.args.output_dir} was saved whole, so there is nothing to resume "
-                    "from; leave resume_from_checkpoint out, or name a folder"
+                    f"no checkpoint of {self.args.output_dir} was saved completely, so there is nothing "
+                    "to resume from; leave resume_from_checkpoint out, or name a folder"
                 )
         self._generators = None
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -200,7 +200,8 @@ class TrainerCheckpoints(_Base):
         seen = together(state.topology.control, lambda: Path(checkpoint, FOLDER).is_dir())
         if len(set(seen)) > 1:
             raise CheckpointError(
-                f"rank {seen.index(False)} does not see {Path(checkpoint, FOLDER)}, which others do; resume "
+                f"rank {seen.index(False)} does not see {Path(checkpoint, FOLDER)}, but other ranks do; "
+                "resume "
                 "from a folder that all nodes share"
             )
         return seen[0]

@@ -103,8 +103,8 @@ def _problem(args: TrainingArguments) -> str | None:
         )
     if args.auto_find_batch_size:
         return (
-            "auto_find_batch_size would train again with a smaller batch on the rank that ran out of memory "
-            "alone; choose per_device_train_batch_size and set it to False"
+            "auto_find_batch_size would start again with a smaller batch only on the rank that ran out "
+            "of memory; choose per_device_train_batch_size and set it to False"
         )
     if args.bf16_full_eval or args.fp16_full_eval:
         return (
@@ -126,7 +126,7 @@ def _problem(args: TrainingArguments) -> str | None:
         return "torch_xla is installed, and fcdp has no collectives for TPUs; use GPUs or CPUs"
     if args.parallel_mode not in (ParallelMode.DISTRIBUTED, ParallelMode.NOT_PARALLEL):
         return (
-            f"{args.n_gpu} GPUs are visible to one process, which the Trainer would use by DataParallel; "
+            f"{args.n_gpu} GPUs are visible to one process, which the Trainer would use with DataParallel; "
             "start one process for each with torchrun"
         )
     if args.use_cpu and current_device().has_streams:
@@ -149,8 +149,8 @@ def check_launch(state: AcceleratorState) -> None:
     if (world := process_count()) != state.num_processes:
         # Every process would then train on the same data.
         raise ArgumentError(
-            f"the fcdp Trainer cannot do this: {world} processes run, of which Accelerate sees "
-            f"{state.num_processes}; where there are no GPUs, give TrainingArguments(use_cpu=True)"
+            f"the fcdp Trainer cannot do this: {world} processes run, but Accelerate sees "
+            f"{state.num_processes}; on a machine without GPUs, give TrainingArguments(use_cpu=True)"
         )
     if dynamo_backend is not DynamoBackend.NO:
         raise ArgumentError(

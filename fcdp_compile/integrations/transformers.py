@@ -230,12 +230,13 @@ def what_was_not_compiled(model: nn.Module, breaks_before: Counter[str]) -> str 
         shown = ", ".join(found.uncovered[:5])
         more = f" and {len(found.uncovered) - 5} more" if len(found.uncovered) > 5 else ""
         parts.append(
-            f"parameters in no compiled graph, which cross between nodes at each use, if any: {shown}{more}"
+            f"parameters in no compiled graph, which cross between nodes each time they are used: "
+            f"{shown}{more}"
         )
     if breaks:
         reasons = "; ".join(f"{count} x {reason}" for reason, count in breaks.most_common())
         parts.append(
-            f"graph breaks, behind which the first gathers are waited for: {reasons} "
+            f"graph breaks, after which compute waits for the first gathers: {reasons} "
             "(TORCH_LOGS=graph_breaks says where)"
         )
     return f"fcdp did not compile all of the model: {'; and '.join(parts)}" if parts else None

@@ -183,7 +183,7 @@ def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
         "a value of sharded parameters" if key is None else f"parameter {key.partition(':')[2]!r}"
     )
     raise FcdpError(
-        f"{name} meets a whole tensor of shape {tuple(plain.shape)} in {func}; take "
+        f"{name} is combined with a whole tensor of shape {tuple(plain.shape)} in {func}; use "
         "fcdp_compile.full(parameter), which is the whole parameter and averages its gradient"
     )
 

@@ -131,8 +131,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return _unscale(func, *args)
     if func._schema.is_mutable and getattr(args[0], _COPY, False):
         raise FcdpError(
-            f"a view of a sharded tensor is a copy where it lies across ranks, and what {func} writes to it "
-            "would be lost; write to the parameter within a block of fcdp_compile.gathered(model)"
+            f"a view of a sharded tensor that spans ranks is a copy, and the values that {func} writes "
+            "to it would be lost; write to the parameter within a block of fcdp_compile.gathered(model)"
         )
     source = args[0] if args else None  # before its rows are gathered
     done = run_locally(func, args, kwargs, _present)
@@ -227,8 +227,8 @@ def _refuse_mixture(func: Any, args: Any, kwargs: Any, sharded: DTensor) -> None
             raise MixedTensorsError(
                 f"{func} got a sharded tensor of shape {tuple(sharded.shape)} and a plain one of shape "
                 f"{tuple(tensor.shape)}; an optimizer that keeps plain tensors beside its parameters "
-                "cannot step sharded ones (docs/optimizers.md lists those that can), and elsewhere "
-                "fcdp_compile.full(parameter) gives the whole parameter"
+                "cannot step sharded parameters (docs/optimizers.md lists the optimizers that can); "
+                "outside of optimizers use fcdp_compile.full(parameter), the whole parameter"
             )
 
 

@@ -103,7 +103,8 @@ def check_shard(spec: ParamSpec, shard: torch.Tensor) -> None:
 def whole_error(name: str, found: torch.Tensor) -> FcdpError:
     """The error for a plain tensor in the place of a home shard."""
     return FcdpError(
-        f"parameter {name!r} is now {found.dtype} {tuple(found.shape)}, whole, where its home shard belongs; "
-        "do not replace it, give torch.func.functional_call values that are computed of the model's "
-        "parameters, and within fcdp_compile.gathered call the model, not a part that was compiled by itself"
+        f"parameter {name!r} is now {found.dtype} {tuple(found.shape)}, a whole tensor instead of its "
+        "home shard; do not replace it, give torch.func.functional_call values that are computed from "
+        "the model's parameters, and within fcdp_compile.gathered call the model, not a part that was "
+        "compiled by itself"
     )

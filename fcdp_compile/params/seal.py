@@ -70,8 +70,9 @@ def refuse_capture() -> None:
     """
     if is_capturing():
         raise FcdpError(
-            "a CUDA graph that uses sharded parameters or their gradients would write to them unseen when it "
-            "is replayed, and the model would go on with copies of the old values; run this part, such as "
+            "a CUDA graph that uses sharded parameters or their gradients would write to them unnoticed "
+            "when it is replayed, and the model would keep using copies of the old values; run this "
+            "part, such as "
             "optimizer.step(), outside of torch.cuda.graph"
         )
 

@@ -48,7 +48,7 @@ def check_plan(plan: Plan) -> None:
     ids: set[int] = set()
     for i, bucket in enumerate(plan.buckets):
         if bucket.id in ids:
-            fail(f"buckets[{i}].id", f"is {bucket.id}, which an earlier bucket has")
+            fail(f"buckets[{i}].id", f"is {bucket.id}, which an earlier bucket already has")
         ids.add(bucket.id)
         _check_bucket(bucket, plan, f"buckets[{i}]")
     _check_placements(plan)
@@ -84,7 +84,7 @@ def _check_bucket(bucket: Bucket, plan: Plan, path: str) -> None:
     _check_dtype(bucket.dtype, bucket.itemsize, path, "")
     _check_dtype(bucket.reduce_dtype, bucket.reduce_itemsize, path, "reduce_")
     if bucket.algorithm is Algorithm.AUTO:
-        fail(f"{path}.algorithm", "is auto, which a plan has decided")
+        fail(f"{path}.algorithm", "is auto, but a plan must name the algorithm")
     if not bucket.params:
         fail(f"{path}.params", "is empty")
     widest = max(bucket.itemsize, bucket.reduce_itemsize)
@@ -164,7 +164,7 @@ def _check_step(step: Step, ids: set[int], path: str) -> None:
         fail(f"{path}.bytes", f"is {step.bytes}, but {step.kind.value} moves nothing")
     computes = step.flops or (step.accessed_bytes and step.kind not in ASSEMBLING)
     if computes and step.kind is not Kind.COMPUTE:
-        fail(f"{path}.flops", f"says that {step.kind.value} computes, which it does not")
+        fail(f"{path}.flops", f"says that {step.kind.value} computes, but it does not")
     for i, wait in enumerate(step.waits):
         if wait >= step.index:
             fail(f"{path}.waits[{i}]", f"is {wait}, which is not an earlier step")

@@ -134,8 +134,8 @@ class _Estimation:
         self._traced, self._strategy, self._job = traced, strategy, job
         if job.batch != traced.batch and not traced.has_any_batch:
             raise FcdpError(
-                f"the model was traced with {traced.batch} samples and takes no other number; let the first "
-                "dimension of its inputs be any batch, have no graph breaks, or plan a "
+                f"the model was traced with {traced.batch} samples and accepts no other number; allow "
+                "any size of the first dimension of its inputs, remove graph breaks, or plan a "
                 f"batch of {traced.batch}"
             )
         specs = specs_of(traced, fit_strategy(strategy, job.mesh), job.mesh)

@@ -167,7 +167,7 @@ def _sent(best: Row, other: Row) -> str:
 def _bound(best: Row) -> str:
     part = best.exposed_s / best.step_s
     if part < 0.1:
-        return "communication hides behind compute almost entirely"
+        return "communication overlaps almost completely with compute"
     return f"compute stands still for {part:.0%} of the step"
 
 

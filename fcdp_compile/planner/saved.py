@@ -71,7 +71,7 @@ def load(identity: str) -> TracedModel | None:
     except (
         Exception
     ) as error:  # damaged, or of another build of torch: what unpickling raises is anything
-        log.warning("the trace %s is of no use (%s) and is made again", path, error)
+        log.warning("cannot use the trace %s (%s), so the model is traced again", path, error)
         return None
 
 

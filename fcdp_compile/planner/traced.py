@@ -196,12 +196,12 @@ def _check_inputs(model: nn.Module, inputs: Inputs) -> None:
     """Refuse inputs with which the forward cannot be called at all."""
     if not isinstance(model, nn.Module):
         raise FcdpError(
-            f"the build function returned {type(model).__name__} in the place of a model; return a pair of "
+            f"the build function returned {type(model).__name__} instead of a model; return a pair of "
             "an nn.Module and the inputs of its forward"
         )
     if not isinstance(inputs, Mapping | Sequence):
         raise FcdpError(
-            f"the build function returned {type(inputs).__name__} in the place of inputs; return a mapping "
+            f"the build function returned {type(inputs).__name__} instead of inputs; return a mapping "
             "such as {'input_ids': torch.zeros(batch, seq, dtype=torch.long)}, or a list"
         )
     args, kwargs = _arguments(inputs)
@@ -267,7 +267,7 @@ def _why_untraceable(error: Exception) -> str:
     return (
         f"the model cannot be traced without data ({why}); if it needs an input that it did not "
         "get, give --model a function your_module:build_fn that returns the model and a mapping of all its "
-        "inputs; what depends on values of inputs must be turned off"
+        "inputs; turn off code that depends on values of inputs"
     )
 
 

@@ -128,7 +128,7 @@ def _single_of(where: Path) -> Path:
 
 def _refusal(file: Path) -> str:
     return (
-        f"{file} is a pickle: reading it would run whatever code it holds, and it cannot be read in parts; "
+        f"{file} is a pickle: reading it would run any code that it holds, and it cannot be read in parts; "
         "load it once with from_pretrained where you trust it and write it with "
         "save_pretrained(folder, safe_serialization=True)"
     )

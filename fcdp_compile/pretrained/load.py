@@ -76,9 +76,9 @@ def load_pretrained(
     matched.renaming.note_used()
     if matched.kept_copies and is_first:
         log.warning(
-            "%s, which PEFT trains and uses in the place of what %s has for it (modules_to_save), keeps its "
-            "values (%d tensors in all); build on meta, or add adapters to a model that has its weights, if "
-            "it shall begin as the checkpoint's",
+            "%s, which PEFT trains instead of the tensor that %s has (modules_to_save), keeps its "
+            "values (%d tensors in all); to start with the checkpoint's values, build on meta, or add "
+            "adapters to a model that has its weights",
             matched.kept_copies[0],
             path,
             len(matched.kept_copies),
@@ -183,7 +183,9 @@ def _fill(
         together(control, lambda: _read(order, destinations, files, shows=shows))
     except FcdpError as error:
         state.validity.values_changed()
-        raise FcdpError(f"{path} was read in part, the model is half loaded: {error}") from error
+        raise FcdpError(
+            f"{path} was read only in part, so the model is half loaded: {error}"
+        ) from error
 
 
 def _read(

@@ -187,7 +187,7 @@ class _Matching:
             if not _can_cast(stored.dtype, held.tensor.dtype):
                 self._refuse(
                     held,
-                    f"tensor {_told(source)} is {stored.dtype}, of which no cast makes the model's "
+                    f"tensor {_told(source)} is {stored.dtype}, which cannot be cast to the model's "
                     f"{held.tensor.dtype}",
                 )
                 return

@@ -288,11 +288,11 @@ def _source(found: Findings, inter: Link) -> str:
         latency_us = 1e6 * inter.latency_s
         said.append(f"between nodes as stated, with an assumed latency of {latency_us:.0f} us")
     elif found.nodes > 1 and found.ranks_on_machine > found.ranks_per_node:
-        said.append("nodes are parts of one machine, so what is between them is no network")
+        said.append("nodes are parts of one machine, so the link between them is no network")
     if found.ranks_per_node > found.ranks_on_machine:
-        said.append("a node is several machines, so what is within it is a network")
+        said.append("a node is several machines, so the link within it is a network")
     if not found.intra:
-        said.append("one rank on a node, so what a node's ranks send each other is assumed")
+        said.append("one rank on a node, so the speed between a node's ranks is assumed")
     if found.device_type == "cpu":
         said.append("a CPU has no pinned memory, so H2D and D2H are copies of plain memory")
     return "; ".join(said)

@@ -49,5 +49,5 @@ def _told(problems: dict[int, str], ranks: int) -> str:
     if len(alike) == ranks:
         return problems[first]
     others = len(problems) - len(alike)
-    more = f" ({others} other ranks failed otherwise)" if others else ""
+    more = f" ({others} other ranks failed in other ways)" if others else ""
     return f"{ranks_named(alike)}: {problems[first]}{more}"

@@ -78,14 +78,17 @@ class RollCall:
         Thread(target=notes.exchange, name="fcdp roll call", daemon=True).start()
         notes.is_done.wait(_ANSWER_S + 0.2)
         if not notes.is_answered or notes.is_cut_off:
-            return f"{_host_of_the_store()} is gone or out of reach, and nobody can say which others are"
+            return (
+                f"{_host_of_the_store()} is gone or out of reach, and without it fcdp cannot know "
+                "which other ranks are"
+            )
         found = dict(notes.found)
         missing = [rank for rank in others if rank not in found]
         waits = [f"rank {r} waits for {t}" for r, t in sorted(found.items()) if t != doing]
         lost = (
             f"{ranks_named(missing)} did not come"
             if missing
-            else "every rank came, but some gave up before others were there, or cannot reach each other"
+            else "every rank came, but some ranks gave up before the others came, or cannot reach each other"
         )
         return "; ".join([lost, *waits[:3]])
 

@@ -71,7 +71,9 @@ class Explanation:
             return "every parameter is in a compiled graph"
         shown = ", ".join(self.uncovered[:_SHOWN])
         more = f" and {len(self.uncovered) - _SHOWN} more" if len(self.uncovered) > _SHOWN else ""
-        return f"in no compiled graph, so gathered past the cache if they are used: {shown}{more}"
+        return (
+            f"in no compiled graph, so gathered without the cache if they are used: {shown}{more}"
+        )
 
     def _breaks(self) -> str:
         if not self.graph_breaks:
@@ -79,8 +81,8 @@ class Explanation:
         lines = (f"  {count} x {reason}" for reason, count in self.graph_breaks)
         places = "".join(f"\n  at {place}" for place in self.broken_at[:_PLACES_SHOWN])
         if (more := len(self.broken_at) - _PLACES_SHOWN) > 0:
-            places += f"\n  and at {more} places more"
-        return "graph breaks (TORCH_LOGS=graph_breaks says all):\n" + "\n".join(lines) + places
+            places += f"\n  and at {more} more places"
+        return "graph breaks (TORCH_LOGS=graph_breaks shows all):\n" + "\n".join(lines) + places
 
 
 def explain(model: nn.Module) -> Explanation:

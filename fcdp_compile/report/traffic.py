@@ -17,7 +17,7 @@ _KINDS: dict[str, tuple[str, str, str]] = {
     Kind.FLAT_ALL_GATHER.value: ("inter", "flat_all_gather", "weights, in a ring over all ranks"),
     Kind.INTER_REDUCE_SCATTER.value: ("inter", "reduce_scatter", "gradients to their owners"),
     Kind.INTER_ALL_REDUCE.value: ("inter", "all_reduce", "gradients of replicated shards"),
-    AGREE: ("inter", "agree", "ranks agree on a plan, and on what is stale"),
+    AGREE: ("inter", "agree", "ranks agree on a plan and on stale copies"),
     Kind.INTRA_ALL_GATHER.value: ("intra", "all_gather", "weights from ranks of the node"),
     Kind.INTRA_OWN_ALL_GATHER.value: ("intra", "own_all_gather", "HO-Ring: the node's own weights"),
     Kind.INTRA_REST_ALL_GATHER.value: (

@@ -67,7 +67,7 @@ def matching(pattern: str, modules: Iterable[str], option: str) -> list[str]:
     """
     if not pattern:
         raise ArgumentError(
-            f"{option} names '', the model itself; leave {option} out to mean all of it"
+            f"{option} names '', the model itself; leave {option} out to mean the whole model"
         )
     parts = pattern.split(".")
     found = [m for m in modules if m and _matches(parts, m.split("."))]

@@ -109,8 +109,8 @@ def _records(
             found.append(record)
         elif writeback and not outer.writeback:
             raise ArgumentError(
-                f"writeback of parameter {record.spec.name!r}, which an outer fcdp_compile.gathered has "
-                "gathered without; give that one writeback=True"
+                f"writeback of parameter {record.spec.name!r}, which an outer block of "
+                "fcdp_compile.gathered holds without writeback; give the outer block writeback=True"
             )
     return found
 
@@ -223,9 +223,9 @@ class _Block:
         for i, was in enumerate(self._inside):
             if changed[i] and not self._writeback:
                 raise FcdpError(
-                    f"parameter {was.record.spec.name!r} was changed within fcdp_compile.gathered, which was "
-                    "not told to write it back, so nothing was; pass writeback=True, or restore what the "
-                    "block changes"
+                    f"parameter {was.record.spec.name!r} was changed within fcdp_compile.gathered "
+                    "without writeback, so no change was kept; pass writeback=True, or undo the changes "
+                    "within the block"
                 )
             # Copies of a strategy that shards within nodes may differ between them by rounding.
             if changed[i] and len({row[i] for row in rows}) > 1:
@@ -264,13 +264,13 @@ def _left(was: _Gathered, now: list[Tensor | None]) -> _Left:
         )
     if any(v is not values for v in now):
         raise FcdpError(
-            f"parameter {spec.name!r} is tied, but two tensors were left in its places within "
-            "fcdp_compile.gathered; put one in all of them"
+            f"parameter {spec.name!r} is tied, but fcdp_compile.gathered found two tensors in its "
+            "places; put the same tensor into all places"
         )
     if values.grad is not None:
         raise FcdpError(
-            f"parameter {spec.name!r} got a gradient within fcdp_compile.gathered, which nothing averages; "
-            "compute gradients outside of the block"
+            f"parameter {spec.name!r} got a gradient within fcdp_compile.gathered, where gradients are "
+            "not averaged; compute gradients outside of the block"
         )
     values = values.detach().to(was.home.device)
     return _Left(values=values, mark=int(fingerprint([values])))

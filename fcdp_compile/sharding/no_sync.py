@@ -41,8 +41,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     for name, parameter in model_of(model).named_parameters():
         if has_gradient_hooks(parameter):
             raise FcdpError(
-                f"parameter {name!r} has a gradient hook, and in no_sync there is no gradient to give to it; "
-                "remove the hook, or change gradients after the last backward"
+                f"parameter {name!r} has a gradient hook, but within no_sync there is no gradient for "
+                "the hook; remove the hook, or change gradients after the last backward"
             )
     was_on = state.accumulation.is_on
     state.accumulation.is_on = True

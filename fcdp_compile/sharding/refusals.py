@@ -74,8 +74,8 @@ def check_model(
     for name, parameter in model.named_parameters():
         if name in ignored and parameter.is_meta:
             raise ArgumentError(
-                f"parameter {name!r} is among ignored_params and on meta, where nothing would give it values;"
-                " give it values before shard"
+                f"parameter {name!r} is in ignored_params and on meta, and fcdp gives no values to "
+                "ignored parameters; give it values before shard"
             )
     _check_memory({n: p for n, p in parameters.items() if not p.is_meta})
     _check_references(model, parameters)
@@ -123,10 +123,13 @@ def _check_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> 
         )
         if not found.is_copy:
             raise ArgumentError(
-                f"{where}, where shard cannot replace it: what reads it there would never be trained; read "
+                f"{where}, where shard cannot replace it, so code that reads it there would use values "
+                "that are never trained; read "
                 "the parameter through the module that it belongs to (self.layer.weight) where it is used"
             )
-        log.warning("%s, which shares memory with it now and will not after shard", where)
+        log.warning(
+            "%s, which shares memory with the parameter now, but will not after shard", where
+        )
 
 
 def _check_memory(parameters: dict[str, nn.Parameter]) -> None:

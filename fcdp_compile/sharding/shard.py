@@ -97,8 +97,8 @@ def _chosen(strategy: str | Strategy, reshard_after_forward: bool | int | None) 
     chosen = Strategy.parse(strategy)
     if reshard_after_forward is not None and chosen != Strategy.parse("fsdp"):
         raise ArgumentError(
-            f"reshard_after_forward is an option of strategy 'fsdp', not of {chosen.name!r}, which says "
-            "itself what is kept; leave it out"
+            f"reshard_after_forward is an option of strategy 'fsdp', not of {chosen.name!r}, which "
+            "already decides what is kept; leave it out"
         )
     return chosen
 

@@ -207,8 +207,9 @@ def _fcdp_refuse_new_parameters(root: nn.Module) -> None:
             is_known |= not isinstance(parameter, nn.Parameter)
         if not (is_known or is_ignored(parameter) or name in whole):
             raise UnshardedParameterError(
-                f"parameter {name!r} was added or replaced after fcdp_compile.shard, so nothing would "
-                "average its gradient; finish the model's structure, adapters too, and shard it then"
+                f"parameter {name!r} was added or replaced after fcdp_compile.shard, so its gradient "
+                "would not be averaged; finish the model's structure, including adapters, before "
+                "fcdp_compile.shard"
             )
 
 

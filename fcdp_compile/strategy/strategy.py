@@ -108,8 +108,8 @@ class Strategy:
         widths = list(Scope)
         if widths.index(self.gradient) > widths.index(self.home):
             raise ArgumentError(
-                f"strategy {self.name!r} shards gradients ({self.gradient.value}) over more ranks than what "
-                f"the optimizer steps ({self.home.value}); PaRO's Principle 1 rules it out"
+                f"strategy {self.name!r} shards gradients ({self.gradient.value}) over more ranks than "
+                f"optimizer states ({self.home.value}); PaRO's Principle 1 rules it out"
             )
         useful = {
             Scope.NONE: [Cache.NONE],
@@ -118,8 +118,8 @@ class Strategy:
         }
         if self.cache not in useful[self.home]:
             raise ArgumentError(
-                f"strategy {self.name!r} keeps what is gathered ({self.cache.value}) although home shards "
-                f"({self.home.value}) are no less; use cache none"
+                f"strategy {self.name!r} keeps gathered copies ({self.cache.value}) although home shards "
+                f"({self.home.value}) are not smaller; use cache none"
             )
 
     def _check_formats(self) -> None:
@@ -127,13 +127,13 @@ class Strategy:
             (self.weight_format, self.gradient_format) != (Format.FULL, Format.FULL)
         ):
             raise ArgumentError(
-                f"strategy {self.name!r} keeps whole copies on every node, between which nothing is gathered "
-                "or scattered that a format could shorten; use one that shards over all ranks, such as 'fcdp'"
+                f"strategy {self.name!r} keeps whole copies on every node, so no gather or scatter "
+                "between nodes could use a format; use a strategy that shards over all ranks, such as 'fcdp'"
             )
         if self.weight_format is Format.INT4 or self.host_format is Format.INT4:
             raise ArgumentError(
-                f"strategy {self.name!r} would send or keep weights in 4 bits, which is for gradients alone; "
-                "use int8"
+                f"strategy {self.name!r} would send or keep weights in 4 bits, but 4 bits are only for "
+                "gradients; use int8"
             )
         if self.host_format is Format.FULL:
             return
@@ -145,8 +145,8 @@ class Strategy:
         if self.weight_format is Format.FULL:
             # A backward would compute with other weights than its forward.
             raise ArgumentError(
-                f"strategy {self.name!r} keeps weights on the host in another format than they arrive in; "
-                "choose the same weight_format"
+                f"strategy {self.name!r} keeps weights on the host in another format than it receives "
+                "them; choose the same weight_format"
             )
 
     def _check_algorithm(self) -> None:
@@ -159,7 +159,7 @@ class Strategy:
             )
         if self.algorithm is Algorithm.RING and self.cache is not Cache.NONE:
             raise ArgumentError(
-                f"strategy {self.name!r} keeps node shards, which a flat ring does not leave on its way; use "
+                f"strategy {self.name!r} keeps node shards, but a flat ring makes no node shards; use "
                 "'ho_ring', or 'ring' with a strategy that keeps nothing, such as 'zero3'"
             )
 
@@ -355,7 +355,7 @@ def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
             if chosen.setdefault(field, value) is not value:
                 rivals = [m for m in MODIFIERS if field in MODIFIERS[m] and m in modifiers]
                 raise ArgumentError(
-                    f"strategy {name!r} has two modifiers for one thing; give one of "
+                    f"strategy {name!r} has two modifiers for the same choice; give one of "
                     f"{' and '.join(rivals)}"
                 )
     given = [m for m in MODIFIERS if m in modifiers]
@@ -374,4 +374,4 @@ def _why_no_paro(name: str, code: str) -> str:
                 f"strategy {name!r} shards {what} over more ranks than optimizer states, so a rank would "
                 f"step values whose {what} it does not hold; PaRO's Principle 1 rules it out"
             )
-    raise AssertionError(f"{name} is valid and no preset")
+    raise AssertionError(f"{name} is valid, but not a preset")

@@ -114,7 +114,7 @@ def _rounded(number: float, digits: int) -> str:
 
 
 _GATHERS = frozenset({Kind.INTER_ALL_GATHER, Kind.FLAT_ALL_GATHER})
-_ON_THE_NODE = "What it computes with is on the node already."
+_ON_THE_NODE = "All its parameters are on the node already."
 
 
 def _tell_forward(plan: Plan, schedule: Schedule) -> Story:
@@ -136,7 +136,7 @@ def _tell_forward(plan: Plan, schedule: Schedule) -> Story:
 
 def _what_is_kept(gathered: _Placed, stored: _Placed) -> str:
     if not stored:
-        return "Nothing of it is kept: a gathered parameter lives for one use."
+        return "No copy is kept: a gathered parameter lives for one use."
     kept = (
         f"Each rank keeps what it gathered ({readable_bytes(_kept_bytes(stored))}) {_where(stored)}"
     )

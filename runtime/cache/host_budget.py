@@ -91,7 +91,7 @@ class HostMemory:
         if self._asked_bytes not in (None, node_bytes) and node_bytes is not None:
             raise ArgumentError(
                 f"option 'host_memory' is {node_bytes} bytes, but an earlier graph of this model was "
-                f"compiled with {self._asked_bytes}; give every torch.compile of one model the same"
+                f"compiled with {self._asked_bytes}; give every torch.compile of one model the same value"
             )
         if node_bytes is not None:
             self._asked_bytes = node_bytes

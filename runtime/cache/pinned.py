@@ -74,8 +74,8 @@ class PinnedPool:
             return
         self._has_warned = True
         log.warning(
-            "could not register %d bytes of host memory with the device (%s); the memory is used as it is: "
-            "same numbers, slower copies; raise the limit of locked memory (ulimit -l) or set "
+            "could not register %d bytes of host memory with the device (%s); the memory is used "
+            "unregistered: same numbers, slower copies; raise the limit of locked memory (ulimit -l) or set "
             "options={'host_memory': …} lower",
             slab_bytes,
             why,

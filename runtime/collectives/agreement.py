@@ -126,7 +126,8 @@ def same_tensors(collectives: Collectives, act: str, tensors: Mapping[str, Tenso
     ):
         if other := first_other(found):
             raise FcdpError(
-                f"rank 0 {act}, and {name!r} has other values on rank {other}; give every rank the same"
+                f"rank 0 {act}, and {name!r} has other values on rank {other}; give every rank the same "
+                "values"
             )
 
 
@@ -158,8 +159,8 @@ def _mode_mismatch(modes: list[str]) -> str:
         )
         return (
             f"rank 0 {mine} and rank {other} {others}; let every rank do the same in the same order, "
-            "whatever its number and data: load and save on every rank, and let a loop over the experts that "
-            "got tokens go over all of them"
+            "whatever its rank and data: load and save on every rank, and let a loop over experts go "
+            "over all experts, not only over those that got tokens"
         )
     return (
         f"rank 0 {modes[0]} the gradients of this forward and rank {other} {modes[other]} them; enter and "

@@ -137,13 +137,14 @@ class GradientMarks:
         if any(changed):
             raise FcdpError(
                 f"the gradient of parameter {names[changed.index(True)]!r} was changed while gradients of "
-                "earlier micro-batches wait for the one that synchronises; clip or scale gradients after the "
+                "earlier micro-batches wait for the micro-batch that synchronises; clip or scale "
+                "gradients after the "
                 "backward outside of no_sync"
             )
         found = {n for n, is_cleared in zip(names, cleared, strict=True) if is_cleared}
         if left := [n for n in self._lost if n not in found]:
             raise FcdpError(
-                f"a backward failed when it had taken up gradients of parameter {left[0]!r} (one of "
+                f"a backward failed after it had taken gradients of parameter {left[0]!r} (one of "
                 f"{len(left)}) that accumulate; clear all gradients (optimizer.zero_grad()) and begin again "
                 "with the first micro-batch"
             )

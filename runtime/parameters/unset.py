@@ -74,6 +74,6 @@ def _told(what: str, names: Sequence[str]) -> str:
     others = "" if len(names) == 1 else f" (nor have {len(names) - 1} others)"
     return (
         f"{what} needs the values of {names[0]!r}, which was built on meta and has none yet{others}; call "
-        "fcdp_compile.materialize(model), fcdp_compile.load_pretrained or model.load_state_dict (what is "
-        "written to a parameter by hand does not count)"
+        "fcdp_compile.materialize(model), fcdp_compile.load_pretrained or model.load_state_dict (values "
+        "that are written into a parameter by hand do not count)"
     )

@@ -218,7 +218,7 @@ def test_a_huge_record_is_refused_without_looking_at_its_values(
     text = path.read_text().replace('"best": 1.5', f'"best": {lists}')
     assert len(text) > 25e6
     path.write_text(text)
-    with pytest.raises(CheckpointError, match="checksum: is not that of the rest"):
+    with pytest.raises(CheckpointError, match="checksum: does not match the rest"):
         read_record(tmp_path / "huge")
     text = text.replace("[], " * 6_000_000, "").replace('"nodes": 1', '"nodes": 3')
     path.write_text(_sealed(text))

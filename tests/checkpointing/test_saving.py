@@ -145,9 +145,9 @@ def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
         fcdp_compile.load(tmp_path, model=other)
     for told in (
         "model.norm.weight is not in the model",
-        "model.second.weight is missing in it",
+        "model.second.weight is missing in the checkpoint",
         "model.norm.running_mean (buffer) is not in the model",
-        "model.first.weight is float32 (5, 3) in it, here torch.float32 (6, 3)",
+        "model.first.weight is float32 (5, 3) in the checkpoint, and here torch.float32 (6, 3)",
     ):
         assert told in str(caught.value)
     assert all(torch.equal(v, before[n]) for n, v in other.state_dict().items())
@@ -205,7 +205,7 @@ def test_a_load_that_fails_while_it_writes_says_so_and_makes_caches_stale(tmp_pa
     state = state_of(job.model)
     before = state.validity.generations.of(state.records)
     job.scheduler = Unwilling(job.optimizer, 2)
-    with pytest.raises(CheckpointError, match=r"not today; the model, .* may hold a part of"):
+    with pytest.raises(CheckpointError, match=r"not today; the model .* may now hold a part of"):
         job.load(tmp_path)
     assert state.validity.generations.of(state.records) > before
 

@@ -87,7 +87,7 @@ class _Attribute(nn.Linear):
         (partial(_Attribute, 2, 2), "table is on meta and neither a parameter nor a buffer"),
         (
             partial(adapted, llama, lora(init_lora_weights="olora")),
-            "starts as init_lora_weights='olora' says, which is made from the values",
+            "has init_lora_weights='olora', which computes it from the values",
         ),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_failing_initialisation_is_named() -> None:
 def test_ignored_parameters_cannot_be_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"'0.weight' is among ignored_params and on meta"):
+    with pytest.raises(ValueError, match=r"'0.weight' is in ignored_params and on meta"):
         fcdp_compile.shard(model, ignored_params=[model[0].weight])
 
 
@@ -235,7 +235,7 @@ class TestLoading:
         for parameter in model.parameters():
             parameter.data.zero_()
         found = message_of(FcdpError, lambda: model(torch.ones(2, 4)))
-        assert "is written to a parameter by hand does not count" in found
+        assert "are written into a parameter by hand do not count" in found
 
     def test_an_optimizer_step_is_refused(self) -> None:
         model, _ = self._pair()

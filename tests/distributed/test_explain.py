@@ -64,7 +64,9 @@ def test_what_it_says() -> None:
             "unused.bias",
         )
         assert sum(count for _, count in partly.graph_breaks) >= 1
-        assert "in no compiled graph, so gathered past the cache if they are used: outside" in text
+        assert (
+            "in no compiled graph, so gathered without the cache if they are used: outside" in text
+        )
         assert "graph breaks (TORCH_LOGS" in text
         line = next(n for n, text in enumerate(_SOURCE, 1) if "return self._eagerly(" in text)
         assert f"{__file__}:{line}" in partly.broken_at

@@ -195,7 +195,7 @@ def test_the_others_raise_in_time_and_say_who_is_missing(name: str, started: Sta
     if name == "late":
         assert pipes[case.rank].poll(LIMIT_S)
         _, (said, _) = pipes[case.rank].recv()
-        assert "every rank came, but some gave up before others were there" in said
+        assert "every rank came, but some ranks gave up before the others came" in said
 
 
 def _interrupt(processes: list[BaseProcess], mark: Path) -> None:

@@ -39,7 +39,7 @@ def test_all_ranks_hear_of_it() -> None:
         [0, 10, 20, 30],
         "rank 2: no space",
         "x",
-        "rank 0: b (2 other ranks failed otherwise)",
+        "rank 0: b (2 other ranks failed in other ways)",
     ]
     assert all(result == results[0] for result in results)
 

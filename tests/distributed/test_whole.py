@@ -199,9 +199,7 @@ def _trouble(mesh: DeviceMesh | None) -> None:
         model.first.bias.requires_grad_(True)
         CASES["odd"].loss(model, batch(CASES["odd"], step=0, rank=rank)).backward()
 
-    _raises(
-        model, write, "'first.bias' was changed within fcdp_compile.gathered, which was not told"
-    )
+    _raises(model, write, "'first.bias' was changed within fcdp_compile.gathered without writeback")
     _raises(model, partial(replace, torch.zeros(2)), "became torch.float32 (2,)", writeback=True)
     half = torch.zeros(13, 7, dtype=torch.float16)
     _raises(model, partial(replace, half), "became torch.float16 (13, 7)", writeback=True)
@@ -211,7 +209,11 @@ def _trouble(mesh: DeviceMesh | None) -> None:
         differently = partial(write, float(rank))
         what = "ranks have written different values to parameter 'first.bias'"
         _raises(model, differently, what, writeback=True)
-        _raises(model, lambda: write() if rank == 1 else None, "not told to write it back")
+        _raises(
+            model,
+            lambda: write() if rank == 1 else None,
+            "without writeback, so no change was kept",
+        )
         _raises(model, lambda: None, "ranks 0 and 1 gather different things", writeback=rank == 1)
 
         def one_fails() -> None:
@@ -244,7 +246,7 @@ def _trouble(mesh: DeviceMesh | None) -> None:
     assert bool((whole(model.first._parameters["bias"]) == 7.0).all())
     with fcdp_compile.gathered(model):
         nested = fcdp_compile.gathered(model, writeback=True)
-        assert "an outer fcdp_compile.gathered" in message_of(ValueError, nested.__enter__)
+        assert "an outer block of fcdp_compile.gathered" in message_of(ValueError, nested.__enter__)
     with torch.device("meta"):
         linear = nn.Linear(2, 2)
     bare = fcdp_compile.shard(linear, mesh)

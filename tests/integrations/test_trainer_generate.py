@@ -115,7 +115,7 @@ def _both(mesh: DeviceMesh, folder: Path) -> list[str]:
 def test_generating_and_what_is_said_of_graph_breaks(tmp_path: Path) -> None:
     first, second = run(_both, tmp_path, nodes=2, ranks_per_node=1)
     assert second == [], "rank 0 tells it"
-    assert "graph breaks, behind which the first gathers are waited for: " in first[0]
+    assert "graph breaks, after which compute waits for the first gathers: " in first[0]
     assert "TORCH_LOGS=graph_breaks" in first[0]
     assert len(first) == 2  # the second has unused parameters and no graph break
     assert "graph breaks" not in first[1]

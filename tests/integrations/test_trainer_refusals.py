@@ -23,7 +23,7 @@ def _trainer(folder: Path, *, trainer: dict[str, Any] | None = None, **arguments
     ("arguments", "told"),
     [
         ({"torch_compile": True}, "torch_compile with backend 'inductor' is given"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size would train again"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size would start again"),
         ({"bf16_full_eval": True}, r"use FcdpOptions\(param_dtype=…\) or bf16=True"),
         ({"optim": "lomo"}, "'lomo' steps inside of the backward"),
         ({"optim": "galore_adamw_layerwise"}, "use adamw_torch"),

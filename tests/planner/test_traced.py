@@ -305,7 +305,7 @@ def test_what_runs_outside_of_graphs_fixes_the_batch() -> None:
         "control: the first is of any batch"
     )
     assert not found.has_any_batch
-    with pytest.raises(FcdpError, match="takes no other number"):
+    with pytest.raises(FcdpError, match="accepts no other number"):
         _estimate(found, batch=TRACED_BATCH + 1)
 
 
@@ -334,7 +334,7 @@ def test_parameters_that_no_graph_reads_are_told_of(caplog: pytest.LogCaptureFix
 
     for _ in range(2):  # traced, then kept
         (text,) = told(Source(name="it", build=build, identity="it"))
-        assert "2 parameters of it, such as 'outside.weight', are read by no graph" in text
+        assert "2 parameters of it, such as 'outside.weight', are in no graph" in text
     assert told(Source(name="odd", build=build_of("odd"))) == []
 
 

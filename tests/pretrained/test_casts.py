@@ -45,7 +45,7 @@ def test_no_number_becomes_another(
         assert counted.weight.dtype == torch.bfloat16
         return
     with pytest.raises(
-        CheckpointError, match=r"'count' of model.safetensors is .*, of which no cast"
+        CheckpointError, match=r"'count' of model.safetensors is .*, which cannot be cast"
     ):
         fcdp_compile.load_pretrained(counted, tmp_path)
     assert counted.weight.tolist() == [0, 0]

@@ -25,21 +25,24 @@ ROWS = PAGE.parent / "zoo" / "rows.json"
 
 _HEAD = """# Models that were tried
 
-These are tiny models of real architectures (2 layers, fp32, no dropout, random weights; no model hub is needed).
-Each model was trained for a few steps with AdamW on 2 x 2 ranks, sharded with strategy `fcdp` and compiled. A
-replicated copy was trained in the same process.  Losses and gradients were compared after every step, and all
-parameters at the end.  Both sides compute in fp32 but add in another order; a relative difference of up to
-{relative:.0e} counts as the same.
+These are tiny models of real architectures (2 layers, fp32, no dropout, random weights; no model hub is
+needed). Each model was trained for a few steps with AdamW on 2 x 2 ranks, sharded with strategy `fcdp`
+and compiled. A replicated copy was trained in the same process. Losses and gradients were compared after
+every step, and all parameters at the end. Both sides compute in fp32 but add in another order; a relative
+difference of up to {relative:.0e} counts as the same.
 
 Written on {date} by `FCDP_ZOO=write make test PYTEST_ARGS="tests/zoo"` from [raw rows](zoo/rows.json)
 with Python {python}, torch {torch}, transformers {transformers}, peft {peft}, on CPUs with Gloo and
 `compute="eager"`. `FCDP_ZOO=1` runs the same tests and writes nothing.
 
-* *difference*: the largest difference of all losses, gradients and parameters, relative to the largest element.
-* *graphs*: the number of compiled graphs that use parameters. A change of the model during the training adds graphs.
-* *breaks*: the kinds of graph breaks that `fcdp_compile.explain(model)` reports. The notes below name the lines.
-* *outside*: the number of parameters that no compiled graph uses. They are gathered eagerly at each use (right, but
-  slow), or not at all if nothing uses them.
+* *difference*: the largest difference of all losses, gradients and parameters, relative to the largest
+  element.
+* *graphs*: the number of compiled graphs that use parameters. A change of the model during the training
+  adds graphs.
+* *breaks*: the kinds of graph breaks that `fcdp_compile.explain(model)` reports. The notes below name the
+  lines.
+* *outside*: the number of parameters that no compiled graph uses. They are gathered eagerly at each use
+  (right, but slow), or not at all if nothing uses them.
 """
 
 

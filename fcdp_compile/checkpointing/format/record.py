@@ -127,7 +127,7 @@ def _check_text(text: str) -> None:
         fail("checksum", "is missing, or not 64 hexadecimal digits")
     rest = text[: found.start(1)] + text[found.end(1) :]
     if hashlib.sha256(rest.encode()).hexdigest() != found[1]:
-        fail("checksum", "is not that of the rest, so the file is damaged")
+        fail("checksum", "does not match the rest of the file, so the file is damaged")
 
 
 def _check(record: CheckpointRecord) -> None:
@@ -171,7 +171,7 @@ def _check_values(values: tuple[SavedValue, ...], ranks: int) -> None:
         seen.setdefault(value.name, []).append(value.rank)
     for name, whose in seen.items():
         if whose != [None] and whose != list(range(ranks)):
-            fail("values", f"has {name!r} neither once nor once for each rank")
+            fail("values", f"has {name!r} neither once for all ranks nor once for each rank")
 
 
 FORMAT = RecordFormat(

@@ -174,7 +174,7 @@ class _Encoder:
         for key, item in value.items():
             where = f"{path}[{key!r}]"
             if isinstance(key, Tensor | np.ndarray):
-                _refuse(where, "is in a dict under a tensor, which is no key")
+                _refuse(where, "is in a dict under a tensor, which cannot be a key")
             items.append([self.encode(k, where, depth + 1) for k in (key, item)])
         return {_MARK: type(value).__name__, "items": items}
 

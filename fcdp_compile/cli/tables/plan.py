@@ -36,7 +36,7 @@ def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured:
     )
     refresh = fold_numbers(sorted(plan.refresh)) or "none"
     if measured:
-        note += "; measured: of each schedule the median of the recorded runs, on one rank"
+        note += "; measured: the median of the recorded runs of each schedule, on one rank"
     sections = [header, _format_buckets(plan), f"refresh before a forward: {refresh}", note]
     directions = [schedule.direction for schedule in plan.schedules]
     for schedule in plan.schedules:

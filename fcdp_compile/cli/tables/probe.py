@@ -69,16 +69,17 @@ def verdict(profile: ClusterProfile) -> str:
         f"Yes, {once:.3g} times" if once > 1 else f"No, the network is {1 / once:.3g} times as fast"
     )
     times_as_long = f"1/{node:.3g} of the time" if node > 1 else f"{1 / node:.3g} times the time"
-    has = f"a node has 16 GB back from host memory in {times_as_long}"
+    has = f"a node loads 16 GB from host memory in {times_as_long}"
     together = (
-        f"The {g} ranks of a node load at once, each its part, and share one card, so {has}"
+        f"The {g} ranks of a node load at once, each its part, but share one network card, so {has}"
         if g > 1
         else f"So {has}"
     )
     advice = (
-        "fcdp, which loads what others gather again, gains by it."
+        "fcdp gains: it loads the parameters that other strategies gather again."
         if node > 1
-        else "fcdp gains nothing by loading what others gather again: zero3 needs no host memory, and "
+        else "fcdp gains nothing if it loads parameters instead of gathering them again: zero3 needs no "
+        "host memory, and "
         "zero++ keeps node shards on the GPU."
     )
     return f"Is the host faster than your network? {answer}: {times}.\n{together}: {advice}"
@@ -131,7 +132,7 @@ def _link_row(profile: ClusterProfile, of: Measured, link: Link, seconds: float)
     text = f"{how} {len(samples)} sizes up to {largest / _MIB:.3f} MiB, at most {off:.0%} off"
     if link.latency_s > largest / link.bytes_per_s:
         # What bytes add is then little beside what measurements scatter by.
-        text += "; mostly latency, so GB/s is a guess: give it more --seconds"
+        text += "; mostly latency, so GB/s is a guess: use more --seconds"
     return (_NAMES[of], *figures, _short(seconds), text)
 
 
@@ -144,7 +145,7 @@ def _devices(profile: ClusterProfile) -> str:
         ("host memory of a node", "GiB", f"{profile.host_memory_bytes / _GIB:.1f}"),
         ("ranks that share a link to the host", "", str(profile.ranks_per_host_link)),
         (
-            "what ranks of a node send takes that link",
+            "traffic between ranks of a node uses this link",
             "",
             "yes" if profile.intra_over_host_link else "no",
         ),

@@ -26,7 +26,7 @@ def explain_bucket(plan: Plan, bucket: Bucket) -> str:
 
 
 def _formats(bucket: Bucket) -> str:
-    shown = {Format.FULL: "as it is"}
+    shown = {Format.FULL: "unchanged"}
     weights = shown.get(bucket.wire, bucket.wire.value)
     if bucket.frozen:
         return f"weights {weights}"
@@ -37,9 +37,9 @@ def _gradients(bucket: Bucket, placement: Placement) -> str:
     if bucket.frozen:
         return "none, it is frozen"
     waits = {
-        "none": "every micro-batch's are reduced to the home shards",
-        "host": "those of micro-batches within no_sync wait in host memory",
-        "gpu": "those of micro-batches within no_sync wait on the gpu",
+        "none": "they are reduced to the home shards in every micro-batch",
+        "host": "within no_sync they wait in host memory",
+        "gpu": "within no_sync they wait on the gpu",
     }
     return f"in {bucket.reduce_dtype}; {waits[placement.gradient_tier.value]}"
 
