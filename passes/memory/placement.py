@@ -75,10 +75,10 @@ def place_all(
     if room.capacity_bytes is not None:
         limit_bytes = int(room.threshold * room.capacity_bytes)
         left_bytes = max(0, limit_bytes - chosen.peak_bytes)
-    placements = lowered.placements | {
-        c.bucket: replace(lowered.placements[c.bucket], tier=c.tier, why=c.why)
-        for c in chosen.choices
-    }
+    placements = dict(lowered.placements)
+    for choice in chosen.choices:
+        before = placements[choice.bucket]
+        placements[choice.bucket] = replace(before, tier=choice.tier, why=choice.why)
     placements = place_gradients(lowered.buckets, placements, room_bytes=left_bytes)
     memory = step.by_step(chosen.used_bytes)
     schedules = [
