@@ -89,6 +89,7 @@ def copy_to_the_python_thread(at: OnTheWay) -> None:
 def fall_back_as_it_is_loaded(at: OnTheWay) -> None:
     at.cache.store(BUCKET, at.node_shard(), 1)
     at.used_bytes = 6
+    at.cache.make_room(BUCKET)
     read(at.cache.load(BUCKET, 1))
     read(at.cache.load(BUCKET, 1))
 
