@@ -306,8 +306,8 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
     records = {place: r for r in state.records.values() for place in r.owners()}
     tied = tied_to_others(root)
     giving = set()
-    for record in state.records.values():
-        places = record.owners()
+    for each in state.records.values():
+        places = each.owners()
         giving.add(next((p for p in places if p not in tied), places[0]))
     buffers: dict[int, str] = {id(b): name for name, b in root.named_buffers()}
     slots = []

@@ -281,7 +281,7 @@ class HomeShard(Sharded):
         "__tensor_flatten__"
     )  # a compiler is about to look at the storage
     redistribute, full_tensor = _brought_back("redistribute"), _brought_back("full_tensor")
-    __repr__ = _brought_back("__repr__")  # perhaps while the model is being called
+    __repr__: Any = _brought_back("__repr__")  # perhaps while the model is being called
     __reduce_ex__ = _brought_back("__reduce_ex__")
 
     # Python asks these before it asks the plain tensor on the other side; torch's functions it does not ask.

@@ -117,7 +117,7 @@ def _write_plain(
                 "holds only tensors; leave it out of get_extra_state"
             )
     shards = _shards(state, max_shard_bytes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = file if len(shards) > 1 else "model.safetensors"
