@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.running.machine import commit
 from benchmarks.versions import __main__ as versions
 from benchmarks.versions import parts
 from benchmarks.versions.parts import PARTS, VersionsPart, run
@@ -79,7 +80,7 @@ def test_what_pytest_says_is_read(
     part = VersionsPart(name="it", about="", arguments=pytest_in, limit_s=300)
     found = run(part, Path(sys.executable), tmp_path / "logs")
     assert (found.passed, found.skipped, found.failures) == (passed, skipped, failures)
-    assert found.commit == "unknown"
+    assert found.commit == commit()
 
 
 def test_a_part_that_fails_as_a_whole_says_how(tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def test_another_base_is_refused_and_nothing_changes(tmp_path: Path) -> None:
         fcdp_compile.load(tmp_path, model=other)
     assert other.scale.item() == 7.0
     wider = fcdp_compile.shard(Net(6))
-    with pytest.raises(CheckpointError, match=r"model.first.weight is float32 \(5, 3\) in it"):
+    with pytest.raises(
+        CheckpointError, match=r"model.first.weight is float32 \(5, 3\) in the checkpoint"
+    ):
         fcdp_compile.load(tmp_path, model=wider)
 
 

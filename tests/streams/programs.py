@@ -129,12 +129,12 @@ def gather_again(job: Job) -> None:
     model = state_of(job.model)
     known = {b.id: b for buckets in model.known_buckets().values() for b in buckets if b.frozen}
     for bucket in known.values():
-        model.shards(bucket)  # what only the cache has comes back
+        model.records.shards(bucket)  # what only the cache has comes back
         model.cache.drop(bucket.id)
         before = job.device.check.alive_bytes()
         with job.device.watching("what gathers again"):
-            model.refresh(bucket)
-        if model.cache.has_host_copy(bucket.id, model.generation(bucket)):
+            model.upkeep.refresh(bucket)
+        if model.cache.has_host_copy(bucket.id, model.validity.generation(bucket)):
             assert job.device.check.alive_bytes() == before, (
                 f"bucket {bucket.id} left something on the device"
             )
