@@ -287,12 +287,12 @@ def _apply(pair: Beside, change: Callable[[Beside], None]) -> Seen:
     before, _ = pair.losses(1000)
     idle = _inter(pair) - sent
     values = {n: p.detach().clone() for n, p in pair.plain.named_parameters()}
-    graphs, steps = state_of(pair.model)._graphs, pair.step
+    graphs, steps = len(state_of(pair.model).plans), pair.step
     sent = _inter(pair)
     change(pair)
     after, expected = pair.losses(1000)
     refreshed = _inter(pair) - sent
-    is_simple = state_of(pair.model)._graphs == graphs and pair.step == steps
+    is_simple = len(state_of(pair.model).plans) == graphs and pair.step == steps
     seen = Seen(
         before=before,
         after=after,
