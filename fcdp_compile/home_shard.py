@@ -361,13 +361,12 @@ def bring_back_inputs(values: Iterable[Any]) -> None:
 
 def _is_own(held: Tensor) -> bool:
     """Whether a tensor has its memory for itself, all of it."""
+    # First: while `storage` is held here, it counts as one more use.
+    if held.is_inference() or storage_uses(held) != 1:
+        return False
     storage = held.untyped_storage()
-    return (
-        not held.is_inference()
-        and storage.resizable()  # not once numpy has seen it
-        and storage.nbytes() == held.nbytes
-        and storage_uses(held) == 1
-    )
+    # A storage is not resizable once numpy has seen it.
+    return storage.resizable() and storage.nbytes() == held.nbytes
 
 
 def rows_of(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor:

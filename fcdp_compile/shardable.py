@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.references import find_references
-from fcdp_compile.torch_compat import FakeTensor
+from fcdp_compile.torch_compat import FakeTensor, calls_dispatch_of_subclasses
 
 log = logging.getLogger(__name__)
 
@@ -166,3 +166,14 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:
             f"call model.to({mesh.device_type!r}) before shard"
         )
     return None
+
+
+def warn_of_torch() -> None:
+    """Say what is wrong with results on this torch, if anything is."""
+    if not calls_dispatch_of_subclasses():
+        log.warning(
+            "torch %s ignores what fcdp does for operations on sharded parameters: .item() of a norm or a "
+            "sum of a parameter or gradient gives one rank's part of it; use torch 2.12 or newer, or read "
+            ".full_tensor().item()",
+            torch.__version__,
+        )

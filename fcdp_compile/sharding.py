@@ -26,7 +26,7 @@ from fcdp_compile.replicas import agree_on_replicas
 from fcdp_compile.runtime import numa
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.record import ParamRecord
-from fcdp_compile.shardable import check_model, ignore
+from fcdp_compile.shardable import check_model, ignore, warn_of_torch
 from fcdp_compile.sharded_class import STATE, Gate, ModuleState, gated_forward, sharded_class
 from fcdp_compile.specs import Home, fit_strategy, param_spec
 from fcdp_compile.strategy import Strategy
@@ -130,6 +130,8 @@ def shard(
         accumulates_elsewhere=any(s.accumulates_on for s in assigned.values()),
     )
     state.gpu_bytes = agree_on_gpus(topology, state.collectives, device)
+    if topology.ranks > 1 and topology.node == topology.place == 0:
+        warn_of_torch()
     description = [f"param_dtype {param_dtype}, reduce_dtype {reduce_dtype}, {buffer_dtype=}"]
     description += [f"{name}: ignored" for name in ignored]
     description += [f"{r.spec.name}: {r.spec.strategy}" for r in records.values()]

@@ -213,6 +213,11 @@ def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:
     return SavedForBackwardsAOTOutput(index)
 
 
+def calls_dispatch_of_subclasses() -> bool:
+    """Whether torch calls `__torch_dispatch__` of classes derived from DTensor, as it does from 2.12 on."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
 def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """How long a group's Gloo collectives wait for their peers; None if it has none."""
     return _timeout(_backend(group, "cpu", "gloo"))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fcdp_compile import make_mesh, mesh
 from fcdp_compile.devices import Cpu, Cuda, are_on_stream
 from fcdp_compile.gpus import agree_on_gpus
+from fcdp_compile.shardable import warn_of_torch
 
 _CUDA, _CPU = Cuda(torch.device("cuda", 0)), Cpu()
 
@@ -115,3 +116,12 @@ def test_ranks_agree_on_their_gpus(has_nccl: bool, monkeypatch: pytest.MonkeyPat
         assert agree_on_gpus(topology, same, _CPU) == 80
     topology.device_type = "cpu"
     assert agree_on_gpus(topology, pytest.fail, _CPU) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("version", "warns"), [("2.11.0+cu128", True), ("2.12.1", False)])
+def test_torch_that_passes_over_our_operations_is_named(
+    version: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    warn_of_torch()
+    assert ("use torch 2.12 or newer" in caplog.text) is warns

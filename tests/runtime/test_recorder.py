@@ -400,7 +400,8 @@ def test_on_a_device_times_are_those_of_the_kernels(is_blocking: bool, seed: int
     recorder = Recorder(1, clock_of(simulated), written)
     device.run(recorder)
     device.run(recorder)
-    assert not written.times, "the device has not come to the end"
+    is_at_the_end = not any(stream.queue for stream in simulated.streams)
+    assert is_at_the_end or not written.times, "written before the device has come to the end"
     simulated.synchronize_all()
     del recorder
     ((_, found),) = written.times
