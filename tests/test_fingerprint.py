@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fcdp_compile.params.fingerprint import fingerprint, fingerprints, fingerprints_of_zeros
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool]
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 def of(*shards: Tensor) -> int:

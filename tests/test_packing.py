@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(nodes=nodes, per_node=per_node, full=full)
 
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 @quick

@@ -18,7 +18,7 @@ def meta(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(dtype=tensor.dtype, shape=tuple(tensor.shape))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     sizes=st.lists(
         st.tuples(

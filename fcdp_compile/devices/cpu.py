@@ -11,7 +11,10 @@ from fcdp_compile.devices.interface import Device, Event, Stream
 
 
 class Cpu(Device):
-    """The host itself."""
+    """The host itself.
+
+    Callers ask `has_streams` first: a call that needs a stream or an event is a fault of fcdp, and raises.
+    """
 
     has_streams = False
     backends = "gloo"

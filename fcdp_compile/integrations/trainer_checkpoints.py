@@ -57,6 +57,7 @@ class TrainerCheckpoints(_Base):
 
     def sharded_model(self) -> nn.Module:
         """`self.model`, sharded by now."""
+        # FcdpMixin has it.  An abstractmethod would do nothing: no ABCMeta makes the classes of Trainers.
         raise NotImplementedError
 
     # --- saving -------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def warn_of_torch() -> None:
     if not calls_dispatch_of_subclasses():
         log.warning(
             "torch %s ignores what fcdp does for operations on sharded parameters: .item() of a norm or a "
-            "sum of a parameter or gradient gives one rank's part of it; use torch 2.12 or newer, or read "
-            ".full_tensor().item()",
+            "sum of a parameter or gradient gives one rank's part of it; use torch 2.12 or newer, or compute "
+            "it of the whole tensor, such as p.grad.full_tensor().norm()",
             torch.__version__,
         )

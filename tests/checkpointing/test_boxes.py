@@ -61,7 +61,7 @@ def written(
     return cuts[0], parts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     shape=shapes,
     old=strategies,

@@ -100,7 +100,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Small]:
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_damage_is_refused_or_harmless(
     saved: tuple[Path, Small],

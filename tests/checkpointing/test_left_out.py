@@ -18,7 +18,7 @@ from fcdp_compile.params.layout import ParamLayout
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(1, 7), max_size=3).map(tuple),
     nodes=st.integers(1, 3),

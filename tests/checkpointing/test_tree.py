@@ -61,7 +61,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tree=trees)
 def test_trees_come_back(tree: Any) -> None:
     assert same(round_trip(tree), tree)

@@ -298,7 +298,7 @@ class TestHostBudget:
             assert whole == made
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), max_size=3), st.data())
 def test_host_memory_is_never_exceeded_and_never_refused_where_it_fits(
     graphs: list[list[int]], data: st.DataObject
@@ -332,7 +332,7 @@ def test_host_memory_is_never_exceeded_and_never_refused_where_it_fits(
     assert sum(b.node_bytes for b in cached) == budget - left <= budget
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(shapes, min_size=1, max_size=6), ranks, st.integers(1, 2000), st.data())
 def test_every_parameter_is_in_one_bucket_with_its_slot_behind_the_others(
     drawn: list[tuple[int, ...]], size: tuple[int, int], bucket_bytes: int, data: st.DataObject

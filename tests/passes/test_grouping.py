@@ -56,7 +56,7 @@ def test_nothing_makes_no_group() -> None:
     assert group([], [], 10) == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=40),
     st.integers(1, 30),
@@ -76,7 +76,7 @@ def test_every_item_is_in_one_group_of_no_more_than_it_may_hold(
         assert len(g.items) == 1 or max(sizes[i] for i in g.items) < target
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=5, unique=True),
     st.integers(6, 20),

@@ -80,7 +80,7 @@ def test_what_needs_no_cut_gets_none() -> None:
     assert cut_layers(run) == [run]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=80))
 def test_pieces_make_up_the_run(drawn: list[tuple[int, int]]) -> None:
     b = GraphBuilder({})

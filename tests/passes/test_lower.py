@@ -186,7 +186,7 @@ def test_padding_is_counted() -> None:
     assert (gather.meta[META].step.bytes, intra.meta[META].step.bytes) == (8, 16)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(shapes, min_size=1, max_size=5),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),

@@ -23,13 +23,13 @@ def slowly(word: list[int]) -> Repetition | None:
     return min(found, key=lambda r: (-r.period * r.count, r.period, r.start), default=None)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.integers(0, 2), max_size=24))
 def test_it_is_the_one_that_trying_everything_finds(word: list[int]) -> None:
     assert longest_repetition(word) == slowly(word)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(0, 3), max_size=9),
     st.lists(st.integers(4, 7), min_size=1, max_size=6),

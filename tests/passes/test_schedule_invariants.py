@@ -39,7 +39,7 @@ from tests.passes.scheduled import (
     users,
 )
 
-quick = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 
 
 STRATEGIES = ("zero3", "zero++", "fcdp", "zero3+ring", "zero3+ho_ring", "fcdp+ho_ring")

@@ -87,7 +87,7 @@ def _damaged(raw: bytes, kind: str, where: float, byte: int) -> bytes:
 @given(damage=_damages())
 @example(damage=(FILES[0], "flip length", 0.99, 0x7F))
 @example(damage=(FILES[1], "truncate", 0.0, 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_damage_is_refused_or_loaded_as_it_stands(
     model: nn.Module,
     folder: Path,

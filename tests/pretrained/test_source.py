@@ -75,7 +75,7 @@ STEPS: list[Step] = [_joined, _stacked, _rows, _transposed, _rearranged]
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_part_is_the_part_of_the_whole(leaves: list[Pair], data: st.DataObject) -> None:
     pairs = leaves
     for step in data.draw(st.lists(st.sampled_from(STEPS), max_size=3)):

@@ -137,7 +137,7 @@ class TestUntilBackward:
         with pytest.raises(StaleParameterError):
             cache.load(BRIEF[1], 1)
 
-    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(st.booleans(), max_size=30), st.sampled_from(BRIEF))
     def test_each_forward_gives_one_backward_a_use(self, runs: list[bool], bucket) -> None:
         """Forwards (True) and backwards (False) of one generation in any order."""

@@ -105,7 +105,7 @@ def run(seed: int, *, is_blocking: bool = False) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("is_blocking", [False, True], ids=["streams", "threads"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_compute_reads_what_it_should(is_blocking: bool, seed: int) -> None:
     seen = run(seed, is_blocking=is_blocking)

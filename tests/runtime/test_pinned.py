@@ -47,7 +47,7 @@ def test_sizes_are_rounded_to_pages_and_no_further(elements: int, slab_bytes: in
     assert pool.slab_bytes == 0
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.one_of(st.integers(0, 5 * PAGE), st.none()), max_size=25), st.randoms())
 def test_slabs_never_overlap_and_bytes_add_up(takes: list[int | None], random: Any) -> None:
     """Numbers are bytes to take, None gives one back."""

@@ -391,7 +391,7 @@ class OnDevice:
 
 
 @pytest.mark.parametrize("is_blocking", [False, True], ids=["streams", "threads"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_on_a_device_times_are_those_of_the_kernels(is_blocking: bool, seed: int) -> None:
     simulated = SimulatedDevice(seed)

@@ -91,6 +91,7 @@ class EchoGroup(dist.ProcessGroup):
         send_sizes: list[int] | None = None,
         opts: _Options = None,
     ) -> EchoWork:
+        # No system that is measured sends parts of several sizes, and echoing these would give wrong sums.
         if out_sizes or send_sizes:
             raise NotImplementedError("an echo group exchanges parts of one size")
         out.view(self._ranks, -1).copy_(send.view(self._ranks, -1)[self._place])
@@ -145,6 +146,7 @@ class EchoGroup(dist.ProcessGroup):
             for tensor in tensors:
                 tensor.mul_(self._ranks)
         elif not any(op == same for same in _OF_EQUALS):  # their own `==`, which `in` does not ask
+            # What equal values give under such an operation is not known here, so it is refused.
             raise NotImplementedError(f"an echo group does not reduce with {op}")
         return EchoWork()
 
