@@ -19,7 +19,7 @@ from fcdp_compile.plan.reduction import REDUCING
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.lanes.lanes import range_name
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 from fcdp_compile.runtime.model import ShardedModel
 
 _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
@@ -290,7 +290,7 @@ class Program:
         part, run = values[first], values[-1]
         if isinstance(part, Pending) and part.is_full:
             run.model.counters.add(Kind.INTRA_ALL_GATHER, 0)
-            return part
+            return passed_on(part)
         full: Pending = run.model.collectives.all_gather(Kind.INTRA_ALL_GATHER, part, name)
         run.model.cache.keep_full(bucket, run.generation(bucket), full)
         return full

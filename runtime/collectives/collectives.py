@@ -27,7 +27,7 @@ from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.collectives.reductions import all_reduce, reduce_encoded, reduce_scatter
 from fcdp_compile.runtime.collectives.word_of_all import Telling
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 
 
 class Collectives:
@@ -77,7 +77,7 @@ class Collectives:
         sent_bytes = own.nbytes if codec is None else codec.bytes
         self._counters.add(kind, (size - 1) * sent_bytes)
         if size == 1:
-            return send if isinstance(send, Pending) else Pending(send)
+            return passed_on(send)
         out = _empty(own, size * own.numel())
         if not own.nbytes:
             return Pending(out)
@@ -161,7 +161,7 @@ class Collectives:
         sent_bytes = whole.nbytes // size if codec is None else codec.bytes
         self._counters.add(kind, (size - 1) * sent_bytes)
         if size == 1:
-            return send if isinstance(send, Pending) else Pending(send)
+            return passed_on(send)
         out = _empty(whole, whole.numel() // size)
         if not whole.nbytes:
             return Pending(out)
@@ -181,7 +181,7 @@ class Collectives:
         own = tensor_of(send)
         self._counters.add(kind, all_reduce_bytes(own.numel(), own.itemsize, size))
         if size == 1 or not own.nbytes:
-            return send if isinstance(send, Pending) else Pending(send)
+            return passed_on(send)
         parts = _empty(own, -(-own.numel() // size) * size)
         out = parts.narrow(0, 0, own.numel())
         run = partial(all_reduce, parts, own, self._channel(kind, name))

@@ -57,3 +57,10 @@ class Pending:
             self.done.order()
             self.done.passed()
         return self.tensor
+
+
+def passed_on(value: Tensor | Pending) -> Pending:
+    """The result of a step that changes nothing: what it was given and what it gives may both be waited for."""
+    if isinstance(value, Tensor):
+        return Pending(value)
+    return Pending(value.tensor, done=value.done, is_full=value.is_full, encoded=value.encoded)

@@ -32,7 +32,7 @@ from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 from fcdp_compile.runtime.optimizers.gradient_marks import Grad, GradientMarks
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.strategy import Scope
@@ -108,7 +108,7 @@ class Accumulation:
             self._touch(params)
             return self._sum(bucket, waiting, grads, dtype)
         if tensor_of(grads).dtype == dtype:
-            return grads if isinstance(grads, Pending) else Pending(grads)
+            return passed_on(grads)
         return self._cast(bucket, grads, dtype)
 
     def _cast(self, bucket: Bucket, grads: Tensor | Pending, dtype: torch.dtype) -> Pending:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 
 
 class Task:
@@ -49,6 +49,16 @@ def test_waiting_twice_is_a_mistake() -> None:
     pending.wait()
     with pytest.raises(AssertionError, match="waited for twice"):
         pending.wait()
+
+
+def test_what_is_passed_on_can_be_waited_for_beside_its_source() -> None:
+    out = torch.zeros(2)
+    task = Task(out)
+    pending = Pending(out, done=task, is_full=True)
+    after = passed_on(pending)
+    assert pending.wait() is after.wait() is out
+    assert task.orders == 2
+    assert after.is_full
 
 
 def test_the_error_of_the_task_is_raised() -> None:
