@@ -1,0 +1,1 @@
+"""Everything that runs in a training step."""
