@@ -226,7 +226,7 @@ def last_whole_checkpoint(folder: Path) -> str | None:
 
 
 def _last_whole(folder: Path) -> tuple[str | None, str | None]:
-    """Return the last complete checkpoint, or the problem that prevents the search, for rank 0 to broadcast."""
+    """Return the last complete checkpoint, or the problem that prevented the search, for rank 0 to share."""
     try:
         return last_whole_checkpoint(folder), None
     except OSError as error:
