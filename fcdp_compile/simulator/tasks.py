@@ -49,7 +49,7 @@ class Cluster:
 
     @property
     def sharers(self) -> int:
-        """Ranks at one link to host memory; if some links have fewer, a step waits for the links with most."""
+        """Ranks at one link to host memory; if some links have fewer, a step waits for the fullest links."""
         return min(self.profile.ranks_per_host_link, self.ranks_per_node)
 
     @property
@@ -177,7 +177,7 @@ def _ring_task(step: Step, cluster: Cluster) -> Task:
 def _along_nodes(
     step: Step, sent_bytes: int, alone_s: float, copy_s: float, cluster: Cluster
 ) -> Task:
-    """Return the task of a collective from rank to rank, through every node; the slower link sets its speed."""
+    """Return the task of a collective from rank to rank, through every node, as fast as the slower link."""
     machine = cluster.machine
     link = max((machine.inter, machine.intra), key=lambda link: link.time_s(sent_bytes))
     return Task(
