@@ -2,8 +2,8 @@
 
     on "meta" ─▶ shard ─▶ load_pretrained, materialize ─▶ train, save ─▶ save_pretrained ─▶ --output
 
-No rank holds the whole model while it is made, loaded or saved; to export it, the writing rank holds it in
-host memory.
+No rank holds the whole model while it is made, loaded or saved; the rank that exports it holds it on its
+host.
 
 On one machine as four processes that act as two nodes (CPU or GPU), or as one plain process; on several
 machines as slurm.sbatch starts it:

@@ -36,8 +36,7 @@ class JobObjects:
 class JobContents:
     """Everything to save of a job, on this rank.
 
-    tensors: all cut tensors, the same list on every rank.  parts: the rows that this rank writes, by tensor
-    name.
+    tensors: all cut tensors, equal on every rank.  parts: the rows that this rank writes, by tensor.
     left_out: frozen parameters, with this rank's part of each mark.
     values: this rank's, by names that all ranks share.
     """
@@ -127,9 +126,7 @@ def _left_out(state: ShardedModel, index: int, record: ParamRecord) -> LeftOut:
 
 
 def own_mark(state: ShardedModel, index: int, spec: ParamSpec, local: Tensor) -> int:
-    """Return this rank's part of the mark of a parameter; 0 if another rank has the same rows and counts
-    them.
-    """
+    """Return this rank's part of the mark of a parameter; 0 if another rank counts these rows."""
     mesh = state.topology.position
     owners = cut(spec.name, "", spec, mesh, index).files
     if mesh.rank not in owners:

@@ -47,8 +47,8 @@ class LoadPlan:
 
     values: decoded, by name.  differing: the names of values that differed between ranks and that this rank
     takes from rank 0.  targets: the cut tensors.  restores: the objects of `extra` that take a state, each
-    with its state.  reads: rows of the targets, in the order of the files.  blocks: the blocks that contain
-    the reads, to be verified.
+    with its state.  reads: rows of the targets, in the order of the files.  blocks: of the reads, to be
+    verified.
     """
 
     folder: Path

@@ -47,9 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The `step` and the `extra` that `save` was given; each object of `extra` with a state is now that
-    state.
-    """
+    """The `step` and the `extra` of `save`; each object of `extra` with a state is now that state."""
 
     step: int | None
     extra: Any

@@ -5,8 +5,7 @@
         state {"norm.weight": {"step", "exp_avg": TensorReference}}
 
 If one more parameter were frozen, indices would name other parameters; names do not change.  A tensor of the
-optimizer that is cut as its parameter is, such as a moment, is written by rows and can be loaded on any
-layout.
+optimizer that is cut as its parameter is, such as a moment, is written by rows and loads on any layout.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class Moment:
 class OptimizerParts:
     """An optimizer's state dict, by names of parameters.
 
-    groups: with names in place of parameters.  state: by parameter and key, a TensorReference for each
-    moment.
+    groups: with names for parameters.  state: by parameter and key, a TensorReference for each moment.
     others: the rest of the state dict.
     """
 

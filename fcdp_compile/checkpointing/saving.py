@@ -138,12 +138,11 @@ def save(
 
     Returns: a handle to wait on; a synchronous save has ended already.
 
-    Raises: ArgumentError if folder and model are swapped.
-    On every rank, CheckpointError if something cannot be saved or written, ranks would save
-    different things, or gradients that `no_sync` accumulated wait; FcdpError if parameters lack values
-    so far, or for a progress bar without tqdm; LostRankError if a rank does not take part; ValueError if the
-    model is not sharded.  If the writing of an asynchronous save fails, `wait` raises the error, and it is
-    logged.
+    Raises: ArgumentError if folder and model are swapped.  On every rank, CheckpointError if something cannot
+    be saved or written, ranks would save different things, or gradients that `no_sync` accumulated wait;
+    FcdpError if parameters lack values so far, or for a progress bar without tqdm; LostRankError if a rank
+    does not take part; ValueError if the model is not sharded.  If an asynchronous write fails, `wait` raises
+    the error, and it is logged.
     """
     refuse_swapped(folder, model, "save(folder, model)")
     job = JobObjects(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)

@@ -80,9 +80,7 @@ class Write:
         self._step(self._sweep)
 
     def _step(self, act: Callable[[], T]) -> list[T]:
-        """Call `act` on every rank; return the results in the order of the mesh, which may not be the
-        group's.
-        """
+        """Call `act` on every rank; return the results in the mesh's order, which may not be the group's."""
         doing = f"saving to {self.folder}"
         everyone = together(self.group, lambda: (self.mesh.rank, act()), CheckpointError, doing)
         return [value for _, value in sorted(everyone, key=lambda given: given[0])]

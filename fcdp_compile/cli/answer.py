@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """The text for stdout, empty for none, and the exit code: 0 fine, 1 the answer is "no", 2 another rank
-    reports.
-    """
+    """The text for stdout, if any, and the exit code: 0 fine, 1 the answer is "no", 2 another rank says."""
 
     text: str
     code: int = 0

@@ -1,7 +1,6 @@
 """Keeps Accelerate from wrapping or compiling the model itself.
 
-Tried with accelerate 1.15 and transformers 5.23.  Only public names are used, but four of them are not used
-as they are meant:
+Tried with accelerate 1.15 and transformers 5.23.  Only public names are used, four of them unusually:
 
 * `Accelerator.prepare_model(evaluation_mode=True)` wraps the forward into autocast, and leaves out
   DistributedDataParallel, which refuses DTensor parameters.

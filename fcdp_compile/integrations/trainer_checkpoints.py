@@ -1,8 +1,7 @@
 """The Trainer's checkpoints: its usual files, and beside them a checkpoint that any layout loads.
 
     checkpoint-500/
-      model.safetensors, config.json, …   files for from_pretrained (`save_pretrained`); with PEFT, the
-      adapter
+      model.safetensors, config.json, …   files for from_pretrained (`save_pretrained`); of PEFT, adapters
       fcdp/                               model, optimizer, scheduler, generators (`fcdp_compile.save`);
                                           for a model with adapters without frozen parameters
       trainer_state.json                  the Trainer's, written last: a checkpoint without it is incomplete

@@ -135,7 +135,7 @@ def _problem(args: TrainingArguments) -> str | None:
 
 
 def check_launch(state: AcceleratorState) -> None:
-    """Refuse what `accelerate launch` or the environment, not the training arguments, asks of Accelerate.
+    """Refuse settings that Accelerate gets from `accelerate launch` or the environment.
 
     Raises: ValueError.
     """

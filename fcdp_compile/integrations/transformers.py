@@ -169,8 +169,7 @@ def _generate(reference: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> A
 
 
 class _StepWatch(TrainerCallback):
-    """Measures the bytes that a logged step sent, and warns after the first step of code that was not
-    compiled.
+    """Measures the bytes of a logged step, and warns after the first step of code that was not compiled.
 
     sent_bytes: to other nodes in the last logged step by the node that sent most; None before the first one.
     """

@@ -60,8 +60,7 @@ def plan(options: argparse.Namespace) -> tuple[str, int]:
 def simulate(options: argparse.Namespace, conditions: Conditions) -> tuple[str, int]:
     """Simulate the plans of strategies, once or for each value of a sweep; return the text and the exit code.
 
-    Raises: FcdpError for a request that cannot be planned or drawn; OSError for a file that cannot be read or
-    written.
+    Raises: FcdpError if the request cannot be planned or drawn; OSError if a file cannot be read or written.
     """
     collectives = Collectives(options.collectives)
     if options.plot is not None:
@@ -116,8 +115,7 @@ def _swept_text(form: str, of: str, points: Sequence[Point], job: Job) -> str:
 def asked(options: argparse.Namespace) -> Asked:
     """Read the arguments, and trace the model unless a trace was saved.
 
-    Raises: FcdpError for a model, cluster or job that cannot be planned; OSError for a file that cannot be
-    read.
+    Raises: FcdpError for a model, cluster or job that cannot be planned; OSError if a file cannot be read.
     """
     profile = find_profile(options.cluster)
     job = Job(

@@ -118,8 +118,7 @@ class _Graph:
     """One graph of the model on a mesh.
 
     sizes: the values of its symbols, for two batch sizes.
-    left_bytes: of tensors that its forward leaves on the device for its backward and the caller, for two
-    batch sizes.
+    left_bytes: of its forward's results and saved tensors on the device, for two batch sizes.
     gradient_bytes: of gradients that its backward leaves for the optimizer.
     """
 
@@ -195,9 +194,7 @@ class _Estimation:
         )
 
     def _gradient_shard_bytes(self, backward: GraphModule) -> int:
-        """Return the bytes that a backward leaves for the optimizer, 0 if they are counted for the whole
-        step.
-        """
+        """Return the bytes that a backward leaves for the optimizer; 0 if they are counted for the step."""
         if self._job.accumulate > 1:
             return 0
         nodes = backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
@@ -226,9 +223,7 @@ class _Estimation:
     def _with_accumulation(
         self, graphs: Sequence[_Graph], planned: Sequence[Planned]
     ) -> list[Plan]:
-        """Return the plans, with the variants of backwards within `no_sync` and after it if micro-batches
-        accumulate.
-        """
+        """Return the plans; if gradients accumulate, with the backwards within and after `no_sync`."""
         plans = [p.plan for p in planned]
         for i in reversed(range(len(plans))):  # as backwards run
             ctx = planned[i].backward

@@ -48,9 +48,7 @@ class Point:
 
 
 def sweep_text(points: Sequence[Point], of: str, job: Job) -> str:
-    """Return a table of samples per second, with a column for each strategy; in parentheses if it does not
-    fit.
-    """
+    """Return a table of samples per second, a column for each strategy; in parentheses if it does not fit."""
     names = list(dict.fromkeys(row.strategy for p in points for row in p.ranking.rows))
     rows = []
     for point in points:

@@ -36,8 +36,7 @@ def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, P
 
 
 def retarget(graph: TracedGraph, specs: Mapping[str, ParamSpec]) -> Graphs:
-    """Return copies of a graph's forward and backward, with the mesh's sizes of home shards and their
-    gradients.
+    """Return copies of a graph's forward and backward with the home shards and gradients of a mesh.
 
     specs: of every parameter on the mesh, by key.
     """

@@ -37,8 +37,7 @@ class ModelOptions:
     """How a model is trained, as far as it changes the graphs.
 
     dtype: of computation.  Trained parameters are kept in fp32, frozen ones in `dtype`.  lora: rank of
-    adapters on a frozen model, None to train everything.  checkpointing: recompute activations layer by
-    layer.
+    adapters on a frozen model, None to train everything.  checkpointing: recompute activations by layer.
     attention: "sdpa", torch's fused attention, or "eager".
     """
 

@@ -71,8 +71,7 @@ class TracedGraph:
     outputs: int
 
     def sizes(self, batch: int) -> dict[sympy.Symbol, int]:
-        """Return the values of the graph's symbols for a batch size; other graphs may use a symbol for
-        another size.
+        """Return the values of the symbols for a batch size; other graphs may use them for other sizes.
 
         A graph after a break has a symbol of its own for the batch, or for a multiple of it, such as the
         number of tokens; other symbols, such as the size of a generator's state, keep their values.

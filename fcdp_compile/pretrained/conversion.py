@@ -37,8 +37,7 @@ class Target:
 def converted(
     converter: Any, collected: dict[str, list[Source]], target: Target
 ) -> dict[str, Source]:
-    """Return the results of a WeightConverter for the sources that its patterns collected, by the model's
-    names.
+    """Return the results of a WeightConverter for its patterns' sources, by the model's names.
 
     Raises: CheckpointError for an operation that is not known here, or tensors that do not fit together.
     """

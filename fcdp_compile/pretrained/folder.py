@@ -23,9 +23,7 @@ _MOST_INDEX_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The tensors of a checkpoint's files, by name; digest: of the files' headers and samples, and of the
-    index.
-    """
+    """The tensors of a checkpoint's files, by name; digest: of headers, samples of tensors, and the index."""
 
     path: Path
     tensors: dict[str, Stored]

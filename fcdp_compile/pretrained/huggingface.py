@@ -1,7 +1,6 @@
 """Everything that is read from Transformers and PEFT, whose names differ between versions.
 
-This module imports neither: a Transformers or PEFT model has imported its library already, and no other model
-needs one.
+This module imports neither: a model of theirs has imported them, and no other model needs them.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def is_library_save(method: Callable[..., Any]) -> bool:
 def let_this_rank_save(model: nn.Module) -> None:
     """Let a Transformers model write on any rank that calls its `save_pretrained`.
 
-    Otherwise it writes on global rank 0 alone (5.23), and silently writes nothing if a mesh is without that
-    rank.
+    Otherwise it writes only on global rank 0 (5.23), and silently nothing if a mesh lacks that rank.
     """
     if hasattr(model, "should_save_on_this_rank"):
         vars(model)["should_save_on_this_rank"] = lambda is_main_process: is_main_process
@@ -79,9 +77,7 @@ def _is_a(module: nn.Module, home: str, name: str) -> bool:
 
 
 def ignored_patterns(base: nn.Module) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return the names that `from_pretrained` ignores: those missing in a checkpoint, and those it has in
-    excess.
-    """
+    """Return the patterns of missing names, and of unexpected names, that `from_pretrained` ignores."""
     missing = set(getattr(base, "_keys_to_ignore_on_load_missing", None) or ())
     unexpected = set(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())
     if is_transformers_model(base):
@@ -190,9 +186,7 @@ def _rules(base: nn.Module) -> list[Any]:
 
 
 def reading_order(name: str) -> list[tuple[int, int | str, int]]:
-    """Return a sort key: Transformers' order of names, with numbers by value; experts are stacked in this
-    order.
-    """
+    """Return a sort key for Transformers' order of names, numbers by value: experts stack in this order."""
     parts: list[tuple[int, int | str, int]] = []
     for part in name.split("."):
         if part.isdigit():

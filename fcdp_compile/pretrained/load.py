@@ -47,8 +47,7 @@ def load_pretrained(
     nothing is initialised silently.  In a model that PEFT has wrapped, the base gets the values; adapters
     stay as they are, or without values if the model was built on meta.  If the checkpoint has a tied weight
     under several names, they must have equal values.  Values that PEFT computes from the base's weights
-    (DoRA's magnitudes, PiSSA's factors) are not computed again: add such adapters to a model that has its
-    weights.
+    (DoRA's magnitudes, PiSSA's factors) are not computed again: add such adapters after loading.
 
     folder: with model.safetensors, or with model.safetensors.index.json and its files; or one safetensors
     file, or an index.  head: whether the checkpoint has this model's head; with False, tensors outside of the

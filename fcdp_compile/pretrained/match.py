@@ -46,9 +46,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
-    """A tensor of the model and its source; others: the sources of its other names, which must hold equal
-    values.
-    """
+    """A tensor of the model and its source; others: its other names' sources, which must be equal."""
 
     held: Held
     source: Source

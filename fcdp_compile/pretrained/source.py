@@ -1,7 +1,6 @@
 """Where a parameter's values come from; any part of a source can be read without the rest.
 
-A source is a tensor in a file, or made of other sources without arithmetic: stacked, joined, a part,
-transposed.
+A source is a tensor in a file, or others stacked, joined, cut or transposed, without arithmetic.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 The ranks of a node do the same at the same time, and so do nodes in the same state.  So one rank represents
 all ranks of all nodes of a class, and its flows count on a link once for each rank that shares the link.
 Without jitter there are as many classes as kinds of nodes: 512 nodes of 8 ranks cost as much to simulate as
-one node of 1.  With jitter no two nodes are alike, every node is a class of its own, and time and memory grow
-with their number.
+one node of 1.  With jitter every node is a class of its own, and time and memory grow with nodes.
 """
 
 from __future__ import annotations

@@ -59,9 +59,7 @@ class _Flow:
         return True
 
     def change_speed(self, now_s: float) -> bool:
-        """Move at the least speed that any rank allows; return whether the end of its bytes needs another
-        event.
-        """
+        """Move at the least speed that any rank allows; return whether the end needs another event."""
         speed = min(self.speeds)
         if speed == self.speed and self.version:
             return False
@@ -82,8 +80,7 @@ class _Flow:
 class Engine:
     """Runs ranks that each represent a class of nodes until all tasks have ended.
 
-    compute_s: for each class, each task's time on the program.  slowdowns: for each class, the factor on
-    copies.
+    compute_s: by class, each task's time on the program.  slowdowns: by class, the factor on copies.
     """
 
     def __init__(

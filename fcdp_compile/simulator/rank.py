@@ -7,7 +7,7 @@ reached it, its lane is free and its inputs are ready.
 A rank computes each time as soon as everything that it depends on is known, whatever the clock says.  It runs
 ahead until it needs an end that depends on other nodes, or on other flows over its links.  That end is known
 when the clock reaches it, or before, and everything that depends on it happens later.  So the clock is never
-too late.
+late.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class _LaneQueue:
 class SimulatedRank:
     """One rank that represents all ranks of a class ([Note: folding] in `conditions`).
 
-    number: of the class.  tasks: of the whole training step.  slowdown: factor on copies that put parts in
-    order.
+    number: of the class.  tasks: of the whole training step.  slowdown: of copies that order parts.
     compute_s: each task's time on the program, 0 for tasks of other lanes.  Times count from the beginning of
     the training step, by position of the task: came_s, when the program reached it; start_s, end_s; busy_s,
     how long it kept its lane busy, without waiting for other nodes.

@@ -53,8 +53,7 @@ class SimulatedStep:
     optimizer's time on the slowest.
     bytes_sent_by_node: over the card of each node.
     classes: nodes by state; with jitter, each node by itself.  agreements_s: the time in which ranks agree on
-    what to run, over all forwards; not in step_s, because meanwhile a device does the work that is left from
-    before.
+    what to run, over all forwards; not in step_s, because devices meanwhile finish earlier work.
     """
 
     step_s: float
@@ -90,7 +89,7 @@ def simulate_step(
     """Run the schedules of a training step one after the other: a forward, a backward, a warm forward, ...
 
     Each rank runs them as the runtime does (`rank`); work of a part that is still on its lanes continues
-    during the next part.  If no rank shares a link and all nodes are alike, a part takes the time of
+    during the next part.  Without shared links, and with equal nodes, a part takes the time of
     `cost.simulate`.
 
     profile: `machine.h2d` and `machine.d2h` are of a link to host memory, which `ranks_per_host_link` ranks
@@ -98,8 +97,7 @@ def simulate_step(
     planned.  buckets: by number, all that the schedules name.  optimizer_bytes: device memory that each
     rank's optimizer reads and writes, after the last part has ended and all gradients are reduced.
 
-    Time and memory of the simulation grow with steps times classes of nodes ([Note: folding]); with jitter,
-    with steps times nodes.
+    Time and memory go with steps times classes of nodes ([Note: folding]); with jitter, times nodes.
 
     Raises: ValueError for nodes or ranks that do not fit the profile, the buckets, the schedules or the
     conditions, for steps of unknown buckets or that wait for later steps, and for optimizer_bytes below zero.

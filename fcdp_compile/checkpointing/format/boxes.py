@@ -37,8 +37,7 @@ class Slab:
     """A run of a part's elements, and where they go.
 
     first, shape: the first element within the part, and the shape of the run.
-    keep, to: for each dimension, the range of the run that is kept, and the wanted rows' index where it
-    begins.
+    keep, to: for each dimension, the kept range of the run, and its first index in the wanted rows.
     """
 
     first: int

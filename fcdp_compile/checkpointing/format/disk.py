@@ -71,8 +71,7 @@ class BlockSums:
 def new_sum() -> hashlib._Hash:
     """Return a checksum for one block, so far of no bytes.
 
-    SHA-256, because processors have instructions for it: 1.5 GB/s where BLAKE2b takes 0.45 (one core of a
-    Xeon, hashlib).
+    SHA-256 has instructions in processors: 1.5 GB/s, and BLAKE2b 0.45 (one core of a Xeon, hashlib).
     """
     return hashlib.sha256()
 
@@ -126,8 +125,7 @@ class Disk:
     def put_record(self, folder: Path, record: CheckpointRecord) -> None:
         """Make a checkpoint, whose files are on the disk, the folder's checkpoint.
 
-        Raises: CheckpointError for a record too large to be read again; OSError if the record cannot be
-        written.
+        Raises: CheckpointError for a record too large to be read; OSError if it cannot be written.
         """
         text = FORMAT.to_json(record).encode()
         if len(text) > MAX_FILE_BYTES:

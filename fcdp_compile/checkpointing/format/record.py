@@ -70,9 +70,7 @@ class SavedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
-    """The record.  checksum: of all other fields.  id: of the data's folder.  files: by rank, node * g +
-    place.
-    """
+    """The record.  checksum: of the rest.  id: of the data's folder.  files: by rank, node * g + place."""
 
     checksum: str
     id: str

@@ -25,8 +25,7 @@ _BUCKET_HEADERS = (
 
 
 def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured: Measured) -> str:
-    """Return the buckets of a plan, then for each schedule its steps, the bytes over each link, and the
-    times.
+    """Return the buckets of a plan, and each schedule's steps, bytes over each link, and times.
 
     note: the source of the speeds of `machine`.
     """
@@ -52,9 +51,7 @@ def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured:
 
 
 def _format_buckets(plan: Plan) -> str:
-    """Return the table of buckets, and below it the contents of each and why; names are too long for a
-    column.
-    """
+    """Return the table of buckets, and below it each bucket's contents; names are too long for a column."""
     rows = [_bucket_row(*pair) for pair in plan.placed]
     count = sum(len(bucket.params) for bucket in plan.buckets)
     rows.append(("total", str(count), *_sizes(*plan.buckets), "", "", "", "", ""))

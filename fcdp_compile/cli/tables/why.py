@@ -9,9 +9,7 @@ from fcdp_compile.view.short_names import fold_params
 
 
 def explain_bucket(plan: Plan, bucket: Bucket) -> str:
-    """Explain a bucket: its parameters and sizes, why it is composed and kept so, and its steps in each
-    schedule.
-    """
+    """Explain a bucket: its parameters, sizes, reasons, and its steps in each schedule."""
     placement = plan.placement(bucket.id)
     sizes = f"{bucket.slot_bytes} bytes a rank, {bucket.node_bytes} a node shard, {bucket.full_bytes} in full"
     lines = [

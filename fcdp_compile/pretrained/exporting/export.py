@@ -54,8 +54,8 @@ def save_pretrained(
 
     model: sharded, compiled or not; in a single process also one that is not sharded.
     folder: need not exist; other files in it stay, files of an earlier export are replaced.
-    merge: for a PEFT model, write the base model with the active adapters merged into it.  The model itself
-    is not changed.
+    merge: for a PEFT model, write the base model with the active adapters merged into it; the model stays as
+    it is.
     tokenizer: or a processor; its save_pretrained is called, too.
     max_shard_bytes: larger weights are written to several files, with an index.
     progress: show a bar on the rank that writes, while tensors are gathered.

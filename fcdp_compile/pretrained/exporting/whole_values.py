@@ -52,8 +52,7 @@ class WholeValues:
             raise self.error
 
     def whole(self, record: ParamRecord) -> Tensor | None:
-        """Return a parameter in its home dtype on the writer's CPU, None on other ranks; all ranks must call
-        it.
+        """Return a parameter in its home dtype on the writer's CPU, else None; all ranks must call it.
 
         Shapes: this rank's part `spec.local_shape`, the result `spec.layout.shape`.
         """
