@@ -21,7 +21,7 @@ _REMOTE = (
 
 
 class CheckpointRows:
-    """Home shards read from a checkpoint, by the parameters' keys; no file stays open between reads."""
+    """Home shards read from a checkpoint, by the parameters' keys; files stay open until `close`."""
 
     def __init__(self, sources: Mapping[str, tuple[ParamSpec, Source]]) -> None:
         self._sources = sources
