@@ -1,4 +1,4 @@
-"""The examples' command lines: what can be asked for, and one clear line for what cannot."""
+"""The examples' command lines, with one clear line for each mistake."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fcdp_compile.strategy import Strategy
 
 HEAD_DIM = 32
 LORA_LR = 1e-2
-CHECKPOINT_LORA_LR = 2e-4  # what suits the example's small base would wreck a well trained model
+CHECKPOINT_LORA_LR = 2e-4  # a rate for the example's small base would damage a well trained model
 
 
 class UserError(Exception):
-    """A mistake in what was asked for; its message is the one line that gets printed."""
+    """A mistake in the user's arguments; its message is the one line that is printed."""
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line of lora_finetune.py and check what can be checked without the other ranks."""
+    """Read the command line of lora_finetune.py, and check it as far as one rank can alone."""
     parser = OneLineParser(
         description="Train a small Llama with FCDP, fine-tune it with LoRA, count the bytes between nodes."
     )
@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def add_size_arguments(number: argparse._ArgumentGroup) -> None:
-    """Declare how big the model and its batches are."""
+    """Declare the sizes of the model and its batches."""
     number.add_argument("--batch-size", type=positive, default=4, help="per rank (%(default)s)")
     number.add_argument("--seq-len", type=positive, default=128, help="tokens (%(default)s)")
     number.add_argument("--layers", type=positive, default=4, help="(%(default)s)")
@@ -70,7 +70,7 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what can be seen to be wrong without the other ranks.
+    """Refuse arguments that one rank alone can recognise as wrong.
 
     Raises: UserError.
     """
@@ -91,7 +91,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, without the usage in front of it."""
+    """A parser whose error is one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")
@@ -123,7 +123,7 @@ def strategy(text: str) -> str:
 
 @contextlib.contextmanager
 def user_mistakes() -> Iterator[None]:
-    """Turn what the library says about its arguments into the one line."""
+    """Turn the library's errors about its arguments into the one line."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -131,13 +131,13 @@ def user_mistakes() -> Iterator[None]:
 
 
 def refuse(message: str) -> NoReturn:
-    """Print one line for all the ranks of this machine and exit with code 2.
+    """Print one line for all ranks of this machine and exit with code 2.
 
-    torchrun ends the other ranks as soon as one is gone, so the first rank must not lose the race; a rank
-    that is still alive after a while found a mistake that the first one did not.
+    torchrun ends the other ranks as soon as one exits, so the first rank must exit first, after its line; a
+    rank that is still alive after a while found a mistake that the first one did not.
     """
     if int(os.environ.get("LOCAL_RANK", "0")):
         time.sleep(20)
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-    # Not sys.exit: it would wait in the process group's destructors for ranks that are gone.
+    # Not sys.exit: the process group's destructors would wait for ranks that are gone.
     os._exit(2)

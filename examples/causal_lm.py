@@ -1,4 +1,4 @@
-"""What the examples train: a small Llama from scratch, or a Hugging Face checkpoint in a folder."""
+"""The models of the examples: a small Llama from scratch, or a Hugging Face checkpoint in a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARMUP_STEPS = 5
 
 
 def small_config(args: argparse.Namespace) -> LlamaConfig:
-    """Describe a Llama of the size that was asked for, whose tokens are bytes."""
+    """Return the configuration of a Llama of the requested size, whose tokens are bytes."""
     heads = args.hidden // HEAD_DIM
     return LlamaConfig(
         vocab_size=BYTE_VOCABULARY,
@@ -44,7 +44,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """Return what turns texts into the tokenizer's ids."""
+    """Return a function that turns texts into the tokenizer's ids."""
 
     def encode(parts: list[str]) -> list[list[int]]:
         ids: list[list[int]] = tokenizer(parts, add_special_tokens=False, verbose=False)[
@@ -57,7 +57,7 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> Encoder:
 
 @contextlib.contextmanager
 def checkpoint_mistakes(folder: Path) -> Iterator[None]:
-    """Turn what transformers says about a folder into one line."""
+    """Turn transformers' errors about a folder into one line."""
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -70,7 +70,7 @@ def checkpoint_mistakes(folder: Path) -> Iterator[None]:
 def check_lengths(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
 ) -> None:
-    """Refuse windows and tokenizers that the model has no room for.
+    """Refuse a window length or a tokenizer that is too large for the model.
 
     Raises: UserError.
     """

@@ -2,8 +2,8 @@
 
     folders -> text files -> text -> tokens -> windows -> this rank's batch of a step
 
-Everything is a function of the folders and a seed, so that every rank sees the same windows in the
-same order and takes its own part of them without a word to the others.
+Everything is a function of the folders and a seed, so every rank sees the same windows in the
+same order and takes its own part of them without communication.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 Encoder = Callable[[list[str]], list[list[int]]]
-"""Texts to token ids, one list a text."""
+"""Turns texts into token ids, one list a text."""
 
 BYTE_VOCABULARY = 256
 MIB = 1 << 20
@@ -29,21 +29,21 @@ SKIPPED_FOLDERS = ("site-packages", "dist-packages", "test", "tests", "__pycache
 
 
 class CorpusError(Exception):
-    """There is too little text; the message says where, and what to do."""
+    """There is too little text; the message says where, and how to give more."""
 
 
 def base_text(*, seed: int, limit_bytes: int) -> str:
-    """Return source files of the standard library of the Python that runs this."""
+    """Return source files of the running Python's standard library."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = text_files(folder, SOURCE_SUFFIXES, skipped=SKIPPED_FOLDERS)
     return read_text(shuffled(files, seed=seed), limit_bytes=limit_bytes, where=str(folder))
 
 
 def lora_text(*, seed: int, limit_bytes: int) -> str:
-    """Return C and C++ headers: Python's own, else and then torch's; prose of packages comes last.
+    """Return C and C++ headers: Python's, then torch's; then the prose of packages.
 
-    Python's headers can be missing (Linux distributions put them into a package of their own), torch's
-    cannot; the order makes the most uniform text that exists come first.
+    Python's headers may be missing (Linux distributions package them separately), torch's may not; in this
+    order the most uniform text comes first.
     """
     paths = sysconfig.get_paths()
     torch_headers = Path(torch.__file__).parent / "include"
@@ -63,7 +63,7 @@ def lora_text(*, seed: int, limit_bytes: int) -> str:
 
 
 def folder_text(folder: Path, *, seed: int, limit_bytes: int) -> str:
-    """Return the text files of a folder of the user's, whatever their names."""
+    """Return the text files of a user's folder, whatever their names."""
     if not folder.is_dir():
         raise CorpusError(f"{folder} is not a folder; name one that holds text files")
     files = shuffled(text_files(folder, ("",)), seed=seed)
@@ -73,7 +73,7 @@ def folder_text(folder: Path, *, seed: int, limit_bytes: int) -> str:
 def text_files(
     folder: Path, suffixes: tuple[str, ...], *, skipped: tuple[str, ...] = ()
 ) -> list[Path]:
-    """List the files below a folder whose names end so, hidden ones left out, in a fixed order."""
+    """List the files below a folder that have one of the suffixes, without hidden files, in a fixed order."""
     found = []
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in skipped and not f.startswith("."))
@@ -91,7 +91,7 @@ def shuffled(files: list[Path], *, seed: int) -> list[Path]:
 
 
 def read_text(files: Iterable[Path], *, limit_bytes: int, where: str) -> str:
-    """Join files until the limit; what cannot be read or is not UTF-8 text is left out.
+    """Join files up to the limit; files that cannot be read or are not UTF-8 text are left out.
 
     Raises: CorpusError if nothing is left.
     """
@@ -123,18 +123,18 @@ def _decoded(file: Path, limit_bytes: int) -> str:
 
 
 def encode_bytes(parts: list[str]) -> list[list[int]]:
-    """Take the UTF-8 bytes for tokens: there are 256 of them, and nothing to train or to agree on."""
+    """Return UTF-8 bytes as tokens: there are 256 of them, and no tokenizer to train or share."""
     return [list(part.encode()) for part in parts]
 
 
 def pieces(text: str, *, size: int = 1 << 14) -> Iterator[str]:
-    """Cut text into pieces that a tokenizer can work on side by side."""
+    """Cut text into pieces that a tokenizer can process in parallel."""
     return (text[start : start + size] for start in range(0, len(text), size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """Token windows of equal length, dealt out to the ranks.
+    """Token windows of equal length, distributed to the ranks.
 
     tokens: int64 [windows, length].
     """
@@ -159,8 +159,8 @@ class Windows:
     def batch(self, step: int, *, size: int, rank: int, world_size: int, seed: int) -> torch.Tensor:
         """Return this rank's windows of a step, [size, length].
 
-        The windows are dealt in a seeded order, a new one each epoch; within an epoch no two ranks and
-        no two steps get the same one.
+        The windows are distributed in a seeded order, a new one each epoch; within an epoch no window is used
+        twice, on any rank or in any step.
         """
         count = len(self.tokens)
         first = (step * world_size + rank) * size

@@ -2,16 +2,17 @@
 
     on "meta" ─▶ shard ─▶ load_pretrained, materialize ─▶ train, save ─▶ save_pretrained ─▶ --output
 
-No rank ever holds the whole model, not while it is made, nor while it is loaded, saved or exported.
+No rank holds the whole model while it is made, loaded or saved; the rank that exports it holds it on its
+host.
 
-On one machine as four processes that play two nodes (CPU or GPU), or as one plain process; on several
+On one machine as four processes that act as two nodes (CPU or GPU), or as one plain process; on several
 machines as slurm.sbatch starts it:
 
     torchrun --standalone --nproc-per-node=4 examples/full_finetune.py --nodes 2 --output trained
     python examples/full_finetune.py --model FOLDER --data TEXTS --output trained
 
-With --checkpoint it saves as it goes, and goes on from there when it is started again, on any number of
-nodes.  torchrun starts it again by itself when a rank dies: torchrun --max-restarts=2 ….
+With --checkpoint it saves during training, and continues from that checkpoint when it is started again, on
+any number of nodes.  torchrun restarts it when a rank dies: torchrun --max-restarts=2 ….
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from corpus import MIB, CorpusError, Windows, base_text, encode_bytes, folder_te
 from measure import Phase, Place, local_device, report
 
 SCRATCH_LR = 3e-3
-CHECKPOINT_LR = 2e-5  # what suits a small model from scratch would wreck a well trained one
+CHECKPOINT_LR = 2e-5  # a rate for a small model from scratch would damage a well trained one
 CORPUS_LIMIT_BYTES = 2 * MIB
-RECORD = "checkpoint.json"  # what fcdp_compile.save writes last
+RECORD = "checkpoint.json"  # the last file that fcdp_compile.save writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """All that a training run consists of, made or loaded before its first step.
+    """The objects of a training run, made or loaded before its first step.
 
     start: how many steps were done before.
     """
@@ -77,7 +78,7 @@ class TrainingRun:
 
 
 def main() -> int:
-    """Run the job; a mistake of the user's is one line and exit code 2."""
+    """Run the job; for a user's mistake, print one line and exit with code 2."""
     try:
         run(parse_arguments())
     except (UserError, CorpusError, fcdp_compile.CheckpointError) as error:
@@ -88,7 +89,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line and check what can be checked without the other ranks."""
+    """Read the command line, and check it as far as one rank can alone."""
     parser = OneLineParser(
         description="Train all parameters of a language model with FCDP and export it."
     )
@@ -127,13 +128,13 @@ def run(args: argparse.Namespace) -> None:
     if job.place.rank == 0 and phase is not None:
         print(report([phase], nodes=job.place.nodes, strategy=args.strategy), flush=True)
     if dist.is_initialized():
-        dist.barrier()  # nobody takes the group down while another rank still works
+        dist.barrier()  # keep the group until all ranks are done
         dist.destroy_process_group()
 
 
 def prepare(args: argparse.Namespace) -> TrainingRun:
-    """Build the model without memory for it, shard it, and only then give it values."""
-    # Text first: a folder without any is refused before minutes of loading, not after.
+    """Build the model without memory, shard it, and only then give it values."""
+    # Text first, to refuse a folder without text before minutes of loading.
     if args.data is None:
         text = base_text(seed=args.seed, limit_bytes=CORPUS_LIMIT_BYTES)
     else:
@@ -171,7 +172,7 @@ def prepare(args: argparse.Namespace) -> TrainingRun:
         start = 0
         if args.model is not None:
             fcdp_compile.load_pretrained(model, args.model, progress=place.rank == 0)
-    # What no file holds: everything when training from scratch, else tables such as those of positions.
+    # Fill values that no file has: all of them from scratch, else tables such as those of positions.
     fcdp_compile.materialize(model)
     return TrainingRun(
         model=model,
@@ -235,7 +236,7 @@ def train(job: TrainingRun, args: argparse.Namespace) -> Phase | None:
 
 
 def save(job: TrainingRun, folder: Path, step: int) -> fcdp_compile.PendingSave:
-    """Start to write a checkpoint; training goes on meanwhile."""
+    """Start to write a checkpoint while training continues."""
     return fcdp_compile.save(
         folder,
         model=job.model,

@@ -4,8 +4,8 @@
     python examples/hf_trainer.py --steps 4
 
 Nothing is downloaded: the model is a small Llama with random weights, or one from a folder (--model); the
-text is what Python and torch bring along. Checkpoints, from which --resume goes on, also on other numbers
-of nodes and processes, and the trained model are in --output.
+text comes with Python and torch. --output gets the trained model and checkpoints; --resume continues from the
+last checkpoint, also on other numbers of nodes and processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fcdp_compile.integrations.transformers import FcdpOptions, Trainer
 
 
 class TokenWindows(Dataset[dict[str, torch.Tensor]]):
-    """Token windows as the Trainer takes them."""
+    """A dataset of token windows for the Trainer."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens
@@ -46,7 +46,7 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
 def main() -> None:
     """Train, evaluate and save."""
     args = parse_arguments()
-    # A GPU for each process where there is one; on CPUs Accelerate wants to be told.
+    # Accelerate finds GPUs by itself, but must be told to use CPUs.
     use_cpu = not torch.cuda.is_available()
     model, encode, tokenizer = (
         load(args.model) if args.model else (small_llama(), encode_bytes, None)
@@ -75,12 +75,12 @@ def main() -> None:
         train_dataset=TokenWindows(tokens[:-16]),
         eval_dataset=TokenWindows(tokens[-16:]),
         processing_class=tokenizer,
-        fcdp=FcdpOptions(nodes=args.nodes, strategy=args.strategy),  # without it: torchrun's nodes
+        fcdp=FcdpOptions(nodes=args.nodes, strategy=args.strategy),  # by default: torchrun's nodes
     )
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.save_model()  # for from_pretrained; every process calls it
     if dist.is_initialized():
-        dist.barrier()  # nobody takes the group down while another process still works
+        dist.barrier()  # keep the group until all processes are done
         dist.destroy_process_group()
 
 

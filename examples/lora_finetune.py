@@ -1,15 +1,15 @@
-"""Train a small Llama with FCDP, then fine-tune it with LoRA, and count what crosses between nodes.
+"""Train a small Llama with FCDP, then fine-tune it with LoRA, and count the bytes between nodes.
 
     Python's standard library ──full-parameter training──▶ base weights
     C headers, or --data      ──LoRA on q, k, v, o───────▶ adapters
                                 └──▶ bytes between nodes per step, against those of ZeRO-3
 
-On one machine as four processes that play two nodes (CPU or GPU), or as one plain process:
+On one machine as four processes that act as two nodes (CPU or GPU), or as one plain process:
 
     torchrun --standalone --nproc-per-node=4 examples/lora_finetune.py --nodes 2
     python examples/lora_finetune.py
 
-Nothing is downloaded: the text is what Python and torch bring along, and --model takes a Hugging Face
+Nothing is downloaded: the text comes with Python and torch, and --model takes a Hugging Face
 checkpoint from a folder.
 """
 
@@ -59,7 +59,7 @@ CORPUS_LIMIT_BYTES = 2 * MIB
 
 
 def main() -> int:
-    """Run the job; a mistake of the user's is one line and exit code 2."""
+    """Run the job; for a user's mistake, print one line and exit with code 2."""
     try:
         run(parse_arguments())
     except (UserError, CorpusError) as error:
@@ -70,12 +70,12 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train the base model or load it, fine-tune it, report."""
-    # transformers deprecates what peft still calls; nothing a user could change
+    """Train or load the base model, fine-tune it, report."""
+    # peft calls functions that transformers deprecates; a user cannot change that
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # Text first: a folder without any is refused before minutes of training, not after.
+    # Text first, to refuse a folder without text before minutes of training.
     if args.data is None:
         text = lora_text(seed=args.seed, limit_bytes=CORPUS_LIMIT_BYTES)
     else:
@@ -97,12 +97,12 @@ def run(args: argparse.Namespace) -> None:
     if place.rank == 0:
         print(report(phases, nodes=place.nodes, strategy=args.strategy), flush=True)
     if dist.is_initialized():
-        dist.barrier()  # nobody takes the group down while another rank still works
+        dist.barrier()  # keep the group until all ranks are done
         dist.destroy_process_group()
 
 
 def train_base(args: argparse.Namespace, place: Place, phases: list[Phase]) -> nn.Module:
-    """Train a Llama from scratch, all parameters; return a fresh, unsharded one with its weights."""
+    """Train all parameters of a Llama from scratch; return a fresh, unsharded Llama with its weights."""
     text = base_text(seed=args.seed, limit_bytes=CORPUS_LIMIT_BYTES)
     windows = Windows.cut(text, encode_bytes, length=args.seq_len)
     model = small_llama(args)
@@ -135,13 +135,13 @@ def load_base(args: argparse.Namespace) -> tuple[nn.Module, Encoder]:
 
 
 def fine_tune(base: nn.Module, windows: Windows, args: argparse.Namespace, place: Place) -> Phase:
-    """Freeze the base model, add adapters and train these."""
+    """Freeze the base model, add adapters and train the adapters."""
     torch.manual_seed(args.seed)  # the same adapters on every rank
     layers = {name.rpartition(".")[2] for name, _ in base.named_modules()}
     config = LoraConfig(
         r=LORA_RANK,
         lora_alpha=4 * LORA_RANK,
-        # Where layers have other names (GPT-2's c_attn), peft knows which ones to adapt.
+        # For models with other layer names (GPT-2's c_attn), peft knows which layers to adapt.
         target_modules=list(LORA_TARGETS) if layers.issuperset(LORA_TARGETS) else None,
         task_type="CAUSAL_LM",
     )
@@ -153,7 +153,7 @@ def fine_tune(base: nn.Module, windows: Windows, args: argparse.Namespace, place
 
 
 def shard_and_compile(name: str, model: nn.Module, args: argparse.Namespace, place: Place) -> Any:
-    """The two calls that fcdp needs: `shard`, and torch.compile with its backend."""
+    """Make the two calls that fcdp needs: `shard`, and torch.compile with its backend."""
     model.to(place.device).train()
     with user_mistakes():
         fcdp_compile.shard(model, place.mesh, strategy=args.strategy)
@@ -173,7 +173,7 @@ def train(
     steps: int,
     lr: float,
 ) -> Phase:
-    """Shard a model (in place), compile it and train what is not frozen."""
+    """Shard a model (in place), compile it and train its parameters that are not frozen."""
     parameter_bytes = count_bytes(model.parameters())
     trainable_bytes = count_bytes(p for p in model.parameters() if p.requires_grad)
     compiled = shard_and_compile(name, model, args, place)
@@ -221,7 +221,7 @@ def train(
 
 
 def count_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Add up whole parameters; a tied one counts once."""
+    """Return the bytes of whole parameters; a tied one counts once."""
     return sum(p.numel() * p.element_size() for p in parameters)
 
 

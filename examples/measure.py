@@ -1,4 +1,4 @@
-"""What the example measures: numbers agreed among the ranks, a record per phase, the final tables."""
+"""The measurements of the examples: numbers agreed among the ranks, a record per phase, the final tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSS_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this process stands: its rank of all, its mesh (None for a single process), its device."""
+    """This process's rank among all, its mesh (None for a single process), and its device."""
 
     rank: int
     world_size: int
@@ -29,7 +29,7 @@ class Place:
 
     @staticmethod
     def find(mesh: DeviceMesh | None, device: torch.device) -> Place:
-        """Read the place off the mesh."""
+        """Find the place of this process in the mesh."""
         if mesh is None:
             return Place(rank=0, world_size=1, nodes=1, mesh=None, device=device)
         return Place(
@@ -45,11 +45,11 @@ class Place:
         return self._sum(torch.tensor([value], dtype=torch.float64)).item() / self.world_size
 
     def all_agree(self, value: bool) -> bool:
-        """Whether something holds on every rank."""
+        """Whether a value is true on every rank."""
         return self.average(float(value)) == 1.0
 
     def per_node(self, sent_bytes: Sequence[int]) -> list[float]:
-        """Turn what each rank sent into what a node sent, the mean over nodes."""
+        """Turn the bytes sent by each rank into bytes sent by a node, the mean over nodes."""
         total = self._sum(torch.tensor(sent_bytes, dtype=torch.int64))
         return [value / self.nodes for value in total.tolist()]
 
@@ -60,12 +60,12 @@ class Place:
         return values
 
     def _wire_device(self) -> torch.device:
-        # Gloo sums CPU tensors also where the model is on a GPU; NCCL takes only its GPU's.
+        # Gloo sums CPU tensors even if the model is on a GPU; NCCL takes only tensors of its GPU.
         return self.device if "cuda:nccl" in dist.get_backend_config() else torch.device("cpu")
 
 
 def local_device() -> torch.device:
-    """Take the GPU of this process and make it the current one, or the CPU where there is none."""
+    """Select this process's GPU and make it the current one; return the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -76,7 +76,7 @@ def local_device() -> torch.device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What one training run leaves behind.
+    """The results of one training run.
 
     losses: mean over the ranks, one a step.
     sent_bytes: between nodes, sent per node, one a step.
@@ -91,9 +91,9 @@ class Phase:
     tokens_per_s: float
 
     def zero3_step_bytes(self, nodes: int) -> float:
-        """Return what a node sends to the others in one step of ZeRO-3.
+        """Return the bytes that a node sends to the others in one step of ZeRO-3.
 
-        It gathers all parameters in forward and again in backward, frozen or not, and reduces the
+        ZeRO-3 gathers all parameters in forward and again in backward, frozen or not, and reduces the
         gradients of the trainable ones: (2 W + W_trainable) (N-1)/N.  Source: ZeRO (Rajbhandari et al.,
         2020), section 7.2.
         """
@@ -101,7 +101,7 @@ class Phase:
 
 
 def report(phases: Sequence[Phase], *, nodes: int, strategy: str) -> str:
-    """Lay the phases out as two tables: how training went, and what crossed between the nodes."""
+    """Format the phases as two tables: how training went, and the bytes between the nodes."""
     training = tabulate(
         [_training_row(phase) for phase in phases],
         headers=(

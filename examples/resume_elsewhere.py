@@ -1,14 +1,14 @@
-"""Train on 2 nodes of 2 ranks, save, go on elsewhere: 4 nodes of 1, one process. Show that losses go on.
+"""Train on 2 nodes of 2 ranks, save, resume on 4 nodes of 1 and on one process, and compare the losses.
 
-    2 x 2  ──steps 1 … n──▶ save ──▶ steps n+1 … 2n          what an undisturbed run does
+    2 x 2  ──steps 1 … n──▶ save ──▶ steps n+1 … 2n          the undisturbed run
                               ├────▶ load on 4 x 1 ─▶ steps n+1 … 2n
                               └────▶ load on 1 x 1 ─▶ steps n+1 … 2n
 
     python examples/resume_elsewhere.py
 
-It starts torchrun itself, once for each layout, prints the losses side by side, and ends with 1 if those of
-a run that was resumed are not those of the undisturbed one.  A step takes the same batch on every layout;
-only the order of sums differs, so losses agree to rounding and not to the bit.
+The script starts torchrun itself, once for each layout, prints the losses side by side, and exits with 1 if
+the losses of a resumed run differ from those of the undisturbed run.  A step takes the same batch on every
+layout; only the order of sums differs, so losses agree to rounding and not to the bit.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from corpus import BYTE_VOCABULARY, MIB, CorpusError, Windows, base_text, encode
 from measure import Place, local_device
 
 LAYOUTS = ((2, 2), (4, 1), (1, 1))
-"""Nodes and ranks of each: first the undisturbed run, then those that resume."""
+"""Nodes and ranks of each layout: first the undisturbed run, then the runs that resume."""
 
 GLOBAL_BATCH = 8
 SEQ_LEN = 32
 TOLERANCE = 1e-4
-"""Relative; sums in another order differ by about 1e-6 in fp32."""
+"""Relative; another order of sums changes a loss by about 1e-6 in fp32."""
 
 
 class ByteModel(nn.Module):
-    """Predict the next byte from the last few, by a small residual network."""
+    """Predicts the next byte from the last few, with a small residual network."""
 
     def __init__(self, width: int = 64, context: int = 4) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ByteModel(nn.Module):
         self.context = context
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of the bytes that have enough before them.
+        """Return the mean loss of the bytes that have enough bytes before them.
 
         tokens: int64 [batch, length].
         """
@@ -73,7 +73,7 @@ class ByteModel(nn.Module):
 
 
 def main() -> int:
-    """Run one layout if torchrun or the example itself started this process for it, else all of them."""
+    """Run one layout if --layout is given, else run all of them."""
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=positive, default=10, help="before the save (%(default)s)")
     parser.add_argument("--folder", type=Path, help="of the checkpoint (a temporary one)")
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def run_all(steps: int, folder: Path) -> int:
-    """Run each layout in processes of its own, then compare what they report."""
+    """Run each layout in its own processes, then compare their reports."""
     for number, (nodes, ranks) in enumerate(LAYOUTS):
         print(
             f"{nodes} x {ranks}: {'train and save' if not number else 'load and go on'}", flush=True
@@ -110,7 +110,7 @@ def run_all(steps: int, folder: Path) -> int:
 
 
 def run_layout(number: int, steps: int, folder: Path) -> None:
-    """Train on one layout: the first one saves after `steps`, the others load what it saved."""
+    """Train on one layout: the first one saves after `steps`, the others load its checkpoint."""
     device = local_device()
     mesh = fcdp_compile.make_mesh(nodes=LAYOUTS[number][0])
     place = Place.find(mesh, device)
@@ -126,13 +126,13 @@ def run_layout(number: int, steps: int, folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     first = 0
     if number:
-        # Every parameter comes out of the checkpoint, so nothing needs initialising first.
+        # The checkpoint has every parameter, so none needs initialising.
         loaded = fcdp_compile.load(folder / "checkpoint", model=model, optimizer=optimizer)
         first = loaded.step
 
     losses: dict[int, float] = {}
     for step in range(first, 2 * steps):
-        # The whole batch of a step is the same everywhere, and each rank takes its part of it.
+        # The whole batch of a step is equal on all layouts, and each rank takes its part of it.
         size = GLOBAL_BATCH // place.world_size
         batch = windows.batch(
             step, size=size, rank=place.rank, world_size=place.world_size, seed=0
@@ -152,7 +152,7 @@ def run_layout(number: int, steps: int, folder: Path) -> None:
 
 
 def compare(found: list[dict[str, float]], steps: int) -> int:
-    """Print the losses after the save side by side; 1 if those of two layouts differ."""
+    """Print the losses after the save side by side; return 1 if two layouts differ."""
     after = [str(step) for step in range(steps + 1, 2 * steps + 1)]
     headers = ["step", *(f"{n} x {g}" for n, g in LAYOUTS)]
     print(tabulate([[s, *(run[s] for run in found)] for s in after], headers, floatfmt=".6f"))

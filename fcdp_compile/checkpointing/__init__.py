@@ -1,18 +1,17 @@
 """Checkpoints of a whole job: `save` and `load`, sharded, atomic, onto any other N x g and strategy.
 
     folder/
-      checkpoint.json                     what the checkpoint is; renamed into place as the last step
-      data-0f3c…/rank-00000.safetensors   what rank 0 wrote: rows of parameters, moments, its own values
+      checkpoint.json                     describes the checkpoint; renamed into place as the last step
+      data-0f3c…/rank-00000.safetensors   written by rank 0: rows of parameters, moments, its own values
       data-0f3c…/rank-00001.safetensors   …
 
-[Note: whose format] torch.distributed.checkpoint (DCP) plans and reshards too, but its index is a pickle,
-which nobody should have to unpickle, its Hugging Face storage has neither checksums nor a moment at which a
-checkpoint becomes the new one, and it writes values into the model while it still reads.  What is left of
-it, rows that two layouts share, is `boxes` here, a few lines of arithmetic.  Files are safetensors, which
-anybody can open.
+[Note: whose format] torch.distributed.checkpoint (DCP) plans and reshards too.  But its index is a pickle,
+which is unsafe to load.  Its Hugging Face storage has neither checksums nor a moment at which a checkpoint
+becomes the new one, and it writes values into the model while it still reads.  The rest of DCP's work,
+finding the rows that two layouts share, is a few lines of arithmetic: `boxes`.  Many tools open safetensors.
 
-Modules: `tree` values as JSON · `record` checkpoint.json · `contents` what there is to save · `disk` files,
+Modules: `tree` values as JSON · `record` checkpoint.json · `contents` everything to save · `disk` files,
 in an order that survives being killed · `writing` the protocol between ranks · `saving` · `blocks` reads that
-are verified · `boxes` who needs which rows · `comparing` · `load_plan` what a rank is about to load ·
-`loading` · `optimizers` and `rng` both ways.
+are verified · `boxes` which rows a rank needs · `comparing` · `load_plan` everything a rank is about to load
+· `loading` · `optimizers` and `rng` both ways.
 """

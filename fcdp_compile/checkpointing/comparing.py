@@ -30,7 +30,7 @@ from fcdp_compile.runtime.model import ShardedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedRows:
-    """A cut tensor and what this rank wants of it."""
+    """A cut tensor and the rows of it that this rank needs."""
 
     tensor: CutTensor
     spec: ParamSpec
@@ -62,14 +62,14 @@ class Comparison:
         )
 
     def check_names(self, values: Collection[str]) -> None:
-        """Compare names, and the shapes and dtypes of parameters; values: names of those saved."""
+        """Compare names, and the shapes and dtypes of parameters; values: the names of the saved values."""
         self._check_model(set(values))
         self._check_job(set(values))
 
     def targets(self, values: Mapping[str, Any], differing: Collection[str]) -> list[WantedRows]:
-        """Every cut tensor that is to be read, once the values fit as well.
+        """Check the values, then return every cut tensor that is to be read.
 
-        differing: those of them that this rank has from rank 0, which had another than others.
+        differing: the names of values that differed between ranks and that this rank takes from rank 0.
         """
         self._check_plain(values)
         model = self._model_tensors()
@@ -122,7 +122,7 @@ class Comparison:
         self._raise_problems(problems)
 
     def own_marks(self) -> list[int]:
-        """This rank's part of the mark of each parameter that was left out.
+        """Return this rank's part of the mark of each parameter that was left out.
 
         Raises: CheckpointError for parameters without values.
         """
@@ -138,7 +138,7 @@ class Comparison:
         return [own_mark(self._state, i, r.spec, r.peek()) for i, r in enumerate(records)]
 
     def check_marks(self, parts: Sequence[Sequence[int]]) -> None:
-        """Compare the parameters that were left out with those that the model has; parts: of all ranks."""
+        """Compare the marks of the parameters that were left out with the model's; parts: of all ranks."""
         marks = [mark_of_all(of_one) for of_one in zip(*parts, strict=True)]
         saved = self._left_out.values()
         others = [s.name for s, mark in zip(saved, marks, strict=True) if s.mark != mark]
@@ -168,7 +168,7 @@ class Comparison:
 
     def _check_class(self, here: str, saved: object) -> None:
         if here != saved:
-            # Settings come from the checkpoint, also those in which AdamW differs from Adam.
+            # The checkpoint's settings replace the optimizer's, also those in which AdamW differs from Adam.
             raise CheckpointError(
                 f"the optimizer is {here}, but the checkpoint in {self._folder} was saved with {saved}; "
                 "build the same optimizer, or leave optimizer=… out"
@@ -177,7 +177,7 @@ class Comparison:
     def _moments(
         self, values: Mapping[str, Any], differing: Collection[str]
     ) -> Iterator[WantedRows]:
-        """The tensors of the optimizer that lie as their parameters do."""
+        """Yield the tensors of the optimizer that are cut as their parameters are."""
         specs = {r.spec.name: r.spec for r in self._state.records.values()}
         names = {n for g in values["optimizer.groups"] for n in g["params"]}
         for parameter, of_one in values["optimizer.state"].items():
@@ -205,11 +205,11 @@ class Comparison:
             )
 
     def _check_unmoved(self, parameter: str, key: str, value: Any) -> None:
-        """Refuse what an optimizer has made of a rank's rows where the rank has other rows now."""
+        """Refuse an optimizer value that depends on a rank's rows if the rank has other rows now."""
         spec = self._model_tensors().get(parameter_name(parameter))
         if spec is None or not isinstance(value, Tensor) or value.numel() < 2:
             return
-        # Nobody knows how one that was left out was cut.
+        # The checkpoint does not say how a parameter that was left out was cut.
         saved = self._cuts.get(parameter_name(parameter))
         now = cut(parameter, "", spec, self._state.topology.position, 0)
         is_cut_alike = saved is not None and (now.dim, now.rows) == (saved.dim, saved.rows)
@@ -229,9 +229,9 @@ class Comparison:
 
 
 def restores(given: Any, saved: Any, path: str) -> Iterator[tuple[Any, Any]]:
-    """Each object of a tree that takes a state, with its state.
+    """Yield each object of a tree that takes a state, with its saved state.
 
-    Raises: CheckpointError where the tree that was saved has none.
+    Raises: CheckpointError where the saved tree has no state for it.
     """
     if has_state(given):
         yield given, saved

@@ -1,4 +1,4 @@
-"""What there is to save of a job: cut tensors, of which this rank writes its rows, and values."""
+"""Collect everything to save of a job: cut tensors, of which this rank writes its rows, and values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fcdp_compile.runtime.parameters.record import ParamRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobObjects:
-    """What a user gives to `save` and `load` besides the model; None: not given."""
+    """The objects that a user gives to `save` and `load` besides the model; None: not given."""
 
     optimizer: Optimizer | None
     scheduler: Any
@@ -34,8 +34,9 @@ class JobObjects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContents:
-    """tensors: all, the same on every rank.  parts: of which this rank writes what, by name.
+    """Everything to save of a job, on this rank.
 
+    tensors: all cut tensors, equal on every rank.  parts: the rows that this rank writes, by tensor.
     left_out: frozen parameters, with this rank's part of each mark.
     values: this rank's, by names that all ranks share.
     """
@@ -55,21 +56,21 @@ class JobContents:
 class HostCopies:
     """Host memory for copies of a model's tensors, kept from one save to the next.
 
-    Memory that is new costs as much again as the copy: the system clears each page when it is touched.
+    New memory would double the cost of a copy: the system clears each page at its first use.
     """
 
     def __init__(self) -> None:
         self._by_name: dict[str, Tensor] = {}
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy of the tensor, which lasts until the next of that name."""
+        """Return a copy of the tensor, valid until the next copy under this name."""
         kept = self._by_name.get(name)
         if kept is None or (kept.dtype, kept.shape) != (tensor.dtype, tensor.shape):
             kept = self._by_name[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return kept.copy_(tensor)
 
     def keep(self, names: Collection[str]) -> None:
-        """Give back the memory of copies of other names."""
+        """Free the memory of copies under other names."""
         self._by_name = {n: t for n, t in self._by_name.items() if n in names}
 
 
@@ -82,12 +83,12 @@ def contents_of(
     *,
     frozen: bool = True,
 ) -> JobContents:
-    """Look at everything that a checkpoint holds.
+    """Collect everything that a checkpoint holds.
 
-    frozen: whether values of frozen parameters are among it.
-    copies: where tensors are copied to, so that nobody changes them afterwards; None: the tensors themselves.
+    frozen: whether to include the values of frozen parameters.
+    copies: where tensors are copied to, so that later changes do not reach the checkpoint; None: no copies.
 
-    Raises: CheckpointError for what cannot be saved, naming it.
+    Raises: CheckpointError for anything that cannot be saved, naming it.
     """
     whole = plain_tensors(root, state)
     specs = {r.spec.name: r.spec for r in state.records.values()}
@@ -125,7 +126,7 @@ def _left_out(state: ShardedModel, index: int, record: ParamRecord) -> LeftOut:
 
 
 def own_mark(state: ShardedModel, index: int, spec: ParamSpec, local: Tensor) -> int:
-    """This rank's part of the mark of a parameter; 0 where another one has the same rows and gives it."""
+    """Return this rank's part of the mark of a parameter; 0 if another rank counts these rows."""
     mesh = state.topology.position
     owners = cut(spec.name, "", spec, mesh, index).files
     if mesh.rank not in owners:
@@ -162,9 +163,9 @@ def parameter_name(name: str) -> str:
 
 
 def parameter_names(root: nn.Module, state: ShardedModel) -> dict[int, str]:
-    """The names of the model's parameters by id, of tied ones the first.
+    """Return the names of the model's parameters by id; the first name of a tied one.
 
-    Of sharded ones those that they had then: compiling a layer by itself gives it other names.
+    Sharded parameters have the names from the time of `shard`: compiling a layer by itself renames them.
     """
     named = {id(p): name for name, p in root.named_parameters()}
     return named | {id(r.parameter()): r.spec.name for r in state.records.values()}
@@ -178,7 +179,7 @@ def plain_tensors(root: nn.Module, state: ShardedModel) -> dict[str, Tensor]:
 
 
 def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a state dict has, by name; one that several modules share once."""
+    """Yield the buffers of a state dict, by name; a buffer that several modules share once."""
     dropped = {
         f"{prefix}.{name}".removeprefix(".")
         for prefix, module in root.named_modules()
@@ -188,7 +189,7 @@ def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def extra_states(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that have a state of their own besides tensors."""
+    """Yield the modules that define an extra state besides tensors."""
     for name, module in root.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"model.{name} (extra state)", module

@@ -1,4 +1,4 @@
-"""What one rank is about to load, once the checkpoint has been compared with the job; nothing is written."""
+"""Plan what one rank loads: compare the checkpoint with the job and find the reads; nothing is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fcdp_compile.runtime.model import ShardedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabRead:
-    """A slab of a part in a file, and the name of the tensor that it is of."""
+    """A slab of a part in a file, and the name of its tensor."""
 
     name: str
     file: int
@@ -32,7 +32,7 @@ class SlabRead:
 
     @property
     def start(self) -> int:
-        """Its first byte in the file."""
+        """The slab's first byte in the file."""
         return self.stored.start + self.slab.first * self.stored.dtype.itemsize
 
     @property
@@ -43,11 +43,12 @@ class SlabRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What one rank reads, and what it is loaded into.
+    """The reads of one rank, and the objects that receive them.
 
-    values: decoded, by name.  differing: names of those that this rank has from rank 0, which had another
-    than others.  targets: the cut tensors.  restores: the objects of `extra` that take a state, with it.
-    reads: rows of the targets, in the order of the files.  blocks: what the reads lie in, to be verified.
+    values: decoded, by name.  differing: the names of values that differed between ranks and that this rank
+    takes from rank 0.  targets: the cut tensors.  restores: the objects of `extra` that take a state, each
+    with its state.  reads: rows of the targets, in the order of the files.  blocks: of the reads, to be
+    verified.
     """
 
     folder: Path
@@ -66,20 +67,20 @@ class LoadPlan:
 
     @property
     def digest(self) -> str:
-        """The same for ranks that are about to load the same."""
+        """Equal on ranks that are about to load the same checkpoint into the same kinds of objects."""
         job = self.job
         given = [v is not None for v in (job.optimizer, job.scheduler, job.scaler)]
         return hashlib.sha256(f"load {self.record.checksum} {given}".encode()).hexdigest()
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that are read, to verify blocks and then to write."""
+        """Bytes that are read, first to verify blocks and then to load."""
         verified = sum(self.files.size_of(block) for block in self.blocks)
         return verified + sum(read.size_bytes for read in self.reads)
 
     @property
     def written_keys(self) -> list[str]:
-        """The keys of the parameters that the checkpoint has values of."""
+        """The keys of the parameters whose values are in the checkpoint."""
         names = {target.tensor.name for target in self.targets}
         records = self.state.records.items()
         return [key for key, r in records if parameter_name(r.spec.name) in names]

@@ -1,9 +1,9 @@
-"""`load(folder, model=…, …)`: continue from what `save` wrote, on this number of nodes and ranks.
+"""`load(folder, model=…, …)`: continue from a checkpoint of `save`, on this number of nodes and ranks.
 
     read checkpoint.json -> compare with the model and the optimizer (`load_plan`)
     -> verify every byte that is needed -> write into the model, the optimizer, …
 
-All ranks hear of each step whether all succeeded; nothing is written before the last.
+After each step all ranks learn whether every rank succeeded; nothing is written before the last step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What `save` was given: the step, and `extra`, of objects with a state the state."""
+    """The `step` and the `extra` of `save`; each object of `extra` with a state is now that state."""
 
     step: int | None
     extra: Any
@@ -68,21 +68,20 @@ def load(
         loaded = fcdp_compile.load("checkpoints/last", model=model, optimizer=optimizer, scheduler=scheduler)
         for step in range(loaded.step + 1, steps): …
 
-    All ranks must call it; gradients stay as they are.  Each reads the rows of its home shards and whatever
-    else it needs, all of it against checksums, and twice: nothing is written before all that is needed has
-    been proven intact.  So a damaged checkpoint changes nothing.
+    All ranks must call it; gradients stay as they are.  Each rank reads the rows of its home shards and the
+    other values that it needs, and checks all of it against checksums.  Rows are read twice, because nothing
+    is written before everything has been verified.  So a damaged checkpoint changes nothing.
 
-    On as many nodes and ranks as saved it, the job continues bit by bit.  Elsewhere ranks can't get what each
-    of them had: of values that differed every rank gets rank 0's, with a warning, and random number
-    generators stay as they are unless all ranks had them alike.
+    On as many nodes and ranks as saved it, the job continues bit by bit.  On other numbers, ranks cannot get
+    their own values back: where values differed, every rank gets rank 0's, with a warning, and random number
+    generators stay as they are unless their states were equal on all ranks.
 
     model: sharded, compiled or not; with values or from meta.  Its parameters and buffers must have the
-    names, shapes and dtypes of those that were saved; which are frozen may differ.
+    saved names, shapes and dtypes; other parameters may be frozen than when it was saved.
     optimizer: built from the model's parameters, in the same groups as when it was saved; None: not loaded.
     scheduler, scaler: as `optimizer`.
-    extra: like that which was saved; where it has objects with `load_state_dict` they get their state.  May
-    be left out.
-    progress: show a bar on rank 0, of what that reads.
+    extra: a tree like the saved one; its objects with `load_state_dict` get their state.  May be left out.
+    progress: show a bar on rank 0, of the bytes that rank 0 reads.
 
     Raises: ArgumentError if folder and model are swapped.
     CheckpointError on every rank, naming the file, the tensors or the groups, if there is no
@@ -106,7 +105,7 @@ def _compared(
     *,
     progress: bool,
 ) -> LoadPlan:
-    """What this rank is about to load, which goes with what the others are."""
+    """Return this rank's plan, once all ranks are known to load the same checkpoint."""
     found: list[LoadPlan] = []
 
     def compare() -> tuple[str, list[int]]:
@@ -129,7 +128,7 @@ def _compared(
 
 
 def _load(plan: LoadPlan, *, progress: bool) -> None:
-    """Verify what is needed, on every rank, and then write it."""
+    """Verify all needed bytes, on every rank, and then write."""
     state, topology = plan.state, plan.state.topology
     doing = f"loading from {plan.folder}"
     shows = progress and topology.position.rank == 0
@@ -166,7 +165,7 @@ def _write(plan: LoadPlan, shown: Bar) -> None:
             module.set_extra_state(plan.values[name])
         _write_job(plan, moments)
     except Exception as error:
-        # Whatever objects that take a state raise; what is half loaded must be said in any case.
+        # Objects that take a state may raise anything; the message must say that the job is half loaded.
         raise CheckpointError(
             f"{str(error) or type(error).__name__}; the model and the other arguments may now hold a part "
             f"of {plan.folder}, so load again before you go on"
@@ -174,7 +173,7 @@ def _write(plan: LoadPlan, shown: Bar) -> None:
 
 
 def _read_rows(plan: LoadPlan, shown: Bar) -> dict[str, Tensor]:
-    """Read rows into the home shards of parameters, and return those of the optimizer by name."""
+    """Read rows into the home shards of parameters, and return the optimizer's rows by name."""
     records, device = plan.state.records, plan.state.device.torch
     homes = {parameter_name(records[k].spec.name): records[k].local() for k in plan.written_keys}
     moments = {
@@ -211,13 +210,13 @@ def _write_plain(plan: LoadPlan) -> None:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements are the same memory, which cannot be written one by one."""
+    """Whether several elements share memory, so that they cannot be written one by one."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and not stride for size, stride in strides)
 
 
 def _replace_buffer(root: nn.Module, old: Tensor, made: Tensor) -> None:
-    """Put a buffer in the place, or places, of one that has no memory, or too little."""
+    """Replace a buffer wherever the model holds it, because it has no memory of its own for each element."""
     for module in root.modules():
         for name, buffer in module._buffers.items():
             if buffer is old:
@@ -229,7 +228,7 @@ def _write_job(plan: LoadPlan, moments: dict[str, Tensor]) -> None:
     mesh = plan.state.topology.home_mesh
 
     def moment(name: str, spec: ParamSpec) -> Tensor:
-        """As its parameter: a DTensor where that is one."""
+        """The moment, as a DTensor if its parameter is one."""
         if mesh is None:
             return moments[name]
         return as_dtensor(moments[name], spec.layout, mesh, spec.strategy.home)
@@ -252,7 +251,7 @@ def _write_job(plan: LoadPlan, moments: dict[str, Tensor]) -> None:
             owner.load_state_dict(values[name])
     for taker, saved in plan.restores:
         taker.load_state_dict(saved)
-    # The states of one rank on several would give all of them the same dropout.
+    # Several ranks with one rank's generator states would all use the same dropout.
     is_rng_alike = "rng" not in plan.differing and len(plan.record.files) > 1
     if plan.comparison.is_same_layout or is_rng_alike:
         set_rng_state(values["rng"], plan.state.device.torch)

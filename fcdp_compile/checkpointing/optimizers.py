@@ -4,8 +4,8 @@
     ->  groups [{"lr", "params": ["norm.weight"]}]
         state {"norm.weight": {"step", "exp_avg": TensorReference}}
 
-Indices would name other parameters once one more is frozen; names do not.  A tensor of the optimizer that
-lies as its parameter does, such as a moment, is written by rows and comes back on any layout.
+If one more parameter were frozen, indices would name other parameters; names do not change.  A tensor of the
+optimizer that is cut as its parameter is, such as a moment, is written by rows and loads on any layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fcdp_compile.params.registry import ParamSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """This rank's rows of a tensor of the optimizer that lies as its parameter does."""
+    """This rank's rows of a tensor of the optimizer that is cut as its parameter is."""
 
     name: str
     spec: ParamSpec
@@ -35,9 +35,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerParts:
-    """groups: with names for parameters.  state: by parameter and key, a TensorReference for each moment.
+    """An optimizer's state dict, by names of parameters.
 
-    others: what else the state dict has.
+    groups: with names for parameters.  state: by parameter and key, a TensorReference for each moment.
+    others: the rest of the state dict.
     """
 
     groups: list[dict[str, Any]]
@@ -51,10 +52,10 @@ def parts_of(
 ) -> OptimizerParts:
     """Take an optimizer apart.
 
-    names: of the model's parameters by id.  specs: of those that are sharded, by name.
+    names: of the model's parameters, by id.  specs: of its sharded parameters, by name.
 
-    Raises: CheckpointError if it owns a parameter that is not the model's, or keeps a tensor cut in
-    another way than its parameter.
+    Raises: CheckpointError if the optimizer has a parameter that is not the model's, or a tensor that is cut
+    in another way than its parameter.
     """
     whole = optimizer.state_dict()
     by_index = dict(_numbered(optimizer, whole, names))
@@ -91,7 +92,7 @@ def class_of(optimizer: Optimizer) -> str:
 def _numbered(
     optimizer: Optimizer, whole: Mapping[str, Any], names: Mapping[int, str]
 ) -> Iterator[tuple[int, tuple[str, nn.Parameter]]]:
-    """Name and parameter by the number that the state dict has for it."""
+    """Yield each parameter's number in the state dict, with its name and the parameter."""
     for group, saved in zip(optimizer.param_groups, whole["param_groups"], strict=True):
         for index, parameter in zip(saved["params"], group["params"], strict=True):
             if id(parameter) not in names:
@@ -105,9 +106,9 @@ def _numbered(
 def _moment_keys(
     state: Mapping[Any, Any], by_index: Mapping[int, tuple[str, nn.Parameter]]
 ) -> set[str]:
-    """The keys that hold tensors of the parameter's shape, told from parameters that are no scalars.
+    """Return the keys that hold tensors of the parameter's shape, judged by parameters that are not scalars.
 
-    A scalar's step count has its shape as well.
+    A scalar cannot tell: its step count has its shape as well.
     """
     return {
         key
@@ -173,15 +174,15 @@ def put_back(
     others: Mapping[str, Any],
     names: Mapping[int, str],
 ) -> None:
-    """Load what `parts_of` gave, moments in the place of their references; `check_groups` comes first."""
-    # The numbers in a state dict are those of this optimizer's parameters in the order that it has them.
+    """Load the result of `parts_of`, with moments in place of references; call `check_groups` first."""
+    # A state dict numbers the parameters in the order of this optimizer.
     numbers: dict[str, int] = {}
     packed = []
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         here = [names[id(p)] for p in group["params"]]
         numbers |= {name: len(numbers) + i for i, name in enumerate(here)}
         packed.append({**saved, "params": [numbers[name] for name in here]})
-        if "param_names" in group:  # in this optimizer's order, not in that which was saved
+        if "param_names" in group:  # in this optimizer's order, not in the saved order
             packed[-1]["param_names"] = group["param_names"]
     others = dict(others)
     of_none = others.pop("state", {})
@@ -193,7 +194,7 @@ def put_back(
 def _restore_dtypes(
     optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]], names: Mapping[int, str]
 ) -> None:
-    """Put the very values where `load_state_dict` has cast them: it gives state its parameter's dtype."""
+    """Undo the casts of `load_state_dict`, which gives state its parameter's dtype."""
     for parameter in (p for g in optimizer.param_groups for p in g["params"]):
         now = optimizer.state.get(parameter, {})
         for key, value in state.get(names[id(parameter)], {}).items():

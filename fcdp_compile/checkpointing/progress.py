@@ -1,4 +1,4 @@
-"""A bar that fills with bytes."""
+"""A progress bar that counts bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fcdp_compile.extras import require
 
 
 class Bar(Protocol):
-    """What `tqdm` gives."""
+    """The part of a `tqdm` bar that is used."""
 
     def update(self, n: int) -> object:
-        """So many more bytes."""
+        """Count n more bytes."""
 
 
 class _NoBar:
@@ -22,7 +22,7 @@ class _NoBar:
 
 
 def need_bar(*, shown: bool) -> None:
-    """Make sure that a bar can be shown, where one shall be.
+    """Make sure that a bar can be shown, if one is to be.
 
     Raises: MissingExtraError if tqdm is not installed.
     """
@@ -32,7 +32,7 @@ def need_bar(*, shown: bool) -> None:
 
 @contextmanager
 def bar(text: str, total_bytes: int, *, shown: bool) -> Iterator[Bar]:
-    """A bar on stderr until the block ends, if it is to be shown."""
+    """Show a bar on stderr until the block ends, if `shown`."""
     if not shown:
         yield _NoBar()
         return

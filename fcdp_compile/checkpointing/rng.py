@@ -12,22 +12,22 @@ from fcdp_compile.devices import device_of
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of every generator, as a value that a checkpoint holds.
+    """Return the state of every generator, as a value that a checkpoint can hold.
 
-    device: the model's; the generator of a GPU belongs to it if it is one.
+    device: the model's; if it is a GPU, its generator is included.
     """
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": device_of(device).rng_state(),
-        # Python's is 625 numbers, which are shorter as an array.
+        # Python's state is 625 numbers, which take less room as an array.
         "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
         "numpy": np.random.get_state(legacy=False),
     }
 
 
 def set_rng_state(saved: dict[str, Any], device: torch.device) -> None:
-    """Continue as `rng_state` was; a GPU's generator only where there was one and is one."""
+    """Set the generators to states of `rng_state`; a GPU's only if one was saved and the model is on one."""
     torch.set_rng_state(saved["torch"])
     of_card = device_of(device)
     if saved["cuda"] is not None and of_card.rng_state() is not None:

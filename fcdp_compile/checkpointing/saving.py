@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class PendingSave:
-    """A save that may be under way."""
+    """A save that may still be running."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -40,20 +40,20 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended on this rank, well or not."""
+        """Whether the save has ended on this rank, in success or failure."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for its end on this rank.
+        """Wait until the save has ended on this rank.
 
-        Raises: what has failed; if anything has on one rank, then something on every rank.
+        Raises: the error with which it failed; if it failed on one rank, every rank raises an error.
         """
         self.end()
         if self._error is not None:
             raise self._error
 
     def end(self) -> None:
-        """Wait for its end, whether well or not."""
+        """Wait until the save has ended, in success or failure."""
         if self._thread is not None:
             self._thread.join()
 
@@ -66,13 +66,13 @@ class PendingSave:
                 if tells:
                     log.error("an asynchronous save has failed: %s", error)
 
-        # Not a daemon: the interpreter waits for it before it exits.
+        # Not a daemon: the interpreter waits for the thread before it exits.
         self._thread = threading.Thread(target=act, name="fcdp-save", daemon=False)
         self._thread.start()
 
 
 class _Saver:
-    """Of one model: the last save; of asynchronous ones the group that they agree in, and their memory."""
+    """A model's last save, and the process group and host memory of its asynchronous saves."""
 
     def __init__(self) -> None:
         self.pending = PendingSave()
@@ -80,18 +80,18 @@ class _Saver:
         self._group: dist.ProcessGroup | None = None
 
     def group(self, topology: Topology) -> dist.ProcessGroup | None:
-        """A group that nobody else uses; made the first time, with all ranks of the mesh."""
+        """Return a group for saves alone; the first call makes it, with all ranks of the mesh."""
         if self._group is None:
             self._group = new_control_group(topology)
         return self._group
 
 
 _savers: weakref.WeakKeyDictionary[ShardedModel, _Saver] = weakref.WeakKeyDictionary()
-"""By the model, as long as that lives."""
+"""By model; an entry goes with its model."""
 
 
 def end_of_saves(state: ShardedModel) -> None:
-    """Wait for the save of a model that is under way, if one is."""
+    """Wait for the model's save if one is running."""
     if state in _savers:
         _savers[state].pending.end()
 
@@ -113,36 +113,36 @@ def save(
 
         fcdp_compile.save("checkpoints/last", model=model, optimizer=optimizer, step=step)
 
-    All ranks must call it, at the same step; after `optimizer.step()`, as gradients are not saved.  Every
-    rank writes its part of parameters and optimizer to a file of its own in `folder`, which all of them must
-    share.  `folder` holds one checkpoint: the last that was saved whole.  A save that fails or is killed
-    leaves the one before; its remains go with the next save.  No two jobs may save to one folder.
+    All ranks must call it at the same step, after `optimizer.step()`: gradients are not saved.  Every rank
+    writes its part of parameters and optimizer to a file of its own in `folder`, which all ranks must share.
+    `folder` holds one checkpoint: the last that was saved completely.  A save that fails or is killed leaves
+    the previous checkpoint in place; the next save removes its remains.  No two jobs may save to one folder.
 
-    Besides parameters, persistent buffers and the optimizer it holds the states of the random number
-    generators of each rank (torch, the model's GPU, Python, numpy).  What every rank has alike is written
-    once, what differs, such as those, for each rank.
+    Besides parameters, persistent buffers and the optimizer, the checkpoint holds the states of each rank's
+    random number generators (torch, the model's GPU, Python, numpy).  A value that is equal on all ranks is
+    written once; a value that differs, such as those states, is written for each rank.
 
     model: sharded, compiled or not.
     scheduler, scaler: anything with `state_dict` and `load_state_dict`.
-    step: how far the job is; `load` gives it back.
+    step: the number of the current step; `load` returns it.
     extra: a tree of dicts, lists, tuples, strings, numbers, None and tensors, and of objects with
     `state_dict` and `load_state_dict`, such as a data loader that knows its position.  Ranks may differ.
-    frozen: False leaves the values of frozen parameters out, such as those of a base model under adapters,
-    which the job gets from where it got them.  What is kept of them is a mark by which `load` makes sure that
-    the model has the same ones.
-    asynchronous: return once everything is copied to host memory; a thread writes the copies, and what the
-    step after changes is not in the checkpoint.  The next `save` or `load` of the model waits for it, and so
-    does the end of the interpreter; call `wait` before `destroy_process_group`.  The memory of the copies is
-    kept for the next asynchronous save: as much as this rank writes.
+    frozen: False leaves out the values of frozen parameters, such as those of a base model under adapters;
+    the job must then load them from their source again.  The checkpoint keeps a mark of each, by which `load`
+    makes sure that the model has the same values.
+    asynchronous: return once everything is copied to host memory; a thread writes the copies, so later steps
+    do not change the checkpoint.  The next `save` or `load` of the model waits for the thread, and so does
+    the end of the interpreter; call `wait` before `destroy_process_group`.  The memory of the copies is kept
+    for the next asynchronous save: as much as this rank writes.
     progress: show a bar on rank 0, of its own file.
 
-    Returns: what waits for the end; in a synchronous save that has come.
+    Returns: a handle to wait on; a synchronous save has ended already.
 
-    Raises: ArgumentError if folder and model are swapped.
-    On every rank, CheckpointError if something cannot be saved or written, ranks would save
-    different things, or gradients that `no_sync` accumulated wait; FcdpError if parameters lack values
-    so far, or for a progress bar without tqdm; LostRankError if a rank does not come; ValueError if the
-    model is not sharded.  What fails in the writing of an asynchronous save is raised by `wait`, and logged.
+    Raises: ArgumentError if folder and model are swapped.  On every rank, CheckpointError if something cannot
+    be saved or written, ranks would save different things, or gradients that `no_sync` accumulated wait;
+    FcdpError if parameters lack values so far, or for a progress bar without tqdm; LostRankError if a rank
+    does not take part; ValueError if the model is not sharded.  If an asynchronous write fails, `wait` raises
+    the error, and it is logged.
     """
     refuse_swapped(folder, model, "save(folder, model)")
     job = JobObjects(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
@@ -169,8 +169,8 @@ def save_on(
     asynchronous: bool = False,
     progress: bool = False,
 ) -> PendingSave:
-    """`save` to a disk that may be watched."""
-    path = Path(folder).absolute()  # a thread may write when the process works elsewhere
+    """Do as `save`, on a given disk, which tests can watch."""
+    path = Path(folder).absolute()  # a thread may write after the working directory has changed
     root, state = model_of(model), state_of(model)
     saver = _savers.setdefault(state, _Saver())
     saver.pending.end()
@@ -213,7 +213,7 @@ def save_on(
 
 
 def digest_of(lines: list[str]) -> str:
-    """The same for ranks that are about to do the same."""
+    """Return a digest that is equal on ranks with equal lines."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -243,7 +243,7 @@ def refuse_whole(state: ShardedModel) -> None:
 
 
 def _refuse_waiting_gradients(state: ShardedModel) -> None:
-    # Ranks have the same names, so all of them ask or none.
+    # All ranks have the same names, so either all ranks call `settle` or none does.
     if state.accumulation.concerns() and (left := state.accumulation.settle()):
         raise CheckpointError(
             f"gradients of parameter {left[0]!r} (one of {len(left)}) were accumulated under "

@@ -1,8 +1,8 @@
-"""Write what ranks have to save such that there is one new checkpoint, or the old one and an error on each.
+"""Write all ranks' parts as one new checkpoint, or keep the old one and raise an error on every rank.
 
     every rank sees rank 0's folder -> each rank's file is on the disk -> rank 0 names them in the record
 
-Between two steps all ranks hear whether all succeeded (`together`); nobody goes on alone.
+After each step all ranks learn whether every rank succeeded (`together`); no rank goes on alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """What one rank has written: its file, and the values whose tensors are there.
+    """One rank's file, and the values whose tensors are in it.
 
     left_out: with this rank's parts of the marks.
     """
@@ -51,7 +51,7 @@ class _Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """One save: what, where, and as which rank of which group."""
+    """One save: its contents, its folder, this rank and the group."""
 
     contents: JobContents
     folder: Path
@@ -76,11 +76,11 @@ class Write:
             if self.mesh.rank == 0:
                 self.disk.take_back(self.folder, new)
             raise
-        # All wait for it, so that whoever comes back finds one checkpoint.
+        # All ranks wait for the sweep, so that the folder holds one checkpoint when `run` returns.
         self._step(self._sweep)
 
     def _step(self, act: Callable[[], T]) -> list[T]:
-        """Act on every rank; what each has given, in the order of the mesh, which may not be the group's."""
+        """Call `act` on every rank; return the results in the mesh's order, which may not be the group's."""
         doing = f"saving to {self.folder}"
         everyone = together(self.group, lambda: (self.mesh.rank, act()), CheckpointError, doing)
         return [value for _, value in sorted(everyone, key=lambda given: given[0])]

@@ -1,6 +1,6 @@
 """The `fcdp` command: results on stdout, everything else on stderr.
 
-Exit codes: 0 fine, 1 the answer is "no", 2 bad input, told in one line.
+Exit codes: 0 fine, 1 the answer is "no", 2 bad input, reported in one line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fcdp_compile.suggestion import did_you_mean
 
 
 class _Command(Protocol):
-    """What a module of a subcommand offers."""
+    """The interface of a subcommand's module."""
 
     SUMMARY: str
     DESCRIPTION: str
@@ -30,7 +30,7 @@ class _Command(Protocol):
         """Declare the arguments."""
 
     def run(self, options: argparse.Namespace) -> Answer:
-        """Find the answer; FcdpError or OSError for bad input."""
+        """Return the answer; raise FcdpError or OSError for bad input."""
 
 
 _COMMANDS: dict[str, _Command] = {
@@ -48,7 +48,7 @@ _ON_EVERY_RANK = ("probe",)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    Raises: SystemExit where argparse ends the process (help, bad usage).
+    Raises: SystemExit if argparse ends the process (help, bad usage).
     """
     try:
         options = _parse(sys.argv[1:] if argv is None else argv)
@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports bad usage in one line; argparse would print the usage as well.
+    """Reports bad usage in one line; argparse would also print the usage.
 
-    is_silent: whether another rank reports the same.
+    is_silent: whether another rank reports this error.
     """
 
     is_silent = False
@@ -104,11 +104,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _print(answer: Answer) -> int:
-    # Closed by the caller, who wants the exit code only; or a rank that has nothing to say.
+    # The caller has closed stdout and wants only the exit code, or this rank has nothing to print.
     if sys.stdout is None or not answer.text:
         return answer.code
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a letter
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     try:
         print(answer.text, flush=True)
     except BrokenPipeError:
@@ -120,7 +120,7 @@ def _print(answer: Answer) -> int:
 
 
 def _discard_stdout() -> None:
-    """Let the interpreter's own flush at exit go nowhere instead of failing once more."""
+    """Send the interpreter's own flush at exit to nowhere, because it would fail once more."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

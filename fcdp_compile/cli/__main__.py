@@ -1,4 +1,4 @@
-"""`python -m fcdp_compile.cli`, for where the `fcdp` command is not on the PATH."""
+"""`python -m fcdp_compile.cli`, if the `fcdp` command is not on the PATH."""
 
 import sys
 

@@ -1,8 +1,8 @@
 """`fcdp dump FOLDER`: print the plans that the backend wrote with the option `dump`.
 
 The folder holds `graph-000.plan.json`, `graph-001.plan.json`, ..., `model-1-graph-000.plan.json` for
-a second model, ... what was recorded of them (`graph-000.recorded.json`, ...), what each pass made of their
-graphs (`graph-000.stages.json`, ...), and printed graphs (`*.txt`), which are for reading as they are.
+a second model, ... recordings of them (`graph-000.recorded.json`, ...), the changes that each pass made to
+their graphs (`graph-000.stages.json`, ...), and printed graphs (`*.txt`), which this command does not read.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> Answer:
     """Format the plans of a folder.
 
     Raises: PlanFormatError or RecordingError for a damaged plan or recording, FcdpError for a bucket,
-    schedule or machine that there is not; OSError for a folder or file that cannot be read.
+    schedule or machine that does not exist; OSError for a folder or file that cannot be read.
     """
     if options.passes:
         return Answer(stages.passes_text())
@@ -155,7 +155,7 @@ def _read(folder: str) -> dict[Path, Plan]:
 def _choose(
     plans: Mapping[Path, Plan], folder: str, options: argparse.Namespace
 ) -> dict[Path, Plan]:
-    """The plans with the schedules that were asked for."""
+    """Return the plans, each with only the requested schedules."""
     chosen = {
         path: replace(
             plan,
@@ -217,7 +217,7 @@ def _compare(plans: dict[Path, Plan], others: dict[Path, Plan], folders: tuple[s
 
 
 def _tiers(a: Plan, b: Plan, names: tuple[str, str]) -> list[str]:
-    """On the GPU or the host: what ranks need not agree on, so that `diff` passes it over."""
+    """Compare the tiers, GPU or host, which `diff` ignores because ranks need not agree on them."""
     theirs = {p.bucket: p for p in b.placements}
     pairs = [(x, theirs[x.bucket]) for x in a.placements if x.bucket in theirs]
     return [
@@ -246,5 +246,5 @@ def _find(folder: Path) -> list[Path]:
 
 
 def _with_numbers(name: str) -> list[str | int]:
-    """A sort key: graph-1000 stands after graph-999."""
+    """Return a sort key: graph-1000 comes after graph-999."""
     return [int(x) if i % 2 else x for i, x in enumerate(re.split(r"([0-9]+)", name))]

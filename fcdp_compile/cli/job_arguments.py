@@ -1,4 +1,4 @@
-"""What `fcdp plan` and `fcdp simulate` ask for: a model, a cluster, the size of a step."""
+"""The arguments of `fcdp plan` and `fcdp simulate`: a model, a cluster, the size of a step."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def whole(text: str) -> int:
-    """A whole number above zero, for argparse."""
+    """Parse a whole number above zero, for argparse."""
     if not text.isdecimal() or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def strategies(text: str) -> tuple[Strategy, ...]:
-    """Names of strategies with commas between them, for argparse."""
+    """Parse names of strategies, separated by commas, for argparse."""
     try:
         found = [Strategy.parse(name.strip()) for name in text.split(",")]
     except ValueError as error:

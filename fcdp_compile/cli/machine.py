@@ -1,4 +1,4 @@
-"""The machine that a command predicts times for, by name."""
+"""Find the machine for a command's predicted times by its name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fcdp_compile.plan.cost import MACHINES, Machine
 
 
 def machine_named(name: str) -> Machine:
-    """The speeds of a type of device, of a built-in cluster, or those in a profile's file.
+    """Return the speeds of a type of device, of a built-in cluster, or of a profile's file.
 
-    Raises: ProfileError for a damaged file, FcdpError for a name that nothing has; OSError for a file that
+    Raises: ProfileError for a damaged file, FcdpError for an unknown name; OSError for a file that
     cannot be read.
     """
     if name in MACHINES:

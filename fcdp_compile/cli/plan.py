@@ -1,4 +1,4 @@
-"""`fcdp plan`: what every strategy comes to on a cluster that need not be there."""
+"""`fcdp plan`: memory, bytes and time of every strategy on a cluster that need not exist."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Plan and rank.
 
-    Raises: FcdpError for what cannot be planned; OSError for a file that cannot be read.
+    Raises: FcdpError for a request that cannot be planned; OSError for a file that cannot be read.
     """
     return Answer(*importlib.import_module("fcdp_compile.planner.command").plan(options))

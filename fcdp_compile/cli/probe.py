@@ -1,7 +1,7 @@
 """`fcdp probe`: measure this cluster, say whether its host is faster than its network, write a profile.
 
-Measuring needs torch and process groups, for which no other command should wait: so that module is imported
-when the command runs, by its name (`LATE` in tests/test_layers.py).
+Measuring needs torch and process groups, and no other command should wait for them: so `run` imports that
+module by its name (`LATE` in tests/test_layers.py).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Measure; the first rank has the answer, the others say nothing.
+    """Measure; the first rank returns the answer, the others an empty text.
 
     Raises: FcdpError on the first rank if nothing can be measured, OSError if the profile cannot be written.
     """

@@ -1,4 +1,4 @@
-"""`fcdp simulate`: the same rows as `fcdp plan`, under conditions, and over sweeps."""
+"""`fcdp simulate`: the rows of `fcdp plan`, under conditions, and over sweeps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """Simulate.
 
-    Raises: FcdpError for what cannot be planned or drawn; OSError for a file that cannot be read or written.
+    Raises: FcdpError if the request cannot be planned or drawn; OSError if a file cannot be read or written.
     """
     if options.nodes is None:
         if options.sweep is None or options.sweep.of != "nodes":

@@ -1,4 +1,4 @@
-"""`fcdp dump --passes`, `--stages`, `--stage`, `--stage-diff`: the passes, and what each did to graphs."""
+"""`fcdp dump --passes`, `--stages`, `--stage`, `--stage-diff`: the passes, and their changes to graphs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OPS_SHOWN = 4
 
 
 def passes_text() -> str:
-    """The passes in their order, each with its docstring."""
+    """Return the passes in their order, each with its docstring."""
     found = passes()
     return "\n\n".join(f"{i}. {name}\n\n{doc}" for i, (name, doc) in enumerate(found.items(), 1))
 
 
 def passes() -> dict[str, str]:
-    """The docstring of each pass, in order: read from the source, so that nobody waits for torch."""
+    """Return the docstring of each pass, in order: read from the source, because importing torch is slow."""
     pipeline = _parsed("fcdp_compile.passes.pipeline")
     modules = {
         alias.name: str(node.module)
@@ -72,9 +72,9 @@ def _parsed(module: str) -> ast.Module:
 
 
 def read(folder: str, names: Sequence[str], *, of: Sequence[str]) -> Stages:
-    """The stages of the compilations of a folder, of those graphs alone whose titles have all words of `of`.
+    """Return the stages of a folder's compilations, only of graphs whose titles have all words of `of`.
 
-    Raises: FcdpError if there is none; PlanFormatError for a damaged file; OSError where one cannot be read.
+    Raises: FcdpError if there is none; PlanFormatError for a damaged file; OSError if one cannot be read.
     """
     paths = {name: Path(folder) / f"{name}{SUFFIX}" for name in names}
     found = {name: read_stages(path) for name, path in paths.items() if path.exists()}
@@ -89,7 +89,7 @@ def read(folder: str, names: Sequence[str], *, of: Sequence[str]) -> Stages:
 
 
 def listed(stages: Stages) -> str:
-    """A table of the stages of each compilation."""
+    """Return a table of the stages of each compilation."""
     return "\n\n\n".join(
         f"{one_line(name)}\n\n"
         + table(
@@ -103,9 +103,9 @@ def listed(stages: Stages) -> str:
 
 
 def shown(stages: Stages, wanted: str) -> str:
-    """The text of each graph at a stage.
+    """Return the text of each graph at a stage.
 
-    Raises: FcdpError for a stage that there is not.
+    Raises: FcdpError for a stage that does not exist.
     """
     _check(stages, wanted)
     parts = [
@@ -118,9 +118,9 @@ def shown(stages: Stages, wanted: str) -> str:
 
 
 def compared(stages: Stages, wanted: tuple[str, str]) -> Answer:
-    """What is otherwise in each graph between two stages; exit code 1 if anything is.
+    """Return the differences of each graph between two stages; exit code 1 if there are any.
 
-    Raises: FcdpError for a stage that there is not, or if no graph has both.
+    Raises: FcdpError for a stage that does not exist, or if no graph has both.
     """
     for stage in wanted:
         _check(stages, stage)
@@ -135,7 +135,7 @@ def compared(stages: Stages, wanted: tuple[str, str]) -> Answer:
 
 
 def _pairs(of: Sequence[Stage], wanted: tuple[str, str]) -> Iterator[tuple[Stage, Stage]]:
-    """The same graph at both stages: "forward" at one is where "forward cold" comes from at the other."""
+    """Yield each graph at both stages: "forward" at one stage becomes "forward cold" at the other."""
     for b in (s for s in of if s.name == wanted[1]):
         for a in (s for s in of if s.name == wanted[0]):
             shorter, longer = sorted((a.graph.split(), b.graph.split()), key=len)

@@ -1,4 +1,4 @@
-"""`fcdp strategies`: what there is to choose from, and what it costs."""
+"""`fcdp strategies`: the strategies to choose from, and their costs."""
 
 from __future__ import annotations
 

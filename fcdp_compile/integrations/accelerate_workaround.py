@@ -1,14 +1,14 @@
-"""What Accelerate must be told, or kept from, so that it neither wraps nor compiles the model itself.
+"""Keeps Accelerate from wrapping or compiling the model itself.
 
-Tried with accelerate 1.15 and transformers 5.23.  Only public names are used, but four of them otherwise
-than they are meant:
+Tried with accelerate 1.15 and transformers 5.23.  Only public names are used, four of them unusually:
 
 * `Accelerator.prepare_model(evaluation_mode=True)` wraps the forward into autocast, and leaves out
   DistributedDataParallel, which refuses DTensor parameters.
-* `Accelerator.no_sync(model)` enters `model.no_sync` if there is one (that of DDP is meant), so there is one.
-* `Accelerator.unwrap_model` leaves `torch.compile`'s wrapper on.  The Trainer looks at the class of what it
-  returns to see whether label smoothing has to shift the labels, and would not, so here it takes it off.
-* `DynamoBackend`, an enum, has no "fcdp": Accelerate is told of no backend, and the model is compiled here.
+* `Accelerator.no_sync(model)` enters `model.no_sync` if there is one (DDP's is meant), so the model gets one.
+* `Accelerator.unwrap_model` leaves `torch.compile`'s wrapper on.  The Trainer checks the class of the result
+  to see whether label smoothing has to shift the labels, and the wrapper's class would mislead it, so here
+  `unwrap_model` removes the wrapper.
+* `DynamoBackend`, an enum, has no "fcdp": Accelerate gets no backend, and the model is compiled here.
 
 Accelerate has no registration of backends or of ways to shard that would make this unnecessary.
 """
@@ -39,7 +39,7 @@ def prepare(
     dynamic: bool | None = None,
     options: Mapping[str, Any],
 ) -> nn.Module:
-    """Give a sharded model the autocast and the `no_sync` that Accelerate looks for, and compile it.
+    """Give a sharded model the autocast and the `no_sync` that Accelerate expects, and compile it.
 
     mode, dynamic, options: of torch.compile.
     """
@@ -51,19 +51,19 @@ def prepare(
     compiled: Any = torch.compile(
         model, backend=BACKEND, mode=mode, dynamic=dynamic, options=dict(options) or None
     )
-    found: nn.Module = compiled  # torch says of it that it is a function
+    found: nn.Module = compiled  # typed by torch as a function
     return found
 
 
 def prepare_again(accelerator: Accelerator, model: nn.Module) -> None:
-    """Let the Accelerator know the model, which it forgets at the start of every training."""
+    """Prepare the model again, because the Accelerator forgets it at the start of every training."""
     prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     assert prepared is model, f"Accelerate wrapped the model into a {type(prepared).__name__}"
 
 
 @contextmanager
 def unknown_backend(args: TrainingArguments) -> Iterator[None]:
-    """Hide `torch_compile_backend="fcdp"` from Accelerate, which raises for a backend it has no name for."""
+    """Hide `torch_compile_backend="fcdp"` from Accelerate, which raises for a backend that its enum lacks."""
     given = args.torch_compile_backend
     if given != BACKEND:
         yield

@@ -1,12 +1,12 @@
-"""The Trainer's checkpoints: what it writes without fcdp, and beside it one that any layout loads.
+"""The Trainer's checkpoints: its usual files, and beside them a checkpoint that any layout loads.
 
     checkpoint-500/
-      model.safetensors, config.json, …   what from_pretrained reads (`save_pretrained`); of PEFT the adapter
+      model.safetensors, config.json, …   files for from_pretrained (`save_pretrained`); of PEFT, adapters
       fcdp/                               model, optimizer, scheduler, generators (`fcdp_compile.save`);
-                                          of a model with adapters without what is frozen
-      trainer_state.json                  as the Trainer writes it, last: what has none is not whole
+                                          for a model with adapters without frozen parameters
+      trainer_state.json                  the Trainer's, written last: a checkpoint without it is incomplete
 
-Nothing that is loaded is a pickle.
+No pickle is loaded.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ else:
 log = logging.getLogger(__name__)
 
 FOLDER = "fcdp"
-"""Of a checkpoint: the folder that `fcdp_compile.save` writes."""
+"""The folder within a checkpoint that `fcdp_compile.save` writes."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class TrainerCheckpoints(_Base):
-    """The part of `FcdpMixin` that saves and loads; all ranks must call what it has."""
+    """The part of `FcdpMixin` that saves and loads; all ranks must call its methods."""
 
     _generators: dict[str, Any] | None = None
-    """What the generators of this rank were when the checkpoint that is resumed from was saved."""
+    """The states of this rank's generators right after the checkpoint was loaded."""
 
     def sharded_model(self) -> nn.Module:
-        """`self.model`, sharded by now."""
-        # FcdpMixin has it.  An abstractmethod would do nothing: no ABCMeta makes the classes of Trainers.
+        """Return `self.model`, sharded by now."""
+        # FcdpMixin has it.  abstractmethod would have no effect: the metaclass of Trainers is not ABCMeta.
         raise NotImplementedError
 
     # --- saving -------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write what `from_pretrained` reads; every rank must call it (`fcdp_compile.save_pretrained`)."""
+        """Write files for `from_pretrained`; every rank must call it (`fcdp_compile.save_pretrained`)."""
         model = self.sharded_model()
         folder = output_dir or self.args.output_dir
         assert folder is not None, "a Trainer has an output folder"
         if _internal_call and self.args.save_only_model:
-            # An earlier run may have left the rest of its own checkpoint there, which loads prefer.
+            # An earlier run may have left its own full checkpoint there, which a load would prefer.
             together(state_of(model).topology.control, lambda: self._remove_rest(Path(folder)))
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         save_pretrained(model, folder, tokenizer=tokenizer)
@@ -85,12 +85,12 @@ class TrainerCheckpoints(_Base):
                 rest.rmdir()
 
     def _save_arguments(self, folder: Path) -> None:
-        # For people and for the hub, as the Trainer does; nothing here reads it.
+        # For people and for the hub, as the Trainer does; fcdp never reads it.
         if self.args.should_save:
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save all that is needed to go on, generators and the gradient scaler too."""
+        """Save everything that is needed to continue, generators and the gradient scaler too."""
         save(
             Path(output_dir, FOLDER),
             model=self.sharded_model(),
@@ -98,22 +98,22 @@ class TrainerCheckpoints(_Base):
             scheduler=self.lr_scheduler,
             scaler=self.accelerator.scaler,
             step=self.state.global_step,
-            # The script has the base from elsewhere, and again when it resumes.
+            # The script loads the base from elsewhere, also when it resumes.
             frozen=not has_adapters(self.sharded_model()),
         )
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Nothing: it is in `_save_optimizer_and_scheduler`'s."""
+        """Do nothing: `_save_optimizer_and_scheduler` saves the scaler."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Nothing: it is in `_save_optimizer_and_scheduler`'s."""
+        """Do nothing: `_save_optimizer_and_scheduler` saves the generators."""
 
     # --- loading ------------------------------------------------------------------------------------------
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """`transformers.Trainer.train`; True resumes from the last checkpoint that was saved whole."""
+        """Train as `transformers.Trainer.train`; True resumes from the last checkpoint that is complete."""
         if resume_from_checkpoint is True:
             assert self.args.output_dir is not None, "a Trainer has an output folder"
             found = [_last_whole(Path(self.args.output_dir))]
@@ -131,7 +131,7 @@ class TrainerCheckpoints(_Base):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        # A whole checkpoint is loaded with the optimizer, at once (`_load_optimizer_and_scheduler`).
+        # `_load_optimizer_and_scheduler` loads a complete checkpoint, the model together with the optimizer.
         if not self._is_whole(resume_from_checkpoint):
             self._load_weights(resume_from_checkpoint)
 
@@ -163,10 +163,10 @@ class TrainerCheckpoints(_Base):
         self._generators = rng_state(state_of(model).device.torch)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing: it came with `_load_optimizer_and_scheduler`."""
+        """Do nothing: `_load_optimizer_and_scheduler` loads the scaler."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # The Trainer calls this once the data that was trained on has been skipped, which draws numbers.
+        # The Trainer calls this after it has skipped the data of earlier steps, which draws random numbers.
         if self._generators is not None:
             set_rng_state(self._generators, state_of(self.sharded_model()).device.torch)
 
@@ -184,18 +184,18 @@ class TrainerCheckpoints(_Base):
         set_rng_state(now, device)
 
     def _load_weights(self, checkpoint: str) -> None:
-        """Load the weights that `save_model` has written there, or another Trainer."""
+        """Load weights that `save_model`, or another Trainer, has written."""
         model = self.sharded_model()
         if isinstance(model, PeftModel):
-            # PEFT knows which file is which adapter's, and loads whole values with `load_state_dict`.
+            # PEFT knows the file of each adapter, and loads whole values with `load_state_dict`.
             super()._load_from_checkpoint(checkpoint, model)
         else:
             load_pretrained(model, checkpoint)
 
     def _is_whole(self, checkpoint: str) -> bool:
-        """Whether a checkpoint has more than weights; agreed, as what follows has collectives.
+        """Whether a checkpoint has more than weights; ranks agree on it, because collectives follow.
 
-        Raises: CheckpointError on every rank if ranks see different things there.
+        Raises: CheckpointError on every rank if ranks see different files.
         """
         state = state_of(self.sharded_model())
         seen = together(state.topology.control, lambda: Path(checkpoint, FOLDER).is_dir())
@@ -208,14 +208,14 @@ class TrainerCheckpoints(_Base):
         return seen[0]
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer without Accelerate's wrapper, which is none of its parameters' owner."""
+        """Return the optimizer without Accelerate's wrapper, which does not own the parameters."""
         optimizer: Any = self.optimizer
         own: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         return own
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
-    """The last checkpoint in a Trainer's folder that was saved to its end; None if there is none."""
+    """Return the last complete checkpoint in a Trainer's folder; None if there is none."""
     found = {
         int(match[1]): path
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -225,7 +225,7 @@ def last_whole_checkpoint(folder: Path) -> str | None:
 
 
 def _last_whole(folder: Path) -> tuple[str | None, str | None]:
-    """The last checkpoint that is whole, or why nobody knows, which rank 0 must tell the others."""
+    """Return the last complete checkpoint, or the problem that prevented the search, for rank 0 to share."""
     try:
         return last_whole_checkpoint(folder), None
     except OSError as error:

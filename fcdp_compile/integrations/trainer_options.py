@@ -1,4 +1,4 @@
-"""What the Trainer of `integrations.transformers` can be told, and which training arguments it refuses."""
+"""The options of the Trainer of `integrations.transformers`, and the training arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STEPS_IN_BACKWARD = (
     OptimizerNames.GALORE_ADAFACTOR_LAYERWISE,
     OptimizerNames.APOLLO_ADAMW_LAYERWISE,
 )
-"""Optimizers that step each parameter when its gradient arrives, by hooks, and never see all of them."""
+"""Optimizers that step each parameter in a hook as soon as its gradient arrives, before it is reduced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class FcdpOptions:
         }
 
     def check_sharded_before(self) -> None:
-        """Refuse what cannot be done any more to a model that its owner has sharded.
+        """Refuse options that come too late for a model that its owner has sharded.
 
         Raises: ValueError.
         """
@@ -135,7 +135,7 @@ def _problem(args: TrainingArguments) -> str | None:
 
 
 def check_launch(state: AcceleratorState) -> None:
-    """Refuse what `accelerate launch` or the environment asks Accelerate for, past the training arguments.
+    """Refuse settings that Accelerate gets from `accelerate launch` or the environment.
 
     Raises: ValueError.
     """

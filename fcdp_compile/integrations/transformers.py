@@ -5,8 +5,8 @@
 
     class MySFTTrainer(FcdpMixin, trl.SFTTrainer): ...              # any other Trainer
 
-What Accelerate has to be talked out of is in `accelerate_workaround`, what is refused in `trainer_options`,
-what is saved and loaded in `trainer_checkpoints`.
+`accelerate_workaround` keeps Accelerate from interfering, `trainer_options` refuses arguments,
+`trainer_checkpoints` saves and loads.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ __all__ = ["FcdpMixin", "FcdpOptions", "Seq2SeqTrainer", "Trainer"]
 log = logging.getLogger(__name__)
 
 SENT = "inter_node_mib_per_step"
-"""The entry of the logs with what a node sent to others in the last step, in MiB (2**20 bytes)."""
+"""The log entry for the bytes that a node sent to others in the last step, in MiB (2**20 bytes)."""
 
 
 class FcdpMixin(TrainerCheckpoints):
     """Makes a Trainer shard and compile with fcdp; put it before the Trainer's class.
 
-    fcdp: how; by default strategy "fcdp" on torchrun's nodes.
+    fcdp: the options; by default strategy "fcdp" on torchrun's nodes.
 
     The model is sharded when training, evaluation or prediction first needs it, so adapters may be added
-    until then.  All ranks must call what runs the model, saves or loads it: `train`, `evaluate`, `predict`,
-    `save_model`, and `model.generate`.
+    until then.  All ranks must call every method that runs, saves or loads the model: `train`, `evaluate`,
+    `predict`, `save_model`, and `model.generate`.
 
     Raises: ValueError at construction for training arguments that ask for another way to shard, to compile or
     to step (`trainer_options`), and for an optimizer that is built already.
@@ -76,20 +76,20 @@ class FcdpMixin(TrainerCheckpoints):
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh | None:
-        # One for all models of `model_init`: torch never gives the groups of a mesh back.
+        # One mesh for all models of `model_init`: torch never frees the groups of a mesh.
         return make_mesh(self.fcdp.nodes)
 
     # --- sharding and compiling ---------------------------------------------------------------------------
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        # Before `create_optimizer`, whoever overrides it.
+        # Before `create_optimizer`, even if a subclass overrides it.
         self._shard()
         return super()._inner_training_loop(*args, **kwargs)
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
-        """The compiled model, for training and evaluation."""
+        """Return the compiled model, for training and evaluation."""
         if model_of(model) is not self.model:
             wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
             return wrapped
@@ -98,11 +98,11 @@ class FcdpMixin(TrainerCheckpoints):
         return compiled
 
     def sharded_model(self) -> nn.Module:
-        """`self.model`, which is sharded and compiled now if that has not been done."""
+        """Return `self.model`; shard and compile it first if that has not been done."""
         return model_of(self._shard())
 
     def _shard(self) -> nn.Module:
-        """Shard and compile `self.model` if that has not been done; returns it compiled."""
+        """Shard and compile `self.model` if that has not been done; return it compiled."""
         model = self.model
         assert model is not None, "a Trainer has a model or has made one by now"
         if self._compiled is not None and model_of(self._compiled) is model:
@@ -154,8 +154,8 @@ class Seq2SeqTrainer(FcdpMixin, transformers.Seq2SeqTrainer):
 def _generate_gathered(model: nn.Module) -> None:
     """Let `model.generate` gather the parameters first.
 
-    Ranks generate different numbers of tokens, so their forwards cannot gather together; and those that can
-    would gather everything for every token.
+    Ranks generate different numbers of tokens, so they cannot gather in each forward together; and even with
+    equal numbers, each token would gather all parameters again.
     """
     if hasattr(model, "generate") and "generate" not in vars(model):
         vars(model)["generate"] = functools.partial(_generate, weakref.ref(model))
@@ -169,9 +169,9 @@ def _generate(reference: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> A
 
 
 class _StepWatch(TrainerCallback):
-    """Measures what a logged step sent, and reports after the first step what was not compiled.
+    """Measures the bytes of a logged step, and warns after the first step of code that was not compiled.
 
-    sent_bytes: to other nodes in the last logged step by the node that sent most; None before there was one.
+    sent_bytes: to other nodes in the last logged step by the node that sent most; None before the first one.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class _StepWatch(TrainerCallback):
         self._is_new = False
 
     def begin(self, model: nn.Module) -> None:
-        """`model` has been sharded and is about to be compiled."""
+        """Start watching `model`, which has been sharded and is about to be compiled."""
         self._breaks_before = Counter(graph_breaks())
         self._is_new = True
         self.sent_bytes = None
@@ -194,7 +194,7 @@ class _StepWatch(TrainerCallback):
     ) -> None:
         model: nn.Module = kwargs["model"]
         self._report(model)
-        # Every rank is told alike when to log, and by a step's end has run it.
+        # All ranks log after the same steps, and each has completed the step here.
         if control.should_log:
             self.sent_bytes = _sent_by_a_node(model)
 
@@ -214,7 +214,7 @@ class _StepWatch(TrainerCallback):
 
 
 def what_was_not_compiled(model: nn.Module, breaks_before: Counter[str]) -> str | None:
-    """What of a model is in no graph after a step, and why; None if all is.
+    """Return which parts of a model are in no graph after a step, and why; None if all are in graphs.
 
     breaks_before: graph breaks that this process had before the model was compiled, by reason.
     """
@@ -243,7 +243,7 @@ def what_was_not_compiled(model: nn.Module, breaks_before: Counter[str]) -> str 
 
 
 def _sent_by_a_node(model: nn.Module) -> int:
-    """The most bytes that a node sent to others in the last step; all ranks must ask."""
+    """Return the most bytes that any node sent to others in the last step; all ranks must call it."""
     state = state_of(model)
     topology = state.topology
     mine = traffic(model).last_step.bytes("inter")

@@ -1,4 +1,4 @@
-"""Plans for a cluster that is not there: no GPU, no weights, no process group.
+"""Plans for a cluster that need not exist: no GPU, no weights, no process group.
 
 model -> trace (or one that was saved) -> estimate of each strategy -> ranking
 """
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 def traced_model(
     source: Source, options: ModelOptions, *, note: Callable[[str], None] = lambda what: None
 ) -> TracedModel:
-    """The trace of a model, kept from an earlier plan or made now.
+    """Return the trace of a model, saved by an earlier plan or made now.
 
-    note: told what begins.
+    note: called with each stage that begins.
 
     Raises: FcdpError for a model that cannot be traced without data.
     """

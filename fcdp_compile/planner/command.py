@@ -1,4 +1,4 @@
-"""What `fcdp plan` and `fcdp simulate` do with their arguments; imported when one of them was chosen."""
+"""The work of `fcdp plan` and `fcdp simulate`; imported only when one of them runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BEGAN_S = time.monotonic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A traced model, the job it is planned for, and the strategies that were named, if any."""
+    """A traced model, the job to plan, and the strategies that were named, if any."""
 
     traced: TracedModel
     job: Job
@@ -44,9 +44,9 @@ class Asked:
 
 
 def plan(options: argparse.Namespace) -> tuple[str, int]:
-    """Plan and rank; the text to print and the exit code.
+    """Plan and rank; return the text to print and the exit code.
 
-    Raises: FcdpError for what cannot be planned; OSError for a file that cannot be read.
+    Raises: FcdpError for a request that cannot be planned; OSError for a file that cannot be read.
     """
     found = asked(options)
     strategies = found.strategies or sensible(found.job)
@@ -58,9 +58,9 @@ def plan(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def simulate(options: argparse.Namespace, conditions: Conditions) -> tuple[str, int]:
-    """Simulate the plans of strategies, once or for each value of a sweep; the text and the exit code.
+    """Simulate the plans of strategies, once or for each value of a sweep; return the text and the exit code.
 
-    Raises: FcdpError for what cannot be planned or drawn; OSError for a file that cannot be read or written.
+    Raises: FcdpError if the request cannot be planned or drawn; OSError if a file cannot be read or written.
     """
     collectives = Collectives(options.collectives)
     if options.plot is not None:
@@ -75,7 +75,7 @@ def simulate(options: argparse.Namespace, conditions: Conditions) -> tuple[str, 
         try:
             planned = estimates(found.traced, strategies, job)
             rankings.append(rank(planned, collectives=collectives, conditions=conditions))
-        except ValueError as error:  # conditions of more nodes than there are
+        except ValueError as error:  # conditions name more nodes than there are
             raise FcdpError(str(error)) from None
     code = 0 if any(r.recommended for r in rankings) else 1
     if sweep is None:
@@ -87,7 +87,7 @@ def simulate(options: argparse.Namespace, conditions: Conditions) -> tuple[str, 
 
 
 def _swept(job: Job, of: str, value: float) -> Job:
-    """The job with another number of nodes, or bandwidth of a node's card in bytes per second."""
+    """Return the job with another number of nodes, or another bandwidth of a node's card in bytes/s."""
     if of == "nodes":
         return replace(job, nodes=int(value))
     machine = job.profile.machine
@@ -113,10 +113,9 @@ def _swept_text(form: str, of: str, points: Sequence[Point], job: Job) -> str:
 
 
 def asked(options: argparse.Namespace) -> Asked:
-    """Read the arguments, and trace the model if no trace of it was kept.
+    """Read the arguments, and trace the model unless a trace was saved.
 
-    Raises: FcdpError for a model, cluster or job that cannot be planned; OSError for a file that cannot be
-    read.
+    Raises: FcdpError for a model, cluster or job that cannot be planned; OSError if a file cannot be read.
     """
     profile = find_profile(options.cluster)
     job = Job(
@@ -139,7 +138,7 @@ def asked(options: argparse.Namespace) -> Asked:
 
 
 def tell(text: str) -> None:
-    """Say what begins, and how long the process has run, where a person is looking."""
+    """Print the stage that begins and the process's running time, if stderr is a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
         since_s = time.monotonic() - _BEGAN_S
         print(f"fcdp: {since_s:5.1f} s  {text}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,8 +1,8 @@
-"""The plan of one strategy for a job, and what it comes to: memory, bytes, time.
+"""The plan of one strategy for a job, with its memory, bytes and time.
 
     traced graphs -> retarget -> plan_graphs -> parts of a step -> simulate_step
 
-The plans are those that the backend would make, by the same function; nothing here knows a strategy.
+The backend's own function makes the plans; nothing here depends on the strategy.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from fcdp_compile.simulator import Collectives, Conditions, SimulatedStep, simul
 from fcdp_compile.strategy import Cache, Strategy
 
 _THRESHOLD = 0.9  # tau, the default of the backend's option memory_threshold
-_DEVICE = "cpu"  # graphs are traced with fake tensors of the CPU, whatever they will run on
+_DEVICE = "cpu"  # graphs are traced with fake tensors of the CPU, for all devices
 _SECOND = 2
-"""Each moment's memory is a straight line over batch sizes: read off at two of them it is known for all."""
+"""The second batch size, in multiples of the job's: memory is linear in the batch, so two sizes suffice."""
 
-# fp32 weight and two moments read and written, the gradient read: Adam's, whatever the weight's dtype is.
+# Adam reads and writes fp32 weight and two moments, and reads the gradient; taken for weights of any dtype.
 _OPTIMIZER_BYTES = 3 * 2 * 4 + 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a strategy comes to on a cluster.
+    """The figures of a strategy on a cluster.
 
-    strategy: as it was asked for.  plans: one for each graph.  parts: the schedules of an optimizer step in
-    the steady state, in their order.  peak_gpu_bytes: of one device.  host_bytes_per_node: of caches and
+    strategy: as requested.  plans: one for each graph.  parts: the schedules of an optimizer step in
+    the steady state, in order.  peak_gpu_bytes: of one device.  host_bytes_per_node: of caches and
     waiting gradients.  inter_bytes_per_step: sent by one node to others.  max_batch_per_gpu: the largest
     micro-batch with which everything fits, 0 if none does; None if the model works with one batch size only.
     """
@@ -76,7 +76,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether devices and hosts have room for it."""
+        """Whether the memory of devices and hosts suffices."""
         job = self.job
         on_host = self.host_bytes_per_node <= job.host_bytes_per_rank * job.ranks_per_node
         return self.peak_gpu_bytes <= job.device_bytes and on_host
@@ -87,7 +87,7 @@ class Estimate:
         conditions: Conditions | None = None,
         job: Job | None = None,
     ) -> SimulatedStep:
-        """Run a step on the cluster, or that of another job with as many ranks."""
+        """Simulate a step on the job's cluster, or on that of another job with as many ranks."""
         job = job or self.job
         return simulate_step(
             self.parts,
@@ -106,7 +106,7 @@ def estimate(
 ) -> Estimate:
     """Plan a strategy for a job, without a cluster.
 
-    inliner: for several estimates to share what they trace.
+    inliner: shared by several estimates, so that they also share its traces.
 
     Raises: ValueError for a strategy that makes no sense on so many nodes.
     """
@@ -117,9 +117,9 @@ def estimate(
 class _Graph:
     """One graph of the model on a mesh.
 
-    sizes: what its symbols are for two batch sizes.
-    left_bytes: what its forward leaves on the device for its backward and the caller, for two batch sizes.
-    gradient_bytes: what its backward leaves for the optimizer.
+    sizes: the values of its symbols, for two batch sizes.
+    left_bytes: of its forward's results and saved tensors on the device, for two batch sizes.
+    gradient_bytes: of gradients that its backward leaves for the optimizer.
     """
 
     graphs: Graphs
@@ -157,7 +157,7 @@ class _Estimation:
         planned: list[Planned] = []
         needed: tuple[list[int], list[int]] = ([], [])
         saved = [0, 0]
-        # An earlier graph's backward runs when the gradients of all later ones are there.
+        # When an earlier graph's backward runs, the gradients of all later graphs exist already.
         later = sum(graph.gradient_bytes for graph in graphs)
         for graph in graphs:
             later -= graph.gradient_bytes
@@ -194,7 +194,7 @@ class _Estimation:
         )
 
     def _gradient_shard_bytes(self, backward: GraphModule) -> int:
-        """What a backward leaves for the optimizer, unless that is counted for the whole step."""
+        """Return the bytes that a backward leaves for the optimizer; 0 if they are counted for the step."""
         if self._job.accumulate > 1:
             return 0
         nodes = backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
@@ -217,13 +217,13 @@ class _Estimation:
             number=number,
             num_fwd_outputs=graph.outputs,
         )
-        # As it was asked for: a mesh may have made another strategy of it, or a graph reads no parameter.
+        # The requested strategy: the mesh may have changed it, or the graph may read no parameter.
         return replace(planned, plan=replace(planned.plan, strategy=self._strategy.name))
 
     def _with_accumulation(
         self, graphs: Sequence[_Graph], planned: Sequence[Planned]
     ) -> list[Plan]:
-        """The plans with the variants of backwards within `no_sync` and after it, if there are any."""
+        """Return the plans; if gradients accumulate, with the backwards within and after `no_sync`."""
         plans = [p.plan for p in planned]
         for i in reversed(range(len(plans))):  # as backwards run
             ctx = planned[i].backward
@@ -234,7 +234,7 @@ class _Estimation:
         return plans
 
     def _needed(self, graph: _Graph, planned: Planned, saved: Sequence[int]) -> Iterator[list[int]]:
-        """The memory at each point of a graph's step with everything that may wait there on the host.
+        """Yield the memory at each point of a graph's step if everything that may wait on the host does so.
 
         For two batch sizes.
         """
@@ -251,7 +251,7 @@ class _Estimation:
             yield [step.static_bytes + earlier + alive for alive in step.alive_bytes]
 
     def _parts(self, plans: Sequence[Plan]) -> Iterator[Schedule]:
-        """The schedules of an optimizer step: forwards in order, backwards the other way round."""
+        """Yield the schedules of an optimizer step: forwards in order, backwards in reverse order."""
         last = self._job.accumulate - 1
         for micro_batch in range(self._job.accumulate):
             for plan in plans:
@@ -272,13 +272,13 @@ class _Estimation:
         plans: Sequence[Plan],
         planned: Sequence[Planned],
     ) -> int | None:
-        """The largest batch whose memory suffices at every point, where it is a straight line over batches.
+        """Return the largest batch whose memory suffices at every point; memory is linear in the batch.
 
-        needed: point by point, of this batch and of one `_SECOND` times as large.
+        needed: point by point, for this batch and for one `_SECOND` times as large.
         """
         if not self._traced.has_any_batch:
             return None
-        # Gradients that may wait on either side wait on the host where the device has no room.
+        # Gradients that may wait on the GPU or the host wait on the host if the GPU has no room.
         lowered = [p.lowered for p in planned]
         placed = {b.id: (b, x.placements[b.id]) for x in lowered for b in x.buckets}
         left = self._job.device_bytes - _waiting_bytes(plans, list(placed.values()))[Tier.GPU]
@@ -294,11 +294,11 @@ class _Estimation:
 
 
 def sent_by_node(schedule: Schedule, ranks_per_node: int) -> int:
-    """Bytes that one node sends to others in a schedule."""
+    """Return the bytes that one node sends to others in a schedule."""
     total = 0
     for step in schedule.steps:
         if step.lane is Lane.INTER:
-            # One rank of a node passes a flat ring on to the next node.
+            # In a flat ring, one rank of each node sends to the next node.
             ranks = 1 if step.kind is Kind.FLAT_ALL_GATHER else ranks_per_node
             total += ranks * step.bytes
     return total
@@ -327,9 +327,9 @@ def _distinct(plans: Sequence[Plan]) -> list[tuple[Bucket, Placement]]:
 def _waiting_bytes(
     plans: Sequence[Plan], placed: Sequence[tuple[Bucket, Placement]]
 ) -> dict[Tier, int]:
-    """Bytes of one rank's gradients that wait for the last micro-batch, by place.
+    """Return the bytes of one rank's gradients that wait for the last micro-batch, by tier.
 
-    placed: buckets where they count.
+    placed: the buckets to count, with their placements.
     """
     steps = [s for plan in plans for part in plan.schedules for s in part.steps]
     waiting = {s.bucket for s in steps if s.kind is Kind.ACCUMULATE}
@@ -341,7 +341,7 @@ def _waiting_bytes(
 
 
 def _left_bytes(forward: GraphModule, sizes: Mapping[sympy.Symbol, int]) -> int:
-    """What a forward leaves on the device: its results and what it saves, but not its inputs."""
+    """Return the bytes that a forward leaves on the device: results and saved tensors, without its inputs."""
     inputs = storages(
         (n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")), _DEVICE
     )

@@ -1,4 +1,4 @@
-"""What is to be planned: a training job on a cluster."""
+"""A training job on a cluster, to be planned."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ USABLE = 0.9
 """The part of a device's memory that tensors may take; contexts, workspaces and fragments take the rest."""
 
 HOST_USABLE = 0.9
-"""The part of a node's memory that caches may take, as `host_memory.detect`."""
+"""The part of a node's memory that caches may take, as in `host_memory.detect`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A training job: a cluster, as many of its nodes and ranks as are used, and the size of a step.
+    """A training job: a cluster, the nodes and ranks of it that are used, and the size of a step.
 
     batch: samples of one rank's micro-batch.  accumulate: micro-batches of an optimizer step.
 
@@ -42,7 +42,7 @@ class Job:
 
     @property
     def mesh(self) -> Home:
-        """The first rank among all."""
+        """The place of the first rank in the mesh."""
         return Home(nodes=self.nodes, ranks_per_node=self.ranks_per_node, node=0, place=0)
 
     @property
@@ -52,10 +52,10 @@ class Job:
 
     @property
     def device_bytes(self) -> int:
-        """What tensors may take of one device."""
+        """Bytes of one device that tensors may take."""
         return int(USABLE * self.profile.device_memory_bytes)
 
     @property
     def host_bytes_per_rank(self) -> int:
-        """What caches may take of a node's memory, for each of its ranks."""
+        """Bytes of a node's memory that caches may take, for each of its ranks."""
         return int(HOST_USABLE * self.profile.host_memory_bytes) // self.ranks_per_node

@@ -1,4 +1,4 @@
-"""Strategies side by side for one job: which fit, which is fastest, and why."""
+"""Strategies compared for one job: which fit, which is fastest, and why."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SENSIBLE = (
     "paro-iig",
     "fcdp",
 )
-"""One of each home, cache and life; more gradient scopes, and formats that change numbers, if one asks."""
+"""One strategy for each home, cache and life; other gradient scopes and lossy formats only on request."""
 
-_NEAR = 1.02  # faster by less is the same: the model of time is no better
+_NEAR = 1.02  # smaller differences are ties: the model of time is no more accurate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one strategy comes to; the fields of `fcdp plan --format json`.
+    """The figures of one strategy; the fields of `fcdp plan --format json`.
 
-    step_s: of an optimizer step.  exposed_s: how long compute stands still in it.
+    step_s: of an optimizer step.  exposed_s: how long compute waits in it.
     """
 
     strategy: str
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """Rows, those that fit first, the fastest first.
+    """Rows: strategies that fit come first, faster ones first.
 
     recommended: a strategy, None if nothing fits.  why: in one sentence.
     """
@@ -61,15 +61,15 @@ class Ranking:
 
 
 def sensible(job: Job) -> list[Strategy]:
-    """The strategies that differ in what a job does, each once."""
+    """Return the strategies that behave differently for a job, each once."""
     found: dict[Strategy, Strategy] = {}
     for name in SENSIBLE:
         strategy = Strategy.parse(name)
         try:
             fitted = fit_strategy(strategy, job.mesh)
-        except ValueError:  # it needs several nodes
+        except ValueError:  # the strategy needs several nodes
             continue
-        if job.accumulate == 1:  # nothing accumulates anywhere
+        if job.accumulate == 1:  # no gradients accumulate, so their scope does not matter
             fitted = replace(fitted, gradient=fitted.home)
         found.setdefault(replace(fitted, name=""), strategy)
     return list(found.values())
@@ -83,7 +83,7 @@ def estimates(
 ) -> list[Estimate]:
     """Plan each strategy.
 
-    note: told what begins.
+    note: called with each stage that begins.
 
     Raises: FcdpError for a strategy that makes no sense for the job.
     """
@@ -103,13 +103,13 @@ def rank(
     collectives: Collectives = Collectives.HIERARCHICAL,
     conditions: Conditions | None = None,
 ) -> Ranking:
-    """Put strategies in order."""
+    """Simulate the strategies, sort them and recommend one."""
     rows = [_row(e, collectives, conditions) for e in found]
     rows.sort(key=lambda r: (not r.fits, r.step_s, r.peak_gpu_bytes))
     fitting = [r for r in rows if r.fits]
     if not fitting:
         return Ranking(rows=tuple(rows), recommended=None, why=_why_nothing(found, rows))
-    # Among equally fast ones the one that leaves most room.
+    # Among equally fast strategies, prefer the one that leaves most room.
     near = [r for r in fitting if r.step_s <= _NEAR * fitting[0].step_s]
     best = min(near, key=lambda r: r.peak_gpu_bytes)
     return Ranking(rows=tuple(rows), recommended=best.strategy, why=_why(best, rows))
@@ -131,7 +131,7 @@ def _row(found: Estimate, collectives: Collectives, conditions: Conditions | Non
 
 
 def _why(best: Row, rows: Sequence[Row]) -> str:
-    """What decides: memory, or what crosses between nodes, or neither."""
+    """Explain the recommendation: by memory, by bytes between nodes, or by neither."""
     others = [r for r in rows if r.strategy != best.strategy]
     faster = [r for r in others if not r.fits and r.step_s < best.step_s]
     fitting = [r for r in others if r.fits]

@@ -1,4 +1,4 @@
-"""A ranking of strategies for reading, and as the JSON of `fcdp plan` and `fcdp simulate`."""
+"""A ranking of strategies as text, and as the JSON and CSV of `fcdp plan` and `fcdp simulate`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ALIGN = ("left", "left", *["right"] * 7)
 
 
 def ranking_text(ranking: Ranking, job: Job) -> str:
-    """Rows under a line that says what they are of, and the recommendation."""
+    """Return the rows as a table, under a line that names the job, and the recommendation."""
     table = tabulate(
         [_cells(row) for row in ranking.rows],
         headers=_HEADERS,
@@ -41,14 +41,14 @@ def ranking_text(ranking: Ranking, job: Job) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The ranking at one value of a sweep, as it was written."""
+    """The ranking at one value of a sweep; text: the value as the user wrote it."""
 
     text: str
     ranking: Ranking
 
 
 def sweep_text(points: Sequence[Point], of: str, job: Job) -> str:
-    """A table of samples per second, a column for each strategy; those that do not fit in parentheses."""
+    """Return a table of samples per second, a column for each strategy; in parentheses if it does not fit."""
     names = list(dict.fromkeys(row.strategy for p in points for row in p.ranking.rows))
     rows = []
     for point in points:
@@ -74,7 +74,7 @@ def _rate(row: Row | None) -> str:
 
 
 def rows_csv(rows: Iterable[tuple[str | None, Row]], of: str) -> str:
-    """Rows as CSV, each with the value of the sweep, if there is one, in front."""
+    """Return rows as CSV, each with the sweep's value in front if there is a sweep."""
     written = io.StringIO()
     names = [f.name for f in fields(Row)]
     writer = csv.writer(written, lineterminator="\n")
@@ -86,7 +86,7 @@ def rows_csv(rows: Iterable[tuple[str | None, Row]], of: str) -> str:
 
 
 def title(job: Job, *, without: str = "") -> str:
-    """What is planned, in one line; without: what a sweep goes over."""
+    """Return the job in one line; without: the quantity that a sweep varies."""
     accumulate = f", {job.accumulate} micro-batches a step" if job.accumulate > 1 else ""
     nodes = "N" if without == "nodes" else str(job.nodes)
     return (
@@ -97,7 +97,7 @@ def title(job: Job, *, without: str = "") -> str:
 
 
 def ranking_record(ranking: Ranking) -> dict[str, Any]:
-    """The JSON object of a ranking."""
+    """Return the JSON object of a ranking."""
     return {
         "rows": [asdict(row) for row in ranking.rows],
         "recommended": ranking.recommended,

@@ -17,9 +17,9 @@ from fcdp_compile.strategy import Strategy
 
 
 def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, ParamSpec]:
-    """What becomes of every parameter, by key.
+    """Return the spec of every parameter, by key.
 
-    strategy: as it is on the mesh.
+    strategy: as fitted to the mesh.
     """
     return {
         p.key: param_spec(
@@ -36,7 +36,7 @@ def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, P
 
 
 def retarget(graph: TracedGraph, specs: Mapping[str, ParamSpec]) -> Graphs:
-    """Copies of a graph's forward and backward whose home shards, and gradients of them, are a mesh's.
+    """Return copies of a graph's forward and backward with the home shards and gradients of a mesh.
 
     specs: of every parameter on the mesh, by key.
     """

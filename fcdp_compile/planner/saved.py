@@ -1,7 +1,7 @@
-"""Traces on disk: tracing takes most of the time that a plan takes, and depends on no cluster or strategy.
+"""Traces on disk: tracing takes most of a plan's time, and depends on no cluster or strategy.
 
-Files are the user's own, in a folder that nobody else may write to: they hold pickled graphs, and reading
-one runs what is in it.
+The files must belong to the user, in a folder that only the user can write to: they hold pickled graphs, and
+reading a pickle runs its code.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _DTYPES = ("dtype", "gather_dtype")
 
 
 def folder() -> Path:
-    """Where traces are kept: $FCDP_CACHE, or `fcdp` in the user's cache folder."""
+    """The folder of saved traces: $FCDP_CACHE, or `fcdp` in the user's cache folder."""
     if given := os.environ.get("FCDP_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fcdp"
 
 
 def save(traced: TracedModel, identity: str) -> None:
-    """Keep a trace; a folder that cannot be written is no error, the next plan traces again."""
+    """Save a trace; if the folder cannot be written, only warn: the next plan traces again."""
     about = [
         {k: str(v).removeprefix("torch.") if k in _DTYPES else v for k, v in asdict(p).items()}
         for p in traced.params
     ]
-    # One by one: graphs after a break may mean different sizes by one symbol.
+    # Separately, because graphs after a break may use one symbol for different sizes.
     pairs = [graphs_to_bytes((g.forward, g.backward)) for g in traced.graphs]
     described = [
         {"outputs": g.outputs, "bytes": len(p)} for g, p in zip(traced.graphs, pairs, strict=True)
@@ -54,7 +54,7 @@ def save(traced: TracedModel, identity: str) -> None:
 
 
 def load(identity: str) -> TracedModel | None:
-    """A trace that was kept, None if there is none that can be used."""
+    """Return a saved trace; None if there is none, or it cannot be used."""
     path = _path(identity)
     try:
         if not _is_mine(path) or not _is_mine(path.parent):
@@ -70,7 +70,7 @@ def load(identity: str) -> TracedModel | None:
         return _restored(json.loads(header), data)
     except (
         Exception
-    ) as error:  # damaged, or of another build of torch: what unpickling raises is anything
+    ) as error:  # damaged, or of another build of torch: unpickling may raise anything
         log.warning("cannot use the trace %s (%s), so the model is traced again", path, error)
         return None
 

@@ -1,8 +1,8 @@
 """Where the model of a plan comes from: the table, a Hugging Face configuration, or a user's function.
 
-    "gpt-10b", "config.json", "your_module:build_fn"  ->  Source: a Build, and what a saved trace is known by
+    "gpt-10b", "config.json", "your_module:build_fn"  ->  Source: a Build, and the identity of its saved trace
 
-Models are built by whoever traces, on fake tensors: no weights, no memory.
+The tracer builds the models, on fake tensors: no weights, no memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fcdp_compile.suggestion import did_you_mean
 class ModelOptions:
     """How a model is trained, as far as it changes the graphs.
 
-    dtype: of computation.  Trained parameters are kept in fp32, frozen ones in this.  lora: rank of adapters
-    on a frozen model, None to train everything.  checkpointing: recompute activations layer by layer.
-    attention: "sdpa", torch's fused one, or "eager".
+    dtype: of computation.  Trained parameters are kept in fp32, frozen ones in `dtype`.  lora: rank of
+    adapters on a frozen model, None to train everything.  checkpointing: recompute activations by layer.
+    attention: "sdpa", torch's fused attention, or "eager".
     """
 
     seq: int
@@ -58,7 +58,7 @@ class ModelOptions:
 class Source:
     """A model to trace.
 
-    identity: equal for equal models, for a saved trace to be found by; None where nothing tells, as of code.
+    identity: equal for equal models, to find a saved trace; None if unknown, as for a user's function.
     """
 
     name: str
@@ -67,9 +67,9 @@ class Source:
 
 
 def find_source(model: str, options: ModelOptions) -> Source:
-    """A model of the table, of a configuration file, or of a function.
+    """Return a model of the table, of a configuration file, or of a function.
 
-    Raises: FcdpError for what is none of them, a damaged configuration, or a library that is missing.
+    Raises: FcdpError for any other name, a damaged configuration, or a missing library.
     """
     if model in MODELS:
         return _of_config(model, MODELS[model], options)
@@ -143,7 +143,7 @@ def _made(
 ) -> nn.Module:
     made = _config(transformers, name, config)
     made.use_cache = False
-    # A configuration may say in what dtype its weights are on disk, which is not how they are trained.
+    # A configuration may name the dtype of the weights on disk, which need not be the one for training.
     made.dtype = torch.float32 if options.lora is None else options.dtype
     _allow_positions(made, seq)
     model = _model(transformers, name, made, options.attention)
@@ -163,14 +163,14 @@ def _config(transformers: Any, name: str, config: dict[str, Any]) -> Any:
     values = {k: v for k, v in config.items() if k != "model_type"}
     try:
         return transformers.AutoConfig.for_model(config["model_type"], **values)
-    except Exception as error:  # whatever a configuration class makes of wrong values
+    except Exception as error:  # a configuration class may raise anything for wrong values
         raise FcdpError(f"{name}: transformers refuses the configuration ({error})") from None
 
 
 def _model(transformers: Any, name: str, config: Any, attention: str) -> nn.Module:
     auto = _auto_class(transformers, name, config)
     try:
-        # Code that a configuration names is not run, nor the user asked whether to.
+        # Never run code that a configuration names, and never ask the user to allow it.
         model: nn.Module = auto.from_config(
             config, attn_implementation=attention, trust_remote_code=False
         )
@@ -189,10 +189,10 @@ _GIVE_A_FUNCTION = (
 
 
 def _auto_class(transformers: Any, name: str, config: Any) -> Any:
-    """What makes the model that a configuration is of; it takes ids, and labels of the same shape.
+    """Return the class that builds a configuration's model, which takes ids, and labels of their shape.
 
-    Raises: FcdpError for a type that is no language model, for architectures with other inputs, and where
-    nothing tells what an encoder is trained for.
+    Raises: FcdpError for a type that is no language model, for architectures with other inputs, and if the
+    configuration does not say what an encoder is trained for.
     """
     found = [
         (auto, made.__name__)
@@ -209,7 +209,7 @@ def _auto_class(transformers: Any, name: str, config: Any) -> Any:
         )
     known = " or ".join(dict.fromkeys(f'"architectures": ["{made}"]' for _, made in found))
     if asked := config.architectures:
-        # Some makers write their class's name in other capitals than transformers does.
+        # Some publishers write the class name with other capitals than transformers.
         folded = {str(each).casefold() for each in asked}
         for auto, made in found:
             if made.casefold() in folded:
@@ -234,7 +234,7 @@ def _classes_in(mapping: Any, config_type: type) -> tuple[type, ...]:
 
 
 def _allow_positions(config: Any, seq: int) -> None:
-    """Let the model have as many positions as the sequence needs; tables of positions grow with it."""
+    """Raise the model's number of positions to the sequence length; tables of positions grow with it."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and positions < seq:
         config.max_position_embeddings = seq
@@ -242,7 +242,7 @@ def _allow_positions(config: Any, seq: int) -> None:
 
 def _function(name: str) -> Any:
     module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path:  # as `python -m` would have it
+    if os.getcwd() not in sys.path:  # as with `python -m`
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -261,13 +261,13 @@ def _call(function: Any, name: str, batch: int, seq: int) -> tuple[nn.Module, In
         raise FcdpError(
             f"{name} cannot be called with a batch size and a sequence length ({error})"
         ) from None
-    except ValueError:  # it has no signature, as some that are not written in Python
+    except ValueError:  # some functions that are not written in Python have no signature
         pass
     try:
         made = function(batch, seq)
     except FcdpError:
         raise
-    except Exception as error:  # whatever a user's function makes of tensors without values
+    except Exception as error:  # a user's function may raise anything for tensors without values
         why = f"{type(error).__name__}: {_first_line(error)}"
         raise FcdpError(
             f"{name}({batch}, {seq}) failed ({why}); it is called with fake tensors, which have no values: "

@@ -1,4 +1,4 @@
-"""A sweep as a picture: samples per second of each strategy."""
+"""Draw a sweep: samples per second of each strategy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fcdp_compile.planner.ranking_table import Point
 
 _FORMATS = (".svg", ".png")
 _LABELS = {"nodes": "nodes", "bandwidth": "bandwidth of a node's card [Gbit/s]"}
-_BITS = 8e-9  # of bytes per second, in Gbit/s
+_BITS = 8e-9  # Gbit/s per byte/s
 
 
 def check_plot(path: str) -> None:
-    """Refuse what cannot be drawn, before anything takes time.
+    """Refuse a file that cannot be drawn, before anything takes time.
 
-    Raises: FcdpError for another kind of file, a folder that is not there, or without matplotlib.
+    Raises: FcdpError for another kind of file, a missing folder, or if matplotlib is missing.
     """
     file = Path(path)
     if file.suffix not in _FORMATS:
@@ -31,9 +31,9 @@ def check_plot(path: str) -> None:
 def draw(
     path: str, of: str, values: Sequence[float], points: Sequence[Point], caption: str
 ) -> None:
-    """Draw a sweep to a file; strategies that do not fit are dotted there.
+    """Draw a sweep to a file; the line of a strategy that does not fit everywhere is dotted.
 
-    Raises: OSError where it cannot be written.
+    Raises: OSError if the file cannot be written.
     """
     figure = require("matplotlib.figure", "--plot").Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()

@@ -2,8 +2,8 @@
 
     build() -> model, inputs -> shard on one rank -> Dynamo -> AOTAutograd -> partition -> TracedModel
 
-On one rank nothing is cut, and every parameter is read through `unshard` all the same: what a strategy and a
-mesh change are sizes of home shards, which `retarget` puts in.  The batch stays a symbol.
+On one rank no parameter is cut, but all are read through `unshard`.  A strategy and a mesh then change only
+the sizes of home shards, which `retarget` sets.  The batch stays a symbol.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from fcdp_compile.torch_compat import (
 
 Inputs = Mapping[str, Tensor] | Sequence[Tensor]
 Build = Callable[[int, int], tuple[nn.Module, Inputs]]
-"""A function of batch and sequence length that makes a model and what its forward is called with."""
+"""A function of batch and sequence length that returns a model and the inputs of its forward."""
 
 TRACED_BATCH = 7
-"""Samples that are traced: 0 and 1 would become constants, and few other sizes are 7."""
+"""Samples in the trace: 0 and 1 would become constants, and few other sizes are 7."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedParam:
-    """A parameter, whatever becomes of it."""
+    """A parameter, before a strategy and a mesh are chosen."""
 
     key: str
     name: str
@@ -63,7 +63,7 @@ class TracedParam:
 class TracedGraph:
     """One Dynamo graph, partitioned.
 
-    outputs: how many of the forward's results are the caller's; the rest is saved for backward.
+    outputs: how many of the forward's results go to the caller; the rest is saved for backward.
     """
 
     forward: GraphModule
@@ -71,16 +71,16 @@ class TracedGraph:
     outputs: int
 
     def sizes(self, batch: int) -> dict[sympy.Symbol, int]:
-        """What the symbols of the graphs are for a batch of that size; other graphs may mean others by them.
+        """Return the values of the symbols for a batch size; other graphs may use them for other sizes.
 
-        A graph after a break has a symbol of its own for it, or for a multiple of it, as of all tokens;
-        others, such as the size of a generator's state, stay as they are.
+        A graph after a break has a symbol of its own for the batch, or for a multiple of it, such as the
+        number of tokens; other symbols, such as the size of a generator's state, keep their values.
         """
         hints = hints_of(self.forward) | hints_of(self.backward)
         return {s: _with_batch(value, batch) for s, value in hints.items()}
 
     def may_insist(self, batch: int) -> bool:
-        """Whether an input that is no parameter has a size that such a batch may have gone into."""
+        """Whether an input other than a parameter has a size that may depend on this batch size."""
         inputs = self.forward.graph.find_nodes(op="placeholder")
         shapes = [
             n.meta["val"].shape
@@ -93,10 +93,10 @@ class TracedGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
-    """All that planning needs to know of a model.
+    """The data that planning needs of a model.
 
-    graphs: in the order of the forward, of which there are several if the model breaks its graph.
-    batch: samples that were traced.
+    graphs: in the order of the forward; several if the model breaks its graph.
+    batch: the number of samples in the trace.
     """
 
     params: tuple[TracedParam, ...]
@@ -105,16 +105,17 @@ class TracedModel:
 
     @property
     def has_any_batch(self) -> bool:
-        """Whether the batch size stayed a symbol: the model does not insist on the one that it was given.
+        """Whether the batch size stayed a symbol, so that the model accepts any batch size.
 
-        It has to in every graph.  After operators that ran outside of any graph the batch is a number.
+        Every graph must either have the symbol or have no size that may depend on the batch.  After operators
+        that ran outside of all graphs the batch is a number.
         """
         fixed = [g for g in self.graphs if g.sizes(0) == g.sizes(1)]
         return len(fixed) < len(self.graphs) and not any(g.may_insist(self.batch) for g in fixed)
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The names of parameters that no graph reads; whatever reads them has no part in the plan."""
+        """The names of parameters that no graph reads; code that reads them is not in the plan."""
         read = {
             str(node.args[1])
             for g in self.graphs
@@ -137,13 +138,13 @@ def trace(
 ) -> TracedModel:
     """Trace the training step of a model.
 
-    note: told what begins.
+    note: called with each stage that begins.
 
-    Clears all that torch.compile has compiled and learnt in this process (`torch.compiler.reset`), before
-    and after, so that the next call of a compiled model compiles it again: call it in a process that trains
-    nothing.  There is no narrower way: `torch.compile(isolate_recompiles=True)` keeps entries apart, but not
-    what Dynamo has learnt of the code's shapes, which would make symbols of sizes that the plan needs, and
-    leaves on the code of libraries what holds this trace.
+    Clears everything that torch.compile has compiled and learnt in this process (`torch.compiler.reset`),
+    before and after, so the next call of a compiled model compiles it again: call it in a process that does
+    not train.  No narrower reset works.  `torch.compile(isolate_recompiles=True)` keeps cache entries apart,
+    but not the shapes that Dynamo has learnt, which would turn sizes that the plan needs into symbols; and it
+    leaves entries on libraries' code that keep this trace alive.
 
     Raises: FcdpError for a model that cannot be traced without data, or that gives no loss to train with.
     """
@@ -174,7 +175,7 @@ def trace(
 
 
 def _batch_of(inputs: Inputs) -> int:
-    """Samples that a model was traced with: as many as were asked for, unless it has a number of its own."""
+    """Return the samples in the trace: as many as were requested, unless the inputs fix another number."""
     args, kwargs = _arguments(inputs)
     shapes = [v.shape for v in [*args, *kwargs.values()] if isinstance(v, Tensor) and v.ndim]
     was_asked = not shapes or any(TRACED_BATCH in shape for shape in shapes)
@@ -186,14 +187,14 @@ def _built(build: Build, seq: int) -> tuple[nn.Module, Inputs]:
         return build(TRACED_BATCH, seq)
     except FcdpError:
         raise
-    except Exception as error:  # whatever a model's code raises
+    except Exception as error:  # a model's code may raise anything
         raise FcdpError(
             f"the model cannot be built without weights and data ({_first_line(error)})"
         ) from error
 
 
 def _check_inputs(model: nn.Module, inputs: Inputs) -> None:
-    """Refuse inputs with which the forward cannot be called at all."""
+    """Refuse inputs that do not match the forward's signature."""
     if not isinstance(model, nn.Module):
         raise FcdpError(
             f"the build function returned {type(model).__name__} instead of a model; return a pair of "
@@ -239,7 +240,7 @@ def _graphs_of(
     except FcdpError:
         raise
     except Exception as error:
-        # Dynamo, AOTAutograd and the model's own code raise here, and have no class in common.
+        # The errors of Dynamo, AOTAutograd and the model's own code have no common class.
         raise FcdpError(_why_untraceable(error)) from error
     finally:
         torch.compiler.reset()
@@ -248,9 +249,9 @@ def _graphs_of(
 
 @contextmanager
 def _without_dynamos_warnings() -> Iterator[None]:
-    """Leave out Dynamo's pages on graph breaks, unless TORCH_LOGS asks for more than warnings.
+    """Hide Dynamo's long warnings of graph breaks, unless TORCH_LOGS asks for more than warnings.
 
-    A break is no fault in a plan; one that is gets a sentence of ours.
+    A break alone does not harm a plan; fcdp reports the breaks that do.
     """
     dynamo = logging.getLogger("torch._dynamo")
     before = dynamo.level
@@ -272,7 +273,7 @@ def _why_untraceable(error: Exception) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where in the model's code an error arose: the last line outside of torch and fcdp, if there is one."""
+    """Return where in the model's code an error arose: the last line outside of torch and fcdp, if any."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
     frames = traceback.extract_tb(error.__traceback__)
     found = [frame for frame in frames if not frame.filename.startswith(ours)]
@@ -290,7 +291,7 @@ def _capture(
     gm: GraphModule,
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
-    """A backend that keeps the partitioned graphs, and runs them as they are."""
+    """Keep the partitioned graphs, and run them unchanged; with its first two arguments bound, a backend."""
     note(f"tracing the backward of graph {len(found) + 1}")
 
     def cut(
@@ -319,5 +320,5 @@ def _capture(
 
 
 def _as_it_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    # A copy: generating its code changes a graph, which the passes read later.
+    # A copy: code generation changes a graph, and the passes read the graph later.
     return as_boxed(boxed(GraphModule(gm, gm.graph)))

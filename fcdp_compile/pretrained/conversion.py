@@ -3,7 +3,7 @@
     experts.0.w1, experts.1.w1 … ─ MergeModulelist ─▶ stacked ┐
     experts.0.w3, experts.1.w3 … ─ MergeModulelist ─▶ stacked ┴ Concatenate ─▶ experts.gate_up_proj
 
-What every operation calls its results is asked of the operation itself.
+The names of an operation's results come from the operation itself.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fcdp_compile.pretrained.source import Joined, Rearranged, Rows, Source, Sta
 _OPERATIONS_OF = "transformers.core_model_loading"
 
 Collected = dict[str, "list[Source] | Source"]
-"""Sources by pattern: those of several tensors that one pattern has matched, or what became of them."""
+"""Sources by pattern: a list of all tensors that the pattern matched, or the one source made of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a converter makes: its first name, the model it is for, and the shapes of what the model has."""
+    """The result of a converter: its first name, the model, and the shapes of the model's tensors by name."""
 
     name: str
     base: nn.Module
@@ -37,9 +37,9 @@ class Target:
 def converted(
     converter: Any, collected: dict[str, list[Source]], target: Target
 ) -> dict[str, Source]:
-    """What a WeightConverter makes of the sources that its patterns collected, by the model's names.
+    """Return the results of a WeightConverter for its patterns' sources, by the model's names.
 
-    Raises: CheckpointError for an operation that is not known here, for tensors that do not fit together.
+    Raises: CheckpointError for an operation that is not known here, or tensors that do not fit together.
     """
     absent = [pattern for pattern in converter.source_patterns if pattern not in collected]
     if absent:
@@ -77,7 +77,7 @@ def _apply(operation: Any, now: Collected, converter: Any, target: Target) -> Co
 
 
 def _named(now: Collected, name: str) -> Collected:
-    """The results by full names: what surrounds the first of them in the target's name surrounds all."""
+    """Return the results by full names: the text around the first one in the target's name surrounds each."""
     full = name.replace("*.", "0.")
     for key in now:
         if key in full:
@@ -157,7 +157,7 @@ def _transpose(operation: Any, now: Collected, converter: Any, target: Target) -
 
 
 def _rearrange(operation: Any, now: Collected, converter: Any, target: Target) -> Collected:
-    """Each tensor by itself, by transformers' own function on the whole of it."""
+    """Rearrange each tensor by itself, with transformers' own function on the whole tensor."""
     options = {
         "source_patterns": converter.source_patterns,
         "target_patterns": converter.target_patterns,
@@ -172,13 +172,13 @@ def _rearrange(operation: Any, now: Collected, converter: Any, target: Target) -
 
     sources = {pattern: _one(some) for pattern, some in now.items()}
     blank = {k: torch.empty(s.shape, device="meta") for k, s in sources.items()}
-    # Its results come in the order of what it was given.
+    # The operation returns its results in the order of its inputs.
     results = named(blank)
     if len(results) != len(sources):
         raise CheckpointError(f"{target.name!r} is made of {len(sources)} tensors at once")
 
     def rearranged(pattern: str, name: str, whole: Tensor) -> Tensor:
-        # The others are there because an operation may look at how many there are.
+        # All inputs are passed because an operation may count them.
         return named({**blank, pattern: whole})[name]
 
     return {

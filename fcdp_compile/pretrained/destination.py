@@ -1,4 +1,4 @@
-"""What a rank has of the tensors of a sharded model, to be filled in place."""
+"""This rank's memory of the tensors of a sharded model, to be filled in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcdp_compile.runtime.model import ShardedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What this rank has of a tensor: its own memory, and where in the whole that begins.
+    """This rank's part of a tensor: its own memory, and where in the whole tensor the part begins.
 
     For the home shard of a [V, d] parameter cut along V: values [V/G, d], at (its first row, 0).
     """
@@ -39,7 +39,7 @@ class Destinations:
         return record.spec.key in self._state.unset.keys if record else held.tensor.is_meta
 
     def part(self, held: Held) -> Part:
-        """What this rank has of a tensor; a buffer on meta gets memory, which `arrived` makes the model's."""
+        """Return this rank's part; a buffer on meta gets memory, which `arrived` puts into the model."""
         record = self._records.get(id(held.tensor))
         if record is None:
             whole = held.tensor.detach()
@@ -54,7 +54,7 @@ class Destinations:
         return Part(values=record.local(), at=at)
 
     def rows(self, assignments: Iterable[Assignment]) -> CheckpointRows:
-        """The checkpoint to read other ranks' home shards from as well."""
+        """Return the checkpoint's rows, from which other ranks' home shards can be read as well."""
         return CheckpointRows(
             {
                 record.spec.key: (record.spec, assignment.source)
@@ -64,7 +64,7 @@ class Destinations:
         )
 
     def arrived(self, filled: Iterable[Held]) -> None:
-        """These are no longer unset, and what was gathered of them is stale."""
+        """Mark tensors as filled: they are no longer unset, and gathered copies of them are stale."""
         keys, buffers = [], []
         for held in filled:
             if (record := self._records.get(id(held.tensor))) is not None:

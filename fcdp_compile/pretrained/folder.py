@@ -1,4 +1,4 @@
-"""The files of a checkpoint: one, or several with an index that says which tensor is where."""
+"""The files of a checkpoint: one, or several with an index that says which file has which tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_INDEX_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What the files of a checkpoint hold, by the tensors' names; digest: of all that the files say of it."""
+    """The tensors of a checkpoint's files, by name; digest: of headers, samples of tensors, and the index."""
 
     path: Path
     tensors: dict[str, Stored]
@@ -31,7 +31,7 @@ class Checkpoint:
 
 
 def refuse(path: Path, problems: Iterable[str]) -> None:
-    """Raise one CheckpointError that tells of all problems, if there are any."""
+    """Raise one CheckpointError that lists all problems, if there are any."""
     if found := list(dict.fromkeys(problems)):
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         raise CheckpointError(
@@ -40,11 +40,11 @@ def refuse(path: Path, problems: Iterable[str]) -> None:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read what a checkpoint says it holds and check that its files say the same and are all there.
+    """Read the headers of a checkpoint's files, and check that they agree with the index and are complete.
 
     path: a folder, a safetensors file, or an index.
 
-    Raises: CheckpointError, for all that is wrong with them at once; for pickles with the reason.
+    Raises: CheckpointError, listing all problems at once; for pickles with the reason.
     """
     where = Path(path)
     try:
@@ -135,7 +135,7 @@ def _refusal(file: Path) -> str:
 
 
 def _indexed(index: Path) -> dict[Path, set[str] | None]:
-    """The names of tensors by the file that the index says they are in."""
+    """Return the names of tensors by the file in which the index places them."""
     status = index.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_INDEX_BYTES:
         raise CheckpointError(f"{index} is no index of a checkpoint: no file, or one too large")
@@ -153,7 +153,7 @@ def _indexed(index: Path) -> dict[Path, set[str] | None]:
 
 
 def _wrong_name(file: str) -> str:
-    """Why an index may not name this file; nothing if it may."""
+    """Return why an index may not name this file; empty if it may."""
     if file.endswith(PICKLES):
         return _refusal(Path(file))
     parts = {*PurePosixPath(file).parts, *PureWindowsPath(file).parts}

@@ -1,4 +1,4 @@
-"""Read what a safetensors file of a checkpoint holds, and a digest that tells two versions apart."""
+"""Read the header of a checkpoint's safetensors file, and compute a digest that tells two versions apart."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read what a file says it holds; what is read is no more than the file has.
+    """Read the header of a file; never more bytes than the file has.
 
-    Raises: CheckpointError for anything but a whole safetensors file, OSError where it cannot be read.
+    Raises: CheckpointError for anything but a whole safetensors file, OSError if it cannot be read.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{path} is no file")  # a pipe would wait for a writer
@@ -44,7 +44,7 @@ def read_header(path: Path) -> Header:
 
 
 def _sample(file: int, stored: Stored) -> bytes:
-    """A few bytes from the middle of a tensor: two versions of a checkpoint may have the same headers."""
+    """Return a few bytes from the middle of a tensor: two versions of a checkpoint may have equal headers."""
     return os.pread(
         file, min(_SAMPLED_BYTES, stored.size_bytes), stored.start + stored.size_bytes // 2
     )

@@ -1,6 +1,6 @@
-"""Everything that is read of Transformers and PEFT, whose names differ between versions.
+"""Everything that is read from Transformers and PEFT, whose names differ between versions.
 
-Neither is imported here: a model of theirs has imported them, and without one there is nothing to ask.
+This module imports neither: a model of theirs has imported them, and no other model needs them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fcdp_compile.errors import FcdpError
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a module has `from_pretrained` and what belongs to it."""
+    """Whether a module is a `PreTrainedModel` of Transformers."""
     return _is_a(module, "transformers.modeling_utils", "PreTrainedModel")
 
 
@@ -32,16 +32,16 @@ def is_library_save(method: Callable[..., Any]) -> bool:
 
 
 def let_this_rank_save(model: nn.Module) -> None:
-    """Let a Transformers model write on whichever rank calls its `save_pretrained`.
+    """Let a Transformers model write on any rank that calls its `save_pretrained`.
 
-    Else it writes on global rank 0 alone (5.23), and in silence nothing where a mesh is without that rank.
+    Otherwise it writes only on global rank 0 (5.23), and silently nothing if a mesh lacks that rank.
     """
     if hasattr(model, "should_save_on_this_rank"):
         vars(model)["should_save_on_this_rank"] = lambda is_main_process: is_main_process
 
 
 def base_of(root: nn.Module) -> nn.Module:
-    """The model that PEFT has wrapped; any other model itself."""
+    """Return the model that PEFT has wrapped, or the given model if it is not wrapped."""
     if _is_a(root, "peft.peft_model", "PeftModel"):
         base: nn.Module = root.get_base_model()  # type: ignore[operator]  # typed as a tensor
         return base
@@ -52,7 +52,7 @@ def base_of(root: nn.Module) -> nn.Module:
 
 
 def has_adapters(root: nn.Module) -> bool:
-    """Whether a model is a base with PEFT's adapters, be it wrapped or by Transformers' `add_adapter`."""
+    """Whether a model has PEFT's adapters, by PEFT's wrapper or by Transformers' `add_adapter`."""
     return base_of(root) is not root or has_attached_adapters(root)
 
 
@@ -77,7 +77,7 @@ def _is_a(module: nn.Module, home: str, name: str) -> bool:
 
 
 def ignored_patterns(base: nn.Module) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What `from_pretrained` does not mind: names missing in a checkpoint, and names that it has besides."""
+    """Return the patterns of missing names, and of unexpected names, that `from_pretrained` ignores."""
     missing = set(getattr(base, "_keys_to_ignore_on_load_missing", None) or ())
     unexpected = set(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())
     if is_transformers_model(base):
@@ -97,10 +97,10 @@ def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renamed:
-    """What a name in a file becomes.
+    """The new name of a name in a file.
 
     name: in the model, or the first of the names that a converter makes of it.  converter: Transformers'
-    WeightConverter that its tensor goes through, None for none; pattern: which of its sources this is.
+    WeightConverter for its tensor, or None; pattern: the converter's source pattern that matched.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Renamed:
 
 
 class Renaming:
-    """Transformers' rules of a model: how names and tensors of its checkpoints become those of the model."""
+    """Transformers' rules for a model: how names and tensors of its checkpoints become the model's."""
 
     def __init__(self, base: nn.Module) -> None:
         self.base = base
@@ -122,7 +122,7 @@ class Renaming:
         self._renamings = [rule for rule in self.rules if not isinstance(rule, converter)]
 
     def of(self, name: str, known: Container[str]) -> Renamed:
-        """What a name in a file becomes, given the names that the model knows; ask in `reading_order`."""
+        """Return the new name of a name in a file, given the model's names; call it in `reading_order`."""
         renamed = self._ruled(name, known)
         if renamed.name not in known and name in known:
             return Renamed(name=name)
@@ -141,7 +141,7 @@ class Renaming:
         return Renamed(name=self._prefixed(now, known))
 
     def _prefixed(self, name: str, known: Container[str]) -> str:
-        """A name with or without the prefix of the model under the head, whichever the model knows."""
+        """Return the name with or without the prefix of the model under the head, as the model has it."""
         if not self.prefix:
             return name
         start = f"{self.prefix}."
@@ -150,19 +150,19 @@ class Renaming:
         return start + name if start + name in known else name
 
     def is_of_head(self, name: str) -> bool:
-        """Whether a name of the model is beside the model that it puts a head on."""
+        """Whether a name of the model belongs to the head that sits on its base model."""
         has_base = bool(self.prefix) and isinstance(self.base._modules.get(self.prefix), nn.Module)
         return has_base and not name.startswith(f"{self.prefix}.")
 
     def is_foreign_head(self, name: str, names: Iterable[str]) -> bool:
-        """Whether a tensor that the model lacks belongs to another head in a checkpoint of these names."""
+        """Whether a tensor that the model lacks belongs to another head; names: all of the checkpoint's."""
         if not self.prefix:
             return False
         start = f"{self.prefix}."
         return not name.startswith(start) and any(n.startswith(start) for n in names)
 
     def note_used(self) -> None:
-        """Leave with the model which rules its checkpoint needed, as `from_pretrained` does.
+        """Record in the model which rules its checkpoint needed, as `from_pretrained` does.
 
         Its `save_pretrained` then writes the names and tensors that the checkpoint had.
         """
@@ -186,7 +186,7 @@ def _rules(base: nn.Module) -> list[Any]:
 
 
 def reading_order(name: str) -> list[tuple[int, int | str, int]]:
-    """A sort key: Transformers' order of names, numbers by value, which stacked experts are stacked in."""
+    """Return a sort key for Transformers' order of names, numbers by value: experts stack in this order."""
     parts: list[tuple[int, int | str, int]] = []
     for part in name.split("."):
         if part.isdigit():

@@ -2,7 +2,7 @@
 
     headers ─ checked ─ matched ─▶ sources ─ every rank its own rows ─▶ home shards
 
-Nothing is written before every rank has found everything in order and the same as the others.
+Nothing is written before every rank has checked the files, and found the same files as the others.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ def load_pretrained(
 ) -> None:
     """Load a Hugging Face checkpoint into a sharded model; each rank reads the rows of its home shards.
 
-    All ranks call it, each with a path where it finds the same files.  Names, conversions, casts to the
-    parameters' dtypes, tied weights and what may be missing are as with `from_pretrained`, except that
-    nothing is initialised in silence.  In a model that PEFT has wrapped the base gets the values; adapters
-    stay as they are, or without values where the model was built on meta.  Where the checkpoint has a tied
-    weight under several names, they must hold the same.  What PEFT computes from the base's weights (DoRA's
-    magnitudes, PiSSA's factors) does not follow them: add such adapters to a model that has its weights.
+    All ranks call it, each with a path to the same files.  Names, conversions, casts to the parameters'
+    dtypes, tied weights and the tensors that may be missing are as with `from_pretrained`, except that
+    nothing is initialised silently.  In a model that PEFT has wrapped, the base gets the values; adapters
+    stay as they are, or without values if the model was built on meta.  If the checkpoint has a tied weight
+    under several names, they must have equal values.  Values that PEFT computes from the base's weights
+    (DoRA's magnitudes, PiSSA's factors) are not computed again: add such adapters after loading.
 
     folder: with model.safetensors, or with model.safetensors.index.json and its files; or one safetensors
-    file, or an index.  head: whether the checkpoint has this model's head; with False what lies beside the
-    base model (`base_model_prefix`) may be missing, and stays as it is, and another head is passed over.
+    file, or an index.  head: whether the checkpoint has this model's head; with False, tensors outside of the
+    base model (`base_model_prefix`) may be missing and then stay as they are, and another head is ignored.
     progress: show a bar on rank 0.
 
     Raises: ArgumentError if folder and model are swapped.
-    ValueError if the model is not sharded; CheckpointError on every rank, with the model as it was,
-    for a checkpoint that is damaged, lacks tensors, has others besides or other shapes, is a pickle, or
-    is not the same for all ranks; FcdpError if reading fails on the way, which leaves the model half loaded.
+    ValueError if the model is not sharded; CheckpointError on every rank, with the model unchanged,
+    for a checkpoint that is damaged, lacks tensors, has extra tensors or other shapes, is a pickle, or
+    is not the same for all ranks; FcdpError if reading fails midway, which leaves the model half loaded.
     """
     refuse_swapped(folder, model, "load_pretrained(model, folder)")
     root, state = model_of(model), state_of(model)
@@ -70,7 +70,7 @@ def load_pretrained(
         _fill(path, state, order, destinations, files, shows=progress and is_first)
     destinations.arrived(a.held for a in order)
     if is_on_disk:
-        # The first gather of what is frozen then reads what other nodes have from this node's own disk.
+        # The first gather of frozen parameters then reads other nodes' rows from this node's own disk.
         rows = destinations.rows(order)
         state.upkeep.row_sources.offer(rows.keys, rows)
     matched.renaming.note_used()
@@ -94,7 +94,7 @@ def _found(
     *,
     head: bool,
 ) -> tuple[Matched, bool]:
-    """What the checkpoint has for the model, and whether each rank has it on a disk of its own node."""
+    """Match the checkpoint with the model; also return whether each rank has it on a disk of its own node."""
     path = Path(folder)
     found: list[Matched] = []
 
@@ -125,7 +125,7 @@ def _compare(path: Path, digests: Sequence[str]) -> None:
 
 
 def _serious(matched: Matched, *, head: bool) -> list[str]:
-    """What is wrong with a checkpoint, apart from heads where those may be."""
+    """Return the problems of a checkpoint as messages; without those of heads if `head` is False."""
     others = [problem for problem in matched.problems if not problem.of_head]
     if not head:
         return told(others)
@@ -136,7 +136,7 @@ def _serious(matched: Matched, *, head: bool) -> list[str]:
 def _check_tied(
     path: Path, assignments: Sequence[Assignment], destinations: Destinations, files: Files
 ) -> None:
-    """Refuse a checkpoint that has several values for one parameter."""
+    """Refuse a checkpoint that has different values for one parameter."""
     problems = []
     for assignment in assignments:
         for other in assignment.others:
@@ -151,7 +151,7 @@ def _check_tied(
 
 
 def _are_equal(one: Source, other: Source, part: Part, files: Files) -> bool:
-    """Whether two sources hold the same bits for a part, compared a little at a time."""
+    """Whether two sources hold the same bits for a part, compared block by block."""
     blocks: Sequence[Tensor] = [part.values]
     if part.values.ndim and part.values.numel():
         row_bytes = part.values[0].nbytes

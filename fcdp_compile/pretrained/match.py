@@ -1,4 +1,4 @@
-"""Which tensor of a model gets its values from where in a checkpoint, as `from_pretrained` would find it."""
+"""Find the tensors of a checkpoint that fill each tensor of a model, as `from_pretrained` would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fcdp_compile.pretrained.huggingface import (
 from fcdp_compile.pretrained.names import Entry, Role, entries_of
 from fcdp_compile.pretrained.source import Leaf, Source
 
-_SHOWN = 12  # of tensors, by name
+_SHOWN = 12  # names of tensors in one message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,19 +34,19 @@ class Held:
 
     @property
     def name(self) -> str:
-        """Its first name."""
+        """The tensor's first name."""
         return self.entries[0].name
 
     @property
     def role(self) -> Role:
-        """Base if any of its names is the base's: PEFT refers to some of the base's parameters again."""
+        """Base if any name is the base's: PEFT refers to some of the base's parameters by more names."""
         roles = [entry.role for entry in self.entries]
         return Role.BASE if Role.BASE in roles else roles[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
-    """A tensor of the model and what it is filled from; others: must hold the same, under its other names."""
+    """A tensor of the model and its source; others: its other names' sources, which must be equal."""
 
     held: Held
     source: Source
@@ -55,10 +55,10 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is wrong with one tensor.
+    """An error that concerns one tensor.
 
-    kind: "missing", "unexpected", or nothing where `what` says it all.  of_head: whether it is a tensor of a
-    head that the checkpoint lacks or has besides.
+    kind: "missing" or "unexpected"; empty if `what` is the whole message.  of_head: whether the tensor
+    belongs to a head that only the model or only the checkpoint has.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Problem:
 
 
 def told(problems: Iterable[Problem]) -> list[str]:
-    """The problems in words: those of a kind together, some of them by name."""
+    """Return the problems as messages: one for all of a kind, with some of their names."""
     problems = list(problems)
     found = [p.what for p in problems if not p.kind]
     for kind in ("missing", "unexpected"):
@@ -80,10 +80,10 @@ def told(problems: Iterable[Problem]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """Every assignment, and everything that is wrong.
+    """All assignments and all problems.
 
-    renaming: whose rules were used.  kept_copies: names of copies that PEFT trains in the place of tensors
-    that the checkpoint has, and that keep their values.
+    renaming: with the rules that were used.  kept_copies: names of copies that PEFT trains in place of
+    tensors that the checkpoint has, and that keep their values.
     """
 
     assignments: list[Assignment]
@@ -93,10 +93,10 @@ class Matched:
 
 
 def match(root: nn.Module, tensors: dict[str, Stored], is_unset: Callable[[Held], bool]) -> Matched:
-    """Find a source for every tensor of a model that a checkpoint is about.
+    """Find a source for every tensor of a model that a checkpoint covers.
 
-    is_unset: whether a tensor has no values yet.  Adapters that the checkpoint lacks are left alone; a
-    copy that PEFT trains in a module's place and that is unset begins as the module's values.
+    is_unset: whether a tensor has no values yet.  Adapters that the checkpoint lacks are left alone.  A copy
+    that PEFT trains in a module's place gets the module's values if it has none.
     """
     return _Matching(root, is_unset).of(tensors)
 
@@ -107,7 +107,7 @@ class _Matching:
         self.base = base_of(root)
         self.renaming = Renaming(self.base)
         self.held: dict[int, Held] = {}
-        self.known: dict[str, Held] = {}  # by the names that checkpoints of the base use
+        self.known: dict[str, Held] = {}  # by their names in checkpoints of the base
         self.by_name: dict[str, Held] = {}
         self.copies: dict[str, list[Held]] = {}
         for entry in entries_of(root):
@@ -153,7 +153,7 @@ class _Matching:
         )
 
     def _sources(self, tensors: dict[str, Stored]) -> Iterable[tuple[str, Source]]:
-        """Every source by the name that the model should have for it."""
+        """Yield every source with the name that the model should have for it."""
         to_convert: dict[str, tuple[Renamed, dict[str, list[Source]]]] = {}
         for name in sorted(tensors, key=reading_order):
             leaf = Leaf(tensors[name])
@@ -211,14 +211,14 @@ class _Matching:
 
 
 def _told(source: Source) -> str:
-    """A source by the names of its tensors, and the first one's file."""
+    """Return the names of a source's tensors, and the first tensor's file."""
     stored, *others = source.leaves
     more = f" and {len(others)} others" if others else ""
     return f"{stored.name!r}{more} of {stored.file.name}"
 
 
 def _can_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
-    """Whether a cast rounds at most: of whole numbers none may become another."""
+    """Whether a cast only rounds; a cast between whole numbers must keep every value."""
     if dtype.is_floating_point and to.is_floating_point:
         return True
     is_float = dtype.is_floating_point or to.is_floating_point or to.is_complex
@@ -226,7 +226,7 @@ def _can_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
 
 
 def in_reading_order(assignments: Iterable[Assignment]) -> list[Assignment]:
-    """The assignments in the order of their first bytes in the files."""
+    """Return the assignments in the order of their first bytes in the files."""
 
     def first(assignment: Assignment) -> tuple[str, int]:
         stored = next(itertools.islice(assignment.source.leaves, 1))

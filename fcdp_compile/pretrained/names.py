@@ -1,9 +1,9 @@
-"""Which tensors of a model a checkpoint has, and what it calls them.
+"""Which tensors of a model a checkpoint has, and under which names.
 
     base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight      the wrapped model's name
                      model.layers.0.self_attn.q_proj.weight                 the checkpoint's
 
-PEFT's wrappers are recognised by their classes: a module may be called `base_layer` without being one.
+PEFT's wrappers are recognised by their classes: any module may be called `base_layer`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fcdp_compile.pretrained.huggingface import base_of, is_adapter_layer, is_tr
 
 
 class Role(Enum):
-    """What a tensor is in a model that may be wrapped by PEFT.
+    """The role of a tensor in a model that may be wrapped by PEFT.
 
-    COPY: of a module of the base, which is trained in its place (`modules_to_save`).
+    COPY: of a module of the base; PEFT trains the copy in its place (`modules_to_save`).
     """
 
     BASE = "base"
@@ -35,7 +35,7 @@ class Entry:
     """One name of a model's state dict.
 
     name: in the root's state dict, which for a parameter is a name of `named_parameters`, tied ones included.
-    plain: what a checkpoint of the base calls it; for an adapter the same as name.
+    plain: the name in a checkpoint of the base; for an adapter equal to `name`.
     module, leaf: where it is.  tensor: the parameter or buffer itself; a tied one has several entries.
     """
 
@@ -48,12 +48,12 @@ class Entry:
 
 
 def entries_of(root: nn.Module) -> list[Entry]:
-    """Every parameter and persistent buffer of a model, in the order of its state dict, not gathered.
+    """Return every parameter and persistent buffer of a model, in the order of its state dict, not gathered.
 
     Raises: FcdpError for a state dict with something else in it.
     """
     places = {place.path: place for place in _walk(root, base_of(root))}
-    # With keep_vars it gives the very parameters: no home shard is touched.
+    # keep_vars returns the parameters themselves: no home shard is touched.
     state = root.state_dict(keep_vars=True)
     found = []
     for name in state:
@@ -80,7 +80,7 @@ def entries_of(root: nn.Module) -> list[Entry]:
 
 
 def adapter_tensors(root: nn.Module) -> Iterator[Tensor]:
-    """Every parameter and buffer that PEFT has added to a base: adapters, trained copies, prompt encoders."""
+    """Yield all tensors that PEFT has added to a base: adapters, trained copies, prompt encoders."""
     of_base: set[int] = set()
     added: list[Tensor] = []
     for place in _walk(root, base_of(root)):
@@ -90,7 +90,7 @@ def adapter_tensors(root: nn.Module) -> Iterator[Tensor]:
             of_base |= {id(tensor) for tensor in found}
         else:
             added += found
-    # Prompts have the base's embedding as a module of their own, too.
+    # A prompt encoder also refers to the base's embedding.
     return (tensor for tensor in added if id(tensor) not in of_base)
 
 
@@ -100,7 +100,7 @@ def _held(module: nn.Module, leaf: str) -> Tensor | None:
 
 
 class _Place(NamedTuple):
-    """A module at a path, what checkpoints call that path, and what the module's own tensors are."""
+    """A module at a path, the checkpoints' name for that path, and the role of the module's own tensors."""
 
     path: str
     module: nn.Module
@@ -109,8 +109,8 @@ class _Place(NamedTuple):
 
 
 def _walk(root: nn.Module, base: nn.Module) -> Iterator[_Place]:
-    """Every path of a module."""
-    # Outside of a wrapped base there are only adapters (prompt encoders).
+    """Yield the place of every path to a module."""
+    # Outside of a wrapped base, all modules are adapters (prompt encoders).
     waiting = [_Place("", root, "", Role.BASE if base is root else Role.ADAPTER)]
     while waiting:
         place = waiting.pop()
@@ -124,7 +124,7 @@ def _walk(root: nn.Module, base: nn.Module) -> Iterator[_Place]:
 
 
 def _below(place: _Place, name: str, child: nn.Module) -> list[_Place]:
-    """The place of a child; for a dictionary of copies those of the copies."""
+    """Return the place of a child; for a dictionary of copies, the places of the copies."""
     path = f"{place.path}.{name}" if place.path else name
     plain = f"{place.plain}.{name}" if place.plain else name
     if place.role is Role.BASE and is_adapter_layer(place.module):

@@ -1,4 +1,4 @@
-"""A checkpoint that was loaded, to read rows from that other nodes own (`runtime.row_sources`)."""
+"""Reads other nodes' rows from a checkpoint that was loaded (`runtime.row_sources`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _REMOTE = (
     "9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
     "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
 )  # fmt: skip
-"""File systems whose files may be on another machine; of fuse, any."""
+"""File systems whose files may be on another machine; all kinds of fuse count as such."""
 
 
 class CheckpointRows:
-    """Home shards as a checkpoint has them, by the parameters' keys; nothing stays open between reads."""
+    """Home shards read from a checkpoint, by the parameters' keys; files stay open until `close`."""
 
     def __init__(self, sources: Mapping[str, tuple[ParamSpec, Source]]) -> None:
         self._sources = sources
@@ -29,11 +29,11 @@ class CheckpointRows:
 
     @property
     def keys(self) -> list[str]:
-        """The parameters that it has."""
+        """The keys of the parameters in the checkpoint."""
         return list(self._sources)
 
     def read(self, key: str, node: int, place: int) -> Tensor:
-        """The home shard of the rank at that place of that node."""
+        """Read the home shard of the rank at a place of a node."""
         spec, source = self._sources[key]
         layout = spec.layout
         out = torch.empty(layout.local_shape(node, place), dtype=spec.home_dtype, device="cpu")
@@ -48,9 +48,9 @@ class CheckpointRows:
 
 
 def is_local(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Whether a file is on a disk of this machine, as far as the system tells; False if it does not.
+    """Whether a file is on a disk of this machine; False if the system does not tell.
 
-    Rows that are read over a network in place of gathering them would cross it all the same.
+    Reading rows over a network would not save the traffic of gathering them.
 
     mounts: the system's list of file systems.
     """
@@ -62,7 +62,7 @@ def is_local(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
     best, kind = -1, "nfs"
     for line in mounted:
         _, where, of, *_ = line.split(b" ")
-        # Blanks and the like stand there as octal numbers.
+        # The list has blanks and similar characters as octal numbers.
         name = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), where)
         point = Path(os.fsdecode(name))
         if len(point.parts) >= best and (point == place or point in place.parents):

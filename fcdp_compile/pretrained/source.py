@@ -1,6 +1,6 @@
-"""Where the values of a parameter come from, of which any part can be read without the rest.
+"""Where a parameter's values come from; any part of a source can be read without the rest.
 
-A source is a tensor in a file, or one made of others without arithmetic: stacked, joined, a part, transposed.
+A source is a tensor in a file, or others stacked, joined, cut or transposed, without arithmetic.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The source's shape."""
 
     @property
     def leaves(self) -> Iterator[Stored]:
-        """The tensors in files that it is made of."""
+        """The tensors in files that the source is made of."""
 
     def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Write the part of out's shape that begins at these indices into out, cast to its dtype."""
+        """Fill `out` with the part of the tensor that begins at indices `at`, cast to out's dtype."""
 
 
 class Files:
-    """The files that are being read; counts what was asked for.
+    """The files that are being read; counts the bytes that were copied.
 
     safetensors maps a file into memory, and every page that was read counts as the process's own until the
-    file is closed, so after some reading all are closed, and opened again when they are needed.
+    file is closed.  So all files are closed after every `_REOPEN_BYTES`, and opened again when needed.
     """
 
     def __init__(self) -> None:
@@ -94,41 +94,41 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The tensor's shape."""
         return self.stored.shape
 
     @property
     def leaves(self) -> Iterator[Stored]:
-        """Itself."""
+        """The tensor itself."""
         yield self.stored
 
     def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Read that part of the file."""
+        """Read the part from the file."""
         part = tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))
         files.copy(self.stored, part, out)
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Sources one behind the other along a dimension, equal in all others."""
+    """Sources in a row along a dimension, equal in all others."""
 
     parts: tuple[Source, ...]
     dim: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The first one's, as long as all together."""
+        """The first source's shape, with the rows of all sources along `dim`."""
         rows = sum(part.shape[self.dim] for part in self.parts)
         return _replaced(self.parts[0].shape, self.dim, rows)
 
     @property
     def leaves(self) -> Iterator[Stored]:
-        """Of all parts."""
+        """The leaves of all parts."""
         for part in self.parts:
             yield from part.leaves
 
     def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Fill from each part what it has of the rows."""
+        """Fill from each part its share of the rows."""
         begin, end, start = at[self.dim], at[self.dim] + out.shape[self.dim], 0
         for part in self.parts:
             stop = start + part.shape[self.dim]
@@ -148,13 +148,13 @@ class Stacked:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parts', with their number at `dim`."""
+        """The parts' shape, with their number at `dim`."""
         one = self.parts[0].shape
         return (*one[: self.dim], len(self.parts), *one[self.dim :])
 
     @property
     def leaves(self) -> Iterator[Stored]:
-        """Of all parts."""
+        """The leaves of all parts."""
         for part in self.parts:
             yield from part.leaves
 
@@ -176,16 +176,16 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole's with fewer rows."""
+        """The whole source's shape, with fewer rows."""
         return _replaced(self.whole.shape, self.dim, self.rows)
 
     @property
     def leaves(self) -> Iterator[Stored]:
-        """Of the whole."""
+        """The leaves of the whole source."""
         return self.whole.leaves
 
     def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Fill from the whole, further on."""
+        """Fill from the whole source, at shifted indices."""
         self.whole.fill(out, _replaced(at, self.dim, at[self.dim] + self.start), files)
 
 
@@ -199,12 +199,12 @@ class Transposed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape with these exchanged."""
+        """The shape with the two dimensions exchanged."""
         return self._exchanged(self.of.shape)
 
     @property
     def leaves(self) -> Iterator[Stored]:
-        """Of the other."""
+        """The leaves of the other source."""
         return self.of.leaves
 
     def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
@@ -221,7 +221,7 @@ class Transposed:
 class Rearranged:
     """A source whose elements a function puts in another order, for which it needs the whole tensor.
 
-    shape: of what the function gives.
+    shape: of the function's result.
     """
 
     of: Source
@@ -230,11 +230,11 @@ class Rearranged:
 
     @property
     def leaves(self) -> Iterator[Stored]:
-        """Of the other."""
+        """The leaves of the other source."""
         return self.of.leaves
 
     def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Read the whole, rearrange it, and take the part."""
+        """Read the whole source, rearrange it, and take the part."""
         whole = torch.empty(self.of.shape, dtype=out.dtype, device="cpu")
         self.of.fill(whole, (0,) * whole.ndim, files)
         part = tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))

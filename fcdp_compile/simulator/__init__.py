@@ -7,9 +7,9 @@ A discrete-event simulation of five lanes a rank, with the links that ranks and 
 no torch, no process group, no clock.
 
     simulate_step    a training step's schedules on N nodes of g ranks
-    Conditions       what is not as the cluster's profile says
-    Collectives      what goes between nodes as planned, or as flat rings
-    SimulatedStep    its times; SimulatedNodes: those of nodes that are alike
+    Conditions       deviations from the cluster's profile
+    Collectives      between nodes: as planned, or flat rings
+    SimulatedStep    its times; SimulatedNodes: those of nodes in the same state
 """
 
 from fcdp_compile.simulator.conditions import Conditions

@@ -1,10 +1,10 @@
-"""What is not as the profile says: slow nodes, slow cards, jitter; and which nodes are alike.
+"""Deviations from the profile: slow nodes, slow cards, jitter; and which nodes are alike.
 
 [Note: folding]
-The ranks of a node do the same at the same time, and so do nodes in the same state.  So one rank stands for
-all ranks of all nodes of a class, and its flows count as often on a link as ranks share it.  Without jitter
-there are as many classes as kinds of nodes: 512 nodes of 8 ranks cost as much to simulate as one of 1.  With
-jitter no two nodes are alike, every node is a class of its own, and time and memory grow with their number.
+The ranks of a node do the same at the same time, and so do nodes in the same state.  So one rank represents
+all ranks of all nodes of a class, and its flows count on a link once for each rank that shares the link.
+Without jitter there are as many classes as kinds of nodes: 512 nodes of 8 ranks cost as much to simulate as
+one node of 1.  With jitter every node is a class of its own, and time and memory grow with nodes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from fcdp_compile.errors import ArgumentError
 
 _MOST_JITTER = 1e100
-"""Its square is finite."""
+"""The square of this is finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What differs from node to node; nothing, if not given.
+    """Differences between nodes; the default has none.
 
-    stragglers: pairs of a number of nodes and a factor on the time of all that they compute, copies that put
-    parts in order and the optimizer included.  slow_links: pairs of a number of nodes and a factor on the
-    bandwidth of their cards.  All these are different nodes.  jitter: standard deviation, relative to the
-    mean, of the time of each compute step on each node, which is drawn from a log-normal distribution whose
-    mean is what the step takes without; the ranks of a node share it.  seed: of what is drawn.
+    stragglers: pairs of a number of nodes and a factor on the time of everything that they compute, including
+    copies that put parts in order and the optimizer.  slow_links: pairs of a number of nodes and a factor on
+    the bandwidth of their cards.  No node is in two pairs.  jitter: standard deviation, relative to the mean,
+    of the time of each compute step on each node; times are drawn from a log-normal distribution whose mean
+    is the step's time without jitter, and the ranks of a node share them.  seed: of the random numbers.
 
     Raises: ValueError for fewer than one node, a factor that is not finite and above zero, a jitter that is
     not finite and at least zero, a seed below zero; TypeError for numbers of nodes or seeds that are no int.
@@ -60,7 +60,7 @@ def _check_int(what: str, value: object, *, least: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeClass:
-    """Nodes in the same state: how many, and their factors of `Conditions`."""
+    """Nodes in the same state: their number, and their factors of `Conditions`."""
 
     nodes: int
     slowdown: float = 1.0
@@ -68,9 +68,9 @@ class NodeClass:
 
 
 def fold(conditions: Conditions, nodes: int) -> tuple[NodeClass, ...]:
-    """The classes of [Note: folding] of N = `nodes` nodes: stragglers, slow links, then all others.
+    """Return the classes ([Note: folding]) of N = `nodes` nodes: stragglers, slow links, then all others.
 
-    Raises: ValueError if the conditions are of more nodes than there are.
+    Raises: ValueError if the conditions name more nodes than there are.
     """
     counts: dict[tuple[float, float], int] = {}
     for count, slowdown in conditions.stragglers:
@@ -102,7 +102,7 @@ def _add(counts: dict[tuple[float, float], int], state: tuple[float, float], cou
 
 
 class Jitter:
-    """Factors on the times of compute steps, drawn one after the other.
+    """Random factors on the times of compute steps.
 
     Source: a log-normal distribution exp(m + s*z) has the mean exp(m + s*s/2) and the relative variance
     exp(s*s) - 1.

@@ -1,15 +1,15 @@
-"""The events of a training step: flows join and leave links that are shared, and change each other's speed.
+"""The events of a training step: flows join and leave shared links, and change each other's speed.
 
-Classes of nodes meet in joint tasks only, and lanes of a rank on shared links only; the rest each rank works
-out alone (`rank` [Note: known times]).
+Classes of nodes interact only in joint tasks, and lanes of a rank only on shared links; each rank computes
+all other times alone (`rank` [Note: known times]).
 
 [Note: joint flows]
-A collective of all nodes moves in step, so it has the least speed that the links of any node leave it.  What
-it then does not use of the others' is not given to their own flows.
+A collective of all nodes moves in step, at the least speed that the links of any node allow.  The bandwidth
+that it then leaves unused on other nodes' links is not given to their own flows.
 
 [Note: one moment]
-What happens at the same time is taken together before anything changes speed: so neither the order of events
-nor the number of classes that nodes are folded into changes a single bit of a result.
+All events of one time are handled before any speed changes, so neither the order of events nor the number of
+classes that nodes are folded into changes a single bit of a result.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fcdp_compile.simulator.tasks import Task
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """A task under way that other nodes or flows have a say in.
+    """A running task whose speed depends on other nodes or flows.
 
-    end_s: when it ends at its present speed, the copy that puts parts in order included.  offered: the
-    speeds that the links of each rank leave it, by the rank's number; speeds: how many leave it that.
-    version: that of its last event, as an event cannot be taken back.
+    end_s: when it ends at its present speed, including the copy that puts parts in order.  offered: the
+    speed that the links of each rank allow, by the rank's number; speeds: how many ranks allow each speed.
+    version: of its latest event; older events are ignored, because an event cannot be removed.
     """
 
     position: int
@@ -46,7 +46,7 @@ class _Flow:
     speeds: Counter[float] = field(default_factory=Counter)
 
     def offer(self, number: int, speed: float) -> bool:
-        """Note what the links of a rank leave; returns whether that is news."""
+        """Note the speed that the links of a rank allow; return whether it is new."""
         before = self.offered.get(number)
         if before == speed:
             return False
@@ -59,7 +59,7 @@ class _Flow:
         return True
 
     def change_speed(self, now_s: float) -> bool:
-        """Move as fast as all let it; returns whether the end of its bytes needs another event."""
+        """Move at the least speed that any rank allows; return whether the end needs another event."""
         speed = min(self.speeds)
         if speed == self.speed and self.version:
             return False
@@ -73,14 +73,14 @@ class _Flow:
 
     @property
     def moved_s(self) -> float:
-        """When its bytes have moved, at its present speed."""
+        """When all bytes have moved, at the present speed."""
         return self.end_s - self.task.copy_s
 
 
 class Engine:
-    """Runs ranks that each stand for a class of nodes until all tasks have ended.
+    """Runs ranks that each represent a class of nodes until all tasks have ended.
 
-    compute_s: of each class, what each task takes of the program.  slowdowns: of each class, of copies.
+    compute_s: by class, each task's time on the program.  slowdowns: by class, the factor on copies.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Engine:
         self._changed: dict[int, None] = {}
 
     def run(self) -> list[SimulatedRank]:
-        """Run, once; returns the ranks with all times."""
+        """Run, once; return the ranks with all times."""
         for rank in self._ranks:
             rank.resume()
         self._finish_flows()
@@ -138,7 +138,7 @@ class Engine:
         heapq.heappush(self._events, (at_s, next(self._numbers), flow.version, flow))
 
     def _finish_flows(self) -> None:
-        """End flows, which may let others begin that end at once."""
+        """End flows; others may then begin, and some of these end at once."""
         while self._over:
             flow = self._over.popleft()
             for rank in flow.ranks:
@@ -146,7 +146,7 @@ class Engine:
                 rank.resume()
 
     def _happen(self, flow: _Flow) -> None:
-        """Let a flow's bytes begin to move, or have moved."""
+        """Handle the event of a flow: its bytes begin to move, or have all moved."""
         for rank in flow.ranks:
             if flow.is_moving:
                 self._moving[rank.number].remove(flow)
@@ -159,7 +159,7 @@ class Engine:
         flow.is_moving = True
 
     def _share(self, now_s: float) -> None:
-        """Give the flows on links where one has come or gone their new speeds."""
+        """Set new speeds for the flows of each rank where a flow has come or gone."""
         news: dict[_Flow, None] = {}
         for number in self._changed:
             flows = sorted(self._moving[number], key=lambda flow: flow.position)

@@ -1,13 +1,13 @@
-"""One simulated rank: a program that gives steps to lanes, and lanes that take them in turn.
+"""One simulated rank: a program that gives steps to lanes, and lanes that run their steps in order.
 
 As in `cost.simulate`: compute and waits hold the program up; every other step starts when the program has
-come to it, its lane is free and what it reads is done.
+reached it, its lane is free and its inputs are ready.
 
 [Note: known times]
-A time is worked out as soon as all that it depends on is known, whatever the clock says: a rank runs ahead
-until something stands in its way whose end depends on other nodes, or on other flows over its links.  That
-end is known, at the latest, when the clock gets there; and what follows from it lies behind it.  So the clock
-never gets to know of anything too late.
+A rank computes each time as soon as everything that it depends on is known, whatever the clock says.  It runs
+ahead until it needs an end that depends on other nodes, or on other flows over its links.  That end is known
+when the clock reaches it, or before, and everything that depends on it happens later.  So the clock is never
+late.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fcdp_compile.plan import Lane
 from fcdp_compile.simulator.tasks import Task
 
 Begin = Callable[["SimulatedRank", int, float], None]
-"""Takes over a task whose end a rank cannot work out alone: the rank, the task's position, its start in s."""
+"""Takes over a task whose end a rank cannot compute alone: the rank, the task's position, its start in s."""
 
 _UNKNOWN = math.inf
-"""The end of what has not ended yet."""
+"""The end of a task that has not ended yet."""
 
 
 @dataclass(slots=True)
 class _LaneQueue:
-    """Tasks of a lane that have not started, each with the time of the program that gave it."""
+    """Tasks of a lane that have not started, each with the program's time when it was queued."""
 
     waiting: deque[tuple[int, float]] = field(default_factory=deque)
     free_s: float = 0.0
@@ -37,11 +37,11 @@ class _LaneQueue:
 
 
 class SimulatedRank:
-    """One rank that stands for all of a class ([Note: folding] in `conditions`).
+    """One rank that represents all ranks of a class ([Note: folding] in `conditions`).
 
-    number: of the class.  tasks: of the whole training step.  slowdown: of copies that put parts in order.
-    compute_s: what each task takes of the program, 0 where it is none.  Times count from the beginning of
-    the training step, by position of the task: came_s, when the program came to it; start_s, end_s; busy_s,
+    number: of the class.  tasks: of the whole training step.  slowdown: of copies that order parts.
+    compute_s: each task's time on the program, 0 for tasks of other lanes.  Times count from the beginning of
+    the training step, by position of the task: came_s, when the program reached it; start_s, end_s; busy_s,
     how long it kept its lane busy, without waiting for other nodes.
     """
 
@@ -74,7 +74,7 @@ class SimulatedRank:
         return len(self.came_s) == len(self._tasks) and _UNKNOWN not in self.end_s
 
     def resume(self) -> None:
-        """Go on as far as times are known."""
+        """Continue as far as times are known."""
         while self._awake:
             lane = self._awake.pop()
             if lane is Lane.COMPUTE:
@@ -83,7 +83,7 @@ class SimulatedRank:
                 self._run_lane(lane)
 
     def finish(self, position: int, end_s: float, busy_s: float) -> None:
-        """End a task that `begin` has taken over; end_s, busy_s: on the fastest of nodes."""
+        """End a task that `begin` has taken over; end_s, busy_s: as if copies had no slowdown."""
         task = self._tasks[position]
         longer_s = task.copy_s * self._copies_longer
         lane = self._lanes[task.lane]
@@ -130,7 +130,7 @@ class SimulatedRank:
             self._end(position, queue.free_s, taken_s)
 
     def _ready_s(self, position: int, lane: Lane) -> float:
-        """When what a task reads is done; if that is unknown, its lane is woken later."""
+        """Return when a task's inputs are ready; if that is unknown, its lane is woken later."""
         ready_s = 0.0
         for other in self._tasks[position].waits:
             ready_s = max(ready_s, self.end_s[other])

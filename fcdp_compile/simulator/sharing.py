@@ -1,11 +1,11 @@
-"""Links that several flows use at the same time, as fluids: how fast each of them moves.
+"""The speeds of flows that use the same links at the same time; a flow is treated as a fluid.
 
 [Note: fair shares]
-Flows on a link get the same bytes/s, and what one cannot use goes to the others: all flows rise together; one
-that is as fast as it can be stays there, and when a link is full those on it stay where they are (max-min
-fairness, by progressive filling).  So a flow over several links gets the least of its shares.  A flow that
-stands for several ranks in step ([Note: folding]) weighs as much on a link as it has of them there, and gets
-the share of one.
+Flows on a link get equal bytes/s, and a share that a flow cannot use goes to the others: the rates of all
+flows rise together; a flow stops rising at its peak, and when a link is full, all flows on it stop rising
+(max-min fairness, by progressive filling).  So a flow over several links gets the least of its shares.  A
+flow that represents several ranks in step ([Note: folding]) counts on a link once for each of its ranks
+there, and moves at the share of one.
 
 Source: Bertsekas and Gallager, Data Networks (1992), section 6.5.2.
 """
@@ -36,18 +36,18 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a flow would take of its links; peak_bytes_per_s: how fast it is where nothing is in its way."""
+    """The links that a flow uses; peak_bytes_per_s: the flow's speed if no other flow is in its way."""
 
     peak_bytes_per_s: float
     uses: tuple[LinkUse, ...]
 
 
 _SAME = 1 + 1e-9
-"""Rates that differ by less are the same, so that rounding slows no flow down."""
+"""Rates that differ by less than this factor count as equal, so that rounding slows no flow down."""
 
 
 class Sharing:
-    """Shares of the links of one rank.
+    """The shares of one rank's links.
 
     capacities: in bytes/s.
     """
@@ -57,7 +57,7 @@ class Sharing:
         self._known: dict[tuple[Demand, ...], tuple[float, ...]] = {}
 
     def speeds(self, demands: tuple[Demand, ...]) -> tuple[float, ...]:
-        """How fast each of the flows moves that are under way, relative to its peak: 0 to 1."""
+        """Return the speed of each flow among all running flows, relative to its peak: 0 to 1."""
         if demands not in self._known:
             rates = _fill(demands, self._capacities)
             self._known[demands] = tuple(
@@ -68,12 +68,12 @@ class Sharing:
 
 
 def _fill(demands: Sequence[Demand], capacities: Mapping[SharedLink, float]) -> list[float]:
-    """The rate of each flow in bytes/s, of [Note: fair shares]."""
+    """Return the rate of each flow in bytes/s, by [Note: fair shares]."""
     rates = [0.0] * len(demands)
     rising = list(range(len(demands)))
     left = dict(capacities)
     while rising:
-        # Where each link would be full, if all that still rise went on to there.
+        # For each link, the rate at which it would be full if all flows that still rise reached that rate.
         levels = {link: _level(link, [demands[i] for i in rising], left[link]) for link in left}
         level = min(levels.values())
         at_peak = [i for i in rising if demands[i].peak_bytes_per_s <= level * _SAME]

@@ -18,16 +18,16 @@ from fcdp_compile.simulator.rings import Collectives
 from fcdp_compile.simulator.tasks import Cluster, Task, tasks_of
 
 AS_MEASURED = Conditions()
-"""All nodes are as the profile says."""
+"""All nodes are as in the profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedNodes:
-    """What nodes do that are alike; of one rank, where not of a node.
+    """Nodes in the same state; times are those of one rank.
 
     nodes: how many.  slowdown, inter_factor: of their compute and their cards (`Conditions`).  end_s: when
-    they have done all of the step.  busy_s: how long each lane is busy, the optimizer counted as compute,
-    without waiting for other nodes.
+    they have completed the whole step.  busy_s: how long each lane is busy, without waiting for other nodes;
+    the optimizer counts as compute.
     """
 
     nodes: int
@@ -38,22 +38,22 @@ class SimulatedNodes:
 
     @property
     def exposed_s(self) -> float:
-        """How long compute stands still before their end."""
+        """How long compute waits before these nodes end."""
         return self.end_s - self.busy_s[Lane.COMPUTE]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """A training step in time.
+    """The times of a training step.
 
-    step_s: until all nodes have done all of it.  slowest: of the nodes that end last, those that compute
-    longest.  parts: of these, a timeline for each schedule; slots count from the beginning of the step, and a
-    collective's from when these nodes have come to it; total_s is until the next part begins, so lanes may be
-    busy for longer; the last has no optimizer in it.  optimizer_s: what that takes on the slowest.
+    step_s: until all nodes have completed the step.  slowest: of the nodes that end last, those with the most
+    compute.  parts: for these nodes, a timeline for each schedule.  Its slots count from the beginning of the
+    step, and a collective's slot begins when these nodes are ready for it; total_s is until the next part
+    begins, so lanes may be busy for longer; the last part excludes the optimizer.  optimizer_s: the
+    optimizer's time on the slowest.
     bytes_sent_by_node: over the card of each node.
-    classes: nodes by what state they are in; with jitter, each by itself.  agreements_s: of all forwards
-    together, until ranks agree on what these run; not in step_s, as a device goes on with what it has been
-    given before.
+    classes: nodes by state; with jitter, each node by itself.  agreements_s: the time in which ranks agree on
+    what to run, over all forwards; not in step_s, because devices meanwhile finish earlier work.
     """
 
     step_s: float
@@ -66,12 +66,12 @@ class SimulatedStep:
 
     @property
     def busy_s(self) -> Mapping[Lane, float]:
-        """How long each lane of the slowest is busy."""
+        """How long each lane of the slowest nodes is busy."""
         return self.slowest.busy_s
 
     @property
     def exposed_s(self) -> float:
-        """How long compute of the slowest stands still."""
+        """How long compute of the slowest nodes waits."""
         return self.slowest.exposed_s
 
 
@@ -88,20 +88,19 @@ def simulate_step(
 ) -> SimulatedStep:
     """Run the schedules of a training step one after the other: a forward, a backward, a warm forward, ...
 
-    Each rank runs them as the runtime does (`rank`), and what a part has left on its lanes runs on into the
-    next.  With links of its own for each rank, and nodes that are all alike, a part takes what
-    `cost.simulate` says.
+    Each rank runs them as the runtime does (`rank`); work of a part that is still on its lanes continues
+    during the next part.  Without shared links, and with equal nodes, a part takes the time of
+    `cost.simulate`.
 
     profile: `machine.h2d` and `machine.d2h` are of a link to host memory, which `ranks_per_host_link` ranks
     share; `machine.inter` is of a node's card.  nodes, ranks_per_node: N and g, for which the schedules were
-    planned.  buckets: by number, all that the schedules name.  optimizer_bytes: of device memory, which the
-    optimizer of each rank reads and writes when the last part has come to its end and all gradients are
-    reduced.
+    planned.  buckets: by number, all that the schedules name.  optimizer_bytes: device memory that each
+    rank's optimizer reads and writes, after the last part has ended and all gradients are reduced.
 
-    Time and memory go with steps times classes of nodes ([Note: folding]): with jitter, with nodes.
+    Time and memory go with steps times classes of nodes ([Note: folding]); with jitter, times nodes.
 
-    Raises: ValueError for nodes or ranks that the profile, the buckets, the schedules or the conditions do
-    not fit, steps of unknown buckets or that wait for later ones, and optimizer_bytes below zero.
+    Raises: ValueError for nodes or ranks that do not fit the profile, the buckets, the schedules or the
+    conditions, for steps of unknown buckets or that wait for later steps, and for optimizer_bytes below zero.
     """
     if optimizer_bytes < 0:
         raise ArgumentError(f"optimizer_bytes is {optimizer_bytes}, but must be at least 0")
@@ -129,7 +128,7 @@ def simulate_step(
 
 
 def _with_slowest_card(profile: ClusterProfile, classes: Sequence[NodeClass]) -> ClusterProfile:
-    """The profile with the card of the slowest node, which collectives of all nodes go as fast as."""
+    """Return the profile with the slowest node's card: it sets the speed of collectives of all nodes."""
     inter, factor = profile.machine.inter, min(c.inter_factor for c in classes)
     slowest = replace(inter, bytes_per_s=inter.bytes_per_s * factor)
     return replace(profile, machine=replace(profile.machine, inter=slowest))
@@ -141,7 +140,7 @@ def _compute_s(tasks: Sequence[Task], nodes: NodeClass, jitter: Jitter) -> list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Simulated:
-    """What was simulated; reads results off the ranks."""
+    """The simulated schedules; computes the results from the ranks' times."""
 
     parts: Sequence[Schedule]
     tasks: Sequence[Task]

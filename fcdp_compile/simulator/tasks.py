@@ -4,8 +4,8 @@
     latency | bytes move, more slowly while others use their links | parts are put in order
 
 A card sends one collective of its node at a time, the inter lane's, and the g ranks of the node have equal
-parts of it; so nothing else slows that down.  Links to host memory and within the node are shared as
-`sharing` says.  A link that only one lane uses is not shared by flows: there a task takes always the same.
+parts of it; so no other task slows it down.  Links to host memory and within the node are shared, see
+`sharing`.  A link that only one lane uses has no flows to share it: its tasks always take equal time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fcdp_compile.simulator.sharing import Demand, LinkUse, SharedLink, Sharing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """N = `nodes` nodes of g = `ranks_per_node` ranks, of a profile.
+    """N = `nodes` nodes of g = `ranks_per_node` ranks, with a profile.
 
     Raises: ValueError for fewer than one node or rank, or more ranks than a node of the profile has.
     """
@@ -44,17 +44,17 @@ class Cluster:
 
     @property
     def machine(self) -> Machine:
-        """The speeds."""
+        """The machine's speeds."""
         return self.profile.machine
 
     @property
     def sharers(self) -> int:
-        """Ranks at one link to host memory; where some links have fewer, the others make the step wait."""
+        """Ranks at one link to host memory; if some links have fewer, a step waits for the fullest links."""
         return min(self.profile.ranks_per_host_link, self.ranks_per_node)
 
     @property
     def sharing(self) -> Sharing:
-        """The shares of links that ranks and lanes have in common."""
+        """The capacities of links that ranks and lanes share."""
         machine = self.machine
         return Sharing(
             {
@@ -67,12 +67,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a step is to a simulated rank.
+    """A step as a simulated rank sees it.
 
     lane, waits: of the step; waits are positions in the whole training step.  is_compute: whether stragglers
-    and jitter slow it down.  is_joint: whether all nodes take part, so that it begins with the last and ends
-    for all together.  alone_s: seconds while nothing else uses its links.  latency_s, copy_s: of these,
-    before and after its bytes move.  demand: of links that other lanes use too; None if there are none.
+    and jitter slow it down.  is_joint: whether all nodes take part, so that it begins with the last node and
+    ends for all together.  alone_s: seconds while nothing else uses its links.  latency_s, copy_s: the parts
+    of alone_s before and after its bytes move.  demand: on links that other lanes use too, else None.
     sent_bytes: over the card of each node.
     """
 
@@ -93,10 +93,10 @@ def tasks_of(
     buckets: Mapping[int, Bucket],
     collectives: Collectives,
 ) -> list[Task]:
-    """The tasks of schedules that run one after the other.
+    """Return the tasks of schedules that run one after the other.
 
-    Raises: ValueError for a step of an unknown bucket or of one that is cut over other ranks, for one that
-    waits for a later one, and what `ring_bytes` raises.
+    Raises: ValueError for a step of an unknown bucket or of a bucket that is cut over other ranks, for a step
+    that waits for a later one, and the errors of `ring_bytes`.
     """
     tasks: list[Task] = []
     is_ring = collectives is Collectives.RING and cluster.nodes > 1
@@ -138,7 +138,7 @@ def _check(step: Step, position: int, cluster: Cluster, buckets: Mapping[int, Bu
 
 
 def _task(step: Step, cluster: Cluster) -> Task:
-    """What a step takes as planned: `Machine.time_s`, in its phases."""
+    """Return a step's task as planned: `Machine.time_s`, split into phases."""
     machine = cluster.machine
     alone_s = machine.time_s(step, cluster.ranks_per_node)
     if step.lane is Lane.COMPUTE:
@@ -162,7 +162,7 @@ def _task(step: Step, cluster: Cluster) -> Task:
 
 
 def _ring_task(step: Step, cluster: Cluster) -> Task:
-    """What a collective between nodes takes as a flat ring: [Note: rings]."""
+    """Return the task of a collective between nodes that runs as a flat ring: [Note: rings]."""
     machine, ranks = cluster.machine, cluster.nodes * cluster.ranks_per_node
     sent = ring_bytes(step, cluster.nodes, cluster.ranks_per_node)
     if cluster.ranks_per_node == 1:
@@ -176,7 +176,7 @@ def _ring_task(step: Step, cluster: Cluster) -> Task:
 def _along_nodes(
     step: Step, sent_bytes: int, alone_s: float, copy_s: float, cluster: Cluster
 ) -> Task:
-    """A collective from rank to rank, through every node: as fast as the slower of two links."""
+    """Return the task of a collective from rank to rank, through every node, as fast as the slower link."""
     machine = cluster.machine
     link = max((machine.inter, machine.intra), key=lambda link: link.time_s(sent_bytes))
     return Task(
@@ -192,21 +192,21 @@ def _along_nodes(
 
 
 def _demand(lane: Lane, slowest: Link, cluster: Cluster) -> Demand:
-    """What a rank's flow takes of shared links, when it is as fast as the slowest of all lets it be."""
+    """Return the demand of a rank's flow on shared links, at the speed of its slowest link."""
     to_host = {Lane.H2D: SharedLink.H2D, Lane.D2H: SharedLink.D2H}
     if lane in to_host:
         use = LinkUse(link=to_host[lane], weight=cluster.sharers)
         return Demand(peak_bytes_per_s=slowest.bytes_per_s, uses=(use,))
-    # Where a card's link has the higher latency, but more bytes/s, it does not ask for more than there is.
+    # A card that is slower only by its latency may have more bytes/s: a weight below 1 keeps to the link's.
     weight = min(1.0, cluster.machine.intra.bytes_per_s / slowest.bytes_per_s)
     uses = [LinkUse(link=SharedLink.INTRA, weight=weight)]
-    if cluster.profile.intra_over_host_link:  # one sends up what the next gets down
+    if cluster.profile.intra_over_host_link:  # up from one rank, down to the next
         uses += [LinkUse(link=to_host[x], weight=weight * cluster.sharers) for x in to_host]
     return Demand(peak_bytes_per_s=slowest.bytes_per_s, uses=tuple(uses))
 
 
 def _without_meetings(tasks: list[Task], cluster: Cluster) -> list[Task]:
-    """Work out what tasks take that meet no other lane's on any link."""
+    """Fix the times of tasks that share no link with another lane."""
     lanes: dict[SharedLink, list[Lane]] = {}
     for task in tasks:
         for use in task.demand.uses if task.demand else ():

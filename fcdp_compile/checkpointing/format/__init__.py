@@ -1,1 +1,1 @@
-"""What lies on disk: the files of a checkpoint, their record, and which bytes of them a rank needs."""
+"""The files of a checkpoint on disk, their record, and which of their bytes a rank needs."""

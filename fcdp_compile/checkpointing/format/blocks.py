@@ -1,4 +1,4 @@
-"""Read the files of a checkpoint, every block of them proven to be what was written."""
+"""Read the files of a checkpoint, and verify each block against its checksum."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class FileBlock(NamedTuple):
 
 
 class DataFiles:
-    """The data of one checkpoint; a block is in memory at a time.
+    """The data of one checkpoint; one block is in memory at a time.
 
-    Raises, in every method: CheckpointError, naming the file, for one that is missing, of another size than
-    was written, or in which what is read was changed since.
+    Raises, in every method: CheckpointError, naming the file, if it is missing, has another size than was
+    written, or the bytes that are read have changed since.
     """
 
     def __init__(self, folder: Path, record: CheckpointRecord) -> None:
@@ -39,11 +39,11 @@ class DataFiles:
         self._block = memoryview(bytearray())
 
     def path(self, file: int) -> Path:
-        """Where the file of that rank is."""
+        """The path of a rank's file."""
         return self._folder / file_name(file)
 
     def header(self, file: int) -> Mapping[str, Stored]:
-        """The tensors of a file."""
+        """Return the tensors of a file, by name."""
         if file not in self._headers:
             size_bytes = self._check_size(file)
             prefix = bytes(self._bytes(file, 0, min(LENGTH_BYTES, size_bytes)))
@@ -54,25 +54,25 @@ class DataFiles:
         return self._headers[file]
 
     def find(self, file: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:
-        """A tensor of that dtype and shape."""
+        """Return the entry of a tensor, which must have the given dtype and shape."""
         stored = self.header(file).get(name)
         if stored is None or (stored.dtype, stored.shape) != (dtype, shape):
             self._fail(file, f"has no {name!r} of {dtype} {shape}")
         return stored
 
     def read(self, file: int, stored: Stored) -> Tensor:
-        """A whole tensor, in host memory."""
+        """Read a whole tensor into host memory."""
         return self.read_run(file, stored, 0, stored.shape)
 
     def read_run(self, file: int, stored: Stored, first: int, shape: tuple[int, ...]) -> Tensor:
-        """Consecutive elements from `first` on, of that shape."""
+        """Read consecutive elements, from `first` on, as a tensor of the given shape."""
         size = stored.dtype.itemsize
         start = stored.start + first * size
         raw = self._bytes(file, start, start + math.prod(shape) * size)
         return _as_tensor(raw, stored.dtype, shape)
 
     def blocks(self, runs: Iterable[tuple[int, int, int]]) -> list[FileBlock]:
-        """Those that runs of bytes (file, start, stop) lie in, each once, in their order in the files."""
+        """Return the blocks that contain runs of bytes (file, start, stop), each once, in file order."""
         size = self._record.block_bytes
         needed = {
             (file, number)
@@ -87,7 +87,7 @@ class DataFiles:
         return min(size, self._record.files[block.file].size_bytes - block.number * size)
 
     def verify(self, blocks: Sequence[FileBlock], told: Callable[[int], object]) -> None:
-        """Read blocks; told: the bytes of each."""
+        """Read and verify blocks; told: called with the bytes of each."""
         for file in dict.fromkeys(block.file for block in blocks):
             self._check_size(file)
         for block in blocks:

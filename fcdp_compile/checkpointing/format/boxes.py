@@ -1,7 +1,7 @@
 """Which bytes of which parts of a tensor a rank needs: arithmetic only.
 
-A part has rows [start, start + rows) of one dimension and all of the others; what a rank wants is cut in the
-same way, perhaps along another dimension.
+A part has rows [start, start + rows) of one dimension and everything of the others; the rows that a rank
+wants are cut in this way too, perhaps along another dimension.
 
     part  dim 0, rows 4:8       want  dim 0, rows 6:12      ->  rows 6:8: one run of bytes
     part  dim 0, rows 4:8       want  dim 1, rows 0:3       ->  rows 4:8, of which columns 0:3 are kept
@@ -14,19 +14,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 SLAB_BYTES = 2**24
-"""Bytes of a part that are read at once, where one row of its first dimension is not larger."""
+"""Bytes of a part that are read at once, unless one row of its first dimension is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Rows [start, stop) of dimension `dim`, everything of the others; dim None: all."""
+    """Rows [start, stop) of dimension `dim` and everything of the others; dim None: the whole tensor."""
 
     dim: int | None
     start: int
     stop: int
 
     def bounds(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """First and last index, exclusive, in each dimension."""
+        """Return the first and the last index, exclusive, in each dimension."""
         return [
             (self.start, self.stop) if i == self.dim else (0, size) for i, size in enumerate(shape)
         ]
@@ -37,7 +37,7 @@ class Slab:
     """A run of a part's elements, and where they go.
 
     first, shape: the first element within the part, and the shape of the run.
-    keep, to: for each dimension, the indices of the run that are kept, and the first in what is wanted.
+    keep, to: for each dimension, the kept range of the run, and its first index in the wanted rows.
     """
 
     first: int
@@ -47,7 +47,7 @@ class Slab:
 
 
 def slabs(shape: Sequence[int], part: Cut, want: Cut, itemsize: int) -> Iterator[Slab]:
-    """What to read of a part for what is wanted of the tensor, in the order of the part's elements."""
+    """Yield the slabs of a part that cover the wanted rows, in the order of the part's elements."""
     has, wants = part.bounds(shape), want.bounds(shape)
     common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(has, wants, strict=True)]
     if any(a >= b for a, b in common):
@@ -55,7 +55,7 @@ def slabs(shape: Sequence[int], part: Cut, want: Cut, itemsize: int) -> Iterator
     if not shape:
         yield Slab(first=0, shape=(), keep=(), to=())
         return
-    # A run is rows of the first dimension with all that the part has of the others.
+    # A run is rows of the first dimension with everything that the part has of the other dimensions.
     inner = [b - a for a, b in has[1:]]
     row = math.prod(inner)
     step = max(1, SLAB_BYTES // (row * itemsize))

@@ -1,4 +1,4 @@
-"""Which rank writes which rows of a parameter: each of them once, however many ranks have a copy."""
+"""Which rank writes which rows of a parameter: each row once, even if several ranks have a copy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fcdp_compile.strategy import Scope
 
 
 def cut(name: str, dtype: str, spec: ParamSpec, mesh: Home, index: int) -> CutTensor:
-    """How the home shards of a parameter, or of a tensor that lies as they do, are written.
+    """Return how the home shards of a parameter, or of a tensor that is cut like them, are written.
 
-    Of copies, on all nodes or all ranks, one is written; index: of the tensor among all, so that each node or
-    rank writes some.  Rows that no rank has are left out.
+    If all nodes or all ranks have a copy, one copy is written; index: of the tensor among all tensors, so
+    that each node or rank writes some.  Ranks without rows are left out.
     """
     layout, scope = spec.layout, spec.strategy.home
     g = mesh.ranks_per_node

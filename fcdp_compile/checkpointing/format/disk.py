@@ -3,9 +3,9 @@
     data-<new>/ and its files, synced -> .checkpoint.json.<…>.tmp, synced -> renamed to checkpoint.json,
     folder synced -> data-<old>/ removed
 
-Until the rename the folder holds the old checkpoint, from then on the new one.  What a killed save leaves
-is removed by the next; nothing else is: only files and folders of our names, and only those that the
-checkpoint does not name.
+Until the rename the folder holds the old checkpoint, afterwards the new one.  The next save removes the
+remains of a killed save and nothing else: only files and folders with names of this format, and only those
+that the checkpoint does not name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ASIDE = re.compile(r"\.checkpoint\.json\.[0-9a-f]{8}\.tmp")
 
 
 class BlockSums:
-    """Checksums of the blocks of a file, from its pieces as they are written."""
+    """Computes the checksums of a file's blocks while its pieces are written."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -48,7 +48,7 @@ class BlockSums:
         self._block = new_sum()
 
     def add(self, piece: memoryview) -> None:
-        """The next bytes of the file."""
+        """Take the next bytes of the file."""
         while piece:
             part = piece[: BLOCK_BYTES - self.size_bytes % BLOCK_BYTES]
             self._block.update(part)
@@ -58,7 +58,7 @@ class BlockSums:
             piece = piece[len(part) :]
 
     def file(self) -> DataFile:
-        """What the record says of the file, which has ended."""
+        """Return the file's entry in the record, once all bytes were added."""
         if self.size_bytes % BLOCK_BYTES:
             self._end_block()
         return DataFile(size_bytes=self.size_bytes, blocks=tuple(self._done))
@@ -69,21 +69,21 @@ class BlockSums:
 
 
 def new_sum() -> hashlib._Hash:
-    """The checksum of one block, of nothing so far.
+    """Return a checksum for one block, so far of no bytes.
 
-    Processors have instructions for SHA-256: 1.5 GB/s where BLAKE2b takes 0.45 (one core of a Xeon, hashlib).
+    SHA-256 has instructions in processors: 1.5 GB/s, and BLAKE2b 0.45 (one core of a Xeon, hashlib).
     """
     return hashlib.sha256()
 
 
 class Disk:
-    """What a save does to files, one step after the other; tests are told of each, and may end there."""
+    """The steps of a save on files; tests override `reached` to watch each step, or to stop there."""
 
     def reached(self, point: str) -> None:
-        """Something was done or is about to be; nothing to do."""
+        """Do nothing; called after or before each step."""
 
     def make_folders(self, folder: Path, id: str) -> None:
-        """Make a checkpoint's folder and that of its data; those above it too."""
+        """Make a checkpoint's folder, its parents, and the folder of its data."""
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         self.reached("made folder")
@@ -101,7 +101,7 @@ class Disk:
         tensors: Mapping[str, TensorMeta],
         wrote: Callable[[int], object],
     ) -> tuple[TensorFileWriter, BlockSums]:
-        """Begin a rank's file; wrote: told the bytes of each piece of tensors."""
+        """Begin a rank's file; wrote: called with the bytes of each piece of tensors."""
         sums = BlockSums()
         path = folder / folder_of(id) / file_name(rank)
 
@@ -114,7 +114,7 @@ class Disk:
         return TensorFileWriter(path, tensors, wrote=note), sums
 
     def sync_folder(self, folder: Path) -> None:
-        """Let the names in a folder survive a crash of the machine."""
+        """Sync a folder, so that the names in it survive a crash of the machine."""
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
@@ -123,9 +123,9 @@ class Disk:
         self.reached("synced folder")
 
     def put_record(self, folder: Path, record: CheckpointRecord) -> None:
-        """Make a checkpoint, whose files are on the disk, the one of the folder.
+        """Make a checkpoint, whose files are on the disk, the folder's checkpoint.
 
-        Raises: CheckpointError for one that nobody could read again; OSError where it cannot be written.
+        Raises: CheckpointError for a record too large to be read; OSError if it cannot be written.
         """
         text = FORMAT.to_json(record).encode()
         if len(text) > MAX_FILE_BYTES:
@@ -145,10 +145,10 @@ class Disk:
         self.sync_folder(folder)
 
     def sweep(self, folder: Path, *, new: str = "") -> None:
-        """Remove what saves that were killed have left, and data that the checkpoint does not name.
+        """Remove the remains of killed saves, and data that the checkpoint does not name.
 
         new: the data's folder of a checkpoint that is being written.
-        Nothing where the record cannot be read: who knows what it named.
+        If the record cannot be read, nothing is removed: it may name any of the folders.
         """
         try:
             kept = {new, _named(folder)}
@@ -162,7 +162,7 @@ class Disk:
             log.warning("data of earlier checkpoints in %s cannot be removed: %s", folder, error)
 
     def take_back(self, folder: Path, id: str) -> None:
-        """Remove the data of a save that has failed, unless the record names it all the same."""
+        """Remove the data of a save that has failed, unless the record already names it."""
         try:
             if _named(folder) != folder_of(id):
                 self._remove_data(folder / folder_of(id))
@@ -182,5 +182,5 @@ class Disk:
 
 
 def _named(folder: Path) -> str | None:
-    """The data's folder that the record names, None if there is no record."""
+    """Return the data's folder that the record names; None if there is no record."""
     return read_record(folder).folder if (folder / RECORD).exists() else None

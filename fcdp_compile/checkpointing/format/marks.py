@@ -1,6 +1,6 @@
-"""A mark of a parameter's values that every layout gives alike: the sum over its elements of a hash each.
+"""A mark of a parameter's values that does not depend on the layout: the sum of one hash per element.
 
-Ranks add up their own rows; the sum of the ranks' sums is that of the whole parameter.
+Ranks add up their own rows; the sum of the ranks' sums is the mark of the whole parameter.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 from fcdp_compile.params.fingerprint import mixed
 from fcdp_compile.params.layout import ParamLayout
 
-_BLOCK_ELEMENTS = 2**18  # what stays in a core's cache
+_BLOCK_ELEMENTS = 2**18  # so that a block stays in a core's cache
 _GOLDEN = -7046029254386353131  # 2**64 over the golden ratio, odd
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def mark_of(rows: Tensor, layout: ParamLayout, start: int) -> int:
-    """The part of the mark that rows of a parameter contribute; between 0 and 2**63.
+    """Return the part of the mark that rows of a parameter contribute; between 0 and 2**63.
 
-    rows: a home shard, `start` its first row along `layout.dim` (of no meaning where that is None).
-    Any changed bit changes the hash of its element, and so do exchanged elements, as each is hashed with its
-    place in the whole parameter.
+    rows: a home shard; start: its first row along `layout.dim` (without meaning if that is None).
+    A changed bit changes the hash of its element.  Each element is hashed with its place in the whole
+    parameter, so exchanged elements change the mark too.
     """
     flat = rows.detach().contiguous().view(-1).view(_WORDS[rows.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
@@ -37,12 +37,12 @@ def mark_of(rows: Tensor, layout: ParamLayout, start: int) -> int:
 
 
 def mark_of_all(parts: Iterable[int]) -> int:
-    """The mark of a parameter from its ranks' parts."""
+    """Return the mark of a parameter from its ranks' parts."""
     return sum(parts) & (2**63 - 1)
 
 
 def _places(here: Tensor, layout: ParamLayout, shape: tuple[int, ...], start: int) -> Tensor:
-    """Places in the whole parameter of the elements at places `here` of some rows of it."""
+    """Return the places in the whole parameter of the elements at places `here` of a shard."""
     if layout.dim is None:
         return here
     inner = torch.Size(layout.shape[layout.dim + 1 :]).numel()

@@ -15,7 +15,7 @@ from fcdp_compile.files.safetensors_writer import DTYPES
 
 RECORD = "checkpoint.json"
 BLOCK_BYTES = 2**22
-"""Bytes under one checksum: 4 TB of data then have 68 MB of them."""
+"""Bytes under one checksum: 4 TB of data then have 68 MB of checksums."""
 _CHECKSUM = re.compile(r'"checksum": "([0-9a-f]{64})"')
 ID = re.compile(r"[0-9a-f]{16}")
 TORCH_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -23,7 +23,7 @@ TORCH_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """One rank's file: its size, and the checksum of each block of it."""
+    """One rank's file: its size, and the checksum of each of its blocks."""
 
     size_bytes: int
     blocks: tuple[str, ...]
@@ -31,10 +31,10 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutTensor:
-    """A tensor that ranks have written parts of.
+    """A tensor whose parts were written by ranks.
 
-    dtype: torch's name of it.  dim: along which it is cut, None if one file has it whole.
-    rows, files: of each part, in the order of the rows along dim, how many and whose file has them.
+    dtype: torch's name of it.  dim: the dimension that is cut; None if one file has the whole tensor.
+    rows, files: for each part, in the order along dim, its number of rows and the rank whose file has it.
     """
 
     name: str
@@ -47,7 +47,7 @@ class CutTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A frozen parameter whose values are not in the checkpoint; mark: of them (`marks`)."""
+    """A frozen parameter whose values are not in the checkpoint; mark: of its values (`marks`)."""
 
     name: str
     dtype: str
@@ -59,7 +59,8 @@ class LeftOut:
 class SavedValue:
     """A value (`tree`), with its tensors in one file.
 
-    rank: whose it is and whose file has its tensors; None if all ranks have the same, in rank 0's file.
+    rank: the rank that has the value, and whose file has its tensors; None: all ranks have this value, and
+    its tensors are in rank 0's file.
     """
 
     name: str
@@ -98,13 +99,13 @@ def file_name(rank: int) -> str:
 
 
 def seal(record: CheckpointRecord) -> CheckpointRecord:
-    """The record with its checksum."""
+    """Return the record with its checksum."""
     text = FORMAT.to_json(replace(record, checksum=""))
     return replace(record, checksum=hashlib.sha256(text.encode()).hexdigest())
 
 
 def read_record(folder: Path) -> CheckpointRecord:
-    """The record of the checkpoint in a folder.
+    """Return the record of the checkpoint in a folder.
 
     Raises: CheckpointError, naming the file, if there is none or it is damaged.
     """
@@ -121,7 +122,7 @@ def read_record(folder: Path) -> CheckpointRecord:
 
 
 def _check_text(text: str) -> None:
-    """Compare the checksum with that of the text around it, as it was written."""
+    """Compare the checksum in a text with the checksum of the rest of the text, as it was written."""
     found = _CHECKSUM.search(text)
     if found is None:
         fail("checksum", "is missing, or not 64 hexadecimal digits")

@@ -3,8 +3,8 @@
     {"lr": 0.1, (1, 2): nan, "sum": tensor}
     -> {"$": "dict", "items": [["lr", 0.1], [{"$": "tuple", …}, {"$": "float", "bits": "7ff8…"}], …]}
 
-JSON has neither tuples, nor keys that are no strings, nor nan, nor tensors; an object with the key "$"
-stands for what it lacks.  What is not listed in `encode` is refused: it would need a pickle.
+JSON has no tuples, no keys other than strings, no nan and no tensors; an object with the key "$"
+replaces them.  Types that `encode` does not list are refused: they would need a pickle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.files.safetensors_writer import DTYPES
 
 _MARK = "$"
-_EXACT_INT = 2**53  # what every reader of JSON takes as it is
+_EXACT_INT = 2**53  # smaller ones are read exactly by every JSON reader
 _MAX_INT_BITS = 2**12
 _MAX_DEPTH = 100
 _DICTS: dict[str, type] = {
@@ -37,25 +37,25 @@ _DICTS: dict[str, type] = {
 }
 
 TensorReader = Callable[[str, torch.dtype, tuple[int, ...]], Tensor]
-"""Gives the tensor of a name, dtype and shape, which must be those of the file."""
+"""Returns the tensor with a name; its dtype and shape in the file must be the given ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorReference:
-    """Stands in a tree for a tensor that the checkpoint has cut over ranks."""
+    """In a tree, the place of a tensor that the checkpoint has cut over ranks."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A value as JSON, and the tensors in it by the names that the JSON has for them."""
+    """A value as JSON, and its tensors by their names in the JSON."""
 
     tree: Any
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """The same for values that are the same bit by bit."""
+        """Return a digest that is equal for values that are equal bit by bit."""
         digest = hashlib.sha256(json.dumps(self.tree).encode())
         for tensor in self.tensors.values():
             digest.update(as_bytes(tensor).cpu().numpy().data)
@@ -65,11 +65,11 @@ class Encoded:
 def encode(value: object, name: str, *, copy: bool) -> Encoded:
     """Turn a value into JSON and tensors.
 
-    None, bool, int, float, str, list, tuple, dict, OrderedDict, Counter, tensors, arrays and numbers of
-    numpy; an object with `state_dict` and `load_state_dict` becomes what the former gives.
+    Takes None, bool, int, float, str, list, tuple, dict, OrderedDict, Counter, tensors, arrays and numbers of
+    numpy; an object with `state_dict` and `load_state_dict` is replaced by its `state_dict()`.
 
     name: of the value, in messages and in the names of tensors.
-    copy: whether tensors are copied to host memory now, so that who changes them later changes nothing here.
+    copy: whether tensors are copied to host memory now, so that later changes to them have no effect here.
 
     Raises: CheckpointError for anything else, naming where it is.
     """
@@ -78,7 +78,7 @@ def encode(value: object, name: str, *, copy: bool) -> Encoded:
 
 
 def decode(tree: Any, read: TensorReader, name: str) -> Any:
-    """The value that `encode` was given; objects with a state as that state.
+    """Return the value that `encode` was given; an object with a state comes back as its state.
 
     Raises: CheckpointError if the tree is not one of `encode`'s.
     """
@@ -98,12 +98,12 @@ def decode(tree: Any, read: TensorReader, name: str) -> Any:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor in one row."""
+    """Return the bytes of a tensor as a tensor of one dimension."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def has_state(value: object) -> bool:
-    """Whether a value gives and takes its state."""
+    """Whether a value has both `state_dict` and `load_state_dict`."""
     return (
         not isinstance(value, type)
         and callable(getattr(value, "state_dict", None))

@@ -25,9 +25,9 @@ _BUCKET_HEADERS = (
 
 
 def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured: Measured) -> str:
-    """The buckets of a plan, then the steps of each schedule, what they move over each link, and when.
+    """Return the buckets of a plan, and each schedule's steps, bytes over each link, and times.
 
-    note: whose speeds those of `machine` are.
+    note: the source of the speeds of `machine`.
     """
     header = (
         f"{one_line(name)}: "
@@ -51,7 +51,7 @@ def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured:
 
 
 def _format_buckets(plan: Plan) -> str:
-    """The table of buckets, and below it what is in each and why; names are too long for a column."""
+    """Return the table of buckets, and below it each bucket's contents; names are too long for a column."""
     rows = [_bucket_row(*pair) for pair in plan.placed]
     count = sum(len(bucket.params) for bucket in plan.buckets)
     rows.append(("total", str(count), *_sizes(*plan.buckets), "", "", "", "", ""))
@@ -80,6 +80,6 @@ def _bucket_row(bucket: Bucket, placement: Placement) -> tuple[str, ...]:
 
 
 def _sizes(*buckets: Bucket) -> tuple[str, ...]:
-    """Slot, node shard and full parameters in MiB, of all together."""
+    """Return the sums of slots, node shards and full parameters in MiB."""
     sizes = [(b.slot_bytes, b.node_bytes, b.full_bytes) for b in buckets] or [(0, 0, 0)]
     return tuple(mib(sum(column)) for column in zip(*sizes, strict=True))

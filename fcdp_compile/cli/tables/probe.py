@@ -1,4 +1,4 @@
-"""A cluster profile for reading: links, the paper's table III, and what that says about strategies."""
+"""A cluster profile for reading: links, the paper's table III, and the conclusion for strategies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fcdp_compile.files.json_records import one_line
 from fcdp_compile.plan.cost import Link
 
 _TABLE_BYTES = 16 * 10**9
-"""What table III of FCDP (Park et al.) moves over each link."""
+"""The bytes that table III of FCDP (Park et al.) moves over each link."""
 
 _NAMES = {
     Measured.INTER_ALL_GATHER: "network, of a node",
@@ -30,7 +30,7 @@ _MIB, _GIB, _G = 2**20, 2**30, 1e9
 class TableThree:
     """Seconds for 16 GB over each link of a cluster.
 
-    network_s, within_s: an all-gather of 16 GB, of which (N-1)/N cross each node's card, all its ranks
+    network_s, within_s: an all-gather of 16 GB; (N-1)/N of it cross each node's card, for all its ranks
     together, and (g-1)/g leave each rank of a node.  h2d_s, d2h_s: 16 GB over a rank's share of a host link.
     """
 
@@ -41,12 +41,12 @@ class TableThree:
 
     @property
     def host_is_faster(self) -> float:
-        """How many times as fast one rank's host link brings 16 GB as the network."""
+        """How many times as fast as the network one rank's host link moves 16 GB."""
         return self.network_s / self.h2d_s
 
 
 def table_three(profile: ClusterProfile) -> TableThree:
-    """The paper's table III of a cluster; of two nodes where it does not say how many."""
+    """Return the paper's table III for a cluster; for two nodes if the profile has no number of nodes."""
     machine = profile.rank_machine
     n, g = _nodes(profile), profile.ranks_per_node
     return TableThree(
@@ -58,7 +58,7 @@ def table_three(profile: ClusterProfile) -> TableThree:
 
 
 def verdict(profile: ClusterProfile) -> str:
-    """Is the host faster than the network, and what does that say about strategies; in two sentences."""
+    """Say in two sentences whether the host is faster than the network, and what follows for strategies."""
     table, g = table_three(profile), profile.ranks_per_node
     once, node = table.host_is_faster, g * table.host_is_faster
     times = (
@@ -86,7 +86,7 @@ def verdict(profile: ClusterProfile) -> str:
 
 
 def format_profile(profile: ClusterProfile) -> str:
-    """Everything about a profile as text."""
+    """Return everything about a profile as text."""
     nodes = "" if profile.nodes is None else f"{profile.nodes} x "
     title = (
         f"{one_line(profile.name)}: {nodes}{profile.ranks_per_node} ranks, {profile.device_type}; "
@@ -131,7 +131,7 @@ def _link_row(profile: ClusterProfile, of: Measured, link: Link, seconds: float)
     how = "measured in" if largest >= _TABLE_BYTES else "extrapolated from"
     text = f"{how} {len(samples)} sizes up to {largest / _MIB:.3f} MiB, at most {off:.0%} off"
     if link.latency_s > largest / link.bytes_per_s:
-        # What bytes add is then little beside what measurements scatter by.
+        # The time that bytes add is then small beside the scatter of the measurements.
         text += "; mostly latency, so GB/s is a guess: use more --seconds"
     return (_NAMES[of], *figures, _short(seconds), text)
 

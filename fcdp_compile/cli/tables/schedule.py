@@ -1,4 +1,4 @@
-"""A schedule as tables: its ordered steps, what each link carries, and how long it takes."""
+"""A schedule as tables: its ordered steps, the bytes over each link, and its times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
 
 
 def format_schedule(schedule: Schedule, title: str, times: dict[str, Timeline]) -> str:
-    """The tables under a title; times: timelines by what they are called, such as "predicted"."""
+    """Return the tables under a title; times: timelines by their name, such as "predicted"."""
     sections = [title, _format_steps(schedule, times), _format_links(schedule)]
     if times:
         sections.append(_format_times(times))
@@ -45,7 +45,7 @@ def _step_row(step: Step) -> tuple[str, ...]:
 
 
 def _slot(slot: Slot) -> str:
-    """When it starts, and how long it takes."""
+    """Return when a step starts, and how long it takes."""
     return f"{ms(slot.start_s)} +{ms(slot.end_s - slot.start_s)}"
 
 
@@ -59,7 +59,7 @@ def _format_links(schedule: Schedule) -> str:
 
 
 def _format_times(times: dict[str, Timeline]) -> str:
-    """How long all of it takes, how long compute stands still, and how long each lane is busy."""
+    """Return a table of the total time, how long compute waits, and how long each lane is busy."""
     headers = ("ms", "total", "exposed", *(lane.value for lane in Lane))
     rows = [
         (name, ms(t.total_s), ms(t.exposed_s), *(ms(t.busy_s[lane]) for lane in Lane))

@@ -1,4 +1,4 @@
-"""Tables as texts: numbers on the right, no space at the end of a line."""
+"""Tables as texts: numbers on the right, no spaces at the end of a line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MIB = 2**20
 
 
 WIDTH = 120
-"""Letters in a line, if what cannot be broken is not longer; the same everywhere, so that dumps diff."""
+"""Characters in a line, unless a word is longer; equal everywhere, so that dumps can be compared."""
 _LEAST = 24
 
 
@@ -22,13 +22,13 @@ def table(
     *,
     flexible: int | None = None,
 ) -> str:
-    """A table; align: "left" or "right" for each column.
+    """Return a table; align: "left" or "right" for each column.
 
     flexible: the column whose texts are broken into lines, so that the table is at most WIDTH wide.
     """
     if flexible is not None:
         columns = zip(headers, *rows, strict=True)
-        # tabulate makes a column two letters wider than its header.
+        # tabulate makes a column two characters wider than its header.
         widths = [max(len(column[0]) + 2, *map(len, column[1:])) for column in columns]
         room = WIDTH - sum(widths) - 2 * (len(widths) - 1) + widths[flexible]
         rows = [
@@ -49,20 +49,20 @@ def table(
 
 
 def wrapped(text: str) -> str:
-    """A paragraph of at most WIDTH letters a line, indented after the first."""
+    """Wrap a paragraph to WIDTH characters a line, indented after the first."""
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _broken(cell: str, width: int) -> str:
-    """Lines of at most so many letters."""
+    """Wrap a cell to `width` characters a line."""
     return textwrap.fill(cell, width, break_on_hyphens=False)
 
 
 def mib(size_bytes: int) -> str:
-    """Three decimals, and never a zero for something."""
+    """Format MiB with three decimals; sizes above 0 are never shown as 0."""
     return "<0.001" if 0 < size_bytes < _MIB / 2000 else f"{size_bytes / _MIB:.3f}"
 
 
 def ms(seconds: float) -> str:
-    """Three decimals, so microseconds."""
+    """Format milliseconds with three decimals, so microseconds."""
     return f"{1e3 * seconds:.3f}"

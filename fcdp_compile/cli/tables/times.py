@@ -1,4 +1,4 @@
-"""The times of the schedules in a folder: predicted with a machine's speeds, and measured where recorded."""
+"""Predicted and measured times of the schedules in a folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fcdp_compile.plan.recording import SUFFIX, ScheduleKey, read_recordings, ti
 PLAN_SUFFIX = ".plan.json"
 
 Measured = Mapping[ScheduleKey, Timeline]
-"""What was measured of a plan's schedules."""
+"""The measured times of a plan's schedules."""
 
 
 def read_measured(folder: str, plans: Mapping[Path, Plan]) -> dict[Path, Measured]:
-    """What was measured of each plan of a folder that has a recording beside it; the plans are whole.
+    """Return the measured times of each plan that has a recording in the folder; plans: with all schedules.
 
-    Raises: RecordingError for a damaged recording, or one of another plan; OSError where one cannot be read.
+    Raises: RecordingError for a damaged recording, or one of another plan; OSError if one cannot be read.
     """
     recordings = read_recordings(folder)
     found: dict[Path, Measured] = {}

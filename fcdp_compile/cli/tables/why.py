@@ -1,4 +1,4 @@
-"""Everything that a plan says of one bucket, in a few lines."""
+"""Everything that a plan says about one bucket, in a few lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fcdp_compile.view.short_names import fold_params
 
 
 def explain_bucket(plan: Plan, bucket: Bucket) -> str:
-    """Its parameters and sizes, why it is composed and kept so, and when it moves in each schedule."""
+    """Explain a bucket: its parameters, sizes, reasons, and its steps in each schedule."""
     placement = plan.placement(bucket.id)
     sizes = f"{bucket.slot_bytes} bytes a rank, {bucket.node_bytes} a node shard, {bucket.full_bytes} in full"
     lines = [

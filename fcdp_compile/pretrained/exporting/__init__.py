@@ -1,1 +1,1 @@
-"""`save_pretrained`: a sharded model as Transformers and PEFT write theirs."""
+"""`save_pretrained`: writes a sharded model in the formats of Transformers and PEFT."""

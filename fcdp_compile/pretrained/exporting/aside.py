@@ -1,8 +1,9 @@
-"""Files of an export are written beside their folder and moved there at the end.
+"""Write the files of an export beside their folder, and move them there at the end.
 
-A new folder appears in one rename.  In an old one, the old weights go first, and the file that a reader
-begins with (a single file, or an index) comes last.  A process that is killed in between leaves a folder that
-readers refuse, and the new files aside; never old weights with a new configuration, or shards of two exports.
+A new folder appears in one rename.  In an existing folder, the old weights are removed first, and the file
+that a reader opens first (a single file, or an index) is moved last.  A process that is killed in between
+leaves a folder that readers refuse, and the new files aside; never old weights with a new configuration, or
+shards of two exports.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _SHARD = re.compile(r"(adapter_)?model-\d{5}-of-\d{5}\.safetensors")
 
 
 class Aside:
-    """A folder beside the one that its files are for; used by one rank."""
+    """A temporary folder for files of `folder`; used by one rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -25,9 +26,9 @@ class Aside:
         self.path = folder / name if folder.is_dir() else folder.parent / name
 
     def make(self) -> None:
-        """Make it, empty, whatever an export that was killed left in it.
+        """Make the temporary folder, empty even if a killed export left files in it.
 
-        Raises: OSError where that cannot be done.
+        Raises: OSError if that fails.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(
@@ -37,11 +38,11 @@ class Aside:
         self.path.mkdir(parents=True)
 
     def discard(self) -> None:
-        """Remove it and what is in it."""
+        """Remove the temporary folder and its files."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def publish(self) -> None:
-        """Give its files to the disk and to their folder."""
+        """Sync the files and move them to their folder."""
         folders = [*sorted(p for p in self.path.rglob("*") if p.is_dir()), self.path]
         for path in sorted(p for p in self.path.rglob("*") if p.is_file()):
             _sync(path)
@@ -60,7 +61,7 @@ class Aside:
 
 
 def _sync(path: Path) -> None:
-    """Give a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,7 +72,7 @@ def _sync(path: Path) -> None:
 def _move(files: list[Path], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     entries = [path for path in files if _ENTRY.fullmatch(path.name)]
-    # The model's weights replace the model's, an adapter's the adapter's.
+    # Weights of a model replace only a model's, weights of an adapter only an adapter's.
     kinds = {path.name.startswith("adapter_") for path in entries}
     before = [p for p in folder.iterdir() if p.name.startswith("adapter_") in kinds]
     for pattern in (_ENTRY, _SHARD):

@@ -1,4 +1,4 @@
-"""Copies of a model's tensors in host memory of the rank that writes, and the twins that are made of them."""
+"""Copies of a model's tensors in host memory of the writing rank, and the twins that are made of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fcdp_compile.torch_compat import storage_id
 
 
 class ModelTensors:
-    """Whole tensors of a model by name, as they are asked for; only the writer keeps them.
+    """Whole tensors of a model by name, fetched on request; only the writer keeps them.
 
     Raises: FcdpError for a DTensor that no record knows.
     """
@@ -34,7 +34,7 @@ class ModelTensors:
         self._names_on_meta: dict[int, str] = {}
         for name, tensor in self._tensors.items():
             if name in self._records:
-                self._records[name].parameter()  # raises if what was put there is cut otherwise
+                self._records[name].parameter()  # raises if its new value is cut differently
             elif isinstance(tensor, DTensor):
                 raise FcdpError(
                     f"{name!r} was put into the model as a DTensor after fcdp_compile.shard, so nothing is "
@@ -42,23 +42,23 @@ class ModelTensors:
                 )
 
     def names(self, *, of_adapters: bool) -> list[str]:
-        """The names of all tensors, or of those that PEFT has added to the model."""
+        """Return the names of all tensors, or of those that PEFT has added to the model."""
         if not of_adapters:
             return list(self._tensors)
         added = {id(tensor) for tensor in adapter_tensors(self._root)}
         return [name for name, tensor in self._tensors.items() if id(tensor) in added]
 
     def size_bytes(self, names: Iterable[str]) -> int:
-        """Bytes that these tensors take when they are whole."""
+        """Return the bytes of whole tensors."""
         return sum(self._tensors[name].nbytes for name in names)
 
     def describe(self, names: Iterable[str]) -> str:
-        """These tensors without values, for ranks to compare."""
+        """Return names, dtypes and shapes, for ranks to compare."""
         found = ((name, self._tensors[name]) for name in names)
         return "\n".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in found)
 
     def fetch(self, name: str, values: WholeValues) -> None:
-        """Bring a tensor to the writer; all ranks must call it."""
+        """Copy a whole tensor to the writer; all ranks must call it."""
         tensor = self._tensors[name]
         if name in self._records:
             whole = values.whole(self._records[name])
@@ -68,13 +68,13 @@ class ModelTensors:
             values.attempt(lambda: self._whole.update({id(tensor): _copy(tensor)}))
 
     def twin(self) -> nn.Module:
-        """A twin of the model: tensors that were not fetched are on meta."""
+        """Return a twin of the model; tensors that were not fetched are on meta."""
         return Twins(self._stand_in).of(self._root)
 
     def lacking(self, tensors: Iterable[Tensor]) -> list[str]:
-        """The names of what was not fetched, of tensors of the last twin.
+        """Return the names of the tensors that were not fetched, given tensors of the last twin.
 
-        Raises: FcdpError for what was computed of such a tensor.
+        Raises: FcdpError for a tensor that was computed from one that was not fetched.
         """
         storages = {storage_id(tensor) for tensor in tensors if tensor.is_meta}
         if storages - self._names_on_meta.keys():
@@ -87,7 +87,7 @@ class ModelTensors:
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if (whole := self._whole.get(id(tensor))) is not None:
             return whole
-        if (name := self._names.get(id(tensor))) is None:  # only an attribute refers to its module
+        if (name := self._names.get(id(tensor))) is None:  # of a module in an attribute
             return _copy(tensor)
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         self._names_on_meta[storage_id(meta)] = name

@@ -1,10 +1,10 @@
-"""`save_pretrained`: a sharded model writes what Transformers and PEFT write of a whole one.
+"""`save_pretrained`: writes a sharded model as Transformers and PEFT write a whole one.
 
     home shards ── one whole tensor after the other ──▶ a twin of the model on the writer's host
     the twin    ── the library's own save_pretrained ──▶ files aside ──▶ the folder
 
-A state dict alone would not do: the libraries' methods also look at the model's own parameters, for ties, for
-prompts to compute, for adapters to merge.
+A state dict alone is not enough: the libraries' methods also read the model's own parameters, to find ties,
+compute prompts and merge adapters.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ def save_pretrained(
     max_shard_bytes: int = 5 * 10**9,
     progress: bool = False,
 ) -> None:
-    """Write what `from_pretrained` reads, by the `save_pretrained` of Transformers and PEFT.
+    """Write files for `from_pretrained`, by the `save_pretrained` of Transformers and PEFT.
 
-    A Transformers model gives its weights, configuration and generation configuration; a PEFT model its
-    adapters; any other module a model.safetensors with the names of its state dict.  Every rank must call it.
-    The rank at place 0 of node 0 writes, in the dtype of the home shards.  It needs host memory for all that
-    is written: the whole model (more where Transformers takes experts apart), or the adapters.  The others
-    wait until it has written, at most for the timeout of `make_mesh`.
+    For a Transformers model: weights, configuration and generation configuration; for a PEFT model: its
+    adapters; for any other module: a model.safetensors with the names of its state dict.  Every rank must
+    call it.  The rank at place 0 of node 0 writes, in the dtype of the home shards.  It needs host memory for
+    all that is written: the whole model (more if Transformers takes experts apart), or the adapters.  The
+    other ranks wait until it has written, at most for the timeout of `make_mesh`.
 
     model: sharded, compiled or not; in a single process also one that is not sharded.
-    folder: need not exist; other files in it stay, those of an earlier export are replaced.
-    merge: of a PEFT model, write the base model with the active adapters merged into it.  The model itself
-    stays as it is.
+    folder: need not exist; other files in it stay, files of an earlier export are replaced.
+    merge: for a PEFT model, write the base model with the active adapters merged into it; the model stays as
+    it is.
     tokenizer: or a processor; its save_pretrained is called, too.
-    max_shard_bytes: weights that are larger are written to several files, with an index.
+    max_shard_bytes: larger weights are written to several files, with an index.
     progress: show a bar on the rank that writes, while tensors are gathered.
 
     Raises: ArgumentError if folder and model are swapped.
-    FcdpError on every rank, and the folder is as it was: where it cannot be written, where ranks ask
-    for different exports, for values that have never been loaded, for adapters that cannot be merged, and
-    for a whole Transformers model where an adapter is, which `from_pretrained` would add to it.
+    FcdpError on every rank, with the folder unchanged: if the folder cannot be written, ranks ask
+    for different exports, values were never loaded, adapters cannot be merged, or a whole Transformers
+    model would be written beside an adapter, which `from_pretrained` would add to it.
     ValueError for a max_shard_bytes that is not positive, and in several processes for a model that is not
     sharded.
     """
@@ -77,7 +77,7 @@ def save_pretrained(
         )
     refuse_swapped(folder, model, "save_pretrained(model, folder)")
     root = model_of(model)
-    # Of a model that is not sharded, several processes would all write one.
+    # Several processes would all write a model that is not sharded, so that case raises.
     state = state_of(root) if STATE in vars(root) or process_count() > 1 else None
     export(
         root,
@@ -100,9 +100,9 @@ def export(
     max_shard_size: int | str,
     progress: bool,
 ) -> None:
-    """Do what `save_pretrained` says.
+    """Do the work of `save_pretrained`.
 
-    max_shard_size: of a Transformers model also a text that its own method takes.
+    max_shard_size: for a Transformers model also a text that its own method takes.
     """
     path = Path(folder).absolute()
     topology = topology_of(None) if state is None else state.topology
@@ -154,7 +154,7 @@ def _refuse_different(digests: Sequence[str]) -> None:
 
 
 def _refuse_beside_adapter(folder: Path) -> None:
-    """Refuse a whole model where an adapter is: `from_pretrained` would put that on top of it."""
+    """Refuse a whole model beside an adapter: `from_pretrained` would add the adapter to it."""
     if (folder / "adapter_config.json").exists():
         raise FcdpError(
             f"{folder} has an adapter (adapter_config.json), which from_pretrained would add to the model "
@@ -163,7 +163,7 @@ def _refuse_beside_adapter(folder: Path) -> None:
 
 
 def _refuse_without_room(size_bytes: int) -> None:
-    """Refuse what does not fit into the writer's host memory, where the system would kill the process."""
+    """Refuse an export that does not fit into host memory, as the system would kill the process."""
     known = [free for free in (available_bytes(), cgroup_bytes()) if free is not None]
     if known and size_bytes > min(known):
         raise FcdpError(
@@ -173,7 +173,7 @@ def _refuse_without_room(size_bytes: int) -> None:
 
 
 def _by_writer(topology: Topology, values: WholeValues, act: Callable[[], None]) -> None:
-    """Let the writer do something; every rank hears whether anything has failed anywhere so far."""
+    """Run `act` on the writer; raise on every rank if any rank has failed so far."""
 
     def check() -> None:
         if values.is_writer:
@@ -186,7 +186,7 @@ def _by_writer(topology: Topology, values: WholeValues, act: Callable[[], None])
 def _whole_twin(
     kind: Saver, copies: ModelTensors, topology: Topology, values: WholeValues, *, progress: bool
 ) -> list[nn.Module]:
-    """On the writer, a twin of the model with values for everything that is written."""
+    """Return, on the writer, a twin of the model with values for everything that is written."""
     twins: list[nn.Module] = []
 
     def ask() -> list[str]:

@@ -1,4 +1,4 @@
-"""What the kinds of models write, each by its library's own `save_pretrained`, called on a whole twin.
+"""The files of each kind of model, written by its library's own `save_pretrained`, called on a whole twin.
 
 Transformers' model     weights, configuration, generation configuration
 PEFT's                  the adapters; or its base with the adapters merged into it
@@ -34,9 +34,9 @@ from fcdp_compile.torch_compat import storage_id
 class Saver:
     """How a model is written.
 
-    name: what the ranks compare.  write: writes the files of a twin to a folder.
-    adapters: None where the twin must be whole.  Otherwise the twin begins with the adapters alone, and this
-    gives the tensors that `write` is going to write: some may be the base's, such as embeddings.
+    name: compared between ranks.  write: writes the files of a twin to a folder.
+    adapters: None if the twin must be whole.  Otherwise the twin begins with the adapters alone, and
+    `adapters` returns the tensors that `write` will write: some may be the base's, such as embeddings.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Saver:
 
 
 def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int | str) -> Saver:
-    """How to write a model.
+    """Return how to write a model.
 
-    folder: where the files will be in the end.
+    folder: the final place of the files.
 
-    Raises: FcdpError for adapters that cannot be merged, for a quantised model.
+    Raises: FcdpError for adapters that cannot be merged, and for a quantised model.
     """
     is_wrapped = base_of(root) is not root
     if merge:
@@ -87,10 +87,10 @@ def _write_whole(twin: Any, folder: Path, *, merge: bool, max_shard_size: int | 
 
 
 def _copy_own_ties(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Make tensors of their own of ties that `from_pretrained` will not make again.
+    """Copy the second tensor of each tie that `from_pretrained` will not make again.
 
-    Transformers leaves out the second name of a tie that a class may have, even where the configuration has
-    switched that tie off and the user has tied the weights by hand.
+    Transformers omits the second name of every tie that a class may have, even if the configuration has
+    switched the tie off and the user has tied the weights by hand.
     """
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     seen: set[int] = set()
@@ -106,9 +106,9 @@ def _copy_own_ties(model: nn.Module, state: dict[str, Tensor]) -> None:
 def _write_plain(
     model: nn.Module, state: dict[str, Any], folder: Path, max_shard_bytes: int
 ) -> None:
-    """Write a model of no library under all names of its state dict, which `load_state_dict` takes.
+    """Write a model without a library under all names of its state dict, as `load_state_dict` takes them.
 
-    safetensors' own functions would refuse a tied weight, or keep one of its names.
+    safetensors' own functions would refuse a tied weight, or keep only one of its names.
     """
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -138,7 +138,7 @@ def _write_plain(
 
 
 def _shards(state: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Tensors in their order, divided so that only a single tensor takes more than these bytes."""
+    """Divide tensors, in their order, into shards; only a shard of a single tensor may exceed the limit."""
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in state.items():
         size = sum(t.nbytes for t in shards[-1].values())

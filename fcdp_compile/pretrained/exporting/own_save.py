@@ -1,10 +1,10 @@
-"""`model.save_pretrained(folder)`, as Transformers and PEFT have it, of a sharded model.
+"""`model.save_pretrained(folder)`, as Transformers and PEFT have it, for a sharded model.
 
     no home shard in it (one process, or within `gathered`)  -> the library's own method
     Transformers' and PEFT's                                 -> fcdp_compile.save_pretrained
     any other library's                                      -> refused
 
-The libraries' methods would look for whole values in home shards, on one rank alone.
+The libraries' methods would take home shards for whole values, on one rank alone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def save_own(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Do what `module.save_pretrained(*args, **kwargs)` asks for; all ranks must call it.
+    """Do as `module.save_pretrained(*args, **kwargs)`; all ranks must call it.
 
     method: the library's own, as a function.
 
-    Raises: FcdpError, with nothing communicated, for a method that is not Transformers' or PEFT's and for
-    arguments other than the folder, max_shard_size and is_main_process; else what
-    fcdp_compile.save_pretrained raises.
+    Raises: FcdpError, before any communication, for a method that is not Transformers' or PEFT's and for
+    arguments other than the folder, max_shard_size and is_main_process; else the errors of
+    fcdp_compile.save_pretrained.
     """
     if not any(isinstance(p, HomeShard) for p in module.parameters()):
         state.unset.refuse("save_pretrained")
@@ -51,7 +51,7 @@ def save_own(
 
 
 def _understood(bound: inspect.BoundArguments) -> tuple[Any, int | str]:
-    """The folder and max_shard_size."""
+    """Return the folder and max_shard_size."""
     parameters = bound.signature.parameters
     _, (_, folder), *more = bound.arguments.items()
     given: dict[str, Any] = {}

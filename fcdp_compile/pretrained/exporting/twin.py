@@ -1,6 +1,6 @@
-"""A model of the same structure with other tensors, and without what `shard` made of its classes.
+"""A model of the same structure with other tensors and its original classes, before `shard` replaced them.
 
-What libraries do to a model that they save or merge, they do to a twin with whole tensors.
+Libraries that change a model to save or merge it work on a twin with whole tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fcdp_compile.sharding.sharded_class import STATE
 
 
 class Twins:
-    """Twins of modules; what several of them share is shared by the twins.
+    """Twins of modules; modules, parameters and buffers that are shared stay shared among the twins.
 
-    tensors: gives the tensor in the place of a parameter or buffer; parameters become parameters again.
+    tensors: returns the tensor that replaces a parameter or buffer; parameters become parameters again.
     """
 
     def __init__(self, tensors: Callable[[Tensor], Tensor]) -> None:
@@ -28,7 +28,7 @@ class Twins:
         self._memo: dict[int, Any] = {}  # of copied configurations
 
     def of(self, module: nn.Module) -> nn.Module:
-        """The twin of a module and of those below it."""
+        """Return the twin of a module, with twins of all modules below it."""
         if (known := self._modules.get(id(module))) is not None:
             return known
         # A sharded module's class is a subclass that `shard` made of its own.
@@ -50,7 +50,7 @@ class Twins:
         return self._mapped(value)
 
     def _mapped(self, value: Any) -> Any:
-        """What an attribute holds, its containers copied, with the twins of modules in it."""
+        """Return an attribute's value, with its containers copied and its modules replaced by their twins."""
         if isinstance(value, nn.Module):
             return self.of(value)
         if type(value) in (list, tuple, set):

@@ -1,6 +1,6 @@
-"""Whole parameters on one rank, one at a time: what is written to a file that any program reads.
+"""Whole parameters on one rank, one at a time, to be written to files that any program reads.
 
-    home shards [W/G] on G ranks ── point to point ──▶ the writer [W]; nobody else ever has more than its own
+    home shards [W/G] on G ranks ── point to point ──▶ the writer [W]; other ranks hold only their own shards
 
 The writer is the rank at place 0 of node 0.  Shards travel through host memory: an all-gather on the device
 would need room for the largest parameter on every GPU, and training may have filled them.
@@ -25,11 +25,11 @@ _DOING = "whole parameters on their way to the rank that writes them"
 class WholeValues:
     """Brings whole parameters to the writer.
 
-    [Note: no early way out] What fails on a rank is remembered (`error`) and the rank goes on sending and
-    receiving, zeros if need be: the others are about to do their part.  All ranks meet now and then to
-    hear of errors (`together`), and whatever was written by then is thrown away.
+    [Note: no early way out] If a rank fails, it remembers its error (`error`) and goes on sending and
+    receiving, if need be zeros, because the other ranks wait for its messages.  From time to time all ranks
+    exchange their errors (`together`); after an error, everything that was written is thrown away.
 
-    The control group is used, on the Python thread.
+    Uses the control group, on the Python thread.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -39,20 +39,20 @@ class WholeValues:
         self.error: Exception | None = None
 
     def attempt(self, act: Callable[[], None]) -> None:
-        """Do something alone, unless this rank has failed before ([Note: no early way out])."""
+        """Call `act`, unless this rank has failed before ([Note: no early way out])."""
         if self.error is None:
             try:
                 act()
-            except Exception as error:  # whatever it is, it is for all ranks to hear
+            except Exception as error:  # any error must reach all ranks
                 self.error = error
 
     def check(self) -> None:
-        """Raise what this rank has remembered; for `together`."""
+        """Raise the error that this rank has remembered; for `together`."""
         if self.error is not None:
             raise self.error
 
     def whole(self, record: ParamRecord) -> Tensor | None:
-        """A parameter in its home dtype on the CPU of the writer, None on the others; all ranks must call it.
+        """Return a parameter in its home dtype on the writer's CPU, else None; all ranks must call it.
 
         Shapes: this rank's part `spec.local_shape`, the result `spec.layout.shape`.
         """
@@ -60,7 +60,7 @@ class WholeValues:
         owners = [(n, p) for n in range(layout.nodes) for p in range(layout.ranks_per_node)]
         here = (self._topology.node, self._topology.place)
         if not self.is_writer:
-            # Where every rank, or every node, has a copy of its own, the writer's is complete.
+            # If every rank, or every node, has a copy of its own, the writer needs no other copy.
             if layout.dim is not None and here in owners:
                 self._send(self._part(record))
             return None
@@ -112,7 +112,7 @@ class WholeValues:
 
 
 def _rows(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor:
-    """The part of a whole parameter that the rank at this node and place owns."""
+    """Return the part of a whole parameter that the rank at this node and place owns."""
     if layout.dim is None:
         return whole
     rows = layout.local_shape(node, place)[layout.dim]
