@@ -1,8 +1,7 @@
 """Vector clocks of streams, and the order that they prove between accesses to memory.
 
-Each party, a stream or the Python thread that feeds it, has a clock: for every party, how many of its works
-certainly come before this party's next work (Mattern 1989, "Virtual time and global states of distributed
-systems").
+Each party, a stream or the Python thread beside it, has a clock: how many works of every party surely come
+before its next work (Mattern 1989, "Virtual time and global states of distributed systems").
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Check that the streams' accesses to memory are ordered by events or waits.
 
 Streams run in any order that events and synchronisation allow, so one correct run on a GPU proves little:
-its order may have been luck.  This check looks not at the order that happened, but at the order that is
-guaranteed (`clocks`).  An event carries the clock of its stream, and a party that waits for the event merges
-this clock into its own.
+its order may have been luck.  This check uses not the order that happened but the guaranteed order
+(`clocks`).  An event carries its stream's clock, and a party that waits for it merges the clock into its own.
 
     read     of memory whose last write may not be done yet
     write    to memory that a party may still read or write

@@ -69,9 +69,8 @@ class RecordFormat(Generic[R]):
     """A kind of file: the record that it holds and the schema that identifies it.
 
     what: its name in messages, such as "plan".  remedy: what a user with a bad file should do.  error: the
-    class of errors.  check: checks a whole record, raising Fault.  check_text: checks the file's text before
-    its fields are read.  check_fields: for dataclasses within the record, a check that is called with the
-    fields and `path` before the dataclass is made.
+    class of errors.  check: checks a whole record, raising Fault.  check_text: checks the file's text first.
+    check_fields: checks for dataclasses in the record, called with the fields and `path` before one is made.
     """
 
     record: type[R]

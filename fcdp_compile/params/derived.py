@@ -3,8 +3,8 @@
 [Note: meeting whole tensors] An operation on home shards gives a DTensor, and torch does not mix DTensors
 with plain tensors: `loss + 0.1 * weight.norm()` fails, or, if the plain tensor is a scalar, torch takes this
 rank's value for the value of all ranks.  So a DTensor computed from home shards becomes whole when it is
-combined with a plain tensor.  Its gradient is averaged over the ranks, as the model's gradients are: the loss
-of the job is the mean of the ranks' losses.
+combined with a plain tensor.  Its gradient is averaged over the ranks, like the model's gradients: the job's
+loss is the mean of the ranks' losses.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ class _Whole(Function):
 class _Local(Function):
     """Returns the local tensor of a home shard, and gives the gradient the strides of the parameter.
 
-    Up to torch 2.13, DTensor's `to_local` derives the gradient's strides from its local part.  Where columns
-    are cut unevenly, those differ from the parameter's strides and autograd copies the gradient; torch 2.11
-    gathers the gradient from all ranks for this copy, and leaves it whole.
+    Up to torch 2.13, DTensor's own `to_local` takes a gradient's strides from its local part.  Where columns
+    are cut unevenly, they are not the parameter's, and autograd copies every such gradient; torch 2.11 gathers
+    the gradient from all ranks for this copy, and leaves it whole.
     """
 
     @staticmethod
