@@ -31,7 +31,7 @@ class Limit(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBudget:
-    """Bytes of host memory that the cache may take on each rank, and what limits them."""
+    """Bytes of host memory that the cache may take on each rank, and the limit that they come from."""
 
     bytes: int
     limit: Limit

@@ -247,7 +247,7 @@ class _Materialisation:
             if self._state.topology.ranks > 1:
                 self._marks[slot.full_name] = fingerprint([whole])
 
-    # --- what ranks tell each other -----------------------------------------------------------------------
+    # --- agreement of ranks -------------------------------------------------------------------------------
 
     def _meet(self, doing: str) -> None:
         """Raise on every rank if an initialisation failed on any rank, or if ranks are at different steps."""

@@ -136,7 +136,7 @@ def standing_in(slots: Sequence[Slot], device: torch.device) -> Iterator[Resting
 
 
 class Watch(DispatchMode):
-    """Notes the slots that ops read and write; tensors are told by their storages' ids."""
+    """Notes the slots that ops read and write; it recognises tensors by their storages' ids."""
 
     def __init__(self, slots: Mapping[int, Slot]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the mode has no types

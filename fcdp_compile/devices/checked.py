@@ -69,7 +69,7 @@ class CheckedDevice(Device):
         self._device.synchronize()
         self.check.waited_for()
 
-    # --- what runs ----------------------------------------------------------------------------------------
+    # --- work ---------------------------------------------------------------------------------------------
 
     def watching(self, what: str) -> AbstractContextManager[Any]:
         return self.check.watching(what)

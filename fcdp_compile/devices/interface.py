@@ -71,7 +71,7 @@ class Device(ABC):
     def synchronize(self) -> None:  # noqa: B027  # nothing to do on the host
         """Make the Python thread wait for its current stream."""
 
-    # --- what runs, for a device that checks it (`checked`) -----------------------------------------------
+    # --- work, for a device that checks it (`checked`) ----------------------------------------------------
 
     def watching(self, what: str) -> AbstractContextManager[Any]:
         """Check this thread's operators within a block.  what: a name for them in errors."""
@@ -141,7 +141,7 @@ class Device(ABC):
     def set_rng_state(self, state: Tensor) -> None:  # noqa: B027  # nothing to do on the host
         """Set the device's random generator to a state from `rng_state`."""
 
-    # --- who it is ----------------------------------------------------------------------------------------
+    # --- identity -----------------------------------------------------------------------------------------
 
     def name(self) -> str:
         """The GPU's model name, or "cpu"."""

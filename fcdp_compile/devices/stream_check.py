@@ -112,7 +112,7 @@ class StreamCheck:
         what: str,
         made: Sequence[Tensor] = (),
     ) -> None:
-        """Check an operator of this thread's current stream, or of the host, and note what it touches.
+        """Check an operator of this thread's current stream, or of the host, and note its accesses.
 
         made: results that have their own memory.
 

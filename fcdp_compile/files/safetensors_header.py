@@ -47,7 +47,7 @@ class Stored:
 def header_bytes(path: Path, prefix: bytes, size: int) -> int:
     """The length of a header, from the first bytes of a file of `size` bytes.
 
-    Raises: CheckpointError if a file of that size cannot have a header of that length.
+    Raises: CheckpointError if the header would not fit into the file, or is longer than safetensors allows.
     """
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if size < LENGTH_BYTES or length > size - LENGTH_BYTES:

@@ -119,8 +119,8 @@ class _Local(Function):
     """Returns the local tensor of a home shard, and gives the gradient the strides of the parameter.
 
     Up to torch 2.13, DTensor's own `to_local` takes a gradient's strides from its local part.  Where columns
-    are cut unevenly, they are not the parameter's, and autograd copies every such gradient; torch 2.11 gathers
-    the gradient from all ranks for this copy, and leaves it whole.
+    are cut unevenly, they differ from the parameter's, and autograd copies each such gradient; torch 2.11
+    gathers the gradient from all ranks for this copy, and leaves it whole.
     """
 
     @staticmethod

@@ -71,7 +71,7 @@ def greatest_of_all_ranks(value: Tensor, mesh: DeviceMesh) -> None:
 def steps_between(
     placements: Sequence[Placement], wanted: Sequence[Placement]
 ) -> list[list[Placement]]:
-    """The intermediate placements for gathering rows over several mesh dimensions, the last one first."""
+    """The intermediate placements for gathering rows over several mesh dimensions, last dimension first."""
     gathered = [
         i
         for i, (now, then) in enumerate(zip(placements, wanted, strict=True))

@@ -50,7 +50,7 @@ from fcdp_compile.torch_compat import (
 class HomeTensor(DTensor):
     """A DTensor on the home mesh; see above.
 
-    seal: on its memory (`seal`, [Note: seals]); None if nobody has read the values, or if all of them change.
+    seal: on its memory (`seal`, [Note: seals]); None if the values were never checked, or if all change.
     """
 
     __slots__ = ()
@@ -186,7 +186,7 @@ def seal(
 
 
 def _expose(func: Any, args: Any, kwargs: Any) -> None:
-    """Break the seals on what an op writes to or gives views of."""
+    """Break the seals on the tensors that an op writes to or returns views of."""
     values = (args[at] if at < len(args) else kwargs.get(name) for at, name in _reached(func))
     for tensor in _flat(values):
         if isinstance(tensor, HomeTensor):

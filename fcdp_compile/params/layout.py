@@ -40,7 +40,7 @@ def largest_chunk(rows: int, nodes: int, ranks_per_node: int) -> int:
 
 
 def choose_dim(shape: Sequence[int], nodes: int, ranks_per_node: int) -> int | None:
-    """Choose the dimension to shard: the one with the least padding, the first of equals; None for a scalar.
+    """Choose the dimension to shard: the first with the least padding; None for a scalar.
 
     A rank-4 adapter of shape (4, 4096) on 8 ranks is cut along its second dimension: along the first
     every rank would send a slot of one row, twice the adapter in all.

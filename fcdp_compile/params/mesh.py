@@ -387,7 +387,7 @@ def _positions(mesh: Tensor) -> dict[int, tuple[int, int]]:
 def _own(
     group: dist.ProcessGroup, device_type: str, timeout: timedelta | None
 ) -> dist.ProcessGroup:
-    """A group of the same ranks for the lanes ([Note: groups of our own])."""
+    """The lanes' group over the ranks of a group of the mesh ([Note: groups of our own])."""
     if dist.get_world_size(group) == 1 or are_on_stream(device_type, group):
         return group
     return group_of(dist.get_process_group_ranks(group), timeout, cpu_backend())

@@ -31,9 +31,9 @@ def gathered(model: nn.Module, modules: Modules = None, writeback: bool = False)
         with torch.no_grad(), fcdp_compile.gathered(model):
             model.generate(ids)
 
-    Within the block a forward gathers nothing, so each rank may call the model as often as it likes; a
-    compiled model runs uncompiled there.  A parameter's attribute has the dtype of the home shard, but in a
-    forward `param_dtype`; tied parameters stay tied.  The whole parameters require no gradients: they are
+    Within the block a forward gathers none of these parameters, so each rank may call their modules as often
+    as it likes; a compiled model runs uncompiled there.  Attributes have the dtype of the home shards, but in
+    a forward `param_dtype`; tied parameters stay tied.  The whole parameters require no gradients: they are
     trained again after the block, and are constants for other parameters that are trained within.  After the
     block, also after an exception, the parameters are the home shards again, the same objects as before.
 

@@ -104,7 +104,7 @@ def _gathering_property(name: str) -> property:
             # In the dtype of gathered parameters; no copy if the home shards have this dtype.
             return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
         if state.is_on_mesh and not isinstance(parameter, DTensor):
-            # Told by the class, which is the same on all ranks; on some the shape may be equal to a shard's.
+            # Check the class, which is the same on all ranks: on some ranks a shard has the whole shape too.
             raise whole_error(state.keys[name].partition(":")[2], parameter)
         if isinstance(parameter, DTensor) and not isinstance(parameter, HomeShard):
             # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.

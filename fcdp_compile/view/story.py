@@ -17,7 +17,7 @@ _Placed = list[tuple[Bucket, Placement]]
 
 
 class Flow(Enum):
-    """What is moved over which link, and in which direction."""
+    """Weights or gradients, the link that they move over, and the direction."""
 
     WEIGHTS_BETWEEN = "weights_between"
     GRADIENTS_BETWEEN = "gradients_between"

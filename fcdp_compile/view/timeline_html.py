@@ -78,7 +78,7 @@ _KINDS: dict[Kind, str] = {
     Kind.INTER_ALL_REDUCE: "averages gradients between nodes",
     Kind.INTRA_GRAD_ALL_GATHER: "spreads averaged gradients within the node",
 }
-"""What each kind of step does, in a few words."""
+"""Each kind of step in a few words."""
 
 _LAST_GATHERS = frozenset({Kind.INTRA_ALL_GATHER, Kind.INTRA_REST_ALL_GATHER, Kind.FLAT_ALL_GATHER})
 """The gathers that result in whole parameters."""
