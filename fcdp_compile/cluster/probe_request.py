@@ -8,7 +8,7 @@ from pathlib import Path
 from fcdp_compile.cluster.profile import ClusterProfile
 
 LEAST_BYTES = 4 * 2**10
-"""The smallest size that is measured; the next is four times that."""
+"""The smallest size that is measured; each further size is four times the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

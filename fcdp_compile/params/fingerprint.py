@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_WORDS = 256  # of a row of the table
+_WORDS = 256  # in a row of the table
 _ROW_BYTES = 8 * _WORDS
 _TOGETHER_BYTES = 32 << 20
 """Groups of tensors are copied into one table up to this size; a larger group is read where it is."""

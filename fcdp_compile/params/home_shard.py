@@ -86,7 +86,7 @@ class HomeShard(Sharded):
     _calls: Calls | None = None
     # The key of the shard's parameter (`key_of`); None as above.
     _fcdp_key: str | None = None
-    # While released: how to get the values.
+    # Set while the shard is released.
     _away: _Away | None = None
     # Makes isinstance(shard, nn.Parameter) true for a tensor subclass.
     _is_param = False

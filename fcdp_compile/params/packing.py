@@ -70,7 +70,7 @@ def unpack_full(full: Tensor, layouts: Sequence[ParamLayout]) -> list[Tensor]:
             flat = mine.reshape(-1)
         else:
             flat = _joined(_used(mine, layout) or [mine[0, :0]], 0)
-        # Slots of one element reshape to a strided view.
+        # If slots have one element, `reshape` returns a strided view.
         params.append(_rows_back(flat.contiguous(), layout, layout.shape[layout.dim]))
     return params
 

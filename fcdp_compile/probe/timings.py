@@ -30,7 +30,7 @@ from fcdp_compile.runtime.lanes.pending import Pending
 T = TypeVar("T")
 
 _NAME = "fcdp::probe"
-_MOST_COPIES = 64  # beside a gather
+_MOST_COPIES = 64  # loads beside one gather
 _PART_OF_FREE = 16
 """Each of three gathers under way needs up to twice the memory that it sends; other work needs some too."""
 

@@ -265,7 +265,7 @@ def _home_shard(
     if parameter.grad is not None:
         grad = _part(parameter.grad, layout, where)
         home.grad = HomeShard.of(grad, layout, topology.home_mesh, requires_grad=False, home=scope)
-    return cast(nn.Parameter, home)  # isinstance says so too (HomeShard._is_param)
+    return cast(nn.Parameter, home)  # isinstance agrees (HomeShard._is_param)
 
 
 def _whole(parameter: nn.Parameter, key: str, device: torch.device) -> nn.Parameter:

@@ -184,7 +184,7 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
         calls.inside = True
         try:
             if state.model.whole:
-                # Compiled graphs gather, and there is nothing to gather now.
+                # Compiled graphs would gather, but parameters are whole already.
                 return torch.compiler.disable(inner)(self, *args, **kwargs)
             return inner(self, *args, **kwargs)
         finally:
@@ -203,7 +203,7 @@ def _fcdp_refuse_new_parameters(root: nn.Module) -> None:
     whole = {model.spec(key).name for key in model.whole}
     for name, parameter in root.named_parameters():
         is_known = key_of(parameter) is not None or isinstance(parameter, DTensor)
-        if model.topology.ranks == 1:  # functional_call puts tensors there for a while
+        if model.topology.ranks == 1:  # functional_call replaces parameters by tensors
             is_known |= not isinstance(parameter, nn.Parameter)
         if not (is_known or is_ignored(parameter) or name in whole):
             raise UnshardedParameterError(
