@@ -1,4 +1,4 @@
-"""The `torch.compile` backend: from a Dynamo graph to programs that run."""
+"""The `torch.compile` backend: turns a Dynamo graph into programs."""
 
 from fcdp_compile.backend.compilation import (
     fcdp,

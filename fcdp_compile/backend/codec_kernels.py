@@ -1,7 +1,7 @@
-"""Compile the codecs of a plan's buckets, as the segments of its graphs are.
+"""Compile the codecs of a plan's buckets with the compiler of the graphs' segments.
 
-A part of the backend: what is compiled is handed to the runtime's codecs.  Equal shapes are compiled once
-(`Compute`), so layers that repeat cost one layer's.
+The backend hands the compiled kernels to the runtime's codecs.  Equal shapes are compiled once (`Compute`),
+so repeated layers cost no more than one layer.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def compile_codecs(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Compile what the steps of a graph encode and decode, and what refreshing its buckets does.
+    """Compile the codecs for the steps of a graph and for refreshing its buckets.
 
-    Nothing with ATen's kernels, which need no compiling.
+    With ATen's kernels there is nothing to compile.
     """
     if not compute.is_inductor:
         return
@@ -58,7 +58,7 @@ _ROWS: dict[Algorithm, Callable[[Bucket], set[int]]] = {
     Algorithm.HO_RING: lambda bucket: {bucket.nodes, 1},
     Algorithm.RING: lambda bucket: {bucket.ranks},
 }
-"""How many slots are decoded at once: those of a node shard, a node's own, all."""
+"""How many slots are decoded at once: a node shard's (nodes), a node's own (1), or all ranks'."""
 
 
 def _compile_weights(
@@ -89,7 +89,7 @@ def compile_codec(
     rows: int,
     dtype: torch.dtype,
 ) -> None:
-    """Compile one direction of a codec for so many rows of values of a dtype, where that helps."""
+    """Compile one direction of a codec for this many rows and this dtype, unless it needs no kernel."""
     kernels = codec.encoders if encodes else codec.decoders
     if (rows, dtype) in kernels or not codec.is_regular or not codec.elements:
         return
@@ -101,13 +101,13 @@ def compile_codec(
         return (decode_blocks(codec, scales, data, dtype),)
 
     function = encode if encodes else decode
-    # The same on every rank, and of a generator of its own: compiling must not change what users draw.
+    # Equal on every rank, and from a separate generator: compiling must not change users' random numbers.
     numbers = torch.Generator().manual_seed(0)
     values = torch.randn(rows, codec.blocks, BLOCK, generator=numbers, device="cpu")
     values = values.to(device, dtype)
     inputs = [values] if encodes else list(encode_blocks(codec, values))
     kernel = compute.compile(_trace(function, inputs, compute))
-    # Trusted after a look: with torch 2.13 on CPUs, Inductor can leave elements out of a loop, silently.
+    # Checked before use: with torch 2.13 on CPUs, Inductor can silently leave elements out of a loop.
     expected = decode_blocks(codec, *encode_blocks(codec, values), torch.float32)
     found = kernel(list(inputs))
     decoded = (
@@ -128,7 +128,7 @@ def _warn_once(device: str) -> None:
 
 
 def _trace(function: Callable[..., Any], like: Iterable[Tensor], compute: Compute) -> GraphModule:
-    # In AOTAutograd the mode of its trace is Inductor's too.
+    # Within AOTAutograd, Inductor uses the fake mode of its trace.
     with detect_fake_mode() or FakeTensorMode():
         values = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like]
         # Inductor wants a graph without writes in place.

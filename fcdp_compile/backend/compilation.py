@@ -3,7 +3,7 @@
     Dynamo graph -> AOTAutograd's joint graph -> partition -> bucket -> stamp
                  -> lowering -> placement -> plan -> programs
 
-With the codecs' kernels, the only part that knows both the passes and the runtime.
+Only this module and `codec_kernels` know both the passes and the runtime.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def fcdp(
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph; torch.compile calls this.
 
-    mode: of torch.compile, for the segments; modes with CUDA graphs are refused.
+    mode: torch.compile's mode, for the segments; modes with CUDA graphs are refused.
 
     Raises: ValueError or TypeError for a bad mode or options, UnshardedParameterError for a parameter that
     `shard` has not seen while several processes run, FcdpError for a forward that writes to a parameter.
@@ -78,7 +78,7 @@ def fcdp(
     checked = Options.parse({**(options or {}), **more})
     _refuse_unsharded(gm, example_inputs)
     refuse_writes(gm)
-    if settings:  # a mode is Inductor's, also where ATen's kernels are the default
+    if settings:  # a mode needs Inductor, even if ATen's kernels are the default
         checked = replace(checked, compute=checked.compute or "inductor")
     return _Compilation(checked, example_inputs, settings).compile(gm, example_inputs)
 
@@ -98,11 +98,11 @@ def _refuse_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 _BOOKS: weakref.WeakKeyDictionary[ShardedModel, BucketBook] = weakref.WeakKeyDictionary()
-"""The buckets of each model, for the graphs of it that are compiled later."""
+"""The buckets of each model, which its later graphs share."""
 
 
 class _Compilation:
-    """One Dynamo graph on its way through AOTAutograd, which calls back for each part."""
+    """One Dynamo graph on its way through AOTAutograd, which calls this object for each part."""
 
     def __init__(
         self, options: Options, example_inputs: Sequence[Any], settings: Mapping[str, Any]
@@ -189,7 +189,7 @@ class _Compilation:
         if model.topology.ranks > 1:
             kept = {direction: clone(gm) for direction, gm in graphs.items()}
             places = {d: _shard_places(gm) for d, gm in kept.items()}
-            given = next(iter(places.values()))  # a backward compares what its forward was given
+            given = next(iter(places.values()))  # a backward compares only the forward's shards
             bound.shards = {
                 d: {key: i for key, i in found.items() if key in given}
                 for d, found in places.items()
@@ -223,7 +223,7 @@ class _Compilation:
         )
 
     def _room(self, model: ShardedModel) -> Room:
-        """What an adaptive cache may use of the device's memory, which the cache then asks itself."""
+        """The device memory that an adaptive cache may use; at run time the cache asks the memory itself."""
         memory = None
         if any(strategy.cache is Cache.ADAPTIVE for strategy in model.strategies):
             asked = self._options.device_memory
@@ -246,12 +246,12 @@ class _Compilation:
     def _add_accumulation(
         self, bound: CompiledPlan, backward: GraphModule, base: PassContext
     ) -> None:
-        """Lower and compile the variants of a backward that most users never run."""
+        """Lower and compile a backward's variants for accumulation, which most users never run."""
         model = bound.living_model()
         book = _book_of(model)
-        # Other models may have planned for the host's memory since.
+        # Other models may have planned to use host memory since.
         ctx = replace(base, host_budget=model.host_memory.budget)
-        # As while AOTAutograd calls the passes: what they make of sizes alone is fake, too.
+        # In a fake mode, as within AOTAutograd, so that new tensors that passes make are fake too.
         with _fake_mode(backward):
             bound.plan, graphs = plan_accumulation(bound.plan, backward, book, ctx, self._stages)
         model.host_memory.planned_bytes = book.host_bytes
@@ -262,7 +262,7 @@ class _Compilation:
         self._show(bound.plan, again=True)
 
     def _add_given(self, bound: CompiledPlan, graphs: Mapping[Direction, GraphModule]) -> None:
-        """Compile what runs where other values than the model's own are given; nothing of it is planned."""
+        """Compile the variants for calls with other values than the model's own; they are not planned."""
         for direction, gm in graphs.items():
             with _fake_mode(gm):
                 self._lowered[direction, Variant.GIVEN] = segment(set_apart(gm, every=True))
@@ -303,7 +303,7 @@ class _Compilation:
 
 
 def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """The function of a graph that gathers nothing but may read home shards as they are."""
+    """Make the function of a graph that gathers nothing, but may read home shards, bring those back first."""
 
     def call(args: list[Any]) -> Any:
         bring_back_inputs(args)
@@ -313,19 +313,19 @@ def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]
 
 
 def _read_inputs(lowered: GraphModule) -> tuple[int, ...]:
-    """The inputs that a graph does more with than return them."""
+    """The inputs that a graph uses in other ways than to return them."""
     inputs = lowered.graph.find_nodes(op="placeholder")
     return tuple(i for i, n in enumerate(inputs) if any(u.op != "output" for u in n.users))
 
 
 def _shard_places(gm: GraphModule) -> dict[str, int]:
-    """Which of a graph's inputs is the home shard of each key."""
+    """The position of each key's home shard among a graph's inputs."""
     places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
     return {key: places[n] for key, n in shard_inputs(gm.graph).items() if n is not None}
 
 
 def _book_of(model: ShardedModel) -> BucketBook:
-    """The buckets of a model; those that lost a parameter since are left out."""
+    """The buckets of a model; buckets whose parameters no longer all exist are left out."""
     if model not in _BOOKS:
         _BOOKS[model] = BucketBook({key: r.spec for key, r in model.records.items()})
     book = _BOOKS[model]

@@ -1,4 +1,4 @@
-"""Compile the compute segments: with Inductor, or as they are with ATen's kernels."""
+"""Compile the compute segments with Inductor, or run them with ATen's kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fcdp_compile.errors import ArgumentError
 log = logging.getLogger(__name__)
 
 _MAX_CONSTANT_BYTES = 4096
-"""Of a constant that is compared by its values; larger ones are in no layer that repeats."""
+"""The size up to which constants are compared by value; repeated layers contain no larger ones."""
 
 _CUDA_GRAPHS = "triton.cudagraphs"
 
@@ -28,42 +28,42 @@ BoxedCallable = Callable[[list[Any]], Any]
 class Compute:
     """One way of compiling segments; equal segments of one Dynamo graph are compiled once.
 
-    settings: of Inductor, for a mode of `torch.compile` (`inductor_settings`).
+    settings: Inductor's settings for a mode of `torch.compile` (`inductor_settings`).
     """
 
     def __init__(self, kind: str, settings: Mapping[str, Any] | None = None) -> None:
         self._is_inductor = kind == "inductor"
-        # Whatever the environment and the configuration say: what a recorded segment reads and writes would
-        # keep its addresses, and those buffers belong to lanes that free and fill them.
+        # No CUDA graphs, whatever the environment and configuration say: a recorded segment would reuse the
+        # addresses of its inputs and outputs, but lanes free and refill these buffers.
         self._settings = {**(settings or {}), _CUDA_GRAPHS: False}
         self._table = torch_compat.inductor_decompositions() if self._is_inductor else None
         self._done: dict[str, BoxedCallable] = {}
 
     @property
     def is_inductor(self) -> bool:
-        """Whether anything is compiled."""
+        """Whether segments are compiled at all."""
         return self._is_inductor
 
     @staticmethod
     def available(kind: str, device_type: str) -> str:
-        """`kind`, or "eager" with one warning where Inductor cannot compile for the device."""
+        """`kind`, or "eager" with one warning if Inductor cannot compile for the device."""
         if kind != "inductor" or (reason := torch_compat.why_no_inductor(device_type)) is None:
             return kind
         _warn_once(device_type, reason)
         return "eager"
 
     def decompositions(self) -> dict[Any, Any] | None:
-        """What AOTAutograd should decompose for this compiler."""
+        """The decompositions that AOTAutograd should use for this compiler."""
         return torch_compat.inductor_decompositions() if self._is_inductor else None
 
     def prepare_joint(self, joint: GraphModule) -> GraphModule:
-        """The compiler's own passes over the joint graph, before it is partitioned."""
+        """Run the compiler's own passes over the joint graph, before it is partitioned."""
         return (
             torch_compat.joint_graph_passes(joint, self._settings) if self._is_inductor else joint
         )
 
     def compile(self, gm: GraphModule) -> BoxedCallable:
-        """Compile a graph into a function of a list of arguments, which it empties."""
+        """Compile a graph into a function that takes its arguments as a list and empties the list."""
         key = _structure(gm)
         done = self._done.get(key) if key is not None else None
         if done is None:
@@ -109,9 +109,9 @@ def _warn_once(device_type: str, reason: str) -> None:
 
 
 def _structure(gm: GraphModule) -> str | None:
-    """Text that is the same for graphs of the same structure, inputs and constants.
+    """A text that is equal for graphs with the same structure, inputs and constants.
 
-    None if a constant is large, or is no tensor whose values can be read.
+    None if a constant is large, or is not a tensor whose values can be read.
     """
     numbers: dict[Node, str] = {}
     lines = []
@@ -131,7 +131,7 @@ def _structure(gm: GraphModule) -> str | None:
 
 
 class _Name(str):
-    """A node's number among the arguments of another: no string argument prints like it."""
+    """A node's number as an argument of another node, printed without quotes, unlike a string argument."""
 
     __slots__ = ()
 
@@ -159,6 +159,6 @@ def _described(value: object) -> str:
         return f"{value.dtype} {shape} {stride} {value.device} {value.requires_grad}"
     if isinstance(
         value, torch.Generator
-    ):  # which prints as its address; the one to use is an argument
+    ):  # it prints as its address; the generator to use is an argument
         return f"Generator {value.device}"
     return f"{type(value).__name__} {value}"

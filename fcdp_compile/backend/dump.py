@@ -1,4 +1,4 @@
-"""Write what was compiled to a folder, for people and for `fcdp dump`, and to torch's structured trace."""
+"""Write plans and graphs to a folder, for people and for `fcdp dump`, and to torch's structured trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Graphs = Mapping[tuple[Direction, Variant], GraphModule]
 
 
 def trace(plan: Plan, graphs: Graphs) -> None:
-    """Show a plan and its graphs to torch's own tools (TORCH_TRACE, tlparse)."""
+    """Add a plan and its graphs to the trace of torch's own tools (TORCH_TRACE, tlparse)."""
     trace_artifact(f"fcdp_plan_{plan.graph}", lambda: to_json(plan))
     for (direction, variant), gm in graphs.items():
         name = f"fcdp_graph_{plan.graph}_{direction.value}_{variant.value}"
@@ -32,14 +32,14 @@ def trace(plan: Plan, graphs: Graphs) -> None:
 
 
 class Dump:
-    """A folder of plans, printed graphs and recordings; only rank 0 writes, plans being the same everywhere.
+    """A folder of plans, printed graphs and recordings; only rank 0 writes, as all ranks have equal plans.
 
-    A folder that cannot be written is warned of once: an error would stop rank 0 alone.
+    If the folder cannot be written, fcdp only warns, once: an error would stop rank 0 alone.
     """
 
     def __init__(self, folder: Path, model_number: int) -> None:
         self._folder = folder
-        # Asked here: where the last recording is written, at exit, the process group may be gone.
+        # Decided now: at exit, when the last recording is written, the process group may be gone.
         self._is_writer = not dist.is_initialized() or dist.get_rank() == 0
         self._has_failed = False
         self._prefix = "graph" if model_number == 0 else f"model-{model_number}-graph"
@@ -52,9 +52,9 @@ class Dump:
         *,
         again: bool = False,
     ) -> None:
-        """Write one plan, its graphs and what each pass made of them.
+        """Write one plan, its graphs and the graphs after each pass.
 
-        The first plan of a model removes what an earlier run left.
+        The first plan of a model removes the files of an earlier run.
 
         again: the plan was written before and has more schedules now.
         """
@@ -62,7 +62,7 @@ class Dump:
         self._try(partial(self._write, plan, graphs, stages, is_first=is_first))
 
     def write_recordings(self, plan: Plan, recordings: Sequence[Recording]) -> None:
-        """Write what was recorded of a plan that was written before."""
+        """Write the recordings of a plan that was written before."""
         path = self._folder / f"{self._stem(plan)}{SUFFIX}"
         self._try(partial(write_recordings, path, recordings))
 

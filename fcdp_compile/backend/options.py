@@ -14,10 +14,10 @@ from fcdp_compile.errors import ArgumentError, ProfileError
 from fcdp_compile.plan.cost import MACHINES, Machine, machine_from
 from fcdp_compile.suggestion import did_you_mean
 
-_RECORDED_RUNS = 3  # the median of fewer could be a run that something else disturbed
+_RECORDED_RUNS = 3  # with fewer, one disturbed run could decide the median
 _MAX_RECORDED_RUNS = 1000  # a thousand steps fill 40 MB
 
-_DEFAULT_THRESHOLD = 0.9  # tau; the rest is for what no timeline sees: workspaces, fragmentation
+_DEFAULT_THRESHOLD = 0.9  # tau; the rest is for workspaces and fragmentation, which no plan sees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,14 @@ class Options:
     compute: "inductor", "eager" (ATen kernels) or None for the device's default.
     dump: folder for plans and printed graphs, or None.
     bucket_mb: size of a full bucket in MiB (2**20 bytes) of gathered parameters; None: by the cost model.
-    in_flight_mb: MiB of gathered parameters and of gradients on their way that may be alive at once, or None
-    for what the graph needs at least and a few more buckets.
-    host_memory: bytes of host memory that the caches of one node may take, None for what is free.
-    machine: speeds of the cluster: all of them, or where they differ from `cost.MACHINES`; the same on every
-    rank.
-    memory_threshold: tau; cached node shards stay on the device while its memory in use is predicted, and
-    at run time seen, to be at most this part of it.
-    device_memory: bytes of the device's memory, or None for what the smallest GPU of all ranks has (a CPU:
-    none for a cache).
-    record: how many runs of each compiled graph and variant to take the times of, after a first one.
+    in_flight_mb: MiB of gathered parameters and of gradients in transfer that may be alive at once; None: the
+    least that the graph needs and a few more buckets.
+    host_memory: bytes of host memory that the caches of one node may take; None: the free memory.
+    machine: speeds of the cluster, or only those that differ from `cost.MACHINES`; equal on every rank.
+    memory_threshold: tau; cached node shards stay on the device while its memory in use, predicted and at run
+    time measured, is at most this part of its memory.
+    device_memory: bytes of the device's memory; None: of the smallest GPU of all ranks (a CPU caches none).
+    record: how many runs of each compiled graph and variant are timed, after a first run.
     """
 
     compute: str | None = None
@@ -56,25 +54,25 @@ class Options:
 
     @property
     def in_flight_bytes(self) -> int | None:
-        """Bytes that may be in flight at once; None leaves it to the schedule."""
+        """Bytes that may be in flight at once; None: the schedule decides."""
         return None if self.in_flight_mb is None else int(self.in_flight_mb * 2**20)
 
     def machine_on(self, device_type: str) -> Machine:
-        """The speeds of the cluster, as far as they are known."""
+        """The speeds of the cluster; assumed ones where none were given."""
         if isinstance(self.machine, Machine):
             return self.machine
         return machine_from(self.machine, MACHINES.get(device_type, MACHINES["cpu"]))
 
     def compute_on(self, device_type: str) -> str:
-        """What compiles the segments: on CPUs compiling takes longer than a trial run."""
+        """The compiler of the segments: on CPUs eager by default, as compiling outlasts a trial run."""
         return self.compute or ("eager" if device_type == "cpu" else "inductor")
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> Options:
         """Check a user's options.
 
-        Raises: ValueError for an unknown name or value, TypeError for a wrong type, each with the known ones;
-        OSError for a cluster profile that cannot be read.
+        Raises: ValueError for an unknown name or value, TypeError for a wrong type, each with those that are
+        known; OSError for a cluster profile that cannot be read.
         """
         known = [f.name for f in fields(Options)]
         given = dict(options or {})
@@ -157,7 +155,7 @@ def _machine(value: Any) -> Machine | Mapping[str, Any]:
             "option 'machine' must be a mapping such as {'inter': {'bytes_per_s': 125e6}} or the path of a "
             f"cluster profile, not {type(value).__name__}"
         )
-    machine_from(value, MACHINES["cpu"])  # raises what is wrong with it
+    machine_from(value, MACHINES["cpu"])  # raises if it is wrong
     return value
 
 

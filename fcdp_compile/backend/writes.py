@@ -1,7 +1,7 @@
 """Refuse graphs that write to a gathered parameter: the write would be lost.
 
-In a forward a parameter's attribute is a temporary, gathered copy.  What `self.weight.data.clamp_(0)` writes
-there never reaches the home shard, silently; outside of a forward the same line works.
+In a forward a parameter's attribute is a temporary, gathered copy.  `self.weight.data.clamp_(0)` would write
+to this copy and never to the home shard, without an error; outside of a forward the same line works.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WRITING_OPERATORS = {
 def refuse_writes(gm: GraphModule) -> None:
     """Check a Dynamo graph and the graphs inside it.
 
-    Raises: FcdpError naming the parameter and the line that writes to it.
+    Raises: FcdpError that names the parameter and the line that writes to it.
     """
     for graph in [m.graph for m in gm.modules() if isinstance(m, GraphModule)]:
         gathered: dict[StorageWeakRef, str] = {}
@@ -43,7 +43,7 @@ def refuse_writes(gm: GraphModule) -> None:
                 key = None if storage is None else gathered.get(storage)
                 if key is not None:
                     raise _lost(key, node)
-        # Ops that write besides, such as an embedding with max_norm, leave their mark on the value.
+        # Ops that write as a side effect, such as an embedding with max_norm, raise the value's version.
         for node in graph.nodes:
             if node.target is UNSHARD and _version(node):
                 raise _lost(str(node.args[1]), next(iter(node.users)))
@@ -87,7 +87,7 @@ def _storage(node: Node) -> StorageWeakRef | None:
 
 
 def _line(node: Node) -> str:
-    """The last line of source in the stack; Python may mark a part of it in a line of its own."""
+    """The last source line of the stack trace, which a line of Python's `^` markers may follow."""
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     source = [line for line in trace if line.strip("^~ ")]
     return source[-1] if source else str(node.target)

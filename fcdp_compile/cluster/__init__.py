@@ -1,1 +1,1 @@
-"""A cluster: the speeds of its links and how much memory its machines have free."""
+"""A cluster: the speeds of its links and the free memory of its machines."""

@@ -1,4 +1,4 @@
-"""How large a bucket should be, from the link between nodes; arithmetic only."""
+"""Choose the size of buckets for a link between nodes; arithmetic only."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import math
 from fcdp_compile.errors import ArgumentError
 
 MIN_BYTES = 1 << 17
-"""Below, the executor's own work for each bucket would count."""
+"""For smaller buckets, the executor's own work for each bucket would matter."""
 
 MAX_BYTES = 1 << 28
-"""Above, a few buckets in flight would hold a noticeable part of the memory; the gain is below 1 %."""
+"""A few larger buckets in flight would hold a noticeable part of the memory, for a gain below 1 %."""
 
 
 def bucket_bytes(total_bytes: int, *, latency_s: float, bytes_per_s: float) -> int:
-    """The bucket size b that costs a pass over W = `total_bytes` of parameters the least time.
+    """The bucket size b that minimises the time of a pass over W = `total_bytes` of parameters.
 
-    With a link of latency a and bandwidth B, W / b messages take a * W / b + W / B.  All but one hide behind
-    compute: the first gather of a forward, or the last reduction of a backward, has none to hide behind and
-    is exposed for b / B.  What depends on b,
+    With a link of latency a and bandwidth B, W / b messages take a * W / b + W / B.  Compute hides all
+    messages but one: the first gather of a forward, or the last reduction of a backward, has no compute
+    beside it and is exposed for b / B.  The terms that depend on b,
 
-        a * W / b + b / B,    is least at    b* = sqrt(W * a * B).
+        a * W / b + b / B,    are least at    b* = sqrt(W * a * B).
 
-    Small buckets pay latency, large ones exposure; both terms are then equal.  The result is rounded down to
-    whole KiB and kept between MIN_BYTES and MAX_BYTES.  It must be the same on all ranks, so latency and
+    Small buckets cost latency, large ones exposure; at b* both terms are equal.  The result is rounded down
+    to whole KiB and kept between MIN_BYTES and MAX_BYTES.  It must be the same on all ranks, so latency and
     bandwidth are given or agreed, never one rank's measurement.
 
-    Raises: ValueError if the link's numbers are not finite, the latency below or the bandwidth not above 0.
+    Raises: ValueError if latency or bandwidth is not finite, the latency below or the bandwidth not above 0.
     """
     if not (0 <= latency_s < math.inf and 0 < bytes_per_s < math.inf):
         raise ArgumentError(

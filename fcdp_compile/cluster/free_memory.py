@@ -1,6 +1,6 @@
-"""How much host memory this machine leaves to a process: control groups, free memory, locked memory.
+"""The host memory that a process may use: control groups, free memory, locked memory.
 
-What cannot be read is no limit.  Every function takes the folder that stands for `/`.
+A file that cannot be read sets no limit.  root, in every function: the folder to use in place of `/`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path, PurePosixPath
 from fcdp_compile.errors import ArgumentError
 
 UNLIMITED = 2**63 - 1
-"""Bytes where nothing limits them: the largest number that ranks can exchange."""
+"""The bytes of a budget that nothing limits: the largest number that ranks can exchange."""
 
 _ROOT = Path("/")
 _CAP_IPC_LOCK = 14  # linux/capability.h
 
 
 class Limit(Enum):
-    """What a budget comes from, for people; ranks exchange the position."""
+    """What limits a budget, as text for messages; ranks exchange a member's position."""
 
     NOTHING = "no known limit"
     AVAILABLE = "the memory that is available"
@@ -31,7 +31,7 @@ class Limit(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBudget:
-    """Bytes of host memory that the cache may take on each rank, and what limits them."""
+    """Bytes of host memory that the cache may take on each rank, and the limit that they come from."""
 
     bytes: int
     limit: Limit
@@ -42,10 +42,10 @@ class HostBudget:
 
 
 def detect(*, ranks_on_machine: int, ranks_in_group: int, root: Path = _ROOT) -> HostBudget:
-    """A rank's share of nine tenths of what is free; the rest is for batches, checkpoints and the like.
+    """A rank's share of nine tenths of the free memory; the rest is for batches, checkpoints and the like.
 
-    ranks_on_machine: those that share its memory.  ranks_in_group: those that share this rank's control
-    group, fewer where each rank has a container of its own.
+    ranks_on_machine: the ranks that share this machine's memory.  ranks_in_group: the ranks that share this
+    rank's control group, fewer if each rank has its own container.
     """
     free = [(UNLIMITED, Limit.NOTHING)]
     if (left := available_bytes(root)) is not None:
@@ -57,14 +57,14 @@ def detect(*, ranks_on_machine: int, ranks_in_group: int, root: Path = _ROOT) ->
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """What the kernel thinks can be taken without swapping (MemAvailable)."""
+    """The memory that the kernel expects to be usable without swapping (MemAvailable)."""
     fields = _fields(root / "proc/meminfo")
     kib = _number(fields.get("MemAvailable:", "").split(" ")[0])
     return None if kib is None else 1024 * kib
 
 
 def total_bytes(root: Path = _ROOT) -> int | None:
-    """What there is at most: the machine's memory, or less where this process's control groups say so."""
+    """The machine's memory, or the limit of this process's control groups if that is smaller."""
     kib = _number(_fields(root / "proc/meminfo").get("MemTotal:", "").split(" ")[0])
     limits = [limit for folder, names in _groups(root) if (limit := _limit_in(folder, names))]
     return min(limits if kib is None else [1024 * kib, *limits], default=None)
@@ -82,16 +82,16 @@ def lockable_bytes(root: Path = _ROOT) -> int | None:
 
 
 def cgroup_bytes(root: Path = _ROOT) -> int | None:
-    """What is left in this process's control group and each one above it, of version 2 and 1; the least.
+    """The memory left in this process's control group or in a group above it (version 2 and 1); the smallest.
 
-    Files that were read and can be dropped again are not counted as used (as the kubelet does it).
+    Cached files that the kernel can drop do not count as used (the kubelet does the same).
     """
     found = (_left_in(folder, names) for folder, names in _groups(root))
     return min((n for n in found if n is not None), default=None)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """The folders of this process's control group and of those above it."""
+    """The folders of this process's control group and of the groups above it."""
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:
@@ -100,7 +100,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
             mount, names = root / "sys/fs/cgroup/memory", _V1
         else:
             continue
-        # Seen from inside a container the path may be one outside of it: what does not exist is passed over.
+        # In a container the path may be the host's; a folder that does not exist here sets no limit.
         inner = PurePosixPath(path.lstrip("/"))
         yield from ((mount / folder, names) for folder in (inner, *inner.parents))
 
@@ -139,7 +139,7 @@ def _fields(path: Path) -> dict[str, str]:
 
 
 def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None  # "max" and "unlimited" are none
+    return int(text) if text.isdecimal() else None  # "max" and "unlimited" are no numbers
 
 
 def _lines(path: Path) -> list[str]:

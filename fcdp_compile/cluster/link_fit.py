@@ -1,8 +1,8 @@
-"""A link from measured times: time = latency + bytes / bandwidth, by least squares.
+"""Fit a link to measured times: time = latency + bytes / bandwidth, by least squares.
 
-Arithmetic only.  Large transfers decide on the bandwidth and small ones, with that, on the latency.  Where
-the points lie on no line, as past the end of a CPU's cache, both ends are still met: a single fit would give
-up one of them for what lies between.
+Arithmetic only.  Large transfers determine the bandwidth and small ones, given the bandwidth, the latency.
+So both ends fit even if the points lie on no line, as where sizes exceed a CPU's cache; a single fit would
+give up one end for the points between.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan.cost import Link
 
-# One size that went wrong (another job's burst, a change of protocol inside the library) must not decide:
-# it is left out if without it the line is off by less than a quarter of what it is off by at that size.
+# One bad measurement (another job's burst, a change of protocol inside the library) must not decide: it is
+# left out if the line through the others deviates from it over four times as much as from any of them.
 _OUTLIER = 4.0
 _TOLERATED = 0.25
-"""How far off a measurement may be without any question."""
+"""The relative deviation up to which no measurement is left out."""
 _LEAST_LEFT = 3
 """A line through two points has no deviations to compare with."""
 
@@ -31,10 +31,10 @@ class Timed(NamedTuple):
 
 
 def fit_link(times: Sequence[Timed]) -> Link:
-    """The link whose times are nearest to those measured.
+    """The link whose times are nearest to the measured times.
 
-    Where times do not grow with the size, nothing but latency was seen; the bandwidth is then what the
-    largest transfer reached, which is less than the link's.  Of a single size nothing is said to be latency.
+    If times do not grow with the size, only latency was measured; the bandwidth is then the rate of the
+    largest transfer, which is below the link's.  If there is only one size, the latency is zero.
 
     Raises: ValueError without times, and for bytes or seconds that are not above zero.
     """
@@ -52,7 +52,7 @@ def fit_link(times: Sequence[Timed]) -> Link:
 
 
 def worst_deviation(times: Sequence[Timed], link: Link) -> float:
-    """How far off a link's times are at most, relative to those measured."""
+    """The largest relative deviation of a link's times from the measured times."""
     return max(_deviation(time, link) for time in times)
 
 
@@ -67,13 +67,13 @@ def _without_outlier(times: Sequence[Timed], link: Link) -> Link:
 
 
 def _deviation(time: Timed, link: Link) -> float:
-    # Of the smaller one, so that too slow by a factor counts as much as too fast.
+    # Relative to the smaller time, so that too slow by a factor counts as much as too fast.
     predicted = link.time_s(time.bytes)
     return abs(predicted - time.seconds) / min(predicted, time.seconds)
 
 
 def _line(times: Sequence[Timed]) -> Link:
-    """The bandwidth by what large transfers take, then the latency by what is left of small ones."""
+    """Fit the bandwidth, mainly to large transfers, then the latency, mainly to small ones."""
     slope = _slope(times)
     if slope <= 0:
         return Link(
@@ -98,6 +98,6 @@ def _slope(times: Sequence[Timed]) -> float:
 
 
 def _mean_latency_s(times: Sequence[Timed], slope: float) -> float:
-    """What times are above bytes * slope: least squares of relative deviations."""
+    """The mean of time - bytes * slope: least squares of relative deviations."""
     weights = math.fsum(t.seconds**-2 for t in times)
     return math.fsum((t.seconds - t.bytes * slope) / t.seconds**2 for t in times) / weights

@@ -9,7 +9,7 @@ Config = Mapping[str, Any]
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> Config:
-    """GPT-2-XL's layers, more and wider: the models of FCDP (Park et al.), section VI."""
+    """GPT-2-XL with more and wider layers: the models of FCDP (Park et al.), section VI."""
     return {
         "model_type": "gpt2",
         "n_layer": layers,
@@ -42,7 +42,7 @@ def _llama_like(
     }
 
 
-# The others are of the configurations that their makers published.
+# All models but gpt-* have the configurations that their makers published.
 MODELS: dict[str, Config] = {
     "gpt-10b": _gpt(40, 4800, 40),
     "gpt-15b": _gpt(40, 5760, 45),

@@ -1,16 +1,16 @@
-"""What `fcdp plan` and `fcdp simulate` are asked for; without torch, for the command."""
+"""The arguments of `fcdp plan` and `fcdp simulate`; without torch, so that the command can import it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Names of dtypes, and what torch calls them."""
+"""Names of dtypes, and torch's names for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Values of "nodes" or of "bandwidth" (bytes per second of a node's card), and how they were written."""
+    """Values of "nodes" or "bandwidth" (bytes per second of a node's network card), and the user's texts."""
 
     of: str
     values: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""What `fcdp probe` is asked for and what becomes of it; without torch, for the command."""
+"""The arguments and the outcome of `fcdp probe`; without torch, so that the command can import it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from fcdp_compile.cluster.profile import ClusterProfile
 
 LEAST_BYTES = 4 * 2**10
-"""The smallest size that is measured; the next is four times that."""
+"""The smallest size that is measured; each further size is four times the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    """output: the file for the profile, or none.  nodes: as of `make_mesh`.  max_bytes: the largest size.
+    """The arguments of `fcdp probe`; output: the file for the profile.  nodes: as in `make_mesh`.
 
-    seconds: about how long it may take.  name: of the profile; None for one of its ranks and devices.
-    inter_bytes_per_s: of a node's card, in place of measuring it.
+    max_bytes: the largest size.  seconds: about how long the probe may take.  name: of the profile; None: a
+    name made from ranks and devices.  inter_bytes_per_s: of a node's network card; None: to be measured.
     """
 
     output: Path | None
@@ -29,7 +29,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOutcome:
-    """is_first: whether this is the rank that speaks for all.  refusal: why nothing was measured, if so."""
+    """is_first: whether this rank reports for all ranks.  refusal: why nothing was measured, if so."""
 
     is_first: bool
     profile: ClusterProfile | None = None

@@ -1,7 +1,7 @@
 """The profile of a cluster: speeds and sizes, from `fcdp probe`, a file, or a table of built-in ones.
 
-The scheduler takes its `machine` (`options={"machine": "cluster.json"}`), the planner and the simulator all
-of it.
+The scheduler uses a profile's `machine` (`options={"machine": "cluster.json"}`), the planner and the
+simulator the whole profile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_RANKS_PER_NODE = 1024
 
 
 class Measured(Enum):
-    """What a sample is of; all ranks of the cluster, or of a node, at the same time."""
+    """The operation that a sample measures; all ranks of the cluster, or of a node, do it at once."""
 
     INTER_ALL_GATHER = "inter_all_gather"
     INTRA_ALL_GATHER = "intra_all_gather"
@@ -34,10 +34,10 @@ class Measured(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One measurement: the median time of something on the slowest rank.
+    """One measurement: the median time of an operation on the slowest rank.
 
-    bytes: sent over its card by one node (inter), sent by one rank (intra), copied by one rank (h2d, d2h),
-    read and written by one rank (copy).  flops: of one rank (matmul).
+    bytes: sent over its network card by one node (inter), sent by one rank (intra), copied by one rank (h2d,
+    d2h), read and written by one rank (copy).  flops: of one rank (matmul).
     """
 
     of: Measured
@@ -48,14 +48,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterProfile:
-    """What the planner and the simulator know of a cluster.
+    """The speeds and sizes of a cluster, for the planner and the simulator.
 
-    device_type: "cuda" or "cpu".  nodes: how many were measured, None for a table's entry.  ranks_per_node:
-    the most that a node has.  device_memory_bytes: of one rank.  host_memory_bytes: of one node.
-    ranks_per_host_link: ranks that share one link to host memory (a PCIe switch).  intra_over_host_link:
-    whether what ranks of a node send each other takes that link too (no NVLink between all of them).
-    machine: its h2d and d2h are of one such link, which all of these ranks may use at once; `rank_machine`
-    has a rank's share.  source: where the figures come from, for people.
+    device_type: "cuda" or "cpu".  nodes: how many were measured, None for a built-in profile.
+    ranks_per_node: the most that a node has.  device_memory_bytes: of one rank.  host_memory_bytes: of one
+    node.  ranks_per_host_link: ranks that share one link to host memory (a PCIe switch).
+    intra_over_host_link: whether transfers between ranks of a node use that link too (no NVLink between all
+    of them).  machine: its h2d and d2h are of one whole host link, which these ranks may all use at once;
+    `rank_machine` has a rank's share.  source: where the figures come from, for people.
     """
 
     name: str
@@ -116,15 +116,15 @@ FORMAT = RecordFormat(
 def read_profile(path: str | os.PathLike[str]) -> ClusterProfile:
     """Read a profile from a file.
 
-    Raises: ProfileError with the field and the fault; OSError where the file cannot be read.
+    Raises: ProfileError with the field and the fault; OSError if the file cannot be read.
     """
     return FORMAT.read(path)
 
 
 def write_profile(path: str | os.PathLike[str], profile: ClusterProfile) -> None:
-    """Write a profile to a file that others see either whole or not at all.
+    """Write a profile to a file that other processes see either whole or not at all.
 
-    Raises: OSError where it cannot be written.
+    Raises: OSError if the file cannot be written.
     """
     FORMAT.write(path, profile)
 
@@ -135,9 +135,9 @@ def profile_to_json(profile: ClusterProfile) -> str:
 
 
 def find_profile(name: str) -> ClusterProfile:
-    """A built-in profile by name, or the one in a file.
+    """A built-in profile by name, or the profile in a file.
 
-    Raises: ProfileError for a damaged file; FcdpError for what is neither a built-in name nor a file.
+    Raises: ProfileError for a damaged file; FcdpError if `name` is neither a built-in name nor a file.
     """
     if name in CLUSTERS:
         return CLUSTERS[name]
@@ -150,8 +150,8 @@ def find_profile(name: str) -> ClusterProfile:
 
 
 # "FCDP: Fully Cached Data Parallel" (Park et al.), table III: 16 GB in 0.613 s over PCIe 4.0 x16, and between
-# nodes in the times below.  That 10 GbE then carries 9.5 Gbit/s says that half of it crosses in each
-# direction, as in an all-gather of two nodes.
+# nodes in the times below.  Half of the bytes cross in each direction, as in an all-gather of two nodes: then
+# 10 GbE carries 9.5 Gbit/s.
 _TABLE_III_BYTES = 16e9
 _TABLE_III_PCIE_S = 0.613
 _TABLE_III_S = {"100g-rdma": 0.949, "100g-ipoib": 3.963, "10gbe": 6.745, "1gbe": 67.66}
@@ -166,7 +166,7 @@ def _a40x8(network: str) -> ClusterProfile:
         device_type="cuda",
         nodes=None,
         ranks_per_node=8,
-        device_memory_bytes=46068 * 2**20,  # what nvidia-smi reports of 48 GB
+        device_memory_bytes=46068 * 2**20,  # nvidia-smi's figure for 48 GB
         host_memory_bytes=1000 * 10**9,
         ranks_per_host_link=1,
         intra_over_host_link=True,  # NVLink joins pairs only; a ring through all eight takes PCIe

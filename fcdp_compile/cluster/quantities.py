@@ -16,7 +16,7 @@ UNITS = {
 
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", re.ASCII)
 
-# Networks are named in bits: 10G is 10 Gbit/s.  A capital B is what makes them bytes.
+# Network speeds are in bits: 10G is 10 Gbit/s.  Only a capital B means bytes.
 _BANDWIDTH = re.compile(
     r"(\d+(?:\.\d+)?) ?(?!$)([KMGTkmgt]?)(?:(B(?:/s|ps)?)|(?:bit|b)(?:/s|ps)?)?", re.ASCII
 )
@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
 def parse_bytes_per_s(text: str) -> float:
     """Bytes per second of a bandwidth such as "10G", "10Gbit/s" (both 10^10 bits) or "1.25GB/s".
 
-    Raises: ValueError for anything else, and for none.
+    Raises: ValueError for anything else, and if it is 0 or not below 1e15 bytes per second.
     """
     if (parts := _BANDWIDTH.fullmatch(text)) is None:
         raise ArgumentError(

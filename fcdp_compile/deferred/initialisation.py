@@ -1,11 +1,11 @@
-"""Which initialisations a model's constructor runs, in its order: those of the modules themselves.
+"""Find the initialisations of a model's modules, in the order in which its constructors run them.
 
-A module that was built for real drew its values in its constructor, children first, and a Hugging Face model
-draws those of all its modules once more when it is complete, by its `_init_weights`.  Run again in this order
-on tensors of the same device, both leave what the constructor left, bit for bit.  Adapters of PEFT are made
-after the model that they adapt, one adapter after the other.
+An ordinary build draws a module's values in its constructor, children first, and a Hugging Face model draws
+those of all its modules once more when it is complete, by its `_init_weights`.  Run again in this order on
+tensors of the same device, both give the same values, bit for bit.  Adapters of PEFT are made after the model
+that they adapt, one adapter after the other.
 
-Neither transformers nor peft is imported: a module is known by what its class has.
+Neither transformers nor peft is imported: modules are recognised by the attributes of their classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fcdp_compile.errors import FcdpError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One initialisation: of which module, how it is called, and the call."""
+    """One initialisation: its module, its name for messages, and the call."""
 
     module: nn.Module
     what: str
@@ -33,13 +33,13 @@ class Step:
 def steps_of(root: nn.Module) -> list[Step]:
     """Every initialisation of the model in the order of an ordinary build.
 
-    Raises: FcdpError for adapters whose values are made from those of the model that they adapt.
+    Raises: FcdpError for adapters whose values are computed from values of the adapted model.
     """
     return _Build(root).steps
 
 
 def tied_to_others(root: nn.Module) -> set[tuple[nn.Module, str]]:
-    """The places that a Hugging Face model ties to another one, whose values both then have."""
+    """The places that a Hugging Face model ties to another place, whose values both then have."""
     found = set()
     for module in root.modules():
         tied = vars(module).get("all_tied_weights_keys")
@@ -51,7 +51,7 @@ def tied_to_others(root: nn.Module) -> set[tuple[nn.Module, str]]:
 
 
 class _Build:
-    """Walks a model as its constructors went."""
+    """Visits a model's modules in the order of their constructors."""
 
     def __init__(self, root: nn.Module) -> None:
         self._names: dict[nn.Module, str] = {}
@@ -84,7 +84,7 @@ class _Build:
                     )
 
     def _construct(self, module: nn.Module) -> None:
-        """What the module's constructor does to its parameters, as modules of torch and others name it."""
+        """Add the method by which the module's constructor sets its parameters, under its usual names."""
         for name in ("reset_parameters", "_reset_parameters"):
             method = getattr(type(module), name, None)
             if method is not None and _takes(method, module):
@@ -152,7 +152,7 @@ class _Build:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in a module that its constructor made: not adapters, nor copies that adapters keep."""
+    """The children that a module's constructor made: not adapters, nor copies that adapters keep."""
     later: set[nn.Module] = set(_containers(module)) if _is_adapted(module) else set()
     if _keeps_copies(module):
         later.add(module.modules_to_save)  # type: ignore[arg-type]  # a ModuleDict
@@ -176,7 +176,7 @@ def _bound(model: nn.Module, inner: nn.Module) -> Callable[[], object]:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether a module is a layer of PEFT: a layer and, in dictionaries by adapter, what adapts it."""
+    """Whether a module is a layer of PEFT: a base layer and, in dictionaries by adapter, its adapters."""
     return hasattr(type(module), "adapter_layer_names") and "base_layer" in module._modules
 
 
@@ -195,7 +195,7 @@ def _adapters(layer: nn.Module) -> list[str]:
 
 
 def _keeps_copies(module: nn.Module) -> bool:
-    """Whether a module is PEFT's wrapper of one that is trained and saved in full, in a copy by adapter."""
+    """Whether a module is PEFT's wrapper of one that is trained and saved whole, in a copy by adapter."""
     return "original_module" in module._modules and isinstance(
         module._modules.get("modules_to_save"), nn.ModuleDict
     )
@@ -211,9 +211,9 @@ def _copying(original: Any, copy: nn.Module) -> Callable[[], object]:
 
 
 def _adapter_configs(root: nn.Module) -> dict[str, Any]:
-    """The configurations of adapters by adapter.
+    """The configurations of the adapters, by adapter.
 
-    Raises: FcdpError for prompts that are taken from the embeddings of words.
+    Raises: FcdpError for prompts that start from embeddings of words.
     """
     for module in root.modules():
         configs = vars(module).get("peft_config")
@@ -240,7 +240,7 @@ def _takes(method: Callable[..., Any], *arguments: object) -> bool:
 
 
 def lost_attributes(root: nn.Module) -> list[str]:
-    """Tensors on meta that are neither parameters nor buffers, which no initialisation finds again."""
+    """Names of tensors on meta that are neither parameters nor buffers; no initialisation can reach them."""
     return [
         f"{path}.{name}" if path else name
         for path, module in root.named_modules()

@@ -1,12 +1,12 @@
-"""`materialize(model)`: give a model that was built on meta the values that its own modules give it.
+"""`materialize(model)`: initialise a model that was built on meta by its own modules' initialisation.
 
-Module by module: whole tensors on the device, the module's initialisation, this rank's rows kept, the rest
-freed.  So no rank ever has more than its home shards and the largest module.
+For each module: make whole tensors on the device, run the module's initialisation, keep this rank's rows and
+free the rest.  So no rank ever holds more than its home shards and the largest module.
 
 [Note: again] An initialisation first gets whole tensors for the parameters of its own module.  Some need
 more: PEFT's write to modules below and read the base's weights, torch's MultiheadAttention writes to a child.
-Such a run touches stand-ins.  It is thrown away, and the initialisation runs again from the same random
-numbers, with whole tensors for what it touched, and with values for what it read.
+Such a run touches stand-ins.  Its results are thrown away, and the initialisation runs again from the same
+random state, with whole tensors for the slots that it touched, and with values for those that it read.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from fcdp_compile.torch_compat import storage_id
 
 
 def materialize(model: nn.Module) -> None:
-    """Initialise what the model was built on meta with, by the modules' own initialisation; in place.
+    """Initialise the tensors that were built on meta, by the modules' own initialisation; in place.
 
-    `reset_parameters()` of each module, `_init_weights` of a Hugging Face model, PEFT's for adapters, in the
-    order in which an ordinary build calls them.  Every rank draws the whole of every parameter as rank 0's
-    random number generators stand and keeps its rows: the values are, bit for bit, those of an unsharded
-    build on the same device (`with torch.device(device):`) after the same seed, on any number of ranks and
-    with any strategy, for modules that draw in these methods alone.  (Those that draw in their constructor
-    otherwise, as Hugging Face's GPT-2 does, get other values of the same distribution; so do PEFT's adapters
-    of a bf16 or fp16 base, which an ordinary build rounds to the base's dtype.)  Buffers are filled too.
-    Of tied parameters the first has the say, or the one that a Hugging Face model ties the others to.
+    It calls `reset_parameters()` of each module, `_init_weights` of a Hugging Face model and PEFT's methods
+    for adapters, in the order of an ordinary build.  Every rank draws every whole parameter with the state of
+    rank 0's random number generators, and keeps its own rows.  So the values are, bit for bit, those of an
+    unsharded build on the same device (`with torch.device(device):`) after the same seed, on any number of
+    ranks and with any strategy, if modules draw only in these methods.  (Modules that draw elsewhere in their
+    constructor, such as Hugging Face's GPT-2, get other values of the same distribution; so do adapters of
+    PEFT for a bf16 or fp16 base, which an ordinary build rounds to its dtype.)  Buffers are filled too.
+    Tied parameters get the values of the first, or of the one that a Hugging Face model ties the others to.
 
-    What has values already keeps them: after `load_pretrained`, or for a model of which only the adapters
-    were built on meta.  With nothing on meta this does nothing.  All ranks must call it.
+    Tensors that have values keep them: after `load_pretrained`, or if only the adapters were built on meta.
+    If nothing is on meta, nothing is done.  All ranks must call it.
 
-    Afterwards the generators stand where an unsharded build leaves rank 0's; on a rank whose generators stood
-    elsewhere than rank 0's, where they stood.  The device's memory holds at most the home shards and what the
-    largest initialisation touches: one module's parameters, mostly.
+    Afterwards the generators have the state that an unsharded build leaves on rank 0; a generator whose state
+    differed from rank 0's gets its old state back.  The device's memory holds at most the home shards and the
+    tensors that the largest initialisation touches: mostly one module's parameters.
 
-    Raises: FcdpError on every rank, with everything still without values: for parameters and buffers without
-    any initialisation, all of them named; if an initialisation fails, leaves a parameter partly unset, or
-    gave other values on another rank.  ValueError for a model that is not sharded.
+    Raises: FcdpError on every rank, and everything stays without values: if parameters or buffers have no
+    initialisation (all of them are named), or if an initialisation fails, leaves a parameter partly unset, or
+    gives other values on another rank.  ValueError if the model is not sharded.
     """
     root, state = model_of(model), state_of(model)
     with torch.device("cpu"):  # also within `with torch.device("meta")`
@@ -72,7 +72,7 @@ def materialize(model: nn.Module) -> None:
 
 
 def _agree_on_unset(state: ShardedModel) -> None:
-    """Raise on every rank if ranks have values of different tensors."""
+    """Raise on every rank if different tensors have values on different ranks."""
     names = state.unset.names()
     mark = int(hashlib.sha256("\n".join(names).encode()).hexdigest()[:15], 16)
     rows = state.collectives.agree([mark])
@@ -94,7 +94,7 @@ class _Materialisation:
         self._slots_of: dict[nn.Module, list[Slot]] = {}
         for slot in self._slots:
             self._slots_of.setdefault(slot.module, []).append(slot)
-        # Buffers by name as they will be; they stay out of the model until everything has worked.
+        # The future buffers by name; they are put into the model only after everything has succeeded.
         self._buffers: dict[str, Tensor] = {
             s.full_name: s.blank(self._device)
             for s in self._slots
@@ -105,7 +105,7 @@ class _Materialisation:
         self._failure: FcdpError | None = None
 
     def run(self) -> None:
-        """Initialise everything that is unset."""
+        """Initialise all unset parameters and buffers."""
         control = self._state.topology.control
         steps: list[Step] = []
         together(control, lambda: steps.extend(self._steps()))
@@ -133,11 +133,11 @@ class _Materialisation:
     # --- one initialisation -------------------------------------------------------------------------------
 
     def _initialise(self, step: Step, resting: Resting) -> None:
-        """Run an initialisation until it has all that it touches ([Note: again])."""
+        """Run an initialisation until it has whole tensors for all that it touches ([Note: again])."""
         if not any(slot.is_unset for slot in self._below(step.module)):
             return
         start = generator_states(self._device)
-        # The slots that get whole tensors, and whether these have values.
+        # The slots that get whole tensors, and whether these tensors have values.
         whole = {s: False for s in self._slots_of.get(step.module, ()) if s.is_unset}
         while self._failure is None:
             values = self._gathered(whole)
@@ -157,7 +157,7 @@ class _Materialisation:
             if error is None and not is_needed:
                 return
             if not lacking:
-                # Whatever it is, the others have to hear of it before they wait for this rank.
+                # The other ranks must learn of any error before they wait for this rank.
                 self._failure = FcdpError(f"{step.what} failed: {error}")
             whole |= lacking
 
@@ -168,7 +168,7 @@ class _Materialisation:
         values: dict[Slot, Tensor],
         resting: Resting,
     ) -> tuple[dict[Slot, Touch], Exception | None]:
-        """What an initialisation touches, and why it failed; what it has set is in its slots."""
+        """Run an initialisation; returns the slots that it touched, and its error.  Slots keep its values."""
         put = {}
         for slot in whole:
             slot.held[slot.name] = slot.wrap(self._whole(slot, values))
@@ -179,11 +179,11 @@ class _Materialisation:
         try:
             with torch.no_grad(), self._device, watch:
                 step.act()
-        except Exception as raised:  # it may have looked at the values of a stand-in
-            error = raised.with_traceback(None)  # whose frames would keep tensors alive
+        except Exception as raised:  # it may have read the values of a stand-in
+            error = raised.with_traceback(None)  # frames of a traceback would keep tensors alive
         for slot in self._below(step.module):
             if watch.slot_of(slot.held.get(slot.name)) is not slot:
-                # Another tensor was put there, or other memory into it (`.data = ...`).
+                # The initialisation has put another tensor there, or other memory into it (`.data = ...`).
                 watch.touches.setdefault(slot, Touch(needs_values=False)).writes = True
                 if slot not in whole:
                     resting.renew(slot)
@@ -193,7 +193,7 @@ class _Materialisation:
         return (slot for m in module.modules() for slot in self._slots_of.get(m, ()))
 
     def _lacking(self, touches: dict[Slot, Touch], whole: dict[Slot, bool]) -> dict[Slot, bool]:
-        """Of what was touched, the slots without a whole tensor or without values that were read."""
+        """The touched slots that had no whole tensor, or no values though these were read."""
         lacking = {}
         for slot, touch in touches.items():
             has_values = not slot.is_unset or slot.full_name in self._written
@@ -203,7 +203,7 @@ class _Materialisation:
         return lacking
 
     def _gathered(self, whole: dict[Slot, bool]) -> dict[Slot, Tensor]:
-        """The values of slots that need them, with all ranks."""
+        """Gather the values of the slots that need them; all ranks take part."""
         wanted = [slot for slot, needs_values in whole.items() if needs_values]
         if wanted:
             self._meet(f"reads {', '.join(slot.full_name for slot in wanted)}")
@@ -226,7 +226,7 @@ class _Materialisation:
         return slot.blank(self._device)
 
     def _keep(self, touches: dict[Slot, Touch]) -> None:
-        """Keep this rank's rows of what an initialisation has set."""
+        """Keep this rank's rows of the values that an initialisation has set."""
         for slot, touch in touches.items():
             if not (slot.gives and touch.writes):
                 continue
@@ -247,10 +247,10 @@ class _Materialisation:
             if self._state.topology.ranks > 1:
                 self._marks[slot.full_name] = fingerprint([whole])
 
-    # --- what ranks tell each other -----------------------------------------------------------------------
+    # --- agreement of ranks -------------------------------------------------------------------------------
 
     def _meet(self, doing: str) -> None:
-        """Raise on every rank if an initialisation has failed on any, or if ranks are at different ones."""
+        """Raise on every rank if an initialisation failed on any rank, or if ranks are at different steps."""
 
         def told() -> str:
             if self._failure is not None:
@@ -265,7 +265,7 @@ class _Materialisation:
             )
 
     def _check_set(self) -> None:
-        """Raise if something has no initialisation, or if one left something unset."""
+        """Raise if a tensor has no initialisation, or if an initialisation left a tensor partly unset."""
         giving = [slot for slot in self._slots if slot.gives and slot.original.numel()]
         if lacking := [slot for slot in giving if slot.full_name not in self._written]:
             names = [f"{slot.full_name} ({type(slot.module).__name__})" for slot in lacking]
@@ -289,7 +289,7 @@ class _Materialisation:
             )
 
     def _check_same(self) -> None:
-        """Raise on every rank if ranks have made different values."""
+        """Raise on every rank if ranks have initialised different values."""
         if not self._marks:
             return
         rows = self._state.collectives.agree(torch.stack(list(self._marks.values())).tolist())
@@ -302,7 +302,7 @@ class _Materialisation:
 
 
 def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
-    """Every place of a parameter or buffer; of the places of what is unset one gives values."""
+    """A slot for every place of a parameter or buffer; one place of each unset tensor gives its values."""
     records = {place: r for r in state.records.values() for place in r.owners()}
     tied = tied_to_others(root)
     giving = set()
@@ -343,7 +343,7 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
 
 @contextmanager
 def _as_rank_0(state: ShardedModel) -> Iterator[None]:
-    """Draw random numbers as rank 0 would; afterwards a rank that stood elsewhere stands there again."""
+    """Draw random numbers as rank 0 would; afterwards generators that differed get their old state back."""
     device, group = state.device.torch, state.topology.control
     mine = generator_states(device)
     firsts = [s.clone() for s in mine]

@@ -1,7 +1,7 @@
 """Stand-ins for the tensors of a model while its own initialisation runs, module by module.
 
 Every parameter and buffer of the model has a slot.  At rest the slot holds a fake tensor, which has no
-memory, takes any operation, and says that it is on the device (a tensor on meta would not, and PEFT asks).
+memory, accepts any operation, and reports the real device (PEFT checks it, and a tensor on meta would not).
 While an initialisation runs, the slots that it needs hold real whole tensors instead, and a watch notes the
 slots that operations read and write.
 """
@@ -21,16 +21,16 @@ from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.torch_compat import DispatchMode, FakeTensorMode, storage_id, without_modes
 
 _OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "bernoulli_")
-"""In-place ops of aten that do not read what they write to."""
+"""In-place ops of aten that do not read the tensor that they write to."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Slot:
-    """A place of the model for a tensor: a parameter's or a buffer's.
+    """A place in the model that holds a parameter or buffer.
 
-    original: what is there.  record: of a sharded parameter.  full_name: the parameter's or buffer's, also in
-    other places of a tied one.  is_unset: whether it is without values.  gives: whether it then gets them
-    from this slot; what is written to the other places of a tied one is dropped.
+    original: the tensor in this place.  record: of a sharded parameter.  full_name: of the parameter or
+    buffer, the same in all places of a tied one.  is_unset: whether it has no values.  gives: whether an
+    unset one gets its values from this slot; values written to other places of a tied one are dropped.
     """
 
     module: nn.Module
@@ -49,18 +49,18 @@ class Slot:
         return self.module._buffers if self.is_buffer else self.module._parameters
 
     def wrap(self, values: Tensor) -> Tensor:
-        """Whole values as what the slot holds: a parameter if it is one's, with the marks it has."""
+        """Turn whole values into the slot's kind of tensor: a parameter gets the original's attributes."""
         if self.is_buffer:
             return values
         made = nn.Parameter(values, requires_grad=self.original.requires_grad)
         for name, value in vars(self.original).items():
-            # This mark says that there is nothing left to initialise.
+            # `_is_hf_initialized` would say that there is nothing left to initialise.
             if not name.startswith("_fcdp") and name not in _NOT_KEPT:
                 setattr(made, name, value)
         return made
 
     def blank(self, device: torch.device) -> Tensor:
-        """Whole memory in which `has_unset` sees what nobody writes to."""
+        """A whole tensor in which `has_unset` can find elements that were not written to."""
         made = torch.empty(self.original.shape, dtype=self.original.dtype, device=device)
         if (mark := _unset_mark(made.dtype)) is not None:
             made.fill_(mark)
@@ -78,10 +78,10 @@ def _unset_mark(dtype: torch.dtype) -> float | int | None:
 
 
 def has_unset(tensor: Tensor) -> bool:
-    """Whether something of `Slot.blank` was not written to: not a number, or the least of integers."""
+    """Whether elements of a `Slot.blank` were not written to: they are NaN, or the least integer."""
     mark = _unset_mark(tensor.dtype)
     if mark is None:
-        return False  # every value of a byte may be meant
+        return False  # every value of a byte may be intended
     if isinstance(mark, int):
         return bool((tensor == mark).any())
     few_bits = tensor.is_floating_point() and tensor.itemsize == 1  # kernels lack comparisons
@@ -90,14 +90,14 @@ def has_unset(tensor: Tensor) -> bool:
 
 @dataclass(slots=True)
 class Touch:
-    """What an initialisation does to a slot: whether it needs its values first, and whether it writes."""
+    """How an initialisation uses a slot: whether it needs the slot's values first, and whether it writes."""
 
     needs_values: bool
     writes: bool = False
 
 
 class Resting:
-    """The fake tensors of slots at rest; slots: by the memory that they would have."""
+    """The fake tensors of slots at rest; slots: by the ids of the fake tensors' storages."""
 
     def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -120,7 +120,7 @@ class Resting:
 
 @contextmanager
 def standing_in(slots: Sequence[Slot], device: torch.device) -> Iterator[Resting]:
-    """Put fake tensors in all slots; afterwards there is again what was."""
+    """Put fake tensors in all slots, and restore the slots afterwards."""
     modules = list(dict.fromkeys(slot.module for slot in slots))
     kept = [(m, dict(m._parameters), dict(m._buffers)) for m in modules]
     try:
@@ -136,7 +136,7 @@ def standing_in(slots: Sequence[Slot], device: torch.device) -> Iterator[Resting
 
 
 class Watch(DispatchMode):
-    """Notes which slots the ops read and write, known by the memory that they would have."""
+    """Notes the slots that ops read and write; it recognises tensors by their storages' ids."""
 
     def __init__(self, slots: Mapping[int, Slot]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the mode has no types
@@ -144,7 +144,7 @@ class Watch(DispatchMode):
         self.touches: dict[Slot, Touch] = {}
 
     def slot_of(self, value: object) -> Slot | None:
-        """The slot that a tensor is of, or a view of."""
+        """The slot that a tensor, or the base of a view, belongs to."""
         return self._slots.get(storage_id(value)) if isinstance(value, Tensor) else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,7 +179,7 @@ def generator_states(device: torch.device) -> list[Tensor]:
 
 
 def set_generators(states: Sequence[Tensor], device: torch.device) -> None:
-    """Set what `generator_states` gave."""
+    """Set the states that `generator_states` returned."""
     with without_modes():
         torch.set_rng_state(states[0])
         for of_card in states[1:]:

@@ -1,12 +1,12 @@
-"""What a device offers: streams and events, memory, memory that it copies from the host, collectives.
+"""The devices that the runtime supports: their streams and events, memory, pinned host memory, collectives.
 
-    Device           what the runtime asks of any device
-      Cpu            no streams: what runs beside compute runs on threads
-      Cuda           NVIDIA's cards, and AMD's, for which torch has the same API
-      CheckedDevice  any of them that has streams, and checks what they do (FCDP_CHECK_STREAMS=1)
+    Device           the interface that the runtime uses
+      Cpu            no streams: work beside compute runs on threads
+      Cuda           GPUs of NVIDIA, and of AMD, for which torch has the same API
+      CheckedDevice  wraps a device with streams and checks their order (FCDP_CHECK_STREAMS=1)
 
-No module but `cuda` names a kind of card.  Support for another accelerator is one more class here.  The tests
-have a simulated device (tests/runtime/simulated_device.py).
+Only `cuda` names a kind of GPU.  To support another accelerator, add a class here.  The tests have a
+simulated device (tests/runtime/simulated_device.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def device_of(torch_device: torch.device) -> Device:
-    """What a device of torch offers."""
+    """The Device for a device of torch."""
     if torch_device.type != "cuda":
         return Cpu()
     card = Cuda(torch_device)
@@ -45,9 +45,9 @@ def device_of(torch_device: torch.device) -> Device:
 
 
 def choose_device(local_rank: int | None) -> Device:
-    """The device for a rank of this machine, from now on this process's current one.
+    """Choose the device for a rank of this machine and make it this process's current device.
 
-    local_rank: its number among those of the machine; None leaves the current device.
+    local_rank: the rank's number on its machine; None leaves the current device.
     """
     if local_rank is not None and torch.cuda.is_available():
         choose_card(local_rank)
@@ -67,7 +67,7 @@ def are_on_stream(kind: str, group: dist.ProcessGroup | None) -> bool:
 def current_device(kind: str | None = None) -> Device:
     """The device of a kind ("cuda", "cpu") that this process uses.
 
-    kind: of a mesh; by default the card, or the CPU where there is none.
+    kind: of a mesh; by default the GPU, or the CPU if there is no GPU.
     """
     if torch.cuda.is_available() if kind is None else kind == "cuda":
         return device_of(torch.device("cuda", torch.cuda.current_device()))

@@ -1,6 +1,6 @@
-"""A device that checks what its streams do: every access to memory comes after those that it depends on.
+"""A device that checks its streams: every access to memory must come after the accesses it depends on.
 
-`stream_check` says what is checked, and how.
+`stream_check` explains the check.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fcdp_compile.devices.stream_check import StreamCheck
 
 
 def _of_device(name: str) -> Callable[..., Any]:
-    """A method that the device itself answers."""
+    """Make a method that calls the checked device's own."""
 
     def call(self: CheckedDevice, *args: Any) -> Any:
         return getattr(self._device, name)(*args)
@@ -26,7 +26,7 @@ def _of_device(name: str) -> Callable[..., Any]:
 
 
 class CheckedDevice(Device):
-    """A device with streams, and the check of what these do."""
+    """A device with streams whose order is checked."""
 
     has_streams = True
     is_checked = True
@@ -69,7 +69,7 @@ class CheckedDevice(Device):
         self._device.synchronize()
         self.check.waited_for()
 
-    # --- what runs ----------------------------------------------------------------------------------------
+    # --- work ---------------------------------------------------------------------------------------------
 
     def watching(self, what: str) -> AbstractContextManager[Any]:
         return self.check.watching(what)

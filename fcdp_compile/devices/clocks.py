@@ -1,7 +1,7 @@
-"""Vector clocks of streams, and what accesses to memory they order.
+"""Vector clocks of streams, and the order that they prove between accesses to memory.
 
-Each party, a stream or the host beside it, has a clock: how much of every party's work surely comes before
-what it does next (Mattern 1989, "Virtual time and global states of distributed systems").
+Each party, a stream or the Python thread beside it, has a clock: how many works of every party surely come
+before its next work (Mattern 1989, "Virtual time and global states of distributed systems").
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Clock = Mapping[Party, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One use of memory: who, as the how manieth of its works, and what to tell people of it."""
+    """One use of memory, by the work number `time` of a party; what: for messages."""
 
     party: Party
     time: int
@@ -26,8 +26,8 @@ class Access:
 class CheckedMemory:
     """One piece of memory.
 
-    owner: the party to whose next work it goes when it is freed.  written: the last write.  reads: the last
-    read of each party since then.
+    owner: the party whose next work may get the memory when it is freed.  written: the last write.  reads:
+    the last read of each party since then.
     """
 
     owner: Party
@@ -37,7 +37,7 @@ class CheckedMemory:
     reads: dict[Party, Access] = field(default_factory=dict)
 
     def uses(self) -> Iterator[Access]:
-        """What nobody may write over before it is done."""
+        """The accesses that must be done before this memory is overwritten."""
         if self.written is not None:
             yield self.written
         yield from self.reads.values()
@@ -50,38 +50,38 @@ class Clocks:
         self._clocks: dict[Party, dict[Party, int]] = {}
 
     def now(self, party: Party) -> Clock:
-        """What surely comes before the next work of a party, its own included; stays as it is."""
+        """A copy of a party's clock: all work that certainly comes before its next work, its own included."""
         return dict(self._clocks.get(party, {}))
 
     def wait(self, party: Party, clock: Clock) -> None:
-        """Let the next work of a party come after all that a clock counts."""
+        """Order the next work of a party after all work that a clock counts."""
         mine = self._clocks.setdefault(party, {})
         for other, time in clock.items():
             mine[other] = max(time, mine.get(other, 0))
 
     def work(self, party: Party) -> int:
-        """Count a work of a party; returns which it is."""
+        """Count a work of a party; returns the number of this work."""
         mine = self._clocks.setdefault(party, {})
         mine[party] = mine.get(party, 0) + 1
         return mine[party]
 
     def is_done(self, access: Access, party: Party) -> bool:
-        """Whether an access surely comes before the next work of a party."""
+        """Whether an access certainly comes before the next work of a party."""
         return self._clocks.get(party, {}).get(access.party, 0) >= access.time
 
     def read(self, memory: CheckedMemory, access: Access) -> Access | None:
-        """Note a read; returns the access that it should have come after, and does not surely."""
+        """Note a read; returns the earlier access that is not certain to come before it, if any."""
         conflict = memory.written
         memory.reads[access.party] = access
         return conflict if conflict and not self.is_done(conflict, access.party) else None
 
     def write(self, memory: CheckedMemory, access: Access) -> Access | None:
-        """Note a write; returns an access that it should have come after, and does not surely."""
+        """Note a write; returns an earlier access that is not certain to come before it, if any."""
         conflict = self.unfinished(memory, access.party)
         memory.written = access
         memory.reads.clear()
         return conflict
 
     def unfinished(self, memory: CheckedMemory, party: Party) -> Access | None:
-        """An access to memory that is not surely done when a party works next."""
+        """An access to memory that is not certain to be done when a party works next, if any."""
         return next((use for use in memory.uses() if not self.is_done(use, party)), None)

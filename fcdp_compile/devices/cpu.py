@@ -13,7 +13,7 @@ from fcdp_compile.devices.interface import Device, Event, Stream
 class Cpu(Device):
     """The host itself.
 
-    Callers ask `has_streams` first: a call that needs a stream or an event is a fault of fcdp, and raises.
+    Callers check `has_streams` first: a call that needs a stream or an event is a bug of fcdp, and raises.
     """
 
     has_streams = False

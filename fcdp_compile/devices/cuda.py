@@ -1,4 +1,4 @@
-"""Cards that torch drives by `torch.cuda`."""
+"""GPUs that torch drives by `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from fcdp_compile.devices.interface import Device, Event, Stream
 
 log = logging.getLogger(__name__)
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context, as what torch pins
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context, as torch does it
 
 
 def has_nccl(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group's collectives on cards run on a stream, by whatever name it was asked for.
+    """Whether a group's collectives on GPUs run on a stream, however its backend was requested.
 
-    torch calls the backend of a group that was made without one "undefined", and knows what it became.
+    torch calls the backend of a group made without one "undefined"; its backend config names the real one.
     """
     pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return "nccl" in dict(pairs).get("cuda", "")
 
 
 def choose_card(local_rank: int) -> None:
-    """Make a card the current one of this process; ranks take turns where there are more of them."""
+    """Make a GPU this process's current device; if there are more ranks than GPUs, ranks share GPUs."""
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 class Cuda(Device):
-    """A card that torch drives by `torch.cuda`: NVIDIA's, or AMD's with ROCm."""
+    """A GPU that torch drives by `torch.cuda`: NVIDIA's, or AMD's with ROCm."""
 
     has_streams = True
     backends = "cpu:gloo,cuda:nccl"
-    # One timeout holds for both backends; torch's own of the two would let NCCL wait as long as Gloo.
+    # Both backends get one timeout; torch's default for the two would let NCCL wait as long as Gloo.
     timeout = default_pg_nccl_timeout
 
     def new_stream(self, *, is_urgent: bool) -> Stream:
@@ -111,7 +111,7 @@ class Cuda(Device):
         return str(torch.cuda.get_device_properties(self.torch).uuid)
 
     def _forget_error(self) -> None:
-        """Clear CUDA's last error, which the next launch of anybody's kernel would report as its own."""
+        """Clear CUDA's last error, which the next kernel launch would report as its own."""
         # torch (2.11 to 2.15) has no cudaGetLastError, but a launch reads and clears it.
         try:
             torch.ones(1, device=self.torch).add_(1)

@@ -1,4 +1,4 @@
-"""What the runtime asks of any device."""
+"""The interface between the runtime and a device."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ class Event(Protocol):
     """A point in the work of a stream."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has reached this event."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to a later one; both must be past and have been made to be timed."""
+        """Milliseconds from this event to a later one; both must be reached and recorded with is_timed."""
 
 
 class Stream(Protocol):
     """Work that the device does in order."""
 
     def wait_event(self, event: Any) -> None:
-        """Let what is given to the stream from now on come after an event."""
+        """Make work that is given to the stream from now on wait for an event."""
 
     def __hash__(self) -> int:
-        """The same for every object that stands for one stream."""
+        """Equal for all objects that represent the same stream."""
 
 
 class Device(ABC):
     """One device of this process.
 
     has_streams: whether work is given to streams and done later; else it is done when a call returns.
-    backends: what `torch.distributed.init_process_group` is asked for.
-    is_checked: whether it checks what streams do.
-    timeout: how long its collectives wait unless they are told; None: as long as torch says.
+    backends: the backend argument for `torch.distributed.init_process_group`.
+    is_checked: whether the order of its streams is checked.
+    timeout: the default timeout of its collectives; None: torch's default.
     """
 
     has_streams: ClassVar[bool]
@@ -54,35 +54,35 @@ class Device(ABC):
 
     @abstractmethod
     def new_stream(self, *, is_urgent: bool) -> Stream:
-        """A stream; the device starts the work of an urgent one first."""
+        """A new stream; the device starts the work of an urgent stream first."""
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream that gets what this thread gives to the device."""
+        """The stream that this thread's work for the device goes to."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Within, the stream is this thread's current one."""
+        """Make the stream this thread's current stream within a block."""
 
     @abstractmethod
     def record(self, *, is_timed: bool = False) -> Event:
-        """An event behind what this thread's current stream has been given."""
+        """Record an event after all work that this thread's current stream has been given so far."""
 
     def synchronize(self) -> None:  # noqa: B027  # nothing to do on the host
-        """Let the Python thread wait for its current stream."""
+        """Make the Python thread wait for its current stream."""
 
-    # --- what runs, for a device that checks it (`checked`) -----------------------------------------------
+    # --- work, for a device that checks it (`checked`) ----------------------------------------------------
 
     def watching(self, what: str) -> AbstractContextManager[Any]:
-        """Within, this thread runs what the name says."""
+        """Check this thread's operators within a block.  what: a name for them in errors."""
         return nullcontext()
 
     def launch(self, segment: Callable[[list[Any]], Any], args: list[Any], what: str) -> Any:
-        """Call a compiled segment on its arguments, which it may empty."""
+        """Call a compiled segment on its list of arguments, which the segment may empty."""
         return segment(args)
 
     def note(self, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:  # noqa: B027
-        """Say what something has touched on this thread's current stream that is not watched itself."""
+        """Report the tensors that unwatched work on this thread's current stream has read and written."""
 
     # --- memory -------------------------------------------------------------------------------------------
 
@@ -95,11 +95,11 @@ class Device(ABC):
         return None
 
     def allocated_bytes(self) -> int:
-        """The memory of this process's tensors; 0 where nobody counts it."""
+        """The memory of this process's tensors; 0 if the device does not count it."""
         return 0
 
     def peak_bytes(self) -> int | None:
-        """The most memory that tensors of this process ever had; None where nobody counts it."""
+        """The peak memory of this process's tensors; None if the device does not count it."""
         return None
 
     # --- memory of the host -------------------------------------------------------------------------------
@@ -110,43 +110,43 @@ class Device(ABC):
         return False
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
-        """A buffer of the host that copies to and from the device are fast with.
+        """A host buffer like this tensor, for fast copies to and from the device.
 
-        It may go as soon as the last copy was given to a stream.
+        The caller may drop the buffer as soon as the last copy was given to a stream.
         """
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def register(self, address: int, size_bytes: int) -> str:
-        """Register memory of the host; returns why that is not possible, or nothing."""
+        """Register memory of the host; returns why that is not possible, or an empty string."""
         return ""
 
     def unregister(self, address: int) -> None:  # noqa: B027  # nothing to do on the host
-        """Take back `register`, once no copy that was started reads or writes the memory any longer."""
+        """Undo `register`, after waiting for copies that were started."""
 
     # --- collectives --------------------------------------------------------------------------------------
 
     def runs_on_stream(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether collectives of a group are given to the current stream; others block their caller.
+        """Whether collectives of a group run on the current stream; other collectives block their caller.
 
-        group: the default group if it is None.
+        group: None: the default group.
         """
         return False
 
     # --- random numbers -----------------------------------------------------------------------------------
 
     def rng_state(self) -> Tensor | None:
-        """The state of the generator that belongs to the device; None if that is the host's."""
+        """The state of the device's own random generator; None if the device is the host."""
         return None
 
     def set_rng_state(self, state: Tensor) -> None:  # noqa: B027  # nothing to do on the host
-        """Continue as `rng_state` was."""
+        """Set the device's random generator to a state from `rng_state`."""
 
-    # --- who it is ----------------------------------------------------------------------------------------
+    # --- identity -----------------------------------------------------------------------------------------
 
     def name(self) -> str:
-        """The name of the model of the card, or "cpu"."""
+        """The GPU's model name, or "cpu"."""
         return "cpu"
 
     def identity(self) -> str | None:
-        """What tells this card from all others, also of other machines; None if the device is the host."""
+        """A GPU's id, unique across machines; None if the device is the host."""
         return None

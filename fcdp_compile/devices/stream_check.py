@@ -1,21 +1,21 @@
-"""Which stream touches which memory, and what surely comes before it.
+"""Check that the streams' accesses to memory are ordered by events or waits.
 
-Streams run in any order that events and synchronisation leave open, so one run on a card proves little: what
-was right by luck may be wrong tomorrow.  This check does not go by what has happened, but by what must have
-(`clocks`).  An event carries the clock of its stream, and who waits for the event takes the clock over.
+Streams run in any order that events and synchronisation allow, so one correct run on a GPU proves little:
+its order may have been luck.  This check uses not the order that happened but the guaranteed order
+(`clocks`).  An event carries its stream's clock, and a party that waits for it merges the clock into its own.
 
-    read     of what is not surely written yet
-    write    to what somebody may still read or write
-    free     of memory that another stream may still use: the next kernel of its owner may get it
+    read     of memory whose last write may not be done yet
+    write    to memory that a party may still read or write
+    free     of memory that another stream may still use: the next kernel of its owner may get the memory
     host     reads or writes registered memory that a stream may still use
 
-Each is a `StreamError` that names the step, the operator, the line, and the access that it conflicts with.
+Each of these is a `StreamError` that names the step, the operator, the line, and the conflicting access.
 
-Checked is what runs within `watching`: the runtime's programs, and the tasks of its lanes.  A dispatch mode
-sees the operators there, so that nothing is believed that the runtime says of itself.  Compiled segments
-launch kernels past the mode; they count as reading their arguments and writing their results.
+The check covers work within `watching`: the runtime's programs, and the tasks of its lanes.  A dispatch mode
+observes the operators there, so the check does not rely on reports of the runtime.  Compiled segments launch
+kernels that the mode does not see; they count as reading their arguments and writing their results.
 
-Memory is told apart by storage: two halves of a tensor are one.
+The check distinguishes memory by storage: two halves of a tensor count as one piece.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.torch_compat import DispatchMode, OpOverload, storage_id, tree_leaves
 
 _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
-"""Operators of aten whose results have memory and no values."""
+"""Operators of aten whose results have memory but no values."""
 
 _COPIES = ("copy_", "_to_copy")
 """Operators of aten that may cross between the host and the device."""
 
 _FROM_PYTHON = "lift_fresh"
-"""The operator of aten through which `torch.tensor` passes what it has made."""
+"""The operator of aten through which `torch.tensor` passes its result."""
 
 _ITEM = "_local_scalar_dense"
-"""The operator of aten by which the host reads a number of the device."""
+"""The operator of aten by which the host reads a number from the device."""
 
 _HOST = ("host", None)
-"""Whom registered memory belongs to."""
+"""The owner of registered memory."""
 
 _HERE = Path(__file__).parent
 
 
 class StreamError(FcdpError):
-    """Two accesses to memory that no event or wait puts in order; a fault of fcdp."""
+    """No event or wait orders two accesses to memory; a bug of fcdp."""
 
 
 class StreamCheck:
     """The clocks of a device's streams, and the memory that operators have touched within `watching`.
 
-    current: gives the calling thread's current stream.
+    current: returns the calling thread's current stream.
     """
 
     def __init__(self, device: torch.device, current: Callable[[], Party]) -> None:
@@ -69,13 +69,13 @@ class StreamCheck:
         self._clocks = Clocks()
         self._lock = threading.RLock()
         self._local = threading.local()
-        self._compute = current()  # memory is its own unless a task of another made it
+        self._compute = current()  # owns memory that no task of another stream made
         self._alive: dict[int, tuple[StorageWeakRef, CheckedMemory]] = {}
         self._registered: dict[int, CheckedMemory] = {}  # by address
 
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
-        """Within, operators of this thread are noted, as what the name says."""
+        """Check the operators of this thread within a block.  what: a name for them in errors."""
         before = getattr(self._local, "what", None)
         self._local.what = what
         try:
@@ -87,7 +87,7 @@ class StreamCheck:
     # --- order --------------------------------------------------------------------------------------------
 
     def record(self, make: Callable[[], Any]) -> tuple[Any, Clock]:
-        """Make an event of this thread's current stream; the event, and what surely comes before it."""
+        """Make an event of this thread's current stream; returns the event and its clock."""
         with self._swept():
             return make(), self._clocks.now(self._current())
 
@@ -98,7 +98,7 @@ class StreamCheck:
             self._clocks.wait(stream, clock)
 
     def waited_for(self) -> None:
-        """The Python thread has waited for its current stream."""
+        """Note that the Python thread has waited for its current stream."""
         with self._lock:
             party = self._current()
             self._clocks.wait(_host(party), self._clocks.now(party))
@@ -112,9 +112,9 @@ class StreamCheck:
         what: str,
         made: Sequence[Tensor] = (),
     ) -> None:
-        """Check an operator of this thread's current stream, or of the host, and note what it touches.
+        """Check an operator of this thread's current stream, or of the host, and note its accesses.
 
-        made: results with memory of their own.
+        made: results that have their own memory.
 
         Raises: StreamError.
         """
@@ -134,7 +134,7 @@ class StreamCheck:
                     raise _error("writes to memory that may still be in use", access, conflict)
 
     def allocated(self, made: Sequence[Tensor]) -> None:
-        """Memory without values that belongs to this thread's current stream from now on."""
+        """Note new memory without values, which belongs to this thread's current stream."""
         with self._swept():
             for tensor in made:
                 self._memory(tensor, self._current())
@@ -142,20 +142,20 @@ class StreamCheck:
     # --- memory -------------------------------------------------------------------------------------------
 
     def pinned(self, tensor: Tensor) -> None:
-        """A tensor is in memory of the host."""
+        """Note that a tensor is in host memory."""
         storage = tensor.untyped_storage()
         memory = CheckedMemory(_HOST, storage.nbytes(), is_of_host=True)
-        # The mode has seen it made, and taken it for the device's where that is a CPU.
+        # The mode has already noted this tensor; if the device is a CPU, as memory of the device.
         with self._lock:
             self._alive[storage._cdata] = StorageWeakRef(storage), memory
 
     def registered(self, address: int, size_bytes: int) -> None:
-        """Memory of the host was registered."""
+        """Note that host memory was registered."""
         with self._lock:
             self._registered[address] = CheckedMemory(_HOST, size_bytes, is_of_host=True)
 
     def unregistered(self, address: int) -> None:
-        """That was taken back."""
+        """Note that host memory is no longer registered."""
         with self._lock:
             del self._registered[address]
 
@@ -165,7 +165,7 @@ class StreamCheck:
             return self._memory(tensor, self._compute).is_of_host
 
     def alive_bytes(self) -> int:
-        """Bytes of the device's memory that operators have touched and nobody has freed."""
+        """Bytes of the device's memory that operators have touched and that is not freed."""
         with self._swept():
             return sum(m.bytes for _, m in self._alive.values() if not m.is_of_host)
 
@@ -182,15 +182,15 @@ class StreamCheck:
 
     @contextmanager
     def _swept(self) -> Iterator[None]:
-        """Alone with the clocks, once what has been freed since the last look is checked.
+        """Hold the lock, and first check the memory that was freed since the last check.
 
-        Raises: StreamError if a stream may still use it that the memory does not belong to.
+        Raises: StreamError if a stream other than the owner may still use freed memory.
         """
         with self._lock:
             gone = [key for key, (reference, _) in self._alive.items() if reference.expired()]
             for key in gone:
                 memory = self._alive.pop(key)[1]
-                if memory.is_of_host:  # torch's own pinned memory looks after itself
+                if memory.is_of_host:  # torch itself keeps pinned memory until copies are done
                     continue
                 if conflict := self._clocks.unfinished(memory, memory.owner):
                     raise StreamError(
@@ -236,7 +236,7 @@ class _OperatorWatch(DispatchMode):
         return result
 
     def _waits(self, func: Any, args: Any, kwargs: Any, touched: list[Tensor]) -> bool:
-        """Whether a copy makes the Python thread wait: one between the host and the device, if not told."""
+        """Whether a copy makes the Python thread wait: a blocking copy between the host and the device."""
         names = [a.name for a in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         kinds = {self._check.is_of_host(t) for t in touched}
@@ -247,7 +247,7 @@ def _given(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor
     """The tensors that an operator reads and those that it writes to."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
-    is_collective = func.namespace == "c10d"  # whose schemas do not say what they write to
+    is_collective = func.namespace == "c10d"  # its schemas do not mark what is written to
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]

@@ -1,4 +1,4 @@
-"""Files that others see either whole or not at all."""
+"""Files that other processes see either whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Give a file beside `path` to write; it replaces `path` when the block ends, unless the block fails."""
+    """Yield a file beside `path` to write; it replaces `path` when the block ends, unless the block fails."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield aside
         aside.replace(path)
     except BaseException:
-        with suppress(OSError):  # where not even the folder is one
+        with suppress(OSError):  # its parent may be no folder
             aside.unlink()
         raise

@@ -1,10 +1,10 @@
-"""Records as JSON files: written for people to read and diff, read back with suspicion.
+"""Records as JSON files: written for people to read and diff, and checked strictly when they are read.
 
     record -> to_json -> text -> from_json -> record
 
-The fields of a file are those of frozen dataclasses, so the reader walks their type hints and a field added
-there needs no code here.  What types cannot say is for the format's own checks, whose faults name the field
-by its path in the file, such as `buckets[2].params[0].layout.dim`.
+The fields of a file are those of frozen dataclasses, so the reader follows their type hints and a field added
+there needs no code here.  Each format checks what types cannot express; its faults name the field by its path
+in the file, such as `buckets[2].params[0].layout.dim`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.files.aside import written_aside
 
 MAX_FILE_BYTES = 2**28  # a plan of 1000 layers is below 2**24
-MAX_INT = 2**63 - 1  # what torch can count; every whole number is between 0 and this
+MAX_INT = 2**63 - 1  # torch's largest integer; whole numbers in files are between 0 and this
 
 _WIDTH = 100
 
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 class Fault(Exception):
-    """What is wrong with the field at a path; becomes the format's error once the file is known."""
+    """A fault of the field at a path; becomes the format's error once the file is known."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path}: {problem}" if path else problem)
@@ -45,7 +45,7 @@ def fail(path: str, problem: str) -> NoReturn:
 
 
 def describe(value: object) -> str:
-    """Say what a value is in a few words; containers, of any size and depth, by type."""
+    """Describe a value in a few words; containers, of any size and depth, by their type."""
     if isinstance(value, list):
         return "a list"
     if isinstance(value, str) and len(value) > 40:
@@ -56,7 +56,7 @@ def describe(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Escape what is not printable, so that no name can break a line or a terminal."""
+    """Escape characters that are not printable, so that no name can break a line or a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -66,11 +66,11 @@ def _nothing(record: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFormat(Generic[R]):
-    """A kind of file: what it holds and how it says that it is one.
+    """A kind of file: the record that it holds and the schema that identifies it.
 
-    what: in messages, such as "plan".  remedy: what a user with a bad file should do.  error: what is raised.
-    check: of a whole record, raising Fault.  check_text: of the file's text, before its fields are looked at.
-    check_fields: of dataclasses within it, before one is made, with its fields and `path`.
+    what: its name in messages, such as "plan".  remedy: what a user with a bad file should do.  error: the
+    class of errors.  check: checks a whole record, raising Fault.  check_text: checks the file's text first.
+    check_fields: checks for dataclasses in the record, called with the fields and `path` before one is made.
     """
 
     record: type[R]
@@ -87,7 +87,7 @@ class RecordFormat(Generic[R]):
         return _layout_text({"schema": self.schema, **_plain(record)}, indent=0) + "\n"
 
     def from_json(self, text: str, *, source: str) -> R:
-        """Read a record from JSON text and prove that it is one.
+        """Read a record from JSON text and check it.
 
         source: the name of the text in messages, usually its file.
 
@@ -99,9 +99,9 @@ class RecordFormat(Generic[R]):
             raise self._error(source, str(fault)) from None
 
     def write(self, path: str | os.PathLike[str], record: R) -> None:
-        """Write a record to a file that others see either whole or not at all.
+        """Write a record to a file that other processes see either whole or not at all.
 
-        Raises: OSError where the file cannot be written.
+        Raises: OSError if the file cannot be written.
         """
         with written_aside(Path(path)) as aside:
             aside.write_text(self.to_json(record), encoding="utf-8")
@@ -109,7 +109,7 @@ class RecordFormat(Generic[R]):
     def read(self, path: str | os.PathLike[str]) -> R:
         """Read a record from a file.
 
-        Raises: `error` as `from_json`; OSError where the file is missing or cannot be read.
+        Raises: `error` as `from_json`; OSError if the file is missing or cannot be read.
         """
         path = Path(path)
         status = path.stat()
@@ -144,7 +144,7 @@ class RecordFormat(Generic[R]):
 
 
 class _Repeated:
-    """Stands for a JSON object that has one key twice, until the walk knows its path."""
+    """Stands for a JSON object with a repeated key, until the reader knows the object's path."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -160,7 +160,7 @@ def _plain(value: object) -> Any:
 
 
 def _layout_text(value: Any, *, indent: int) -> str:
-    """JSON text of `value`, on one line where it fits, else one item a line."""
+    """JSON text of `value`, on one line if it fits, else with one item on each line."""
     flat = json.dumps(value)
     if len(flat) + indent <= _WIDTH or not isinstance(value, dict | list) or not value:
         return flat
@@ -198,14 +198,14 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object] | _Repeated:
 
 
 def _bounded_int(digits: str) -> int:
-    """Read an integer; any that is out of range becomes the nearest such, without the cost."""
+    """Read an integer; too many digits are not parsed, which is costly, but become -1 or MAX_INT + 1."""
     if len(digits) <= len(str(MAX_INT)):
         return int(digits)
     return -1 if digits.startswith("-") else MAX_INT + 1
 
 
 class _Reader:
-    """Values to records, along type hints."""
+    """Turns values into records by their type hints."""
 
     def __init__(self, check_fields: Mapping[type, Callable[..., None]]) -> None:
         self._check_fields = check_fields
@@ -258,7 +258,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _read_any(value: object, path: str) -> object:
-    """Any JSON value, for the format's own checks; whole numbers beyond MAX_INT are not what was written."""
+    """Read any JSON value, for the format's own checks; whole numbers beyond MAX_INT may be replaced ones."""
     pending = [value]
     while pending:
         item = pending.pop()
@@ -272,7 +272,7 @@ def _read_any(value: object, path: str) -> object:
 
 
 def _fail_at_repeated(value: object, path: str) -> None:
-    """Find the path, which would take long to keep for each of millions of values."""
+    """Fail at the path of a repeated key; it is searched only now, as tracking millions of paths is slow."""
     if isinstance(value, _Repeated):
         fail(_join(path, value.key), "appears twice")
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""What the header of a safetensors file says it holds, believed only as far as the file's size bears it out.
+"""The tensors that the header of a safetensors file lists, checked against the file's size.
 
     8 bytes: length of the header | header, JSON: name → dtype, shape, byte range | the tensors' bytes
 
-safetensors checks much of this too when it opens a file, but says neither which file nor which tensor.
+safetensors checks much of this too when it opens a file, but its errors name neither the file nor the tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()} | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor in a file; start: its first byte in it."""
+    """A tensor in a file; start: the position of its first byte."""
 
     file: Path
     name: str
@@ -47,7 +47,7 @@ class Stored:
 def header_bytes(path: Path, prefix: bytes, size: int) -> int:
     """The length of a header, from the first bytes of a file of `size` bytes.
 
-    Raises: CheckpointError if no file of that size can have it.
+    Raises: CheckpointError if the header would not fit into the file, or is longer than safetensors allows.
     """
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if size < LENGTH_BYTES or length > size - LENGTH_BYTES:
@@ -63,9 +63,9 @@ def header_bytes(path: Path, prefix: bytes, size: int) -> int:
 
 
 def stored_tensors(path: Path, raw: bytes, size: int) -> dict[str, Stored]:
-    """The tensors of a file of `size` bytes with that header, by name.
+    """The tensors of a file of `size` bytes with this header, by name.
 
-    Raises: CheckpointError, naming file and tensor, for what is no header, or that of another file.
+    Raises: CheckpointError, naming file and tensor, if the header is invalid or does not fit the size.
     """
     entries = _parsed(path, raw)
     base = LENGTH_BYTES + len(raw)
@@ -75,7 +75,7 @@ def stored_tensors(path: Path, raw: bytes, size: int) -> dict[str, Stored]:
 
 
 def parse_json(path: Path, raw: bytes) -> Any:
-    """The JSON of a file in which no object has a name twice.
+    """Parse the JSON of a file, in which no object may have a name twice.
 
     Raises: CheckpointError.
     """
@@ -104,7 +104,7 @@ def _parsed(path: Path, raw: bytes) -> dict[str, dict[str, Any]]:
 
 
 def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
-    """One entry of a header as a record, its range checked against its shape alone."""
+    """One entry of a header as a record; its byte range is only checked against its own shape."""
 
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(f"{path} is damaged: {what} of tensor {name!r}")
@@ -135,7 +135,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_ranges(path: Path, ranges: dict[str, list[int]], size: int) -> None:
-    """That the tensors lie one after the other and fill the file."""
+    """Check that the tensors follow each other without gaps and fill the file."""
     end = 0
     for name, (start, stop) in sorted(ranges.items(), key=lambda item: item[1]):
         if start != end:

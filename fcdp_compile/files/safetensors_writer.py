@@ -1,8 +1,8 @@
-"""Write a safetensors file one tensor at a time, with memory for no more than that one.
+"""Write a safetensors file one tensor at a time, holding only this tensor in memory.
 
     8 bytes: length of the header | header, JSON: name → dtype, shape, byte range | the tensors' bytes
 
-safetensors itself writes a file only from tensors that are in memory all at once.  Files are read with it.
+safetensors itself can only write tensors that are all in memory at once.  It is used to read files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PIECE_BYTES = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
-    """What a file says of a tensor before its values."""
+    """The dtype and shape of a tensor, for the header of a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,13 +54,13 @@ class TensorMeta:
 
 
 class TensorFileWriter:
-    """A safetensors file that is being written; complete and on the disk when the `with` block ends well.
+    """A safetensors file that is being written; complete and on disk after a `with` block without an error.
 
-    tensors: of all that will be written, in that order.  metadata: strings for the header.  wrote: told of
-    every piece of the file, header included, once it has been given to the system.
+    tensors: all tensors that will be written, in that order.  metadata: strings for the header.  wrote:
+    called with every piece of the file, header included, after the piece was given to the system.
 
-    Raises: ValueError for a dtype that the format lacks; OSError where the file cannot be written.  A file
-    that an error ends is left incomplete, and its header says more bytes than it has.
+    Raises: ValueError for a dtype that the format lacks; OSError if the file cannot be written.  After an
+    error the file is left incomplete: its header lists more bytes than the file has.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TensorFileWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor, which may be on any device.
 
-        Raises: ValueError if it is not the next one, or of another dtype or shape than was said.
+        Raises: ValueError if it is not the next tensor, or if the header has another dtype or shape for it.
         """
         expected = next(iter(self._waiting), None)
         if name != expected:

@@ -1,4 +1,4 @@
-"""Where two texts differ, line by line."""
+"""Compare two texts line by line."""
 
 from __future__ import annotations
 

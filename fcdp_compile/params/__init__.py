@@ -1,1 +1,1 @@
-"""One parameter: how it is cut, the DTensor that holds a cut, and the mesh it is cut over."""
+"""One parameter: how it is cut into shards, the DTensor that holds a shard, and the mesh."""

@@ -1,9 +1,10 @@
-"""What the training loop computes of sharded parameters: `model.head.weight.norm()`.
+"""Values that the training loop computes from sharded parameters: `model.head.weight.norm()`.
 
-[Note: meeting whole tensors] An operation on home shards gives a DTensor, which torch does not let meet a
-plain tensor: `loss + 0.1 * weight.norm()` fails, or, where the plain one is a scalar, torch takes this rank's
-value for that of all ranks.  So such a DTensor becomes whole where it meets a plain tensor.  Its gradient is
-averaged over the ranks, as the model's are: the loss of the job is the mean of the ranks' losses.
+[Note: meeting whole tensors] An operation on home shards gives a DTensor, and torch does not mix DTensors
+with plain tensors: `loss + 0.1 * weight.norm()` fails, or, if the plain tensor is a scalar, torch takes this
+rank's value for the value of all ranks.  So a DTensor computed from home shards becomes whole when it is
+combined with a plain tensor.  Its gradient is averaged over the ranks, like the model's gradients: the job's
+loss is the mean of the ranks' losses.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fcdp_compile.torch_compat import tree_leaves, tree_map_only, without_torch_
 
 
 class Sharded(HomeTensor):
-    """What home shards and what is computed of them have in common."""
+    """The base class of home shards and of the DTensors computed from them."""
 
     __slots__ = ()
 
@@ -53,7 +54,7 @@ class Sharded(HomeTensor):
         return DTensor(self.part_of(whole.detach()), self._spec, requires_grad=False)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """As DTensor's, but that gradients are averaged over the ranks unless grad_placements says more."""
+        """Like DTensor's, but gradients are averaged over the ranks unless grad_placements is given."""
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
         everywhere = [Replicate()] * self.device_mesh.ndim
@@ -62,7 +63,7 @@ class Sharded(HomeTensor):
 
 
 class Derived(Sharded):
-    """A DTensor that was computed of home shards ([Note: meeting whole tensors])."""
+    """A DTensor that was computed from home shards ([Note: meeting whole tensors])."""
 
     __slots__ = ()
 
@@ -70,7 +71,7 @@ class Derived(Sharded):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         meets = any(is_plain(v) for v in tree_leaves((args, kwargs)))
-        # What is written to cannot become another tensor.
+        # The op must write to the tensor it was given, not to a whole copy of that tensor.
         if meets and not (_writes(func, args, kwargs) or torch.compiler.is_compiling()):
             args, kwargs = tree_map_only(DTensor, lambda d: d.full_tensor(), (args, kwargs))
         with without_torch_function():
@@ -83,21 +84,21 @@ class Derived(Sharded):
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        # DTensor takes it and keeps its values.
+        # DTensor accepts `d.data = other`, but keeps its old values.
         self.detach().copy_(other)
 
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> Derived:
-        # As HomeShard's.
+        # For the same reason as HomeShard's.
         return _made(
             DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         )
 
 
 class _Whole(Function):
-    """A replicated DTensor as a plain tensor, whose gradient is averaged."""
+    """Turns a replicated DTensor into a plain tensor, and averages the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, replicated: DTensor) -> Tensor:
@@ -115,11 +116,11 @@ class _Whole(Function):
 
 
 class _Local(Function):
-    """The local tensor of a home shard, whose gradient is laid out as the parameter.
+    """Returns the local tensor of a home shard, and gives the gradient the strides of the parameter.
 
-    DTensor's own, up to torch 2.13, tells the strides of a gradient from those of its local part.  Where
-    columns are cut unevenly they are not the parameter's, and autograd copies every such gradient; torch 2.11
-    gathers it from all ranks for that, and leaves it whole.
+    Up to torch 2.13, DTensor's own `to_local` takes a gradient's strides from its local part.  Where columns
+    are cut unevenly, they differ from the parameter's, and autograd copies each such gradient; torch 2.11
+    gathers the gradient from all ranks for this copy, and leaves it whole.
     """
 
     @staticmethod
@@ -138,7 +139,7 @@ class _Local(Function):
 
 
 def local_of(shard: Sharded, **options: Any) -> Tensor:
-    """As DTensor's `to_local`, of a home shard."""
+    """Return the local tensor of a home shard, as DTensor's `to_local` does."""
     if options or not torch.is_grad_enabled():
         return DTensor.to_local(shard, **options)
     local: Tensor = _Local.apply(shard)  # type: ignore[no-untyped-call]
@@ -146,17 +147,17 @@ def local_of(shard: Sharded, **options: Any) -> Tensor:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a tensor that DTensors do not mix with."""
+    """Whether a value is a tensor but no DTensor."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def _is_whole_copy(target: Any, source: Any) -> bool:
-    """Whether `target.copy_(source)` gives sharded values those of a tensor that is no DTensor."""
+    """Whether `target.copy_(source)` copies something other than a DTensor to a sharded tensor."""
     return isinstance(target, Sharded) and not isinstance(source, DTensor)
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function of torch writes to a DTensor, told by its name: `mul_`, `__iadd__`, `out=`."""
+    """Whether a function of torch writes to a DTensor, judged by its name: `mul_`, `__iadd__`, `out=`."""
     name: str = getattr(func, "__name__", "")
     in_place = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
     written = [args[:1] if in_place else (), kwargs.get("out")]
@@ -167,7 +168,7 @@ _WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "t
 
 
 def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse that sharded values meet a whole tensor where something is trained.
+    """Refuse to combine sharded values with a whole tensor in an op whose gradient may be needed.
 
     Raises: FcdpError.
     """
@@ -189,9 +190,9 @@ def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _derived(func: Any, result: Any, args: Any) -> Any:
-    """The result of an operation on home shards or `Derived`, as such if it depends on their values."""
+    """Make a result of an op on home shards or `Derived` a `Derived` if it depends on their values."""
     if func in _SAME and isinstance(args[0], Derived):
-        return _made(result)  # while compiling, too: AOTAutograd insists on the class of its inputs
+        return _made(result)  # also while compiling: AOTAutograd insists on the class of its inputs
     if func in _INDEPENDENT or func._schema.is_mutable or torch.compiler.is_compiling():
         return result
     return tree_map_only(HomeTensor, _made_of, result)
@@ -202,7 +203,7 @@ _SAME = (_aten.detach.default, _aten.clone.default, _aten.alias.default)
 """Operations that change nothing about a `Derived`."""
 
 _INDEPENDENT = (
-    _aten.detach.default,  # what one takes to have the shard
+    _aten.detach.default,  # users detach a parameter to get its shard
     _aten.empty_like.default,
     _aten.zeros_like.default,
     _aten.ones_like.default,
@@ -223,7 +224,7 @@ def _made_of(value: HomeTensor) -> HomeTensor:
 
 
 def _made(dtensor: DTensor) -> Derived:
-    """The same object, as `Derived`."""
+    """Change the class of this DTensor object to `Derived`."""
     dtensor.__class__ = Derived
     assert isinstance(dtensor, Derived)
     return dtensor

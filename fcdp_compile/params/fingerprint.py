@@ -1,9 +1,10 @@
-"""64-bit hashes of the bits of tensors: what tells that values are not what they were.
+"""64-bit hashes of the bits of tensors, which show whether values have changed.
 
-The bits are laid out as a table of words of 64 bits.  A row's hash is a weighted sum of its words, which is
-one matrix-vector product, and of their high halves: in a sum modulo 2**64 alone the top bit of a word counts
-for one bit, and two changed signs cancel.  Any one changed bit changes its row's hash (odd weights) and so
-the result (`mixed` is a bijection); exchanged words and rows have other weights.
+The bits are laid out as a table of 64-bit words.  A row's hash is a weighted sum of its words (one
+matrix-vector product) plus a weighted sum of the words' high halves.  The first sum alone is not enough: it
+is modulo 2**64, so two changed sign bits cancel.  Any one changed bit changes the hash of its row (the
+weights are odd) and so the result (`mixed` is a bijection).  Weights differ between the words of a row, and
+steps between rows, so swapped words or rows change the result too.
 """
 
 from __future__ import annotations
@@ -14,22 +15,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_WORDS = 256  # of a row of the table
+_WORDS = 256  # in a row of the table
 _ROW_BYTES = 8 * _WORDS
 _TOGETHER_BYTES = 32 << 20
 """Groups of tensors are copied into one table up to this size; a larger group is read where it is."""
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """A hash of tensors in a row; an int64 scalar on their device."""
+    """The hash of these tensors, taken one after the other; an int64 scalar on their device."""
     return fingerprints([tensors])[0]
 
 
 def fingerprints(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """The hash of each group of tensors; int64 [len(groups)] on their device.
 
-    Takes a few kernels for each 32 MiB of small groups together, whatever their number, and for each larger
-    group.
+    Launches a few kernels for each 32 MiB of small groups, however many they are, and for each larger group.
     """
     flats = [
         [t.detach().contiguous().view(-1).view(torch.uint8) for t in g if t.numel()] for g in groups
@@ -49,7 +49,7 @@ def fingerprints(groups: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def fingerprints_of_zeros(tensors: Sequence[Tensor]) -> Tensor:
-    """What `fingerprints` gives of each of these tensors by itself if its bits are zeros; on their device."""
+    """The hash that `fingerprints` gives each of these tensors if all its bits are zero; on their device."""
     device = tensors[0].device
     counts = tuple(_padded(t.numel() * t.itemsize) // _ROW_BYTES for t in tensors)
     group_of_row, steps = _positions(counts, device)
@@ -83,7 +83,7 @@ def _hashes(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
 
 
 def _rows_of_one(flat: Tensor) -> Tensor:
-    """The hashes of the rows of one flat tensor, which is read where it is if its words are aligned."""
+    """The hashes of the rows of one flat tensor, without a copy of the tensor if its words are aligned."""
     if flat.storage_offset() % 8:
         flat = flat.clone()
     whole = flat.numel() // _ROW_BYTES * _ROW_BYTES
@@ -101,7 +101,7 @@ def _row_hashes(table: Tensor) -> Tensor:
     weights = _weights(0, table.device)
     high_weights = _weights(_WORDS, table.device)
     hashes = []
-    # Blocks that stay in a core's cache while they are read twice; on a GPU, few launches.
+    # On a CPU a block stays in a core's cache for its second reading; a GPU needs few launches instead.
     blocks = table.split(1 << 8 if on_cpu else 1 << 16)
     halves = torch.empty_like(blocks[0])
     for block in blocks:
@@ -115,9 +115,9 @@ def _row_hashes(table: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _positions(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each row of a table of groups with so many rows: the number of its group, the step for its place.
+    """For each row of the table: the index of its group, and the step for its place within the group.
 
-    Kept, because the copy to a device of what the host counts makes the host wait.
+    counts: the rows of each group.  Cached, because copying these tensors to a device makes the host wait.
     """
     with torch.inference_mode(False):
         sizes = torch.tensor(counts, device="cpu")

@@ -1,9 +1,9 @@
-"""How values on the home mesh are reduced and gathered: in fewer and larger collectives than DTensor's own.
+"""Reduce and gather values on the home mesh in fewer and larger collectives than DTensor's own.
 
-    pending values    all of one kind in one all-reduce over all ranks
-    rows              between nodes first, where each row crosses once, then within the node
+    pending values    all values of one kind are reduced in one all-reduce over all ranks
+    rows              are gathered between nodes first, where each row crosses once, then within the node
 
-`AllRanks.sent_bytes` counts what a node sends to others.  Knows plain tensors and plain DTensors only.
+`AllRanks.sent_bytes` counts the bytes that a node sends to others.  All tensors and DTensors here are plain.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
 
 
 def everywhere(mesh: DeviceMesh) -> list[Placement]:
-    """The placements of what every rank has whole."""
+    """The placements of a tensor that is whole on every rank."""
     return [Replicate()] * mesh.ndim
 
 
 def are_pending(placements: Sequence[Placement]) -> bool:
-    """Whether a value is still to be reduced over ranks, each of which has a part of all elements."""
+    """Whether a value is still to be reduced over ranks: each rank holds a partial value of every element."""
     is_cut = any(p.is_shard() for p in placements)
     return any(p.is_partial() for p in placements) and not is_cut
 
 
 def naming_ranks_lost_in(mesh: DeviceMesh, local: Tensor) -> AbstractContextManager[None]:
-    """Within, what fails because a rank does not come is a LostRankError; nothing of it is traced."""
+    """Raise LostRankError if a collective in this block fails because a rank is missing; no-op in tracing."""
     every = all_ranks_of(mesh)
     if every is None or type(local) is not Tensor:
         return nullcontext()
@@ -43,7 +43,7 @@ def naming_ranks_lost_in(mesh: DeviceMesh, local: Tensor) -> AbstractContextMana
 def reduced(
     parts: Sequence[Tensor], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> list[Tensor]:
-    """The values that all ranks have once their parts of pending values are reduced, in one all-reduce."""
+    """Reduce this rank's parts of pending values with those of all ranks, in one all-reduce."""
     reducing = mesh
     if (every := all_ranks_of(mesh)) is not None:
         nodes = mesh.size(mesh.ndim - 1)
@@ -61,7 +61,7 @@ def reduced(
 
 
 def greatest_of_all_ranks(value: Tensor, mesh: DeviceMesh) -> None:
-    """Let every rank have the greatest of the ranks' values in this tensor."""
+    """Replace this tensor on every rank by the elementwise maximum over all ranks."""
     if (every := all_ranks_of(mesh)) is not None:
         here = DTensor.from_local(value, every.mesh, [Partial("max")], run_check=False)
         with naming_ranks_lost_in(mesh, value):
@@ -71,7 +71,7 @@ def greatest_of_all_ranks(value: Tensor, mesh: DeviceMesh) -> None:
 def steps_between(
     placements: Sequence[Placement], wanted: Sequence[Placement]
 ) -> list[list[Placement]]:
-    """The placements between, of rows that are to be gathered over several mesh dimensions."""
+    """The intermediate placements for gathering rows over several mesh dimensions, last dimension first."""
     gathered = [
         i
         for i, (now, then) in enumerate(zip(placements, wanted, strict=True))
@@ -86,7 +86,7 @@ def steps_between(
 
 
 def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
-    """A plain DTensor with other placements, below autograd."""
+    """Change the placements of a plain DTensor, below autograd."""
     mesh = tensor.device_mesh
     inter = mesh.ndim - 1
     for step in [*steps_between(tensor.placements, wanted), wanted]:
@@ -99,7 +99,7 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
 
 
 def cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:
-    """Whether a view of a tensor is no view of each of its shards, which DTensor refuses."""
+    """Whether a view to this shape cannot be taken shard by shard; DTensor refuses such views."""
     cut = {p.dim for p in tensor.placements if isinstance(p, Shard)}
     if not cut or list(shape[: max(cut) + 1]) == list(tensor.shape[: max(cut) + 1]):
         return False

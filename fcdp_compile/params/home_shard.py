@@ -1,18 +1,18 @@
 """The parameter that `shard` leaves in a model: a DTensor that holds this rank's home shard.
 
 [Note: released shards]
-The device memory of a frozen home shard can be given back while the host has its values (`release`).  The
-shard's tensor object stays, for graphs and guards to hold, but has a storage of no bytes, and reading that
-crashes.  So every way to the values goes through `bring_back`, which reads them from the host again: ops
-(`__torch_dispatch__`), `to_local` and its like, `.data`, the attribute `_local_tensor`.
+The device memory of a frozen home shard can be freed while the host holds the shard's values (`release`).
+The shard's tensor object stays, because graphs and guards refer to it, but its storage has no bytes, and
+reading it crashes.  So every access to the values first calls `bring_back`, which copies them from the host
+again: ops (`__torch_dispatch__`), `to_local` and similar methods, `.data`, the attribute `_local_tensor`.
 
-One reader must not bring anything back: Dynamo's guards look at `_local_tensor` before every call of a
-compiled model, and AOTAutograd passes it on to the graph, which leaves it alone.  While the model is being
-called (`Calls.inside`) the attribute is therefore given as it is, and a graph that does read a shard asks
+One reader must not bring anything back: Dynamo's guards read `_local_tensor` before every call of a compiled
+model, and AOTAutograd passes the tensor on to the graph, which does not read it.  So while the model is being
+called (`Calls.inside`), the attribute returns the tensor as it is, and a graph that does read a shard asks
 for it with `bring_back_inputs`.
 
-Whoever holds an alias of a shard keeps it from being released: storages are counted.  An object that was
-handed out is replaced by an alias of it here, so that it counts too.
+A shard is released only if no other tensor shares its storage.  When the attribute hands out the shard's
+tensor object, the shard keeps an alias of that object instead, so that the object counts as another tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEY = "_fcdp_key"
 """The attribute of a sharded parameter that `key_of` reads."""
 
 REPLACED = "_fcdp_replaced"
-"""The attribute of what was a parameter before `shard`: its name."""
+"""The attribute of a tensor that was a parameter before `shard`: the parameter's name."""
 
 
 class Calls:
@@ -51,7 +51,7 @@ class Calls:
 
 
 def _meeting(name: str) -> Callable[[HomeShard, Any], Any]:
-    """An operator of tensors that lets a home shard meet whole tensors (`derived`)."""
+    """Make an operator that can combine a home shard with a plain tensor (`derived`)."""
     operator: Callable[[Tensor, Any], Any] = getattr(Tensor, name)
 
     def operate(self: HomeShard, other: Any) -> Any:
@@ -62,7 +62,7 @@ def _meeting(name: str) -> Callable[[HomeShard, Any], Any]:
 
 
 def _brought_back(name: str) -> Callable[..., Any]:
-    """A method of a `Sharded`, which reads memory, of a home shard that may be released."""
+    """Make a method of `Sharded` that reads memory bring a released home shard back first."""
     method: Callable[..., Any] = getattr(Sharded, name)
 
     @functools.wraps(method)
@@ -78,15 +78,15 @@ class HomeShard(Sharded):
 
     A plain DTensor takes `p.data = other` without complaint and keeps its old values, silently (torch 2.11
     to 2.13: assignment swaps the outer tensor, which has no storage).  Here `other` may be a DTensor of any
-    placements and mesh or a whole tensor of the full shape, of which this rank keeps its part; so may that
-    of `p.copy_(other)`.
+    placements and mesh or a whole tensor of the full shape, of which this rank keeps its part.  The same is
+    true of `p.copy_(other)`.
     """
 
-    # Of the model that the shard is a parameter of; None for gradients and for what tracing makes.
+    # The calls of the shard's model; None for gradients and for tensors made in tracing.
     _calls: Calls | None = None
-    # The key of the parameter that the shard is of (`key_of`); None as above.
+    # The key of the shard's parameter (`key_of`); None as above.
     _fcdp_key: str | None = None
-    # While released: how to get the values.
+    # Set while the shard is released.
     _away: _Away | None = None
     # Makes isinstance(shard, nn.Parameter) true for a tensor subclass.
     _is_param = False
@@ -111,7 +111,7 @@ class HomeShard(Sharded):
 
     @staticmethod
     def _like(dtensor: DTensor) -> HomeShard:
-        # `from_local` leaves a view, which would hold another tensor of the same memory.
+        # `from_local` leaves a view, and the view keeps a second tensor of the same memory alive.
         local = dtensor._local_tensor
         shard: HomeShard = HomeShard(  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
             local.detach() if type(local) is Tensor else local,
@@ -132,7 +132,7 @@ class HomeShard(Sharded):
 
     @property
     def data(self) -> Tensor:
-        """The values without autograd, sharing memory; a home shard too, as it may be copied to."""
+        """The values without autograd, sharing memory; a home shard, so that `.data.copy_(whole)` works."""
         self.expose()
         return HomeShard(self.held.data, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
 
@@ -144,7 +144,7 @@ class HomeShard(Sharded):
                 f"{self.dtype} {tuple(self.shape)}; assign a tensor of the same dtype and full shape"
             )
         if isinstance(other, DTensor) and other.device_mesh != self.device_mesh:
-            # The same placements on another mesh, such as ("inter", "intra"), are other rows.
+            # On another mesh, such as ("inter", "intra"), the same placements mean other rows.
             other = other.full_tensor()
         if not isinstance(other, DTensor):
             part = self.part_of(other.detach())
@@ -157,14 +157,14 @@ class HomeShard(Sharded):
         self._local_tensor = other._local_tensor.detach()
 
     def detach(self) -> HomeShard:
-        """The values as autograd's constant, sharing memory: what `state_dict` holds."""
+        """The values as a constant for autograd, sharing memory; `state_dict` holds these."""
         self.expose()
         return HomeShard(self.held.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor.__new__ has no types
 
     # --- whole tensors ------------------------------------------------------------------------------------
 
     def module_load(self, other: Tensor, assign: bool = False) -> HomeShard:
-        """This home shard again, for `load_state_dict` where `torch.__future__` makes it swap tensors."""
+        """Load `other`; for `load_state_dict` when `torch.__future__` makes it swap tensors."""
         self.copy_(other)
         loaded = self.detach()
         vars(loaded).update(vars(self))
@@ -172,7 +172,7 @@ class HomeShard(Sharded):
         return loaded
 
     def storage(self) -> NoReturn:
-        """Refuse: safetensors, for one, looks for the bytes of a whole tensor there."""
+        """Refuse, because callers such as safetensors expect the bytes of a whole tensor here."""
         raise FcdpError(
             f"a sharded parameter of shape {tuple(self.shape)} has no storage of its whole values, so this "
             "rank alone cannot write the state dict; let every rank call "
@@ -182,14 +182,14 @@ class HomeShard(Sharded):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, whose ops communicate as the parameter's do."""
+        """The gradient as a HomeTensor, so that its ops communicate like the parameter's."""
         grad: Tensor | None = HomeTensor.adopt(_GRAD.__get__(self))
         return grad
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
         if grad is not None and isinstance(old := _GRAD.__get__(self), HomeTensor):
-            old.expose()  # the new one may be told from it
+            old.expose()  # the new gradient may be computed from the old one
         _GRAD.__set__(self, grad)
 
     @grad.deleter
@@ -200,15 +200,15 @@ class HomeShard(Sharded):
 
     @property
     def held(self) -> Tensor:
-        """The local shard, which may have no memory now: for those who do not read it."""
+        """The local shard, for callers that do not read its values: it may have no memory now."""
         held: Tensor = _SLOT.__get__(self)
         return held
 
     def release(self, values: Callable[[], Tensor]) -> bool:
-        """Give the shard's device memory back; returns whether that was possible.
+        """Free the shard's device memory; returns whether that was possible.
 
-        values: gives the shard again, of its shape and dtype, on any device.
-        It is impossible while somebody else shares the memory, who would be left with nothing.
+        values: returns the shard's values, of its shape and dtype, on any device.
+        It is impossible while another tensor shares the memory, because that tensor would lose its values.
         """
         held = self.held
         if self._away is not None or not held.numel() or not _is_own(held):
@@ -219,18 +219,18 @@ class HomeShard(Sharded):
         return True
 
     def values(self) -> Tensor:
-        """This rank's values to read, without autograd: on the host if it is released, and it stays so."""
+        """This rank's values to read, without autograd; on the host if the shard is released, as it stays."""
         if self._away is None:
             return self.held.detach()
         with without_modes():
             return self._away.values()
 
     def bring_back(self) -> None:
-        """Give a released shard its memory and values again; nothing to do for any other."""
+        """Give a released shard its memory and values again; no-op for a shard that is not released."""
         if (away := self._away) is None:
             return
         held = self.held
-        # Nothing has changed: neither version counters nor gradients may notice.
+        # The values do not change, so version counters and autograd must not record this copy.
         with without_modes():
             values = away.values()
             held.untyped_storage().resize_(away.size_bytes)
@@ -258,33 +258,33 @@ class HomeShard(Sharded):
     _local_tensor = property(_given_local, _set_local)
 
     def expose(self) -> None:
-        """As HomeTensor's; a released shard is brought back."""
+        """Like HomeTensor's, but brings a released shard back first."""
         self.bring_back()
         super().expose()
 
     def present(self) -> Tensor:
-        """The local shard; a released one is brought back."""
+        """The local shard, brought back first if it is released."""
         self.bring_back()
         return self.held
 
     def to_local(self, **options: Any) -> Tensor:
-        """As DTensor's."""
+        """Like DTensor's."""
         self.expose()
         return local_of(self, **options)
 
     def to_gather(self) -> Tensor:
-        """As `to_local`, within a call of the model, for an op that reads it."""
+        """Like `to_local`, for an op within a call of the model that reads the values."""
         self.bring_back()
         return local_of(self)
 
     __tensor_flatten__ = _brought_back(
         "__tensor_flatten__"
-    )  # a compiler is about to look at the storage
+    )  # a compiler is about to read the storage
     redistribute, full_tensor = _brought_back("redistribute"), _brought_back("full_tensor")
     __repr__: Any = _brought_back("__repr__")  # perhaps while the model is being called
     __reduce_ex__ = _brought_back("__reduce_ex__")
 
-    # Python asks these before it asks the plain tensor on the other side; torch's functions it does not ask.
+    # Python calls these before the plain tensor's; functions of torch, such as torch.add, do not call these.
     __add__, __radd__ = _meeting("__add__"), _meeting("__radd__")
     __sub__, __rsub__ = _meeting("__sub__"), _meeting("__rsub__")
     __mul__, __rmul__ = _meeting("__mul__"), _meeting("__rmul__")
@@ -304,21 +304,21 @@ class HomeShard(Sharded):
 
 
 class _Away(NamedTuple):
-    """Of a released shard: how to get its values, and the bytes that its storage had."""
+    """A released shard's record: a function that returns its values, and the size its storage had."""
 
     values: Callable[[], Tensor]
     size_bytes: int
 
 
 _SLOT: Any = DTensor.__dict__["_local_tensor"]
-_GRAD: Any = DTensor.grad  # a descriptor, which torch's types do not tell
+_GRAD: Any = DTensor.grad  # a descriptor, contrary to torch's types
 
 _released: weakref.WeakValueDictionary[int, HomeShard] = weakref.WeakValueDictionary()
-"""Every released shard of the process by its storage, which lives as long as it does."""
+"""Every released shard of the process, by its storage's id, which is unique while the shard lives."""
 
 
 def key_of(tensor: object) -> str | None:
-    """The key of a sharded parameter, also in a single process, where it is whole; None for anything else."""
+    """The key of a sharded parameter (in a single process a whole tensor); None for anything else."""
     key: str | None = getattr(tensor, KEY, None)
     return key
 
@@ -332,8 +332,8 @@ def bring_back_inputs(values: Iterable[Any]) -> None:
 
 
 def _is_own(held: Tensor) -> bool:
-    """Whether a tensor has its memory for itself, all of it."""
-    # First: while `storage` is held here, it counts as one more use.
+    """Whether a tensor covers all of its storage and no other tensor shares it."""
+    # Count before taking `storage` below, which adds a use.
     if held.is_inference() or storage_uses(held) != 1:
         return False
     storage = held.untyped_storage()
@@ -342,7 +342,7 @@ def _is_own(held: Tensor) -> bool:
 
 
 def rows_of(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor:
-    """The rows of a whole parameter that are the home shard of the rank at a place of a node; a view."""
+    """A view of the rows of a whole parameter that the rank at this node and place has as its home shard."""
     if layout.dim is None:
         return whole
     rows = layout.local_shape(node, place)[layout.dim]
@@ -357,7 +357,7 @@ def placements_of(layout: ParamLayout, home: Scope) -> tuple[Shard | Replicate, 
 
 
 def as_dtensor(local: Tensor, layout: ParamLayout, mesh: DeviceMesh, home: Scope) -> DTensor:
-    """What is cut as a parameter's home shards are, from this rank's part."""
+    """Make a DTensor, cut as a parameter's home shards are, from this rank's part."""
     shape = torch.Size(layout.shape)
     stride = torch.empty(shape, device="meta").stride()
     placements = placements_of(layout, home)

@@ -1,8 +1,8 @@
 """The DTensor class of home shards, their gradients and optimizer states: fewer and larger collectives.
 
-A plain DTensor on the two-dimensional home mesh communicates once for each dimension, and says in a long
-warning that this is slow.  A mesh of one dimension is no way out: torch 2.13 then gathers the wrong rows of
-uneven shards, silently.  So a `HomeTensor` is a DTensor that
+A plain DTensor on the two-dimensional home mesh communicates once for each dimension, and a long warning says
+that this is slow.  A mesh of one dimension is no alternative: torch 2.13 then silently gathers the wrong rows
+of uneven shards.  So a `HomeTensor` is a DTensor that
 
 * reduces a pending value (a norm, a sum) in one all-reduce over all ranks, once;
 * gathers rows over one mesh dimension after the other (`home_collectives`).  One flat all-gather would send
@@ -50,7 +50,7 @@ from fcdp_compile.torch_compat import (
 class HomeTensor(DTensor):
     """A DTensor on the home mesh; see above.
 
-    seal: on its memory (`seal`, [Note: seals]); None: nobody has looked at the values, or all of them change.
+    seal: on its memory (`seal`, [Note: seals]); None if the values were never checked, or if all change.
     """
 
     __slots__ = ()
@@ -59,7 +59,7 @@ class HomeTensor(DTensor):
 
     @staticmethod
     def adopt(value: Any) -> Any:
-        """Make a DTensor on a home mesh a HomeTensor: the same object, with the same values."""
+        """Turn a DTensor on a home mesh into a HomeTensor in place; other values stay as they are."""
         is_plain = type(value) is DTensor and type(value._local_tensor) is Tensor
         if is_plain and all_ranks_of(value.device_mesh) is not None:
             value.__class__ = HomeTensor
@@ -83,11 +83,11 @@ class HomeTensor(DTensor):
         return _run(func, args, kwargs or {})
 
     def present(self) -> Tensor:
-        """The local tensor, with its memory and values, to read."""
+        """The local tensor, with its memory and values, for reading."""
         return _held(self)
 
     def expose(self) -> None:
-        """Somebody is about to get hold of the memory, perhaps to write to it."""
+        """Break the seal, because a caller is about to get access to the memory and may write to it."""
         if self.seal is not None:
             self.seal.break_for(self.present())
 
@@ -107,7 +107,7 @@ class HomeTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """As DTensor's, with fewer collectives or fewer bytes between nodes."""
+        """Like DTensor's, with fewer collectives or fewer bytes between nodes."""
         found: DTensor = self
         with naming_ranks_lost_in(self.device_mesh, _held(self)):
             if placements is not None and device_mesh in (None, self.device_mesh):
@@ -120,7 +120,7 @@ class HomeTensor(DTensor):
         return adopted
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As a DTensor: who reads it need not have fcdp.
+        # Pickled as a plain DTensor, so that reading it does not need fcdp.
         self.expose()  # another process may share the memory
         return _plain(self).__reduce_ex__(protocol)
 
@@ -134,7 +134,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             f"a view of a sharded tensor that spans ranks is a copy, and the values that {func} writes "
             "to it would be lost; write to the parameter within a block of fcdp_compile.gathered(model)"
         )
-    source = args[0] if args else None  # before its rows are gathered
+    source = args[0] if args else None  # taken before its rows are gathered
     done = run_locally(func, args, kwargs, _present)
     if done is not NotImplemented:
         return _adopted(done)
@@ -169,7 +169,7 @@ def seal(
 ) -> None:
     """Put a new seal on each of these tensors.
 
-    are_apart: they may be parts of one storage, as gradients are that were reduced together.
+    are_apart: the tensors may be parts of one storage, such as gradients that were reduced together.
     """
     with without_modes():
         held = [t.present() for t in tensors]
@@ -186,7 +186,7 @@ def seal(
 
 
 def _expose(func: Any, args: Any, kwargs: Any) -> None:
-    """Break the seals on what an op writes to or gives views of."""
+    """Break the seals on the tensors that an op writes to or returns views of."""
     values = (args[at] if at < len(args) else kwargs.get(name) for at, name in _reached(func))
     for tensor in _flat(values):
         if isinstance(tensor, HomeTensor):
@@ -195,13 +195,13 @@ def _expose(func: Any, args: Any, kwargs: Any) -> None:
 
 @functools.cache
 def _reached(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments of an op whose memory it writes to or gives views of: places and names."""
+    """The positions and names of the arguments that an op writes to or returns views of."""
     arguments = enumerate(func._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None)
 
 
 def _mark_copies(func: Any, source: Any, found: Any) -> None:
-    """Mark what torch takes for views of a tensor and shares no memory with it: gathered rows."""
+    """Mark results that torch takes for views of a tensor but that are copies, such as gathered rows."""
     if not (_returns_views(func) and isinstance(source, DTensor)):
         return
     is_copy, held = getattr(source, _COPY, False), storage_id(_held(source))
@@ -217,7 +217,7 @@ def _returns_views(func: Any) -> bool:
 
 
 def _refuse_mixture(func: Any, args: Any, kwargs: Any, sharded: DTensor) -> None:
-    """Refuse what DTensor would refuse in other words, before anything is communicated.
+    """Refuse to mix sharded and plain tensors before anything is communicated; DTensor's error says less.
 
     Raises: MixedTensorsError.
     """
@@ -233,7 +233,7 @@ def _refuse_mixture(func: Any, args: Any, kwargs: Any, sharded: DTensor) -> None
 
 
 def _communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:
-    """Whether an op needs the local tensors alone, as is known without asking DTensor, which takes 40 us."""
+    """Whether an op needs only the local tensors; decided without asking DTensor, which takes 40 us."""
     if any(t.placements != tensors[0].placements for t in tensors):
         return False
     is_elementwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _LOCAL
@@ -241,16 +241,16 @@ def _communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:
 
 
 def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments of an op, reduced or gathered where DTensor would do so once for each dimension."""
+    """Reduce or gather the arguments of an op, where DTensor would do so once for each mesh dimension."""
     if func.overloadpacket in _VIEWS and cuts_rows(args[0], args[1]):
         args = [_whole(args[0]), *args[1:]]
     is_item = func.overloadpacket is _aten._local_scalar_dense
     if is_in_place(func) or is_item:
-        # DTensor cannot write to a partial value, and its `item` takes a partial value for the whole one.
+        # DTensor cannot write to a partial value, and its `item` returns a partial value unreduced.
         given: list[DTensor] = []
         _mapped(given.append, args)
         _settle(t for t in given if _is_pending(t))
-        if is_item:  # of rows, one rank has the element
+        if is_item:  # if the tensor is cut, only one rank has the element
             args = [_whole(args[0])]
     change: dict[int, DTensor] = {}
     pending: list[HomeTensor] = []
@@ -269,7 +269,7 @@ def _is_pending(tensor: DTensor) -> TypeGuard[HomeTensor]:
 
 
 def _settle(tensors: Iterable[HomeTensor]) -> None:
-    """Reduce pending values over all ranks, those of one kind together; each tensor keeps its result."""
+    """Reduce pending values over all ranks, values of one kind together; each tensor keeps its result."""
     kinds: dict[tuple[tuple[Placement, ...], torch.dtype], dict[int, HomeTensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.placements, tensor.dtype), {})[id(tensor)] = tensor
@@ -289,14 +289,14 @@ def _whole(tensor: HomeTensor) -> DTensor:
 
 
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What a GradScaler does to gradients: all ranks learn of a value on any that is not finite."""
+    """Unscale gradients for a GradScaler; every rank learns if any rank has a value that is not finite."""
     func(_mapped(_present, grads), found_inf, inv_scale)
     sharded = next(g for g in grads if isinstance(g, DTensor))
     greatest_of_all_ranks(found_inf, sharded.device_mesh)
 
 
 def _mapped(change: Callable[[DTensor], Any], values: Iterable[Any]) -> list[Any]:
-    """An op's arguments with something in the place of each DTensor, also of those in lists."""
+    """Replace each DTensor among an op's arguments, also within lists, by `change(tensor)`."""
     return [
         change(value)
         if isinstance(value, DTensor)
@@ -308,7 +308,7 @@ def _mapped(change: Callable[[DTensor], Any], values: Iterable[Any]) -> list[Any
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, and what is in those that are lists."""
+    """The values, with the members of each list or tuple in its place."""
     for value in values:
         yield from value if isinstance(value, (list, tuple)) else (value,)
 
@@ -332,7 +332,7 @@ def _present(tensor: DTensor) -> Tensor:
 
 
 def _plain(tensor: HomeTensor) -> DTensor:
-    # Without DTensor.__init__, which does nothing and takes 5 us.
+    # Calling __new__ skips DTensor.__init__, which does nothing and takes 5 us.
     return DTensor.__new__(
         DTensor, tensor.present(), tensor._spec, requires_grad=tensor.requires_grad
     )
@@ -342,7 +342,7 @@ _SLOT: Any = DTensor.__dict__["_local_tensor"]
 
 _aten = torch.ops.aten
 _COPY = "_fcdp_copy"
-"""The attribute of what torch takes for a view of a sharded tensor and is a copy: nobody may write to it."""
+"""The attribute of a copy that torch takes for a view of a sharded tensor; it is read-only."""
 
 _VIEWS = {_aten.view, _aten._unsafe_view}
 _LOCAL = {_aten.linalg_vector_norm, _aten._foreach_norm, _aten.detach, _aten.zeros_like}
@@ -353,5 +353,5 @@ def _look_at_whole(tensor: Any) -> list[Any]:
 
 
 # torch 2.13 has no rule for the ops by which `torch.autograd.detect_anomaly` looks for NaN.  All ranks must
-# come to one verdict: one that raised alone would leave the others waiting.
+# reach the same verdict: a rank that raised alone would leave the others waiting.
 register_sharding([_aten._is_any_true.default, _aten._is_all_true.default])(_look_at_whole)

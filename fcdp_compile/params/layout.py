@@ -1,10 +1,10 @@
-"""Which rows of a parameter live on which rank, and how a bucket lines them up: arithmetic only.
+"""Which rows of a parameter each rank owns, and where they are in a bucket: arithmetic only.
 
 [Note: chunk order]
 A parameter's sharded dimension is cut first over the g places of a node, then each piece over the N
 nodes, as `torch.chunk` cuts (equal chunks, the last ones shorter or empty).  Rank (n, l), place l of
-node n, owns chunk l*N + n.  So the inter-node all-gather of the ranks at place l yields the piece l,
-contiguous, and the intra-node all-gather of the pieces yields the parameter, contiguous.  In DTensor
+node n, owns chunk l*N + n.  So the inter-node all-gather of the ranks at place l gives piece l,
+contiguous, and the intra-node all-gather of the pieces gives the parameter, contiguous.  In DTensor
 terms: placements [Shard(d), Shard(d)] on a mesh with dimensions ("intra", "inter").
 
 [Note: slots]
@@ -34,13 +34,13 @@ def chunk_rows(rows: int, chunks: int) -> list[int]:
 
 
 def largest_chunk(rows: int, nodes: int, ranks_per_node: int) -> int:
-    """Rows of the first chunk of [Note: chunk order], which no other chunk exceeds."""
+    """Rows of the first chunk in [Note: chunk order], which is the largest."""
     piece = -(-rows // ranks_per_node)
     return -(-piece // nodes)
 
 
 def choose_dim(shape: Sequence[int], nodes: int, ranks_per_node: int) -> int | None:
-    """Choose the dimension to shard: the least padding, then the first; None for a scalar.
+    """Choose the dimension to shard: the first with the least padding; None for a scalar.
 
     A rank-4 adapter of shape (4, 4096) on 8 ranks is cut along its second dimension: along the first
     every rank would send a slot of one row, twice the adapter in all.
@@ -114,7 +114,7 @@ class ParamLayout:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The rows of each rank, as runs of ranks that own as many: few, however many ranks there are."""
+        """The rows of each rank, as runs of ranks that own equally many; few, however many the ranks."""
         return _runs(self.rows)
 
     @property
@@ -150,7 +150,7 @@ class ParamLayout:
         return 0 if self.dim is None else sum(self.rows[: self.chunk(node, place)])
 
 
-# A plan for thousands of ranks asks for the same few again and again.
+# A plan for thousands of ranks asks for the same few layouts again and again.
 @functools.lru_cache(maxsize=1024)
 def _rows(rows: int, nodes: int, ranks_per_node: int) -> tuple[int, ...]:
     pieces = chunk_rows(rows, ranks_per_node)

@@ -1,8 +1,8 @@
-"""Ops on sharded tensors that need the local tensors alone.
+"""Ops on sharded tensors that need only the local tensors.
 
-An elementwise op does if all of its tensors are cut alike, or hold one element that every rank has.  So do
-torch's elementwise ops on lists of tensors (`_foreach_…`) and its fused optimizers, also if some tensors of
-the lists are not distributed at all (`shard(ignored_params=…)`).
+These are elementwise ops whose tensors are all cut alike or hold one element that every rank has, torch's
+elementwise ops on lists of tensors (`_foreach_…`) and its fused optimizers.  Some tensors of the lists may be
+plain (`shard(ignored_params=…)`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ALSO_ELEMENTWISE = {
     _aten.masked_fill_.Scalar,
     _aten.zero_.default,
 }
-"""Without the tag that torch gives the others."""
+"""Elementwise ops that torch does not tag as pointwise."""
 
 
 class _Elsewhere(Exception):
@@ -49,7 +49,7 @@ def run_locally(
 ) -> Any:
     """Run an op on the local tensors; NotImplemented if the op needs more.
 
-    For ops that write to their first argument and for ops on lists.  Results of the latter are DTensors.
+    For ops that write to their first argument and for ops on lists.  Results of ops on lists are DTensors.
     """
     is_in_place, is_on_lists = _kind(func)
     try:
@@ -77,21 +77,21 @@ def run_locally(
 
 @functools.cache
 def is_in_place(func: Any) -> bool:
-    """Whether an op writes to its first argument; torch's tag for this is new in 2.13, and says as much."""
+    """Whether an op writes to its first argument, as torch's tag for this says since torch 2.13."""
     first = next(iter(func._schema.arguments), None)
     return first is not None and first.alias_info is not None and first.alias_info.is_write
 
 
 @functools.cache
 def _kind(func: Any) -> tuple[bool, bool]:
-    """Whether an op is elementwise and writes to its first argument, and whether it is so on lists."""
+    """Whether an op is elementwise and writes to its first argument; whether it is an op on lists."""
     is_elementwise = torch.Tag.pointwise in func.tags or func in _ALSO_ELEMENTWISE
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     return is_elementwise and is_in_place(func) and not is_random, func.overloadpacket in _LIST_OPS
 
 
 def _masks(indices: list[Any], main: Any, local_of: LocalOf) -> list[Any]:
-    """Indices of `main` as local tensors; numbers of rows are other numbers in each shard."""
+    """Boolean masks of `main` as local tensors; no row indices, since each shard numbers its own rows."""
     if not all(isinstance(i, DTensor) and i.dtype == torch.bool for i in indices):
         raise _Elsewhere
     return [_local(i, main, local_of) for i in indices]
@@ -107,7 +107,7 @@ def _locals(value: Any, mains: Sequence[Any], local_of: LocalOf) -> Any:
 
 
 def _local(value: Any, main: Any, local_of: LocalOf) -> Any:
-    """An argument as a local tensor, beside the argument that is written to; None: there is none."""
+    """An argument as a local tensor.  main: the argument that the op writes to or pairs with it, or None."""
     if not isinstance(value, DTensor):
         if isinstance(value, Tensor) and isinstance(main, DTensor) and value.dim():
             raise _Elsewhere
@@ -115,12 +115,12 @@ def _local(value: Any, main: Any, local_of: LocalOf) -> Any:
     if value is main:
         needed = not any(p.is_partial() for p in value.placements)
     elif isinstance(main, DTensor) and _are_alike(value, main):
-        needed = True  # as that of `main`
+        needed = True  # like `main` itself
     else:
         needed = not value.dim() and all(p.is_replicate() for p in value.placements)
     if needed:
         local = local_of(value)
-        if type(local) is Tensor:  # another class while a graph is traced
+        if type(local) is Tensor:  # of another class while a graph is traced
             return local
     raise _Elsewhere
 
@@ -134,7 +134,7 @@ def _are_alike(one: DTensor, other: DTensor) -> bool:
 
 
 def _like(result: Tensor, main: Any, local_of: LocalOf) -> Tensor:
-    """A result of an op on lists, cut as the tensor in the first list."""
+    """A result of an op on lists as a DTensor, cut like the matching tensor of the first list."""
     if not isinstance(main, DTensor):
         return result
     if result.dtype == main.dtype and result.stride() == local_of(main).stride():

@@ -1,4 +1,4 @@
-"""Which rank sits where: the mesh a user makes, and the topology that everything else reads from it."""
+"""The mesh that a user makes, and the topology that all other code reads from the mesh."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ INTER, INTRA = "inter", "intra"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Topology:
-    """N nodes of g ranks, where this rank is, and the groups it talks in.
+    """N nodes of g ranks, the position of this rank, and the process groups it communicates in.
 
     node, place: n and l of this rank.  home_mesh: the ("intra", "inter") mesh of the DTensors (`layout`,
     [Note: chunk order]).  control: a CPU group over all ranks for small agreements.  In one process without
     torch.distributed there are no groups and no mesh.
 
-    [Note: groups of our own] Where collectives block, threads begin them, and a group whose members begin its
-    collectives in different orders mixes them up, silently.  So inter and intra are then not the mesh's: in
-    those the Python thread communicates, for DTensors and for the user.  Models on one mesh share them, and
-    the lanes that use them (`runtime.lanes.Lanes.shared`).
+    [Note: groups of our own] Where collectives block, threads begin them, and if members of a group begin its
+    collectives in different orders, the group silently mixes them up.  So inter and intra are then not the
+    mesh's own groups, in which the Python thread communicates for DTensors and for the user.  Models on one
+    mesh share these groups and the lanes that use them (`runtime.lanes.Lanes.shared`).
     """
 
     nodes: int
@@ -65,12 +65,12 @@ class Topology:
         return self.nodes * self.ranks_per_node
 
     def home(self, scope: Scope) -> Home:
-        """Where this rank is among those that home shards of a scope are cut over."""
+        """This rank's position among the ranks that home shards of a scope are cut over."""
         return self.position.of(scope)
 
     @property
     def position(self) -> Home:
-        """Where this rank is among all."""
+        """This rank's position among all ranks."""
         return Home(
             nodes=self.nodes,
             ranks_per_node=self.ranks_per_node,
@@ -84,16 +84,16 @@ def make_mesh(
 ) -> DeviceMesh | None:
     """Make the ("inter", "intra") mesh from torchrun's environment.
 
-    Initialises torch.distributed if torchrun started this process and nobody has done so.  In a single
-    process without torchrun it returns None, which `shard` takes as one node of one rank.
+    Initialises torch.distributed if torchrun started this process and torch.distributed is not initialised
+    yet.  In a single process without torchrun it returns None, which `shard` takes as one node of one rank.
 
     nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
-    timeout: how long a rank waits for others before it raises LostRankError, in seconds or as a timedelta;
-    by default as long as the default process group does, which is NCCL's own 10 minutes if it is initialised
-    here for GPUs.  It holds for all groups that fcdp makes for this mesh, and for the default group if it is
-    initialised here.
+    timeout: how long a rank waits for others before it raises LostRankError, in seconds or as a timedelta; by
+    default the timeout of the default process group, which is NCCL's own 10 minutes if this function
+    initialises that group for GPUs.  The timeout is used for all groups that fcdp makes for this mesh, and
+    for the default group if this function initialises it.
 
-    Raises: ValueError on all ranks if they cannot be divided into nodes, or would not be alike.
+    Raises: ValueError on all ranks if they cannot be divided into nodes, or if their meshes would differ.
     """
     chosen = checked_timeout(timeout)
     if not dist.is_initialized() and "RANK" not in os.environ:
@@ -121,7 +121,7 @@ def make_mesh(
 def _make_mesh(
     device_type: str, nodes: int, ranks_per_node: int, timeout: timedelta | None
 ) -> DeviceMesh:
-    # Not torch's init_device_mesh, whose groups have torch's timeout, whatever the default group has.
+    # torch's init_device_mesh would give its groups torch's timeout instead of the default group's.
     ranks = torch.arange(nodes * ranks_per_node, device="cpu").view(nodes, ranks_per_node)
     with naming_lost_ranks(None, "make_mesh, as groups are made"):
         inter, intra = (
@@ -142,17 +142,17 @@ _timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta | None] = (
 
 
 def _agreed_count(world: int, nodes: int | None) -> int:
-    """The number of nodes, once every rank has come to the same.
+    """The number of nodes, after a check that every rank counts the same.
 
-    Machines may have started different numbers of ranks, or been told different numbers of nodes; a rank that
-    went on by itself, or left, would keep the others waiting.
+    Machines may have started different numbers of ranks, or may have been given different numbers of nodes.
+    If one rank went on or left by itself, the others would wait for it.
     """
     try:
         mine: int | str = _count_nodes(world, nodes)
     except ValueError as error:
         mine = str(error)
     everyone: list[int | str] = [mine] * world
-    if world > 1 and dist.get_backend() != "fake":  # whose other ranks are not there
+    if world > 1 and dist.get_backend() != "fake":  # a fake group has no other ranks
         dist.all_gather_object(everyone, mine)
     for found in everyone:
         if isinstance(found, str):
@@ -193,10 +193,10 @@ def process_count() -> int:
 
 
 def topology_of(mesh: DeviceMesh | None) -> Topology:
-    """Read the topology off a mesh; the first time that makes groups, so every rank of the mesh must call it.
+    """The topology of a mesh; the first call makes process groups, so every rank of the mesh must call it.
 
-    Raises: TypeError for anything but a DeviceMesh, ValueError if it lacks "inter" and "intra" or numbers
-    ranks in no order, or if there is no mesh though several processes run.
+    Raises: TypeError for anything but a DeviceMesh; ValueError if the mesh lacks "inter" and "intra" or gives
+    two ranks one position, or if there is no mesh though several processes run.
     """
     if mesh is None:
         if (world := process_count()) > 1:
@@ -227,15 +227,15 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
 
 
 _topologies: dict[int, Topology] = {}
-"""By the mesh, as long as that lives: torch never gives a group back."""
+"""The topology of each live mesh, by the mesh's id; kept because torch never frees a group."""
 
 
 def _make_topology(mesh: DeviceMesh) -> Topology:
     inter, intra = mesh.get_group(INTER), mesh.get_group(INTRA)
     nodes, ranks_per_node = mesh.mesh.shape
     ranks = mesh.mesh.flatten().tolist()
-    # Flattening this mesh would spare DTensor a collective, and make it silently wrong: for uneven shards
-    # torch 2.13 then gathers as if the rows had been cut once over all ranks, not twice.
+    # Flattening this mesh would save DTensor a collective, but give wrong values without an error: torch 2.13
+    # then gathers uneven shards as if the rows had been cut once over all ranks, not twice.
     home_mesh = DeviceMesh.from_group(
         [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
     )
@@ -264,7 +264,7 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
 
 
 def _warn_of_staging(device_type: str, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Say once a mesh that what cards exchange goes through host memory; rank 0 says it."""
+    """Log on rank 0, once for each mesh, that transfers between GPUs go through host memory."""
     blocking = [g for g in groups if not are_on_stream(device_type, g)]
     if device_type == "cpu" or not blocking or dist.get_rank():
         return
@@ -279,7 +279,7 @@ def _warn_of_staging(device_type: str, groups: Sequence[dist.ProcessGroup]) -> N
 
 
 def new_control_group(topology: Topology) -> dist.ProcessGroup | None:
-    """Another CPU group over all ranks of a mesh, which all of them must make; None for a single process."""
+    """Make another CPU group over all ranks of a mesh, which must all call this; None in a single process."""
     if topology.control is None:
         return None
     return _new_group(topology, dist.get_process_group_ranks(topology.control), cpu_backend())
@@ -297,8 +297,8 @@ def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dis
 class AllRanks:
     """The mesh of one dimension over all ranks of a home mesh, for reductions of DTensors.
 
-    sent_bytes: what each node has sent to others for ops of DTensors.  The Python
-    thread communicates in the mesh's group ([Note: groups of our own]).
+    sent_bytes: how much each node has sent to others for ops of DTensors.  The Python thread communicates in
+    the mesh's group ([Note: groups of our own]).
     """
 
     mesh: DeviceMesh
@@ -311,7 +311,7 @@ def all_ranks_of(home_mesh: DeviceMesh) -> AllRanks | None:
 
 
 _all_ranks: dict[int, AllRanks] = {}
-"""By the home mesh, as long as that lives."""
+"""The mesh over all ranks of each live home mesh, by the home mesh's id."""
 
 
 def _keep_all_ranks(
@@ -329,7 +329,7 @@ def _keep_all_ranks(
 
 
 def control_ranks(topology: Topology) -> dict[tuple[int, int], int]:
-    """By node and place, the rank within the control group."""
+    """The rank within the control group of each node and place."""
     if topology.home_mesh is None or topology.control is None:
         return {(0, 0): 0}
     positions = _positions(topology.home_mesh.mesh.T)
@@ -340,8 +340,8 @@ def control_ranks(topology: Topology) -> dict[tuple[int, int], int]:
 class FlatGroup:
     """All ranks of a mesh in one group.
 
-    order: the rank in the group that has each chunk (`layout`, [Note: chunk order]).  crosses: whether this
-    rank's successor in a ring is on another node.
+    order: for each chunk (`layout`, [Note: chunk order]), the rank in the group that owns the chunk.
+    crosses: whether this rank's successor in a ring is on another node.
     """
 
     group: dist.ProcessGroup
@@ -350,7 +350,7 @@ class FlatGroup:
 
 
 def flat_group(topology: Topology) -> FlatGroup:
-    """The group over all ranks for the lanes; the first time that makes it, so every rank must call it."""
+    """The lanes' group over all ranks; the first call makes the group, so every rank must call it."""
     if topology not in _flat_groups:
         _flat_groups[topology] = _make_flat_group(topology)
     return _flat_groups[topology]
@@ -375,7 +375,7 @@ def _make_flat_group(topology: Topology) -> FlatGroup:
 
 
 def _positions(mesh: Tensor) -> dict[int, tuple[int, int]]:
-    """Node and place of each rank, which follow from the order of ranks in groups: ascending, in torch."""
+    """Node and place of each rank; they follow from the order of ranks in a group, which torch sorts."""
     rows, columns = mesh.tolist(), mesh.T.tolist()
     return {
         rank: (sorted(column).index(rank), sorted(row).index(rank))
@@ -387,7 +387,7 @@ def _positions(mesh: Tensor) -> dict[int, tuple[int, int]]:
 def _own(
     group: dist.ProcessGroup, device_type: str, timeout: timedelta | None
 ) -> dist.ProcessGroup:
-    """A group of the same ranks for the lanes ([Note: groups of our own])."""
+    """The lanes' group over the ranks of a group of the mesh ([Note: groups of our own])."""
     if dist.get_world_size(group) == 1 or are_on_stream(device_type, group):
         return group
     return group_of(dist.get_process_group_ranks(group), timeout, cpu_backend())

@@ -6,7 +6,7 @@ bucket, see `layout` [Note: slots]):
     shards -> home buffer [S]        pack_home       no copy for one full slot of the right dtype
     full buffer [G*S] -> parameters  unpack_full     no copy for a bucket of one evenly cut parameter
     gradients -> buffer [G*S]        pack_grads
-    reduced buffer [S] -> shards     unpack_grads    what is behind the slot is padding
+    reduced buffer [S] -> shards     unpack_grads    elements after the slot are padding
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def unpack_full(full: Tensor, layouts: Sequence[ParamLayout]) -> list[Tensor]:
             flat = mine.reshape(-1)
         else:
             flat = _joined(_used(mine, layout) or [mine[0, :0]], 0)
-        # Slots of one element reshape to a strided view.
+        # If slots have one element, `reshape` returns a strided view.
         params.append(_rows_back(flat.contiguous(), layout, layout.shape[layout.dim]))
     return params
 
 
 def _used(slots: Tensor, layout: ParamLayout) -> list[Tensor]:
-    """What is no padding in the slots [G, slot elements] of a parameter, flat, in order."""
+    """The slots [G, slot elements] of a parameter without their padding, flat, in order."""
     used, first = [], 0
     for run in layout.runs:
         if run.rows:
@@ -89,14 +89,14 @@ def _used(slots: Tensor, layout: ParamLayout) -> list[Tensor]:
 def pack_grads(
     grads: Sequence[Tensor], layouts: Sequence[ParamLayout], dtype: torch.dtype
 ) -> Tensor:
-    """Line up full gradients as G slots, [G*S] in `dtype`: slot i is what chunk i's owner shall receive."""
+    """Line up full gradients as G slots, [G*S] in `dtype`: the owner of chunk i receives slot i."""
     return _joined(
         [_grad_slots(g.to(dtype), layout) for g, layout in zip(grads, layouts, strict=True)], 1
     ).reshape(-1)
 
 
 def padded(flat: Tensor, multiple: int) -> Tensor:
-    """A flat tensor with zeros at its end, as many as make its length a multiple."""
+    """A flat tensor with zeros added at its end, so that its length is a multiple of `multiple`."""
     return _padded(flat, -(-flat.numel() // multiple) * multiple)
 
 

@@ -1,4 +1,4 @@
-"""Parameters by key: what the two traced ops need to know of a parameter, and who owns it.
+"""Parameters by key: each parameter's spec, which the two traced ops need, and its owner.
 
 A key is `m<model number>:<qualified name>`, unique in the process.  It is a string and not a number
 because Dynamo turns numbers that differ between two models of one class into symbols.  The registry holds
@@ -21,11 +21,10 @@ from fcdp_compile.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """What every part may know of one sharded parameter.
+    """The facts about one sharded parameter that every part of fcdp may use.
 
-    home_dtype: of the shard that the optimizer steps.  gather_dtype: of what travels in all-gathers and of
-    the full parameter.  reduce_dtype: of what travels in reduce-scatters.  local_shape: of this rank's shard.
-    strategy: on this mesh.
+    home_dtype: of the shard that the optimizer steps.  gather_dtype: of all-gathers and the full parameter.
+    reduce_dtype: of reduce-scatters.  local_shape: of this rank's shard.  strategy: as fitted to this mesh.
     """
 
     key: str
@@ -59,17 +58,17 @@ _numbers = itertools.count()
 
 
 def new_model_number() -> int:
-    """The number of one more sharded model; the same on all ranks that shard in the same order."""
+    """The number of a new sharded model; equal on all ranks if they shard models in the same order."""
     return next(_numbers)
 
 
 def register(key: str, owner: Owner) -> None:
-    """Make `owner` answer for `key` for as long as it lives."""
+    """Make `owner` the owner of `key` for as long as `owner` lives."""
     _owners[key] = owner
 
 
 def owner_of(key: str) -> Owner:
-    """Who answers for `key`.
+    """The owner of `key`.
 
     Raises: FcdpError if the sharded model is gone.
     """
@@ -87,7 +86,7 @@ def spec_of(key: str) -> ParamSpec:
 
 
 def check_shard(spec: ParamSpec, shard: torch.Tensor) -> None:
-    """Refuse a shard that is not the one `shard` made: converted, replaced or reshaped since.
+    """Refuse a shard that was converted, replaced or reshaped since `shard` made it.
 
     Raises: FcdpError.
     """

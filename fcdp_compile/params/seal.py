@@ -1,17 +1,17 @@
-"""Whether anybody can have written to a tensor since it was looked at, known without asking the device.
+"""Find out, without waiting for the device, whether a tensor may have been written to since it was read.
 
 [Note: seals]
-The memory of a home shard or a gradient is reached through its HomeTensor alone.  Every op that writes to it
-or gives a view of it, and every other way to the memory, breaks the seal on it first.  While the seal is
-intact, the values are what they were when it was put on.  As a seal breaks it takes a fingerprint, which
-stays on the device; who wants to know whether the values have changed compares that with one of today, and
-only then waits for the device.
+The memory of a home shard or a gradient is accessed only through its HomeTensor.  Every op that writes to the
+memory or gives a view of it, and every other access, first breaks the seal.  While the seal is intact, the
+values are the same as when the seal was put on.  A seal that breaks takes a fingerprint of the values, which
+stays on the device.  To find out whether the values have changed, compare this fingerprint with a new one;
+only this comparison waits for the device.
 
-Others may have a view from before the seal is put on, by which they write unseen.  Storages count their
-tensors: where there is another one, the seal is put on broken.  Dynamo's guards look at raw tensors in every
-call of a model, so nothing breaks then; who writes to such a tensor counts its version up.
+Other code may hold a view from before the seal was put on, and write through the view unseen.  Storages
+count their tensors: if there is another tensor, the seal is put on already broken.  Dynamo's guards read raw
+tensors in every call of a model, so this breaks no seal; a write to a raw tensor increases its version.
 
-A CUDA graph writes unseen when it is replayed.  So no seal breaks while a stream is captured: that raises.
+A replayed CUDA graph writes unseen.  So a seal cannot break while a stream is captured: that raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _lock = Lock()
 class Seal:
     """The seal on one tensor.
 
-    mark: the fingerprint of the values that it was put on, from when it broke; None before.
+    mark: the fingerprint of the values at the time when the seal was put on; None until the seal breaks.
     """
 
     __slots__ = ("_version", "mark")
@@ -43,28 +43,28 @@ class Seal:
         self.mark: Tensor | None = None
 
     def is_intact(self, held: Tensor) -> bool:
-        """Whether nobody can have written to the tensor."""
+        """Whether the tensor cannot have been written to."""
         return self.mark is None and self._version == _version(held)
 
     def break_for(self, held: Tensor) -> None:
-        """Somebody is about to get hold of the tensor, whose values are still as they were.
+        """Break the seal while the values are still unchanged, because a caller is about to get the tensor.
 
         Raises: FcdpError while a CUDA graph is captured.
         """
         if self.is_intact(held):
             refuse_capture()
-            # The first mark counts: another thread may have written since.
+            # Keep the first mark: another thread may have broken the seal and written since.
             with _lock, without_modes():
                 if self.mark is None:
                     self.prepare(held)
                     self.mark = fingerprint([held])
 
     def prepare(self, held: Tensor) -> None:
-        """Change the tensor before it is marked, in a way that does not matter to its users."""
+        """Change the tensor before its fingerprint is taken, in a way that does not matter to its users."""
 
 
 def refuse_capture() -> None:
-    """Refuse that a CUDA graph is captured which may write to sharded parameters or their gradients.
+    """Refuse to capture a CUDA graph that may write to sharded parameters or their gradients.
 
     Raises: FcdpError.
     """
@@ -78,9 +78,9 @@ def refuse_capture() -> None:
 
 
 def are_shared(tensors: Sequence[Tensor], *, are_apart: bool) -> list[bool]:
-    """For each tensor, whether any other can reach its memory.
+    """For each tensor, whether any other tensor may share its memory.
 
-    are_apart: these tensors may be parts of one storage, none of which reaches another's.
+    are_apart: these tensors may be separate parts of one storage that do not overlap.
     """
     ours = Counter(storage_id(t) for t in tensors)
     return [

@@ -1,4 +1,4 @@
-"""What becomes of one parameter on some mesh: arithmetic that needs neither the mesh nor the parameter."""
+"""The spec of a parameter on a mesh: arithmetic that needs neither the mesh nor the parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcdp_compile.strategy.gathering import Algorithm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """The nodes and ranks of each that one copy of the parameters is cut over, and which of them this is."""
+    """The nodes and ranks per node that one copy of the parameters is cut over, and this rank's position."""
 
     nodes: int
     ranks_per_node: int
@@ -29,11 +29,11 @@ class Home:
 
     @property
     def rank(self) -> int:
-        """Which of them this is, node by node."""
+        """This rank's number among them, counted node by node."""
         return self.node * self.ranks_per_node + self.place
 
     def of(self, scope: Scope) -> Home:
-        """Where this rank of a whole mesh is among those that home shards of a scope are cut over."""
+        """The position of this rank of a whole mesh among the ranks that share one copy in this scope."""
         return Home(
             nodes=self.nodes if scope is Scope.GLOBAL else 1,
             ranks_per_node=1 if scope is Scope.NONE else self.ranks_per_node,
@@ -43,14 +43,14 @@ class Home:
 
 
 def fit_strategy(strategy: Strategy, mesh: Home) -> Strategy:
-    """The strategy as it is on this many nodes.
+    """Adapt a strategy to the number of nodes and of ranks per node.
 
-    mesh: this rank among all of them.
+    mesh: this rank among all ranks.
 
-    Raises: ValueError for one that makes no sense there.
+    Raises: ValueError if the strategy makes no sense there.
     """
     if mesh.nodes > 1:
-        if mesh.ranks_per_node == 1:  # there is one link, and one way to gather over it
+        if mesh.ranks_per_node == 1:  # there is only one link, so only one way to gather
             strategy = replace(strategy, algorithm=Algorithm.HIERARCHICAL)
         is_whole = mesh.of(strategy.home).ranks == 1
         return strategy.on_whole_copies() if is_whole else strategy
@@ -73,9 +73,9 @@ def param_spec(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> ParamSpec:
-    """The spec of a parameter of that shape on this rank of the mesh.
+    """The spec of a parameter with this shape on this rank of the mesh.
 
-    param_dtype, reduce_dtype: of computation and of reductions, None for its own.
+    param_dtype, reduce_dtype: of computation and of reductions; None: the parameter's own dtype.
     """
     home = mesh.of(strategy.home)
     layout = ParamLayout.of(shape, home.nodes, home.ranks_per_node)

@@ -2,7 +2,7 @@
 
     torchrun's environment -> mesh -> times (`runtime.probing`) -> links (`link_fit`) -> profile (`cluster`)
 
-Every rank runs it; the first writes the profile.
+Every rank runs the probe; the first rank writes the profile.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _SHARES = {
     Measured.COPY: 0.05,
     Measured.MATMUL: 0.1,
 }
-"""Parts of the time; the rest is for one rank's loads alone."""
+"""Shares of the time; the rest is for loads of one rank alone."""
 _ALONE = 1.0 - sum(_SHARES.values())
 _SLOWER = 1.25
-"""A gather within a node that takes more than so much longer beside loads shares a link with them."""
+"""A gather within a node that loads slow down by more than this factor shares a link with them."""
 
 
 def probe(request: ProbeRequest) -> ProbeOutcome:
     """Measure, and write the profile; every rank of the job must call it with the same request.
 
-    What can be refused is refused before anything is measured, on all ranks.
+    Refusals happen on all ranks, before anything is measured if possible.
 
-    Raises: OSError on the first rank if the file cannot be written in the end.
+    Raises: OSError on the first rank if the file cannot be written at the end.
     """
     had_groups = dist.is_initialized()
     try:
@@ -75,18 +75,18 @@ def _probe(topology: Topology, request: ProbeRequest) -> ProbeOutcome:
         return ProbeOutcome(is_first=is_first, refusal=refusal)
     try:
         findings = _measure(probing, topology, device, request)
-    except FcdpError as error:  # alike on all ranks
+    except FcdpError as error:  # the same on all ranks
         return ProbeOutcome(is_first=is_first, refusal=str(error))
     return ProbeOutcome(is_first=is_first, profile=profile_of(findings, request))
 
 
 def _device_of(topology: Topology) -> Device:
-    # Without torchrun there is no mesh that knows.
+    # Without torchrun there is no mesh to tell the device type.
     return current_device(None if topology.ranks == 1 else topology.device_type)
 
 
 def _refusal(topology: Topology, request: ProbeRequest, collectives: Collectives) -> str:
-    """Why nothing can be measured; the same on every rank."""
+    """The reason why nothing can be measured, or ""; the same on every rank."""
     asked = (request.inter_bytes_per_s, request.max_bytes, request.seconds)
     if len(set(collectives.exchange_texts(repr(asked)))) > 1:
         return (
@@ -125,11 +125,11 @@ def _why_not_writable(path: Path | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What was measured, alike on all ranks.
+    """The measurements, the same on all ranks.
 
-    inter, intra: empty if there is nothing to measure.  times: bytes of one rank, but those of `inter` of a
-    node.  load_alone_s: of as much as the last of `h2d`, with one rank of each node loading; None without
-    others.  gather_slowdown: of `intra` beside loads; None where that says nothing about links.
+    Bytes are of one rank, but in `inter` of one node.  inter, intra: empty if there is nothing to measure.
+    load_alone_s: the time of a load as large as the last of `h2d` while only one rank of each node loads.
+    gather_slowdown: of `intra` beside loads.  Both are None with one rank on a node, or on a CPU.
     ranks_on_machine: as torchrun started them.
     """
 
@@ -163,7 +163,7 @@ def _measure(
     sizes = sizes_up_to(min(request.max_bytes, probing.room_bytes()))
     g, seconds = topology.ranks_per_node, request.seconds
     budget_s = {of: share * seconds for of, share in _SHARES.items()}
-    has_links = device.has_streams and g > 1  # on a CPU all of it is memory, and cores
+    has_links = device.has_streams and g > 1  # on a CPU, loads only measure memory and cores
     h2d = probing.loads(sizes, budget_s=budget_s[Measured.H2D])
     d2h = probing.stores(sizes, budget_s=budget_s[Measured.D2H])
     alone_s = None
@@ -202,7 +202,7 @@ def _measure(
 
 
 def _memory_bytes(topology: Topology, probing: Probing) -> tuple[int, int]:
-    """Of one rank's device, and of one node's host."""
+    """The memory of one rank's device, and of one node's host."""
     machine = total_bytes()
     assert machine is not None, "a machine that does not say is refused"
     of_rank = machine // ranks_on_machine(topology)
@@ -218,7 +218,7 @@ def _memory_bytes(topology: Topology, probing: Probing) -> tuple[int, int]:
 
 
 def profile_of(found: Findings, request: ProbeRequest) -> ClusterProfile:
-    """The profile of a cluster with these times."""
+    """The profile of a cluster with these measurements."""
     sharing = _ranks_per_host_link(found)
     known = MACHINES[found.device_type]
     inter = replace(known.inter, bytes_per_s=request.inter_bytes_per_s or known.inter.bytes_per_s)
@@ -246,9 +246,9 @@ def profile_of(found: Findings, request: ProbeRequest) -> ClusterProfile:
 
 
 def _ranks_per_host_link(found: Findings) -> int:
-    """How many ranks share a link: as many times as long as alone does a load take when all load.
+    """How many ranks share a host link: the factor by which a load takes longer when all ranks load.
 
-    The nearest number that ranks can be divided by.
+    The result is the nearest divisor of the number of ranks of a node.
     """
     if found.load_alone_s is None:
         return 1
@@ -259,7 +259,7 @@ def _ranks_per_host_link(found: Findings) -> int:
 
 
 def _shared(link: Link, ranks: int) -> Link:
-    """The link of which each of several ranks, all at once, got this one."""
+    """The whole link, given the share that each of its ranks got while all used it at once."""
     return replace(link, bytes_per_s=ranks * link.bytes_per_s)
 
 

@@ -1,12 +1,12 @@
-"""How long something takes that all ranks do at once, in figures that all ranks share.
+"""Time operations that all ranks run at once; all ranks get the same figures.
 
-[Note: one verdict] Every time is exchanged before anything is made of it: the slowest rank's counts, and the
-clock is rank 0's.  So how often something is repeated, and where a sweep ends for lack of time, follows from
-numbers that all ranks have alike.  A rank that went by its own clock would leave others in a collective.
+[Note: one verdict] Ranks exchange every time before they use it: the slowest rank's time counts, and the
+clock is rank 0's.  So the number of repetitions, and the size at which a sweep runs out of time, follow from
+equal numbers on all ranks.  A rank that used its own clock would leave others waiting in a collective.
 
-[Note: in a row] What a schedule gives a lane runs in a row, started ahead, and the cost model's lanes take
-one step after the other.  So a time here is what one of several in a row adds.  With each waited for before
-the next is started, a gather of 8 MiB over a simulated link of 200 Mbit/s took 444 ms, in a row 408.
+[Note: in a row] The steps that a schedule gives to a lane run in a row and are started ahead, and the cost
+model's lanes run one step after the other.  So a time here is what one of several runs in a row adds: 408 ms
+for a gather of 8 MiB over a simulated link of 200 Mbit/s, but 444 ms with a wait after each run.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.lanes.pending import Pending
 
 _LEAST_S = 0.04
-"""A row takes about so long where runs are short: ranks begin up to a millisecond apart (Gloo), and where
-they share cores some milliseconds pass before each has had one."""
+"""The duration of a row of short runs: ranks begin up to a millisecond apart (Gloo), and if they share cores,
+some milliseconds pass before each rank has had one."""
 _IN_A_ROW = range(4, 257)
 _AHEAD = 3
-"""How many are started before the first of them is waited for; two are under way on a thread's lane."""
+"""How many runs are started before the first is waited for; a thread's lane runs two at once."""
 _ROUNDS = range(3, 10)
-"""How many times a median may be of."""
+"""How many rows a median may be taken of."""
 _LEAST_RUNS = 1 + _IN_A_ROW.start * (1 + _ROUNDS.start)
-"""Of one size: to warm up, to learn how long it takes, and for the median."""
+"""The fewest runs of one size: one to warm up, one row to estimate the time, and the rows of the median."""
 _LEAST_SIZES = 2
-"""A line needs two, however long they take."""
+"""A line needs two sizes, however long they take."""
 
 Run = Callable[[], Pending | None]
 """Starts a transfer or collective, or computes."""
 
 
 class Stopwatch:
-    """Times on the slowest rank; all ranks must call every method, in one order ([Note: one verdict])."""
+    """Times on the slowest rank; all ranks must call every method in the same order ([Note: one verdict])."""
 
     def __init__(self, collectives: Collectives, device: Device) -> None:
         self._collectives = collectives
@@ -49,7 +49,7 @@ class Stopwatch:
         self._now_s = 0.0
 
     def of_each_s(self, run: Run, count: int = 1) -> float:
-        """Seconds that one of `count` runs in a row takes ([Note: in a row])."""
+        """Seconds that each of `count` runs in a row takes ([Note: in a row])."""
 
         def row() -> None:
             under_way: deque[Pending] = deque()
@@ -64,7 +64,7 @@ class Stopwatch:
         return self._time(row, list) / count
 
     def median_s(self, run: Run, *, budget_s: float) -> float:
-        """The median of several rows, of as many as fit into a time, once it has warmed up."""
+        """The median of as many rows as fit into the budget, after a run to warm up."""
         self.of_each_s(run)
         return self._median_s(run, budget_s)
 
@@ -77,7 +77,7 @@ class Stopwatch:
     def median_beside_s(
         self, run: Callable[[], object], start: Callable[[], Sequence[Pending]]
     ) -> float:
-        """The median of a few runs, each with what `start` starts under way beside it."""
+        """The median of a few runs, each beside the work that `start` starts."""
         return statistics.median([self._time(run, start) for _ in range(_ROUNDS.start + 1)][1:])
 
     def sweep(
@@ -87,16 +87,16 @@ class Stopwatch:
         *,
         budget_s: float,
     ) -> list[Timed]:
-        """Times over ascending sizes, up to the last one that fits into the time.
+        """Times over ascending sizes, up to the last size that fits into the budget.
 
-        make: of about a size, what to run and the bytes that it moves.
+        make: for a size, returns the bytes that are really moved and the function to run.
         """
         self.of_each_s(make(sizes[0])[1])  # a group's first collective connects it, for seconds
         until_s = self._now_s + budget_s
         found: list[Timed] = []
         for i, size in enumerate(sizes):
             is_needed = i < _LEAST_SIZES
-            # At least as much longer than the last size as it is larger: what does not fit is not begun.
+            # The time grows at least in proportion to the size; a size that does not fit is not begun.
             if (
                 not is_needed
                 and _LEAST_RUNS * found[-1].seconds * size / sizes[i - 1] > until_s - self._now_s
@@ -125,7 +125,7 @@ class Stopwatch:
         return max(1, *(row[0] for row in rows)) / 1e9
 
     def _synchronize(self) -> None:
-        """Wait for compute, and so for what it waits for; what else is under way runs on."""
+        """Wait for compute and for the work that compute waits for; other work runs on."""
         self._device.synchronize()
 
 

@@ -1,7 +1,6 @@
-"""What `fcdp probe` times: the transfers, collectives and arithmetic of a training step, one by one.
+"""The timings of `fcdp probe`: the transfers, collectives and arithmetic of a training step, one by one.
 
-All of it goes the way that it goes in training, on the same lanes, groups and pinned memory; every rank calls
-everything in one order.
+They use the same lanes, groups and pinned memory as training; every rank calls all methods in the same order.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from fcdp_compile.runtime.lanes.pending import Pending
 T = TypeVar("T")
 
 _NAME = "fcdp::probe"
-_MOST_COPIES = 64  # beside a gather
+_MOST_COPIES = 64  # loads beside one gather
 _PART_OF_FREE = 16
-"""Three gathers that are under way have in memory up to twice what they send, each; others need some too."""
+"""Each of three gathers under way needs up to twice the memory that it sends; other work needs some too."""
 
 _ON_A_CARD, _ON_THE_HOST = (8192, 4096, 16384), (256, 512, 2048)
-"""Tokens, width and four times that: the first half of a feed-forward layer, of milliseconds."""
+"""Tokens, width and four times the width: the first half of a feed-forward layer; it takes milliseconds."""
 
 
 class Arithmetic(NamedTuple):
-    """How long floating point operations took."""
+    """A number of floating point operations, and their time."""
 
     flops: int
     seconds: float
 
 
 class Probing:
-    """What there is to time on this rank."""
+    """The operations that can be timed on this rank."""
 
     def __init__(self, topology: Topology, device: Device) -> None:
         self._topology = topology
@@ -68,7 +67,7 @@ class Probing:
         return min(row[0] for row in rows)
 
     def gathers(self, kind: Kind, sizes: Sequence[int], *, budget_s: float) -> list[Timed]:
-        """All-gathers between or within all nodes at once; bytes are those that one rank sends."""
+        """All-gathers between or within all nodes at once; bytes are what one rank sends."""
         others = self.collectives.group_size(kind) - 1
 
         def make(size: int) -> tuple[int, Run]:
@@ -101,9 +100,9 @@ class Probing:
         return self._watch.median_s(run, budget_s=budget_s)
 
     def gather_slowdown(self, gather: Timed, load: Timed) -> float:
-        """How many times as long a gather within the node takes while all ranks load.
+        """The factor by which a gather within the node takes longer while all ranks load.
 
-        gather, load: the size of each, and its time with nothing beside it.
+        gather, load: the size of each, and its time alone.
         """
         kind = Kind.INTRA_ALL_GATHER
         size = gather.bytes // (self.collectives.group_size(kind) - 1)
@@ -121,7 +120,7 @@ class Probing:
         return self._watch.median_beside_s(run, start) / self._watch.median_beside_s(run, list)
 
     def copy(self, size: int, *, budget_s: float) -> Timed:
-        """A copy on the device, which reads and writes: twice its size in bytes."""
+        """A copy on the device; its bytes are twice its size, as it reads and writes."""
         source = self._together(partial(self._filled, size))
         copy = self._together(partial(torch.empty_like, source))
 
@@ -131,7 +130,7 @@ class Probing:
         return Timed(2 * size, self._watch.median_s(run, budget_s=budget_s))
 
     def matmul(self, *, budget_s: float) -> Arithmetic:
-        """A product of matrices as in a transformer, in bf16 on a card, else in fp32."""
+        """A product of matrices as in a transformer, in bf16 on a GPU, else in fp32."""
         dtype = torch.bfloat16 if self.device.has_streams else torch.float32
         tokens, width, inner = _ON_A_CARD if self.device.has_streams else _ON_THE_HOST
 
@@ -157,7 +156,7 @@ class Probing:
         )
 
     def _together(self, make: Callable[[], T]) -> T:
-        """What this rank makes; where one has no memory for it, none goes on to a collective without it."""
+        """Return the result of `make`; if a rank lacks memory for it, all ranks raise before a collective."""
         made: list[T] = []
         together(self._topology.control, lambda: made.append(make()))
         return made[0]
@@ -166,7 +165,7 @@ class Probing:
         return self.collectives.all_gather(kind, part, _NAME)
 
     def _load(self, slab: Tensor) -> Pending:
-        # The buffer is new each time, as in training: on a CPU that is part of what a load takes.
+        # The buffer is new each time, as in training: on a CPU its allocation is part of a load's time.
         arrived = torch.empty_like(slab, device=self.device.torch)
         return self._copy(Lane.H2D, arrived, slab)
 
@@ -175,7 +174,7 @@ class Probing:
         return self._lanes.start(lane, run, out=out, reads=[source], name=_NAME)
 
     def _slab(self, size: int) -> Tensor:
-        # Written once: memory that never was reads from one page of zeros.
+        # Filled, because memory that was never written reads from a single page of zeros.
         return self._pool.take(size, torch.uint8).fill_(1)
 
     def _filled(self, size: int) -> Tensor:
@@ -187,14 +186,14 @@ def _nothing() -> None:
 
 
 def ranks_on_machine(topology: Topology) -> int:
-    """How many ranks run on this machine; it may be split into several nodes, and they may span several."""
+    """How many ranks run on this machine; a machine may be several nodes, and a node several machines."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", topology.ranks_per_node))
 
 
 def ranks_on_device(collectives: Collectives, device: Device) -> int:
-    """How many ranks share this one's GPU.
+    """How many ranks share this rank's GPU.
 
-    Each may be shown one GPU of several (CUDA_VISIBLE_DEVICES), so that counting those says nothing.
+    The number of visible GPUs does not tell: each rank may see only one of them (CUDA_VISIBLE_DEVICES).
     """
     if (mine := device.identity()) is None:
         return 1

@@ -1,1 +1,1 @@
-"""The processes of a job: their groups, small messages, and what happens when one is lost."""
+"""The processes of a job: their groups, small messages, and errors for lost ranks."""

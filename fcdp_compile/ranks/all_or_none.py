@@ -1,4 +1,4 @@
-"""Do something on every rank such that all succeed or all raise: nobody waits for a rank that failed."""
+"""Run a function on every rank so that all ranks succeed or all raise: no rank waits for a failed one."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def together(
     error: type[FcdpError] = FcdpError,
     doing: str = "an agreement of all ranks",
 ) -> list[T]:
-    """Call `act` on every rank and return what each rank's gave, by rank in the group.
+    """Call `act` on every rank and return each rank's result, by rank in the group.
 
-    act: without collectives of its own; its result is picklable and small.  group: a CPU group, such as
-    `Topology.control`; None in a single process.  doing: what the error says if a rank does not come.
+    act: starts no collectives; its result is picklable and small.  group: a CPU group, such as
+    `Topology.control`; None in a single process.  doing: for the error if a rank does not come.
 
-    Raises: LostRankError if a rank does not come; `error` on every rank of the group if `act` raises on any,
-    with the message of the first that did and how many more.
+    Raises: LostRankError if a rank does not come; `error` on every rank of the group if `act` raises on any
+    rank, with the message of the first rank that failed and how many ranks failed otherwise.
     """
     cause: Exception | None = None
     try:
         mine: tuple[bool, T | str] = (True, act())
     except Exception as raised:
-        # Whatever it is, the other ranks have to hear of it.
+        # The other ranks must learn of any exception.
         mine, cause = (False, str(raised) or type(raised).__name__), raised
     everyone: list[tuple[bool, T | str]] = [mine]
     if group is not None:

@@ -1,4 +1,4 @@
-"""Ranks in messages: which differs, and how several are named."""
+"""Ranks in messages: find a rank that differs, and name several ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def first_other(values: Sequence[object]) -> int | None:
-    """The first rank whose value is not rank 0's; None if all ranks have the same.  values: by rank."""
+    """The first rank whose value differs from rank 0's; None if all values are equal.  values: by rank."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 

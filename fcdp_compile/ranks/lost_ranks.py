@@ -1,9 +1,9 @@
-"""Which ranks did not come: found out after a collective has failed, from what the others write down.
+"""Find out, after a collective has failed, which ranks are missing.
 
     a wait fails ─▶ close the groups ─▶ write down what it was for ─▶ read what others wrote ─▶ LostRankError
 
-Every rank that waits in vain writes one line into the rendezvous store, which every rank of the job knows.
-A rank that wrote nothing is the one that is missing.  A step that goes well writes and reads nothing.
+Every rank whose wait failed writes one line into the rendezvous store, which every rank of the job can reach.
+The missing ranks are those that wrote nothing.  A successful step writes and reads nothing.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fcdp_compile.ranks.differences import ranks_named
 from fcdp_compile.torch_compat import gloo_context_count, rendezvous_store
 
 _ANSWER_S = 1.5
-"""How long to wait for what others write: with the rest of the way to the user's error, 2 s."""
+"""How long to wait for the other ranks' notes; the user sees the error after 2 s in all."""
 
 _LOOK_S = 0.1
 _AT_ONCE = timedelta(milliseconds=1)
-_NOBODYS_TAG = 1 << 20  # above those of anybody's own messages
+_NOBODYS_TAG = 1 << 20  # above the tags of all real messages
 
 
 class RollCall:
-    """Says who is missing among the ranks of a job that share some groups; the answer is found once.
+    """Finds the missing ranks among the ranks of a job that share some groups; finds them only once.
 
-    [Note: closed groups] Gloo cannot abort a collective, and a process group waits for those under way when
-    it is destroyed, so that a process would hang at its end.  But one receive that is late closes all
-    connections of a group: whatever is under way in it fails, here and on peers that wait for this rank.
-    So after a failure all groups are closed, which also tells the other ranks without delay.
+    [Note: closed groups] Gloo cannot abort a collective, and destroying a process group waits for collectives
+    under way, so a process would hang at its end.  But a receive that times out closes all connections of a
+    group: every collective under way in it fails, here and on peers that wait for this rank.  So after a
+    failure all groups are closed, which also informs the other ranks at once.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -47,19 +47,19 @@ class RollCall:
         self._answer: str | None = None
 
     def covers(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
-        """Answer for failures in these groups from now on."""
+        """Use this roll call for failures in these groups from now on."""
         for group in groups:
             if group is not None:
                 self._groups.add(group)
                 _roll_calls[group] = self
 
     def begin(self) -> None:
-        """Take back what an earlier job of this process wrote; before groups are made."""
+        """Delete the note of an earlier job of this process; call this before groups are made."""
         if dist.get_backend() != "fake":
             rendezvous_store().delete_key(_key(dist.get_rank()))
 
     def error(self, doing: str, cause: BaseException) -> LostRankError:
-        """The error to raise as a collective has failed; doing: what it was for."""
+        """The error to raise after a collective has failed.  doing: what the collective was for."""
         # Threads whose collectives fail at about the same time get the same answer.
         with self._lock:
             if self._answer is None:
@@ -94,9 +94,9 @@ class RollCall:
 
 
 class _Notes:
-    """The notes of all ranks as far as they have come; filled by a thread of its own.
+    """The notes of the other ranks that were read so far; a separate thread fills them in.
 
-    is_answered: whether the store has answered at all.  is_cut_off: whether it broke off.
+    is_answered: whether the store has answered at all.  is_cut_off: whether its connection broke.
     """
 
     def __init__(self, me: int, others: Sequence[int], doing: str) -> None:
@@ -128,13 +128,13 @@ class _Notes:
 
 
 _roll_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()
-"""By the group, as long as that lives."""
+"""The roll call of each live group."""
 
 
 def lost_rank_error(
     group: dist.ProcessGroup | None, doing: str, cause: BaseException
 ) -> LostRankError:
-    """The error to raise as a collective in a group has failed, with the ranks that did not come to it."""
+    """The error to raise after a collective in a group has failed; it names the missing ranks."""
     group = group or world()
     if (roll_call := _roll_calls.get(group)) is None:
         roll_call = RollCall(dist.get_process_group_ranks(group))
@@ -144,7 +144,7 @@ def lost_rank_error(
 
 @contextlib.contextmanager
 def naming_lost_ranks(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
-    """Turn what fails in a group within into a `LostRankError`; for calls of torch.distributed alone."""
+    """Turn a failure of a call to torch.distributed in this block into a `LostRankError`."""
     try:
         yield
     except FcdpError:
@@ -161,13 +161,13 @@ def world() -> dist.ProcessGroup:
 
 
 def close(group: dist.ProcessGroup) -> None:
-    """Let all that is under way in a Gloo group fail ([Note: closed groups]); for ever."""
+    """Make all collectives in a Gloo group fail, now and later ([Note: closed groups])."""
     contexts = gloo_context_count(group)
     if group.size() == 1:
         return
     peer = (group.rank() + 1) % group.size()
     for context in range(contexts):
-        # It must fail, and if it fails otherwise the group was closed before.
+        # The receive must time out; any other failure means that the group was already closed.
         with contextlib.suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
             group.recv([nothing], peer, _NOBODYS_TAG + context).wait(_AT_ONCE)

@@ -1,7 +1,7 @@
-"""Small messages between ranks on the caller's thread: numbers, objects, the bytes of one rank for all.
+"""Small messages between ranks on the caller's thread: numbers, objects, bytes that one rank sends to all.
 
-The groups are CPU groups such as `Topology.control`.  doing: what a message is for, which the error says if a
-rank does not come.
+The groups are CPU groups such as `Topology.control`.  doing: the message's purpose, for the error if a rank
+does not come.
 
 Raises, in every function: LostRankError.
 """
@@ -19,17 +19,17 @@ from fcdp_compile.ranks.waiting import Wait, finish
 
 T = TypeVar("T")
 
-# torch 2.13 renamed it and warns of the older name, the only one of 2.11.
+# torch 2.13 renamed this function and warns of the older name, which is the only name in 2.11.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def gather_at_once(out: Tensor, send: Tensor, group: dist.ProcessGroup, doing: str) -> None:
-    """[n] of every rank -> [size*n]."""
+    """All-gather: [n] from every rank -> [size*n]."""
     finish(all_gather(out, send, group=group, async_op=True), group, Wait(lambda: doing))
 
 
 def gather_objects(mine: T, group: dist.ProcessGroup, doing: str) -> list[T]:
-    """What every rank gave, by rank in the group: anything small that can be pickled."""
+    """Every rank's object, by rank in the group; the objects must be small and picklable."""
     data = pickle.dumps(mine)
     ranks = dist.get_world_size(group)
     sizes = torch.empty(ranks, dtype=torch.int64, device="cpu")
@@ -43,6 +43,6 @@ def gather_objects(mine: T, group: dist.ProcessGroup, doing: str) -> list[T]:
 
 
 def broadcast_first(data: Tensor, group: dist.ProcessGroup, doing: str) -> None:
-    """Fill `data` with what the group's first rank has in it."""
+    """Fill `data` with the values that the group's first rank has in its `data`."""
     work = dist.broadcast(data, group=group, group_src=0, async_op=True)
     finish(work, group, Wait(lambda: doing))

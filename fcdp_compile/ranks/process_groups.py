@@ -1,4 +1,4 @@
-"""Make process groups for a part of a job's ranks, and say how long they wait."""
+"""Make process groups for a part of a job's ranks, and choose their timeouts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fcdp_compile.torch_compat import gloo_timeout, nccl_timeout, without_splitt
 
 
 def group_of(ranks: list[int], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
-    """A new group, which these ranks make and no others need to know of."""
-    # Splitting off the communicator of all ranks is a collective of all ranks: with a default group that is
-    # bound to a device, those of a part of the world would wait for the others for ever.
+    """Make a new group; only its own ranks need to call this."""
+    # If the default group is bound to a device, torch splits its communicator, which is a collective of all
+    # ranks: a part of the ranks would wait for the others for ever.
     is_part = len(ranks) < dist.get_world_size()
     with without_splitting(world()) if is_part else contextlib.nullcontext():
         group: dist.ProcessGroup = dist.new_group(
@@ -26,9 +26,9 @@ def group_of(ranks: list[int], timeout: timedelta | None, backend: str | None) -
 
 
 def checked_timeout(timeout: timedelta | float | None) -> timedelta | None:
-    """A timeout as it was given to `make_mesh`.
+    """Check a timeout that was given to `make_mesh`.
 
-    Raises: TypeError or ValueError if it is none.
+    Raises: TypeError or ValueError if it is not a timeout.
     """
     if timeout is None or isinstance(timeout, timedelta):
         chosen = timeout
@@ -59,10 +59,10 @@ def timeout_like(
     nccl: timedelta | None,
     nccl_default: timedelta | None,
 ) -> timedelta | None:
-    """The timeout that groups should have beside a default group with these; None: torch's own default.
+    """The timeout of new groups, given the default group's timeouts; None: torch's own default.
 
-    A default group of NCCL alone whose timeout nobody chose says nothing about Gloo groups, which torch lets
-    wait longer.
+    If the default group has only NCCL, with NCCL's default timeout, new groups take torch's default too,
+    because torch lets Gloo groups wait longer.
     """
     if chosen is not None:
         return chosen
@@ -72,6 +72,6 @@ def timeout_like(
 
 
 def cpu_backend() -> str:
-    """The backend of groups for CPU tensors: the default group's, or Gloo where it has none for them."""
+    """The backend of groups for CPU tensors: the default group's CPU backend, or Gloo if it has none."""
     pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
     return dict(pairs).get("cpu", "gloo")

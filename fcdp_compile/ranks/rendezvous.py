@@ -1,15 +1,15 @@
 """Find the other ranks of one attempt of a job that torchrun may start several times.
 
-torchrun (torch 2.13) keeps its store when it starts the ranks again, with the addresses that the attempt
-before wrote there.  A rank that reads such an address waits for a process that is gone.  So the ranks first
-agree on a name that no attempt had before, and write under that.
+torchrun (torch 2.13) keeps its store when it starts the ranks again, and the store still has the addresses
+that the previous attempt wrote there.  A rank that reads such an address waits for a process that is gone.
+So the ranks first agree on a name that no earlier attempt had, and use the name as a prefix of their keys.
 
     rank r                             rank 0
-    hello/r = its word          ─▶     reads it, perhaps an old one first
-    reads welcome/its word      ◀─     welcome/word = the name, for every word it sees
-    thanks/the name/r           ─▶     until all ranks have thanked
+    hello/r = r's word          ─▶     reads r's word, perhaps an old word first
+    reads welcome/r's word      ◀─     welcome/word = the name, for every word that it reads
+    thanks/the name/r           ─▶     repeats this until all ranks have thanked
 
-Words and the name are random: nobody listens to the answer to an old word, or gives thanks for an old name.
+Words and the name are random: no rank reads the answer to an old word, or thanks for an old name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOK_S = 0.02
 def initialise(backend: str, timeout: timedelta | None) -> None:
     """Initialise torch.distributed with the ranks that torchrun has started.
 
-    Raises: LostRankError if others do not come.
+    Raises: LostRankError if other ranks do not come.
     """
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not is_kept or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -52,7 +52,7 @@ def initialise(backend: str, timeout: timedelta | None) -> None:
 
 
 def name_of_attempt(store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
-    """A name that all ranks of this attempt share, and no attempt before had.
+    """Agree on a name that all ranks of this attempt share and that no earlier attempt had.
 
     Raises: LostRankError.
     """
@@ -78,7 +78,7 @@ def name_of_attempt(store: Any, rank: int, ranks: int, timeout: timedelta) -> st
 
 
 def _looks(timeout: timedelta) -> Iterator[None]:
-    """One item for each look at the store until time is up."""
+    """Yield once for each look at the store until time is up."""
     until_s = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < until_s:
         time.sleep(_LOOK_S)

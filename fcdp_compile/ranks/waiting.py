@@ -1,4 +1,4 @@
-"""Wait for collectives that block: a lost rank, Ctrl-C and the end of the interpreter end the wait."""
+"""Wait for blocking collectives; a lost rank, Ctrl-C or the end of the interpreter ends the wait."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.distributed as dist
 from fcdp_compile.ranks.lost_ranks import close, lost_rank_error, world
 
 _LOOK = timedelta(seconds=0.25)
-"""How often a blocked collective lets Python run: signal handlers, and a look at `exiting`."""
+"""How often a blocked wait returns to Python, to run signal handlers and to check `exiting`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Why a rank waits for a collective, and until when.
+    """Why a rank waits for a collective, and when it stops waiting.
 
-    doing: tells what the collective is for; called only if it fails.
+    doing: returns what the collective is for; called only if the collective fails.
     exiting: set when the interpreter ends; None on the main thread.
     """
 
@@ -28,22 +28,22 @@ class Wait:
 
     @property
     def is_over(self) -> bool:
-        """Whether the interpreter ends."""
+        """Whether the interpreter is ending."""
         return self.exiting is not None and self.exiting.is_set()
 
 
 def finish(work: dist.Work, group: dist.ProcessGroup | None, wait: Wait) -> None:
-    """Wait for a collective that blocks.
+    """Wait for a blocking collective.
 
-    Raises: LostRankError if it fails.  If the wait is over before, or interrupted, the group is closed: else
-    the process would wait for the collective at its end.
+    Raises: LostRankError if it fails.  If the interpreter ends or the wait is interrupted first, the group is
+    closed: otherwise the process would wait for the collective when it exits.
     """
     try:
         while not work.is_completed():
             try:
                 work.wait(_LOOK)
             except RuntimeError:
-                # Either it took longer, or failed, or was done right after: only the work itself can tell.
+                # The collective took longer, failed, or was done just after: only `work` itself can tell.
                 if wait.is_over:
                     raise
         work.wait()
@@ -54,4 +54,4 @@ def finish(work: dist.Work, group: dist.ProcessGroup | None, wait: Wait) -> None
         raise
     except BaseException as interrupt:
         close(group or world())
-        raise interrupt from None  # not "while handling" a look that was in vain
+        raise interrupt from None  # without "during handling of" a wait that only timed out

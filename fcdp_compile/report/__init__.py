@@ -1,1 +1,1 @@
-"""Questions to a live model: its graphs, its memory, its traffic."""
+"""Reports about a live model: its graphs, its memory, its traffic."""

@@ -1,4 +1,4 @@
-"""What became of a model: strategies, graphs and what each moves, and what no graph has."""
+"""Explain how a model was compiled: its strategies, its graphs and their bytes, parameters in no graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLACES_SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One schedule of a compiled graph: what a rank is planned to send or copy in it, by link.
+    """One schedule of a compiled graph: the bytes that a rank is planned to send or copy in it, by link.
 
     name: such as "forward cold".  bytes: by lane (inter, intra, h2d, d2h).
     """
@@ -33,13 +33,13 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What `explain` found.
+    """The result of `explain`.
 
-    strategies: each with the number of its parameters.  passes: of all graphs compiled so far, those of
-    other shapes or modes among them.  uncovered: names of parameters that are in no compiled graph.
-    graph_breaks: reasons that Dynamo gave in this process, for whatever model, with how often.
-    broken_at: where it lately broke graphs, "FILE:LINE"; a break in a function that was being inlined shows
-    in its caller too.
+    strategies: each with the number of its parameters.  passes: of all graphs compiled so far, also those for
+    other shapes or modes.  uncovered: names of parameters that are in no compiled graph.
+    graph_breaks: the reasons that Dynamo gave in this process, for any model, with their counts.
+    broken_at: where Dynamo lately broke graphs, "FILE:LINE"; a break in an inlined function also shows in its
+    caller.
     """
 
     strategies: tuple[tuple[str, int], ...]
@@ -86,7 +86,7 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What was compiled of `model`, compiled or not, so far, and what that moves.
+    """Report what was compiled of `model`, compiled or not, so far, and the bytes that the graphs move.
 
     Raises: ValueError if the model is not sharded.
     """

@@ -1,4 +1,4 @@
-"""What device memory a sharded model was predicted to take, and took."""
+"""The predicted and the measured device memory of a sharded model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fcdp_compile.sharding.shard import state_of
 class Memory:
     """Bytes of this rank's device.
 
-    predicted_peak_bytes: the highest of the model's plans, of a step with the tiers that they chose; None
-    before the first is compiled.  measured_peak_bytes: the most that was ever allocated, by whomever
-    (as torch counts it); None on a CPU, where nobody counts.  fallbacks: buckets planned for
-    the device that are on the host because it was too full.
+    predicted_peak_bytes: the highest peak of the model's plans, for a step with the tiers that they chose;
+    None before the first is compiled.  measured_peak_bytes: the most that this process ever allocated, also
+    for other uses (as torch counts it); None on a CPU, where nothing counts it.  fallbacks: buckets planned
+    for the device that are on the host because the device was too full.
     """
 
     predicted_peak_bytes: int | None

@@ -1,4 +1,4 @@
-"""What a sharded model has moved, by link and kind."""
+"""The bytes that a sharded model has moved, by link and kind."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _KINDS: dict[str, tuple[str, str, str]] = {
 }
 """Link, kind and meaning of every counter, in the order of the table.
 
-Messages of agreement are counted as inter.
+Messages by which ranks agree count as inter.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """Bytes this rank sent to others (inter, intra) or copied over its bus (h2d, d2h), by link and kind."""
+    """Bytes that this rank sent to others (inter, intra) or copied over its bus (h2d, d2h)."""
 
     rows: tuple[tuple[str, str, int], ...]
 
     def bytes(self, link: str, kind: str | None = None) -> int:
-        """Bytes over one link, of one kind or of all.
+        """Bytes over one link, of one kind or of all kinds.
 
         Raises: ValueError for a link or kind that does not exist.
         """
@@ -59,10 +59,10 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What one rank's part of a model has moved.
+    """The bytes that one rank has moved for a model.
 
-    rank: of `ranks`.  last_step: from the optimizer step before last to the last one.  total: since `shard`.
-    steps: how many optimizer steps there were.
+    rank: of `ranks`.  last_step: between the last two optimizer steps.  total: since `shard`.
+    steps: the number of optimizer steps so far.
     """
 
     rank: int

@@ -1,1 +1,1 @@
-"""`shard`, and what users do to a sharded model."""
+"""`shard`, and the functions that users call on a sharded model."""

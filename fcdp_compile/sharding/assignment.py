@@ -1,4 +1,4 @@
-"""Which strategy each parameter has: that of the innermost module that was given one."""
+"""Assign a strategy to each parameter: the strategy of its innermost module that was given one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def assign(
 ) -> dict[nn.Parameter, Strategy]:
     """The strategy of each of these parameters.
 
-    by_module: by names of modules, in which `*` stands for anything between two dots.
+    by_module: strategies by names of modules, in which `*` stands for anything between two dots.
 
-    Raises: TypeError for what is no mapping of names; ValueError for a name that no module has, for two that
-    give one module different strategies, and for a tied parameter whose modules have different ones; what
-    `Strategy.parse` raises.
+    Raises: TypeError if `by_module` is no mapping of names; ValueError for a name that no module has, for two
+    names that give one module different strategies, and for a tied parameter whose modules have different
+    strategies; the errors of `Strategy.parse`.
     """
     if not isinstance(by_module, Mapping) or not all(isinstance(n, str) for n in by_module):
         raise ArgumentError(
@@ -59,11 +59,11 @@ def assign(
 
 
 def matching(pattern: str, modules: Iterable[str], option: str) -> list[str]:
-    """The modules with a name, in which `*` stands for anything between two dots.
+    """The modules whose names match a pattern, in which `*` stands for anything between two dots.
 
-    option: of which the name is a value.
+    option: the option that the pattern was given to.
 
-    Raises: ValueError if there are none, and for the model itself, which has no name.
+    Raises: ValueError if no name matches, and for the empty name, which is the model itself.
     """
     if not pattern:
         raise ArgumentError(
@@ -84,6 +84,6 @@ def _matches(pattern: list[str], path: list[str]) -> bool:
 
 
 def _and_those_around(path: str) -> list[str]:
-    """A module's name and those of the modules that it is in, innermost first."""
+    """The names of a module and of the modules around it, innermost first."""
     parts = path.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]

@@ -1,4 +1,4 @@
-"""The folder and the model that functions for checkpoints are given, which are easily swapped."""
+"""Check the folder and the model that users pass to functions for checkpoints: they are easily swapped."""
 
 from __future__ import annotations
 

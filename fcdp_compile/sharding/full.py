@@ -1,4 +1,4 @@
-"""`full(parameter)`: a sharded parameter as a whole, in the training loop."""
+"""`full(parameter)`: a sharded parameter as a whole tensor, in the training loop."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fcdp_compile.sharding.refusals import is_ignored
 
 
 def full(parameter: Tensor) -> Tensor:
-    """Return a parameter of a sharded model as a plain whole tensor that gradients flow through.
+    """Return a parameter of a sharded model as a plain, whole tensor with gradients.
 
         loss = net(**batch).loss + 0.1 * fcdp_compile.full(model.head.weight).norm()
 
-    The gradient is averaged over all ranks and scattered, like those of the model's own forward, whether the
-    ranks compute the same with the parameter or each multiplies its own data by it.  If the cache has a valid
-    copy, nothing crosses between nodes.  Every rank must call it, in the same order.
+    The gradient is averaged over all ranks and scattered, like gradients of the model's own forward, whether
+    the ranks compute the same with the parameter or each multiplies its own data by it.  If the cache has a
+    valid copy, nothing crosses between nodes.  Every rank must call it, in the same order.
 
-    Returns the whole parameter in the dtype that the model computes in (`param_dtype`), in memory of its own.
-    A parameter that is whole and of that dtype, in one process or among ignored_params, is returned itself.
+    Returns the whole parameter in the dtype that the model computes in (`param_dtype`), in its own memory.
+    In one process, and for ignored_params, a parameter that is whole and has that dtype is returned itself.
 
-    Raises: UnshardedParameterError for what is no parameter of a sharded model while several processes run;
-    PlanMismatchError on every rank if ranks read different parameters.
+    Raises: UnshardedParameterError if the tensor is no parameter of a sharded model while several processes
+    run; PlanMismatchError on every rank if ranks read different parameters.
     """
     if (key := key_of(parameter)) is not None:
         dtype = registry.spec_of(key).gather_dtype
@@ -48,7 +48,7 @@ def full(parameter: Tensor) -> Tensor:
 
 
 class _Full(Function):
-    """Gathers forward, averages and scatters backward: `fcdp::unshard` for whole HomeShards."""
+    """Gathers in forward, averages and scatters in backward, like `fcdp::unshard`, but for HomeShards."""
 
     @staticmethod
     def forward(ctx: Any, parameter: HomeShard, key: str, dtype: Any) -> Tensor:

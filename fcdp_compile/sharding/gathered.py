@@ -1,4 +1,4 @@
-"""`with gathered(model):` parameters are plain and whole on every rank for a while."""
+"""`with gathered(model):` makes parameters plain and whole on every rank within a block."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def gathered(model: nn.Module, modules: Modules = None, writeback: bool = False)
         with torch.no_grad(), fcdp_compile.gathered(model):
             model.generate(ids)
 
-    Within the block nothing is gathered for a forward, so ranks may call the model as often as they like,
-    each on its own; a compiled model runs uncompiled there.  Attributes have the dtype of the home shards,
-    in a forward that of `param_dtype`; ties are ties.  They do not require gradients: training goes on after
-    the block, and what trains in a block that gathers other modules takes these for constants.  When the
-    block is left, also by an exception, the parameters are the home shards again, the same objects as before.
+    Within the block a forward gathers none of these parameters, so each rank may call their modules as often
+    as it likes; a compiled model runs uncompiled there.  Attributes have the dtype of the home shards, but in
+    a forward `param_dtype`; tied parameters stay tied.  The whole parameters require no gradients: they are
+    trained again after the block, and are constants for other parameters that are trained within.  After the
+    block, also after an exception, the parameters are the home shards again, the same objects as before.
 
-    model: compiled or not.  modules: whose parameters, with those of the modules in them: names as in
-    `shard(module_strategies=…)`, with `*` for anything between two dots, or the modules; None for all.
-    writeback: let what is written to the parameters last.  Every rank must have written the same.  Copies of
-    those that changed go stale, no others.
+    model: compiled or not.  modules: the modules whose parameters are gathered, also those of the modules in
+    them: names as in `shard(module_strategies=…)`, with `*` for anything between two dots, or modules; None
+    for all.  writeback: keep changes of the parameters.  Every rank must have written the same values.  Only
+    cached copies of changed parameters become stale.
 
-    All ranks must enter and leave the block.  Nested blocks leave alone what the outer one has gathered.
+    All ranks must enter and leave the block.  A nested block skips parameters that an outer block gathered.
 
-    Memory: the whole parameters of these modules on every rank, and while they are gathered the largest once
-    more.
+    Memory: the whole parameters of these modules on every rank, and the largest of them once more while they
+    are gathered.
 
-    Raises: ValueError or TypeError for modules that the model does not have, and for writeback of what an
-    outer block gathered without.  FcdpError on every rank if ranks ask for different things or anything has
-    no values yet; on leaving the block, with the home shards as they were, if it changed parameters without
-    writeback, changed them differently on another rank, or gave them another shape, dtype, tie or gradient,
-    and on the other ranks if it failed on one.
+    Raises: ValueError or TypeError for modules that the model does not have, and for writeback of parameters
+    that an outer block gathered without writeback.  FcdpError on every rank if ranks ask for different things
+    or anything has no values yet; on leaving the block, with the home shards unchanged, if the block changed
+    parameters without writeback, changed them differently on another rank, or gave them another shape, dtype,
+    tie or gradient, and on the other ranks if the block failed on one rank.
     """
     root, state = model_of(model), state_of(model)
     block = _Block(state, _chosen(root, state, modules, writeback=writeback), writeback=writeback)
@@ -60,7 +60,7 @@ def gathered(model: nn.Module, modules: Modules = None, writeback: bool = False)
         yield
     except Exception as error:
         block.leave()
-        # The others stand at the end of the block, where they wait for this rank's word.
+        # The other ranks wait for this rank at the end of the block.
         block.tell(f"the block of fcdp_compile.gathered failed: {error}")
         raise
     except BaseException:
@@ -74,7 +74,7 @@ def _chosen(
 ) -> list[ParamRecord]:
     """The parameters to gather, the same on all ranks.
 
-    Raises: what `gathered` raises on entering.
+    Raises: the errors of `gathered` on entering.
     """
     problem: Exception | None = None
     found: list[ParamRecord] = []
@@ -139,7 +139,7 @@ def _modules(root: nn.Module, modules: Modules) -> list[nn.Module]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathered:
-    """One parameter in the block: where it is, its home, and the fingerprint of the values it came with."""
+    """One parameter in the block: its places, its home, and the fingerprint of its values on entering."""
 
     record: ParamRecord
     places: list[tuple[nn.Module, str]]
@@ -147,13 +147,13 @@ class _Gathered:
     mark: int
 
     def now(self) -> list[Tensor | None]:
-        """What is in its places."""
+        """The tensors that are in the parameter's places now."""
         return [module._parameters.get(name) for module, name in self.places]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Left:
-    """What the block left of one parameter, and its fingerprint."""
+    """The values of one parameter at the end of the block, and their fingerprint."""
 
     values: Tensor
     mark: int
@@ -189,7 +189,7 @@ class _Block:
             module._parameters[name] = whole
 
     def leave(self) -> list[list[Tensor | None]]:
-        """Put the home shards back; what the block left in the places of each parameter.  Asks nobody."""
+        """Put the home shards back, without communication; returns what each parameter's places contained."""
         left = []
         for one in self._inside:
             left.append(one.now())
@@ -199,7 +199,7 @@ class _Block:
         return left
 
     def tell(self, problem: str) -> None:
-        """Let the other ranks, which are in `finish`, raise for this one's problem."""
+        """Make the other ranks, which are in `finish`, raise because of this rank's problem."""
 
         def raise_it() -> None:
             raise FcdpError(problem)
@@ -208,7 +208,7 @@ class _Block:
             together(self._state.topology.control, raise_it)
 
     def finish(self, found: list[list[Tensor | None]]) -> None:
-        """Compare with the other ranks what the block left, and write back what changed."""
+        """Compare the values at the end of the block with the other ranks', and write changed values back."""
         left: list[_Left] = []
 
         def look() -> None:
@@ -227,7 +227,7 @@ class _Block:
                     "without writeback, so no change was kept; pass writeback=True, or undo the changes "
                     "within the block"
                 )
-            # Copies of a strategy that shards within nodes may differ between them by rounding.
+            # If a strategy shards within nodes, the copies of different nodes may differ by rounding.
             if changed[i] and len({row[i] for row in rows}) > 1:
                 raise FcdpError(
                     f"ranks have written different values to parameter {was.record.spec.name!r} within "
@@ -250,7 +250,7 @@ class _Block:
 
 
 def _left(was: _Gathered, now: list[Tensor | None]) -> _Left:
-    """What the block left of a parameter; FcdpError for what cannot be its values."""
+    """The values of a parameter at the end of the block; FcdpError if they do not fit the parameter."""
     spec, values = was.record.spec, now[0]
     if values is None or any(v is None for v in now):
         raise FcdpError(

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh find out about each other's GPUs before they use them."""
+"""Compare the GPUs of all ranks of a mesh before they are used."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fcdp_compile.runtime.collectives.collectives import Collectives, are_blocki
 
 
 def agree_on_gpus(topology: Topology, collectives: Collectives, device: Device) -> int | None:
-    """The bytes of the smallest GPU of all ranks, which all of them must call; None without GPUs.
+    """The bytes of the smallest GPU of all ranks; None without GPUs.  All ranks must call this.
 
-    All ranks plan for the smallest, so that they place the same buckets on the device.
+    All ranks plan for the smallest GPU, so that they place the same buckets on the device.
 
-    Raises: ValueError on every rank if NCCL is to connect ranks that use one GPU.
+    Raises: ValueError on every rank if NCCL would have to connect ranks that use the same GPU.
     """
     if topology.ranks > 1 and topology.device_type == "cpu":
         return None
-    # Not its index: each rank may be shown another GPU as its only one (CUDA_VISIBLE_DEVICES).
+    # The index does not tell: each rank may see another GPU as its only one (CUDA_VISIBLE_DEVICES).
     mine = device.identity()
     texts = collectives.exchange_texts("" if mine is None else f"{mine} {device.total_bytes()}")
     found = [text.split() for text in texts if text]

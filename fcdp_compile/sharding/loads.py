@@ -1,10 +1,10 @@
-"""What `load_state_dict` does with a sharded model or any module in it.
+"""Make `load_state_dict` work with a sharded model and any module in it.
 
-    whole tensors -> this rank's part of each, once all ranks have compared them
+    whole tensors -> all ranks compare them, then each rank takes its part
     assign=True   -> values are written to the home shards, which stay the model's parameters
-    on meta       -> notes which parameters and buffers have values now
+    on meta       -> parameters and buffers that were loaded count as having values
 
-torch.distributed.checkpoint's `set_model_state_dict` and PEFT's `set_peft_model_state_dict` call it, too.
+torch.distributed.checkpoint's `set_model_state_dict` and PEFT's `set_peft_model_state_dict` use it too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fcdp_compile.runtime.model import ShardedModel
 
 
 def watch_loads(root: nn.Module, state: ShardedModel) -> None:
-    """Let every module of a sharded model take part in loading."""
+    """Register hooks for loading on every module of a sharded model."""
     keys = {owner: key for key, record in state.records.items() for owner in record.owners()}
     for path, module in root.named_modules():
         watch = _LoadWatch(
@@ -38,7 +38,7 @@ def watch_loads(root: nn.Module, state: ShardedModel) -> None:
 
 
 class _LoadWatch:
-    """One module: keys of its parameters and paths of its buffers that were on meta, by their names in it."""
+    """One module's hooks; keys: of its parameters by name, buffers: paths of those that were on meta."""
 
     def __init__(
         self, state: weakref.ref[ShardedModel], keys: dict[str, str], buffers: dict[str, str]
@@ -61,11 +61,11 @@ class _LoadWatch:
         error_msgs: list[str],
     ) -> None:
         self._given = {n for n in [*self._keys, *self._buffers] if prefix + n in state_dict}
-        self._problems = error_msgs  # the list that torch goes on writing to
+        self._problems = error_msgs  # torch appends to this list during the load
         if (state := self._state()) is None:
             return
         for name in self._given.intersection(self._buffers):
-            # torch would copy into meta, which keeps nothing.
+            # torch would copy into the tensor on meta, which keeps no values.
             buffer = module._buffers[name]
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=state.device.torch)
@@ -74,7 +74,7 @@ class _LoadWatch:
             self._write(module, state_dict, prefix)
 
     def _write(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """Copy values to the parameters, and let torch assign these to where they are."""
+        """Copy values to the parameters, and give torch the parameters themselves to assign."""
         for name in self._given.intersection(self._keys):
             parameter, value = module._parameters[name], state_dict[prefix + name]
             if (
@@ -92,7 +92,7 @@ class _LoadWatch:
         if (state := self._state()) is None:
             return
         keys = [self._keys[n] for n in given if n in self._keys]
-        if problems:  # torch is about to raise: nobody knows which values were copied
+        if problems:  # torch is about to raise, and any of the values may have been copied
             state.validity.values_changed(keys)
         else:
             buffers = [self._buffers[n] for n in given if n in self._buffers]
@@ -100,9 +100,9 @@ class _LoadWatch:
 
 
 def _cut(state: ShardedModel, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Put this rank's parts in the place of whole tensors for the home shards of a module and those below.
+    """Replace whole tensors for home shards of a module and of the modules below by this rank's parts.
 
-    torch gives the modules below what this leaves, so the ranks compare once for each load.
+    torch passes the changed state dict on to the modules below, so ranks compare once for each load.
 
     Raises: PlanMismatchError or FcdpError on every rank if ranks do not load the same.
     """

@@ -14,7 +14,7 @@ from fcdp_compile.torch_compat import has_gradient_hooks
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Let backwards, whose forwards begin in here, accumulate gradients without synchronising them.
+    """Accumulate gradients without synchronising them, for forwards that begin in this block.
 
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
@@ -22,20 +22,20 @@ def no_sync(model: nn.Module) -> Iterator[None]:
                 loss(model, batch).backward()
         optimizer.step()
 
-    Gradients accumulate at the strategy's scope: whole, within the node (fcdp), or, with strategies that
-    reduce every micro-batch's gradients to the home shards, as they would without this. The first
-    backward of a forward outside of it reduces them all, and only then `.grad` holds them; before, it
-    holds negative zeros. Clearing gradients (`zero_grad`) clears what accumulated. What is not compiled
-    synchronises every time: right, and slower; but the last micro-batch must be compiled where earlier
-    ones were. Not for `torch.autograd.grad` or `backward(inputs=…)`, which are refused.
+    The strategy decides how gradients accumulate: whole on each rank, cut over the ranks of a node (fcdp),
+    or, if it reduces every micro-batch's gradients to the home shards, as without no_sync. The first
+    backward of a forward outside of the block reduces all accumulated gradients, and only then `.grad`
+    holds them; before, `.grad` holds negative zeros. `zero_grad` clears accumulated gradients too. Code
+    that is not compiled synchronises every time, which is right but slower; the last micro-batch must be
+    compiled if earlier ones were. `torch.autograd.grad` and `backward(inputs=…)` are refused.
 
-    model: sharded, compiled or not.  All ranks must enter and leave for the same micro-batches: checked in
-    every forward.
+    model: sharded, compiled or not.  All ranks must enter and leave for the same micro-batches; every
+    forward checks this.
 
     Raises: ValueError if the model is not sharded, FcdpError if one of its parameters has a gradient hook,
-    which would see negative zeros; later, `optimizer.step()` without a synchronising backward raises
-    UnsynchronizedGradientError, and a backward FcdpError where gradients were changed meanwhile or an earlier
-    one failed.
+    because the hook would see negative zeros.  Later, `optimizer.step()` without a synchronising backward
+    raises UnsynchronizedGradientError, and a backward raises FcdpError if gradients were changed in between
+    or an earlier backward failed.
     """
     state = state_of(model)
     for name, parameter in model_of(model).named_parameters():

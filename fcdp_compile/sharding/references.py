@@ -1,7 +1,7 @@
-"""Find what holds a parameter of a model besides the modules' own tables of parameters.
+"""Find references to a model's parameters outside of the modules' own tables of parameters.
 
-`shard` puts another tensor in the place of each parameter.  A list, a closure or a buffer that holds the old
-one, or a view of it, would go on reading values that nobody trains.
+`shard` replaces each parameter by another tensor.  A list, a closure or a buffer that holds the old
+parameter, or a view of it, would go on reading values that are never trained.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch import Tensor, nn
 from fcdp_compile.torch_compat import storage_id
 
 _TABLES = ("_parameters", "_modules")
-"""What `shard` looks through itself."""
+"""The attributes that `shard` handles itself."""
 
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, ReferenceType)
-"""What holds no tensor of a model, or is shared by all models."""
+"""Types whose objects hold no tensor of a model, or are shared by all models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
     """A tensor outside of the tables that is a parameter or shares its memory.
 
-    module: name of the module that has it, "" for the model.  path: where in the module, like `weights[0]`.
+    module: name of the module that has the tensor, "" for the model.  path: in the module, like `weights[0]`.
     parameter: name of the parameter.  is_copy: whether it takes no part in training, like `weight.data`.
     """
 
@@ -48,14 +48,14 @@ class Reference:
 
 
 def find_references(model: nn.Module, parameters: Mapping[str, Tensor]) -> list[Reference]:
-    """Everything in a model that holds one of these parameters, or its memory, outside of its place.
+    """All tensors in a model, outside of the tables, that are one of these parameters or share its memory.
 
     parameters: by name.
-    Looked through are attributes and buffers of the modules, hooks among them, and what these contain: lists,
-    dictionaries, objects, functions with what they close over.
+    The search covers attributes, hooks and buffers of the modules and everything in them: lists,
+    dictionaries, objects, functions and their closures.
     """
     owners = {storage_id(p): name for name, p in parameters.items()}
-    # Modules of the model have a turn of their own, under their own name.
+    # Modules of the model are searched separately, under their own name.
     walk = _Walk(owners, {id(m) for m in model.modules()})
     found = []
     for name, module in model.named_modules():
@@ -79,19 +79,19 @@ def _methods(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class _Walk:
-    """Looks at every object once.
+    """Visits every object once.
 
-    owners: names of parameters by their storage.  seen: ids of what need not be looked at.
+    owners: names of parameters by their storage.  seen: ids of objects to skip.
     """
 
     def __init__(self, owners: Mapping[int, str], seen: set[int]) -> None:
         self._owners = owners
         self._seen = seen
-        # Ids are those of living objects: what is made on the way must not be freed and its id used again.
+        # Ids are unique among living objects only, so keep temporary objects alive during the walk.
         self._kept: list[object] = []
 
     def visit(self, value: object, path: str) -> Iterator[tuple[str, Tensor]]:
-        """The tensors with memory of a parameter that are below a value, which lies at `path`."""
+        """The tensors that share memory with a parameter, in the value at `path` or in objects it holds."""
         todo = [(value, path)]
         while todo:
             value, path = todo.pop()
@@ -107,7 +107,7 @@ class _Walk:
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[object, str]]:
-    """What a value holds, each with its path."""
+    """The objects that a value holds, each with its path."""
     if isinstance(value, (dict, MappingProxyType)):
         yield from ((v, f"{path}[{k!r}]") for k, v in list(value.items()) if _may_hold(v))
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -122,7 +122,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[object, str]]:
     elif isinstance(value, CellType):
         yield from ((v, path) for v in _content(value))
     else:
-        # As Python keeps them: a class may say otherwise, and raise.
+        # Read without `__getattr__` and the like, by which a class may return something else, or raise.
         own = inspect.getattr_static(value, "__dict__", None)
         if isinstance(own, GetSetDescriptorType):
             own = own.__get__(value)

@@ -1,4 +1,4 @@
-"""What `shard` refuses, each with one sentence, before anything is communicated."""
+"""The refusals of `shard`, each with one sentence, before anything is communicated."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def check_model(
 ) -> None:
     """Check that `shard` can shard the model.
 
-    ignored: names of parameters that it leaves alone.
+    ignored: names of parameters that `shard` leaves alone.
 
-    Raises: TypeError if it is no module or a dtype no floating point dtype; ValueError for a model that is
-    wrapped or sharded already, has no parameters, or has one on another device than the mesh's (`meta` is
-    fine, but for ignored ones), uninitialised, sparse, complex, quantised, or sharing memory with another, or
-    for a module that holds a parameter in a list, closure or the like (`references`).
+    Raises: TypeError if the model is no module or a dtype no floating point dtype; ValueError for a model
+    that is wrapped or sharded already or has no parameters; for a parameter that is not on the mesh's device
+    (`meta` is fine, but not for ignored ones), is uninitialised, sparse, complex or quantised, or shares
+    memory with another; for a module that holds a parameter in a list, closure or the like (`references`).
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -84,13 +84,13 @@ def check_model(
 def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
     """Mark parameters that `shard` leaves alone; returns their names in the model's order.
 
-    A mark tells that nobody need average the gradient; it may be of another model's `shard`, or of one that
-    failed.
+    The mark means that fcdp need not average the gradient; another model's `shard`, or a failed one, may have
+    set the mark already.
 
-    Raises: TypeError for what is no parameter, ValueError for one that is not the model's.
+    Raises: TypeError for an object that is no parameter, ValueError for a parameter of another model.
     """
     if not isinstance(model, nn.Module):
-        return []  # check_model says so
+        return []  # check_model will raise
     names = {id(p): name for name, p in model.named_parameters()}
     marked = list(parameters)
     for parameter in marked:
@@ -105,7 +105,7 @@ def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
             )
     for parameter in marked:
         setattr(parameter, _IGNORED, True)
-    # Sets, which FSDP2's option of that name takes, have another order on each rank.
+    # In the model's order: FSDP2's option of that name takes a set, whose order differs between ranks.
     given = {id(p) for p in marked}
     return [name for i, name in names.items() if i in given]
 
@@ -116,7 +116,7 @@ def is_ignored(parameter: object) -> bool:
 
 
 def _check_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse what would go on using a parameter's old values, and warn of what may."""
+    """Refuse references that would go on using a parameter's old values, and warn of those that may."""
     for found in find_references(model, parameters):
         where = (
             f"{found.module or 'the model'} keeps parameter {found.parameter!r} in its {found.path}"
@@ -136,7 +136,7 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
     """Refuse parameters that share memory: their home shards would be independent."""
     spans = []
     for name, p in parameters.items():
-        if p.numel() and not isinstance(p, FakeTensor):  # which has no memory
+        if p.numel() and not isinstance(p, FakeTensor):  # fake tensors have no memory
             elements = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
             if elements < p.numel():
                 raise ArgumentError(
@@ -170,7 +170,7 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:
         return f"is quantised ({parameter.dtype}); dequantise it before shard"
     if (
         mesh is not None
-        and not parameter.is_meta  # its home shard will be where it has to be
+        and not parameter.is_meta  # its home shard will be made on the right device
         and isinstance(mesh, DeviceMesh)
         and parameter.device.type != mesh.device_type
     ):
@@ -182,7 +182,7 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:
 
 
 def warn_of_torch() -> None:
-    """Say what is wrong with results on this torch, if anything is."""
+    """Warn if this version of torch gives wrong results."""
     if not calls_dispatch_of_subclasses():
         log.warning(
             "torch %s ignores what fcdp does for operations on sharded parameters: .item() of a norm or a "

@@ -25,10 +25,10 @@ def agree_on_replicas(
     description: Sequence[str],
     tensors: Sequence[tuple[str, Tensor]],
 ) -> None:
-    """Compare what each rank is about to shard; take rank 0's values where they differ, as DDP does.
+    """Compare the models that the ranks are about to shard; where values differ, take rank 0's, as DDP does.
 
-    description: one line for each thing that must be the same.  tensors: parameters and buffers by name,
-    the same on all ranks once the descriptions are.
+    description: one line for each thing that must be the same.  tensors: parameters and buffers with names;
+    if the descriptions are equal, all ranks have the same names.
 
     Raises: ValueError on every rank if the descriptions differ.
     """

@@ -1,6 +1,6 @@
 """`shard(model)`: replace every parameter by its home shard and its attribute by a property.
 
-What the property does is in `sharded_class`.
+`sharded_class` explains the property.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ def shard(
     """Shard `model` in place over all ranks of `mesh` and return it.
 
     Every parameter becomes a DTensor `nn.Parameter` that holds this rank's part; names, ties and
-    requires_grad stay.  Where ranks hold different values rank 0's are taken.  Build the optimizer after.
+    requires_grad stay.  If values differ between ranks, rank 0's are taken.  Build the optimizer afterwards.
 
     Parameters may be on meta, the same ones on every rank: their home shards have memory but no values until
-    `materialize`, `load_pretrained` or `load_state_dict` gives them some; without, a forward or an optimizer
-    step raises FcdpError.  Buffers on meta stay there until then.
+    `materialize`, `load_pretrained` or `load_state_dict` gives them values; before that, a forward or an
+    optimizer step raises FcdpError.  Buffers on meta stay there until then.
 
     mesh: from `make_mesh`; None in a single process.
     strategy: a preset's name (`fcdp_compile.strategy.PRESETS`) or a Strategy.
     param_dtype: of gathered parameters, computation and the model's inputs; by default each parameter's own.
-    reduce_dtype: what gradients are reduced in; by default param_dtype.
-    reshard_after_forward: as FSDP2's, with strategy "fsdp" (`Strategy.fsdp`).
-    gradient_on: where gradients wait within `no_sync`: "gpu", "host" or "auto"; by default as strategy says.
+    reduce_dtype: the dtype that gradients are reduced in; by default param_dtype.
+    reshard_after_forward: as in FSDP2, with strategy "fsdp" (`Strategy.fsdp`).
+    gradient_on: where gradients wait within `no_sync`: "gpu", "host" or "auto"; by default the strategy's.
     module_strategies: other strategies by names of modules, where `*` stands for anything between two dots;
-    the innermost module that has one decides.
-    ignored_params: parameters that stay whole on every rank, their gradients averaged by nobody.
-    buffer_dtype: what floating point buffers are cast to, here and now; by default they stay.
+    a parameter gets the strategy of its innermost module that is named.
+    ignored_params: parameters that stay whole on every rank; fcdp does not average their gradients.
+    buffer_dtype: the dtype that floating point buffers are cast to now; by default they stay as they are.
 
     Raises: ArgumentError, before anything is communicated, for arguments or a model that cannot be sharded,
-    and on every rank if ranks build different models or NCCL is to connect ranks that use one GPU.
+    and on every rank if ranks build different models or NCCL would have to connect ranks that use one GPU.
     """
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
     chosen = _chosen(strategy, reshard_after_forward)
@@ -111,7 +111,7 @@ def _new_state(
     device: Device,
     dtypes: Dtypes,
 ) -> tuple[ShardedModel, dict[nn.Parameter, ParamRecord]]:
-    """The run-time state of a model that is not sharded yet, and the records of its parameters."""
+    """Make the run-time state of a model that is not sharded yet, and the records of its parameters."""
     fitting = {s: fit_strategy(s, topology.position) for s in dict.fromkeys(strategies.values())}
     number = registry.new_model_number()
     records = {
@@ -148,7 +148,7 @@ def _agree(
     ignored: Iterable[str],
     dtypes: Dtypes,
 ) -> None:
-    """Make sure that all ranks shard the same model with the same values, and make the groups."""
+    """Make sure that all ranks shard the same model with the same values, and make the process groups."""
     topology, collectives = state.topology, state.collectives
     state.gpu_bytes = agree_on_gpus(topology, collectives, state.device)
     if topology.ranks > 1 and topology.node == topology.place == 0:
@@ -170,7 +170,7 @@ def _agree(
 
 
 def model_of(model: nn.Module) -> nn.Module:
-    """The module itself, whether it was given compiled or not."""
+    """The module itself, for a compiled module or a plain one."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -192,7 +192,7 @@ def _install(
     records: dict[nn.Parameter, ParamRecord],
     dtypes: Dtypes,
 ) -> None:
-    """Make the model a sharded one: its parameters, its classes, its hooks."""
+    """Replace the model's parameters and classes, and register its hooks."""
     _replace(root, state, records, dtypes.param)
     if dtypes.buffer is not None:
         _cast_buffers(root, dtypes.buffer)
@@ -209,7 +209,7 @@ def _replace(
     records: dict[nn.Parameter, ParamRecord],
     input_dtype: torch.dtype | None,
 ) -> None:
-    """Put home shards in the place of parameters and subclasses in the place of the modules' classes."""
+    """Replace parameters by home shards, and the modules' classes by subclasses."""
     gate = Gate()
     homes = {
         p: _home_shard(p, r.spec, state.topology, gate.calls, state.device.torch)
@@ -235,7 +235,7 @@ def _replace(
 
 
 def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> Device:
-    """Where home shards are: where the parameters are, or where the mesh is if all of them are on meta."""
+    """The device of the home shards: the parameters' device, or the mesh's if all parameters are on meta."""
     if (device := next((p.device for p in parameters if not p.is_meta), None)) is not None:
         return device_of(device)
     return current_device(None if topology.home_mesh is None else topology.device_type)
@@ -265,14 +265,14 @@ def _home_shard(
     if parameter.grad is not None:
         grad = _part(parameter.grad, layout, where)
         home.grad = HomeShard.of(grad, layout, topology.home_mesh, requires_grad=False, home=scope)
-    return cast(nn.Parameter, home)  # isinstance says so too (HomeShard._is_param)
+    return cast(nn.Parameter, home)  # isinstance agrees (HomeShard._is_param)
 
 
 def _whole(parameter: nn.Parameter, key: str, device: torch.device) -> nn.Parameter:
-    """The home of a parameter in a single process: another one with the same values.
+    """The home of a parameter in a single process: a new parameter with the same values.
 
-    Another one, so that what does not work on several ranks does not work here: an optimizer that was built
-    before `shard`, for one.
+    It is a new object so that mistakes show here as on several ranks, such as an optimizer that was built
+    before `shard`.
     """
     values = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach()
     home = nn.Parameter(values, requires_grad=parameter.requires_grad)
@@ -283,9 +283,9 @@ def _whole(parameter: nn.Parameter, key: str, device: torch.device) -> nn.Parame
 
 
 def _keep_marks(parameter: nn.Parameter, home: Tensor) -> None:
-    """Keep what frameworks note on a parameter, such as "no weight decay"."""
+    """Copy the attributes that frameworks set on a parameter, such as "no weight decay"."""
     for name, value in vars(parameter).items():
-        if name != REPLACED:  # of another model that had the parameter, too
+        if name != REPLACED:  # set by another model that had this parameter too
             setattr(home, name, value)
 
 
@@ -295,7 +295,7 @@ def _part(whole: Tensor, layout: ParamLayout, home: Home) -> Tensor:
 
 
 def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating point buffers; one that several modules share stays shared."""
+    """Cast floating point buffers; a buffer that several modules share stays shared."""
     made: dict[int, Tensor] = {}
     for module in root.modules():
         for name, buffer in module._buffers.items():

@@ -1,9 +1,9 @@
-"""The class that a sharded module gets: a subclass of its own class, of the same name.
+"""The class that a sharded module gets: a subclass of its own class with the same name.
 
 Within the forward of any module of the sharded model, when activation checkpointing recomputes, and in every
-graph that Dynamo traces, reading a parameter's attribute gathers it (`fcdp::unshard`).  Elsewhere the
-attribute is the parameter itself, so that freezing, optimizers, merging adapters and `state_dict` see what
-they would see without fcdp.
+graph that Dynamo traces, reading a parameter's attribute gathers the parameter (`fcdp::unshard`).  Elsewhere
+the attribute is the parameter itself, so that freezing, optimizers, merging adapters and `state_dict` work as
+without fcdp.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fcdp_compile.sharding.refusals import is_ignored
 from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
 
 STATE = "_fcdp"
-"""The attribute of a sharded module that has its `ModuleState`."""
+"""The attribute of a sharded module that holds its `ModuleState`."""
 
 
 class Gate:
     """Whether a forward of any module of the model is running; shared by all its modules.
 
-    calls: whether the model itself is being called, which begins before its guards are looked at.
+    calls: whether the model itself is being called, which begins before Dynamo checks its guards.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class Gate:
 
 
 class ModuleState:
-    """What a sharded module knows: its model, the keys of its own parameters, the gate.
+    """The state of a sharded module: its model, the keys of its own parameters, the gate.
 
-    cuts: the placements of its own parameters.  is_on_mesh: whether these are DTensors: with several ranks.
+    cuts: the placements of its own parameters.  is_on_mesh: whether they are DTensors, as with several ranks.
     """
 
     def __init__(self, model: ShardedModel, gate: Gate, keys: dict[str, str]) -> None:
@@ -58,9 +58,9 @@ class ModuleState:
 def sharded_class(
     cls: type[nn.Module], names: tuple[str, ...], input_dtype: torch.dtype | None, is_root: bool
 ) -> type:
-    """A subclass of `cls` whose attributes of these names gather.
+    """Make a subclass of `cls` whose attributes with these names gather.
 
-    input_dtype: what floating point inputs of its forward are cast to.
+    input_dtype: the dtype that floating point inputs of its forward are cast to.
     """
     members: dict[str, Any] = {name: _gathering_property(name) for name in names}
     members["__reduce_ex__"] = _refuse_to_copy
@@ -97,14 +97,14 @@ def _gathering_property(name: str) -> property:
         state = _state(self)
         if parameter is None:
             raise AttributeError(f"{type(self).__name__!r} object has no parameter {name!r}")
-        # A checkpointed function that a backward runs again is outside of every forward.
+        # When a backward recomputes a checkpointed function, no forward is running.
         if not (torch.compiler.is_compiling() or state.gate.inside or is_recomputing()):
             return parameter
         if not torch.compiler.is_compiling() and state.keys[name] in state.model.whole:
-            # As it would be gathered; no copy where that is the dtype of the home shards.
+            # In the dtype of gathered parameters; no copy if the home shards have this dtype.
             return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
         if state.is_on_mesh and not isinstance(parameter, DTensor):
-            # By its class, which is the same on all ranks: its shape may be that of a shard on some.
+            # Check the class, which is the same on all ranks: on some ranks a shard has the whole shape too.
             raise whole_error(state.keys[name].partition(":")[2], parameter)
         if isinstance(parameter, DTensor) and not isinstance(parameter, HomeShard):
             # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.
@@ -125,8 +125,8 @@ def _forward_within_gate(
 ) -> Callable[..., Any]:
     inner: Callable[..., Any] = cls.forward
 
-    # A graph break inside makes Dynamo leave this frame to Python, which then sets the gate for what
-    # runs eagerly; without one the assignments cancel out and cost nothing.
+    # After a graph break inside, Python runs this frame and sets the gate for code that runs eagerly;
+    # without a graph break, Dynamo removes the assignments.
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_root:
@@ -141,7 +141,7 @@ def _forward_within_gate(
         finally:
             gate.inside = was_inside
 
-    # Dynamo counts recompiles by code object: a shared one would add up those of all classes and models.
+    # Dynamo counts recompiles by code object: a shared object would add up all classes and models.
     own: Any = forward
     own.__code__ = own.__code__.replace(co_name=f"forward of {cls.__name__}")
     return forward
@@ -150,10 +150,10 @@ def _forward_within_gate(
 def gated_forward(
     own: Callable[..., Any], gate: Gate, input_dtype: torch.dtype | None
 ) -> Callable[..., Any]:
-    """What a forward of the root's own becomes, which hides that of its class.
+    """Wrap a forward that is an attribute of the root itself and hides the class's forward.
 
-    Some libraries (TRL's fused heads, Liger) replace the forward of an instance.  Outside of the gate what it
-    reads would be home shards, and what it computes of them a gradient that nobody averages.
+    Some libraries (TRL's fused heads, Liger) replace the forward of an instance.  Outside of the gate, this
+    forward would read home shards, and gradients computed from them would not be averaged.
     """
 
     @functools.wraps(own)
@@ -184,26 +184,26 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
         calls.inside = True
         try:
             if state.model.whole:
-                # Compiled graphs gather, and there is nothing to gather now.
+                # Compiled graphs would gather, but parameters are whole already.
                 return torch.compiler.disable(inner)(self, *args, **kwargs)
             return inner(self, *args, **kwargs)
         finally:
             calls.inside = was_inside
 
-    # The guards of what this calls must find that it has begun.
+    # `calls.inside` must be set before the guards of the called code are checked.
     skip_frame(call)
     return call
 
 
-# Dynamo calls it when it traces, and traces nothing of it.  A method, because torch 2.11 takes no module for
-# a constant argument; and a member of this name, because torch looks it up by the name of the function.
+# Dynamo calls this when it traces, but does not trace into it.  It is a method, because torch 2.11 accepts no
+# module as a constant argument; the member has the function's name, because torch looks it up by that name.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _fcdp_refuse_new_parameters(root: nn.Module) -> None:
     model = _state(root).model
     whole = {model.spec(key).name for key in model.whole}
     for name, parameter in root.named_parameters():
         is_known = key_of(parameter) is not None or isinstance(parameter, DTensor)
-        if model.topology.ranks == 1:  # functional_call puts tensors there for a while
+        if model.topology.ranks == 1:  # functional_call replaces parameters by tensors
             is_known |= not isinstance(parameter, nn.Parameter)
         if not (is_known or is_ignored(parameter) or name in whole):
             raise UnshardedParameterError(
@@ -218,8 +218,8 @@ def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    # nn.Module._apply, which is what half(), to() and the like call, would put another tensor in the place
-    # of every parameter, even where nothing changes, and cannot make a Parameter of a HomeShard.
+    # half(), to() and the like call nn.Module._apply, which would replace every parameter by another tensor,
+    # even if nothing changes, and cannot make a Parameter from a HomeShard.
     @functools.wraps(inner)
     def apply(
         self: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any

@@ -1,6 +1,6 @@
-"""Every private name of torch that fcdp uses, in one place.  docs/versions.md says on which it was tried.
+"""Every private name of torch that fcdp uses, in one place.  docs/versions.md lists the tested versions.
 
-A file for each part of torch; others import the names from here.
+There is one file for each part of torch; other packages import the names from here.
 """
 
 from __future__ import annotations

@@ -12,55 +12,55 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_recomputing() -> bool:
-    """Whether activation checkpointing runs a forward again: in a backward, but recording gradients.
+    """Whether activation checkpointing runs a forward again: within a backward, with gradients recorded.
 
-    Hooks of a backward run with gradients off, unless it is itself to be differentiated.
+    Hooks of a backward run with gradients off, unless the backward is itself to be differentiated.
     """
     return torch.is_grad_enabled() and backward_number() != -1
 
 
 def backward_number() -> int:
-    """A number of the backward that runs in this thread, which all its graphs share; -1 outside of one."""
+    """The number of the backward that runs in this thread, shared by all its graphs; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call this once the backward that runs in this thread has given every gradient to its `.grad`.
+    """Call `callback` once the backward that runs in this thread has written every gradient to its `.grad`.
 
-    What it raises the backward raises.  A backward that fails lets go of it and does not call it.
+    The backward raises any exception of the callback.  A backward that fails drops the callback uncalled.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether a hook for gradients was registered on a leaf and its handle not removed."""
+    """Whether a leaf has a hook for gradients that was not removed."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Run tensor operations for real and unseen: no tracing, gradients or inference mode."""
+    """Run tensor operations on real tensors, unrecorded: no tracing, gradients or inference mode."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Call torch's functions themselves, past the `__torch_function__` of tensor subclasses."""
+    """Call torch's functions without the `__torch_function__` of tensor subclasses."""
     entered: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return entered
 
 
 def is_profiling() -> bool:
     """Whether a profiler is recording, so that named ranges are worth their time."""
-    # Not torch.autograd._profiler_enabled(), which is false under a profiler that records every thread.
+    # torch.autograd._profiler_enabled() is false under a profiler that records every thread.
     return torch.autograd.profiler._is_profiler_enabled
 
 
 def every_thread() -> _ExperimentalConfig:
-    """The `experimental_config` with which a profiler also records threads that are older than it."""
+    """An `experimental_config` that makes a profiler also record threads that started before it."""
     return _ExperimentalConfig(profile_all_threads=True)
 
 
 def name_thread(name: str) -> None:
-    """Give this thread the name that profilers and debuggers show; Python's own stays within Python."""
+    """Give this thread a name for profilers and debuggers, which do not see Python's own thread names."""
     torch._C._set_thread_name(name)

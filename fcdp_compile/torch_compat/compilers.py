@@ -28,12 +28,12 @@ from torch.utils._triton import has_triton
 
 
 def skip_frame(function: Any) -> None:
-    """Let Python run the frames of a function, and Dynamo look at what it calls; inlining goes on."""
+    """Make Dynamo skip a function's frames, but not those of the functions it calls; it may still inline."""
     skip_code(function.__code__)
 
 
 def make_dynamic(tensor: Tensor, dim: int) -> None:
-    """Let Dynamo trace a size of an input as a symbol, if what is traced works with any."""
+    """Let Dynamo trace a size of an input as a symbol, if the traced code works with any size."""
     maybe_mark_dynamic(tensor, dim)
 
 
@@ -49,8 +49,8 @@ def graph_breaks() -> dict[str, int]:
 def graph_break_places() -> list[str]:
     """Where Dynamo lately broke graphs in this process: "FILE:LINE", in the order of compiling.
 
-    Torch remembers its last 64 compilations.  A break within a call that was being inlined is also one in the
-    line that calls.
+    Torch remembers its last 64 compilations.  A break within an inlined call also counts as a break in the
+    calling line.
     """
     places: dict[str, None] = {}
     for frame in get_compilation_metrics():
@@ -62,11 +62,11 @@ def graph_break_places() -> list[str]:
 
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_.+_at_(\d+)")
-"""How Dynamo names what it goes on with after a break, by the function and the line."""
+"""Dynamo's name of the code that continues after a break: the function and the line."""
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Add a text to torch's structured trace (TORCH_TRACE, for tlparse); made only if there is one."""
+    """Add a text to torch's structured trace (TORCH_TRACE, for tlparse); made only if there is a trace."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
@@ -76,7 +76,7 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 
 def eager_random() -> AbstractContextManager[None]:
-    """Let what Inductor compiles within draw random numbers as eager kernels do."""
+    """Make code that Inductor compiles in this block draw random numbers as eager kernels do."""
     patched: AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
     return patched
 
@@ -93,7 +93,7 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
 
 
 def why_no_inductor(device_type: str) -> str | None:
-    """What Inductor lacks to compile for a device, None if nothing."""
+    """The reason why Inductor cannot compile for a device; None if it can."""
     if device_type != "cpu":
         return None if has_triton() else "Triton is not installed"
     try:
@@ -104,11 +104,11 @@ def why_no_inductor(device_type: str) -> str | None:
 
 
 def joint_graph_passes(joint: GraphModule, settings: Mapping[str, Any]) -> GraphModule:
-    """Inductor's passes over a joint graph: patterns such as attention, and its own random numbers."""
+    """Run Inductor's passes over a joint graph: patterns such as attention, and its own random numbers."""
     with inductor_config.patch(dict(settings)), V.set_fake_mode(_fake_mode_of(joint)):
         inductor_joint_graph_passes(joint)
-    # The number of a seed is a constant of Inductor's own op, with which no two layers would be equal; as a
-    # view a seed can be taken outside of the segment that uses it.
+    # Inductor's own op has the seed's number as a constant, so no two layers would be equal.  A seed that is
+    # a view can be taken outside of the segment that uses it.
     lookup = torch.ops.prims.inductor_lookup_seed.default
     for node in joint.graph.find_nodes(op="call_function", target=lookup):
         node.target = torch.ops.aten.select.int
@@ -120,14 +120,14 @@ def compile_with_inductor(
     gm: GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]
 ) -> Callable[[list[Any]], Any]:
     """Compile an ATen graph of fake inputs; its outputs must be a tuple."""
-    # Inductor may choose other strides for results that it takes to be nobody's; another segment was traced
-    # with, and checks for, these.
+    # Inductor may change the strides of results that it believes no user sees; the segment that uses a result
+    # was traced with the original strides and checks them.
     output = gm.graph.output_node()
     results = output.args[0]
     assert isinstance(results, tuple), results
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
-    # In the tracing context of the whole graph a segment would report its output strides as the graph's; in
-    # none at all Inductor's cache of compiled graphs misses the shapes it guards on, and is not used.
+    # In the tracing context of the whole graph, a segment would report its output strides as the graph's.
+    # Without a context, Inductor's cache of compiled graphs is not used, as it lacks the shapes it guards on.
     mode = _fake_mode_of(gm)
     patched = inductor_config.patch(dict(settings))
     with patched, tracing(TracingContext(mode)), V.set_fake_mode(mode):
@@ -136,6 +136,6 @@ def compile_with_inductor(
 
 
 def _fake_mode_of(gm: GraphModule) -> FakeTensorMode:
-    """The mode of a graph's values; a new one for a graph without tensors."""
+    """The fake mode of a graph's values; a new mode for a graph without tensors."""
     values = [n.meta.get("val") for n in gm.graph.nodes]
     return detect_fake_mode(values) or FakeTensorMode()

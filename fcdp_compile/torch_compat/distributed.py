@@ -22,12 +22,12 @@ def calls_dispatch_of_subclasses() -> bool:
 
 
 def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a group's Gloo collectives wait for their peers; None if it has none."""
+    """How long a group's Gloo collectives wait for their peers; None without Gloo."""
     return _timeout(_backend(group, "cpu", "gloo"))
 
 
 def nccl_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a group's NCCL collectives may take; None if it has none."""
+    """How long a group's NCCL collectives may take; None without NCCL."""
     return _timeout(_backend(group, "cuda", "nccl"))
 
 
@@ -37,15 +37,15 @@ def _timeout(backend: Any) -> timedelta | None:
 
 
 def gloo_context_count(group: dist.ProcessGroup) -> int:
-    """How many sets of connections a group has: one for each network interface that Gloo uses; 0 without."""
+    """The group's sets of connections, one for each network interface that Gloo uses; 0 without Gloo."""
     backend = _backend(group, "cpu", "gloo")
     return 0 if backend is None else len(getattr(backend.options, "_devices", "1"))
 
 
 def _backend(group: dist.ProcessGroup, device: str, name: str) -> Any:
-    """What runs a group's collectives on a device, if that is the backend of this name, else None.
+    """The backend of a group for a device if it has this name, else None.
 
-    Works for a group that was taken down, too.
+    Also works for a group that was destroyed.
     """
     try:
         backend: Any
@@ -53,16 +53,16 @@ def _backend(group: dist.ProcessGroup, device: str, name: str) -> Any:
             backend = dist.get_backend_impl(group, torch.device(device))
         else:
             backend = group._get_backend(torch.device(device))
-    except RuntimeError:  # nothing runs them
+    except RuntimeError:  # the group has none for this device
         return None
     return backend if backend.name() == name else None
 
 
 @contextmanager
 def without_splitting(default: dist.ProcessGroup) -> Iterator[None]:
-    """Let groups that are made within connect when they are first used, and not be split off the default one.
+    """Make new groups in this block connect on first use instead of splitting off the default group.
 
-    torch (2.11 to 2.15) splits them off where the default group is bound to a device, if that supports it.
+    torch (2.11 to 2.15) splits them off if the default group is bound to a device that supports this.
     """
     bound: Any = default
     device, bound.bound_device_id = bound.bound_device_id, None
@@ -73,27 +73,27 @@ def without_splitting(default: dist.ProcessGroup) -> Iterator[None]:
 
 
 def rendezvous_store() -> Any:
-    """The store by which the ranks of a job have found each other, over a connection of its own."""
+    """The store by which the ranks of a job have found each other, over a separate connection."""
     store: Any = _get_default_store()
     return store.clone() if hasattr(store, "clone") else store
 
 
 def takes_plain_tensors() -> bool:
-    """Whether DTensor takes plain tensors for whole ones (`torch…experimental.implicit_replication`)."""
+    """Whether DTensor treats plain tensors as replicated (`torch…experimental.implicit_replication`)."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def wanted_placements(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[DTensor, tuple[Placement, ...]]]:
-    """The arguments that DTensor will redistribute before it runs an op, and to which placements."""
+    """The arguments that DTensor will redistribute before it runs an op, and their new placements."""
     dispatcher = DTensor._op_dispatcher
     call = dispatcher.unwrap_to_op_info(op, tuple(args), dict(kwargs))
     assert call.schema is not None, op
     try:
         sharding: Any = dispatcher.sharding_propagator.propagate_op_sharding(call.schema)
     except (NotImplementedError, RuntimeError):
-        return []  # DTensor has another way for this op, or will say why it has none
+        return []  # DTensor runs this op in another way, or will raise its own error
     if not sharding.needs_redistribute or sharding.redistribute_schema is None:
         return []
     given, wanted = args, sharding.redistribute_schema.args_schema

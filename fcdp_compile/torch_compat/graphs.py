@@ -1,4 +1,4 @@
-"""Graphs of torch.fx, their fake values, and what AOTAutograd asks of functions."""
+"""Graphs of torch.fx, their fake values, and the form of functions that AOTAutograd expects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 
 def is_opaque(node: Node) -> bool:
-    """Whether a node stands for an object that is neither tensor nor number, such as a DeviceMesh."""
+    """Whether a node's value is an object that is neither tensor nor number, such as a DeviceMesh."""
     return isinstance(node.meta.get("val"), FakeScriptObject)
 
 
@@ -29,7 +29,7 @@ def graph_module(root: nn.Module, graph: Graph, name: str = "GraphModule") -> Gr
 
 
 def without_code() -> AbstractContextManager[None]:
-    """Make torch's own passes put off generating Python code in the same way."""
+    """Make torch's own passes delay the generation of Python code too, as `graph_module` does."""
     return _use_lazy_graph_module(True)
 
 
@@ -50,35 +50,35 @@ def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     gm.recompile()
     _LazyGraphModule.force_recompile(
         gm
-    )  # one that has not is recompiled by its first call, and called twice
+    )  # else its first call would recompile it and then call it twice
     return gm.forward
 
 
 def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:
-    """What AOTAutograd wants to know of the forward's output that is saved as number `index`."""
+    """AOTAutograd's descriptor of the forward's output that is saved as number `index`."""
     return SavedForBackwardsAOTOutput(index)
 
 
 def graphs_to_bytes(graphs: Sequence[GraphModule]) -> bytes:
-    """Traced graphs with their fake values, symbolic sizes and shared storages among them."""
+    """Serialise traced graphs with their fake values, including symbolic sizes and shared storages."""
     for gm in graphs:
-        for node in gm.graph.nodes:  # the rest of it need not be picklable
+        for node in gm.graph.nodes:  # other entries of meta may not be picklable
             node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
     data: bytes = GraphPickler.dumps(tuple(graphs), PicklerOptions(ops_filter=None))
     return data
 
 
 def graphs_from_bytes(data: bytes) -> tuple[GraphModule, ...]:
-    """What `graphs_to_bytes` was given, in a fake mode of its own; runs code, so only for what one wrote."""
+    """Undo `graphs_to_bytes`, in a new fake mode; it runs code, so read only bytes that this user wrote."""
     loaded: Any = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
     return tuple(loaded)
 
 
 def tracing_mode() -> FakeTensorMode:
-    """A fake mode for models that are traced without memory, sizes becoming symbols as under Dynamo.
+    """A fake mode for tracing models without memory; sizes become symbols as under Dynamo.
 
-    Modules made in it can be moved and cast.  Asking for a value that there is none of raises, also where
-    torch would go on with a symbol that nobody can know: an `item()`, a size that depends on values.
+    Modules made in it can be moved and cast.  Reading a value raises, as there are no values, even where
+    torch would continue with an unknown symbol: an `item()`, a size that depends on values.
     """
     mode = FakeTensorMode(
         shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
@@ -88,10 +88,10 @@ def tracing_mode() -> FakeTensorMode:
 
 
 class _Forgetful(FakeTensorConverter):
-    """Keeps no weak references to what it makes.
+    """Keeps no weak references to the tensors that it makes.
 
-    torch 2.13 refuses `Module.to` for fake parameters that somebody has one to, and its own converter does
-    to all whose shape it sees for the first time.
+    torch 2.13 refuses `Module.to` for fake parameters that have weak references, and its own converter keeps
+    one to every tensor whose shape is new to it.
     """
 
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
@@ -112,7 +112,7 @@ class _Forgetful(FakeTensorConverter):
 
 
 class _Reference:
-    """Refers to a scalar for as long as the mode lives."""
+    """Used like a weak reference, but keeps a scalar alive as long as the mode lives."""
 
     def __init__(self, value: FakeTensor | None) -> None:
         self._value = value

@@ -1,1 +1,1 @@
-"""Plans for people: a story, a trace, a page for a browser."""
+"""Show plans to people: as a story, a trace, a page for a browser."""

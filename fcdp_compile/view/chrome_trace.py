@@ -1,8 +1,8 @@
-"""A plan in time, as a trace that Perfetto and chrome://tracing open.
+"""A plan's timeline as a trace for Perfetto and chrome://tracing.
 
-One process for each schedule, one track for each lane, arrows from a step to those that wait for it.  Times
-are those of the simulated lanes (`cost.simulate`) with assumed speeds; what was measured of a schedule has a
-process of its own behind it.
+Each schedule is a process, each lane a track, and arrows lead from a step to the steps that wait for it.
+Times are those of the simulated lanes (`cost.simulate`) with assumed speeds.  The measured times of a
+schedule follow as another process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MICROSECONDS = 1e6
 _LANES = list(Lane)
 
 _Placed = Mapping[int, tuple[Bucket, Placement]]
-"""Buckets and where they wait, by number."""
+"""Buckets and their placements, by the bucket's number."""
 
 
 def chrome_trace(
@@ -67,7 +67,7 @@ def _process(
 
 
 def _tracks(schedule: Schedule, time: Timeline) -> list[int]:
-    """The track of each step: its lane's, or where another step is under way on that one beside it."""
+    """The track of each step: its lane's, or an extra track beside it while another step runs on that."""
     free_s: dict[int, float] = {}
     tracks = [0] * len(schedule.steps)
     for step in sorted(schedule.steps, key=lambda s: time.slots[s.index].start_s):
@@ -132,7 +132,7 @@ def _about(step: Step, buckets: _Placed) -> Event:
 def _arrows(
     schedule: Schedule, time: Timeline, process: int, tracks: Sequence[int]
 ) -> Iterator[Event]:
-    """From the end of a step to the start of one on another lane that waits for it."""
+    """Arrows from the end of a step to the start of each step on another lane that waits for it."""
     number = 0
     for step, slot in zip(schedule.steps, time.slots, strict=True):
         for index in step.waits:
@@ -142,7 +142,7 @@ def _arrows(
             where = {"cat": "waits", "name": "waits", "id": f"{process}.{number}", "pid": process}
             number += 1
             left_s = _just_before_end(time.slots[index])
-            # A wait begins when compute stands still, and ends with what it waits for.
+            # A wait begins when compute stops, and ends with the step that it waits for.
             arrived_s = min(max(slot.start_s, left_s), slot.end_s)
             leaves = {"ph": "s", "tid": tracks[index]}
             arrives = {"ph": "f", "bp": "e", "tid": tracks[step.index]}
@@ -151,5 +151,5 @@ def _arrows(
 
 
 def _just_before_end(slot: Slot) -> float:
-    """A time inside of the slice, which an arrow must leave from."""
+    """A time inside of the slice, where an arrow must start."""
     return max(slot.start_s, slot.end_s - 1e-9)

@@ -13,7 +13,7 @@ def fold_params(params: Iterable[BucketParam]) -> list[str]:
 
         layers.0.q_proj.weight, layers.1.q_proj.weight  ->  layers.{0-1}.q_proj.weight  x2
 
-    The lines stand in the order in which the first parameter of each came.
+    The lines are in the order of each line's first parameter.
     """
     groups: dict[tuple[tuple[str | None, ...], tuple[int, ...]], list[tuple[int, ...]]] = {}
     for param in params:
@@ -36,7 +36,7 @@ def fold_numbers(numbers: Sequence[int]) -> str:
 
 
 def _is_number(part: str) -> bool:
-    """Whether a part of a name counts something, and prints back as the same text."""
+    """Whether a part of a name is a number that prints as the same text."""
     return part.isascii() and part.isdigit() and len(part) < 10 and str(int(part)) == part
 
 
@@ -44,7 +44,7 @@ def _fold(pattern: tuple[str | None, ...], found: list[tuple[int, ...]]) -> list
     columns = [sorted(set(column)) for column in zip(*found, strict=True)]
     if math.prod(len(column) for column in columns) == len(found):
         return [_line(pattern, columns, len(found))]
-    # Not every combination exists: take the values of the first number that varies one by one.
+    # Not every combination exists: split by the values of the first number that varies.
     split = next(i for i, column in enumerate(columns) if len(column) > 1)
     return [
         line

@@ -1,6 +1,6 @@
-"""What a schedule moves and why, in plain words for somebody who has never seen a plan.
+"""Tell what a schedule moves and why, in plain words for somebody who has never seen a plan.
 
-Everything is read off kinds, tiers and bytes; the name of a strategy decides nothing.
+The text depends on kinds, tiers and bytes only, never on the name of a strategy.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Plan, Schedule, Tier
 
 _Placed = list[tuple[Bucket, Placement]]
-"""Buckets, each with where it waits."""
+"""Buckets, each with its placement."""
 
 
 class Flow(Enum):
-    """What moves over which link, and which way."""
+    """Weights or gradients, the link that they move over, and the direction."""
 
     WEIGHTS_BETWEEN = "weights_between"
     GRADIENTS_BETWEEN = "gradients_between"
@@ -44,7 +44,7 @@ FLOWS: dict[Kind, Flow] = {
     Kind.ACCUMULATE: Flow.GRADIENTS_TO_HOST,
     Kind.COLLECT: Flow.GRADIENTS_FROM_HOST,
 }
-"""The flow that each kind of step which moves something belongs to."""
+"""The flow of each kind of step that moves something."""
 
 _WEIGHTS = frozenset(
     {
@@ -57,14 +57,14 @@ _WEIGHTS = frozenset(
 
 
 class Story(NamedTuple):
-    """One sentence that says the most, and the reasons behind it."""
+    """One sentence with the main point, and the reasons for it."""
 
     headline: str
     text: str
 
 
 def moved(schedule: Schedule) -> dict[Flow, int]:
-    """Bytes that one rank sends or copies in a run of a schedule, every flow among them."""
+    """Bytes that one rank sends or copies in a run of a schedule, for every flow."""
     totals = dict.fromkeys(Flow, 0)
     for kind, size in schedule.bytes_by_kind().items():
         totals[FLOWS[kind]] += size
@@ -72,7 +72,7 @@ def moved(schedule: Schedule) -> dict[Flow, int]:
 
 
 def tell_sharding(plan: Plan) -> str:
-    """Who owns what of the parameters, and what has to happen before a layer can compute."""
+    """Tell which part of the parameters each rank owns, and what must happen before a layer can compute."""
     cuts = {(b.nodes, b.ranks_per_node) for b in plan.buckets}
     shape = f"{_count(plan.nodes, 'node')} of {_count(plan.ranks_per_node, 'rank')}"
     if not cuts:
@@ -94,14 +94,14 @@ def tell_sharding(plan: Plan) -> str:
 
 
 def tell(plan: Plan, schedule: Schedule) -> Story:
-    """What a schedule sends between nodes, and where the rest comes from."""
+    """Tell what a schedule sends between nodes, and where all other parameters come from."""
     if schedule.direction is Direction.BACKWARD:
         return _tell_backward(plan, schedule)
     return _tell_forward(plan, schedule)
 
 
 def readable_bytes(size_bytes: int) -> str:
-    """Bytes for people: three digits, in the largest unit that they fill."""
+    """Bytes for people: three digits, in the largest unit that is not above them."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if (size := size_bytes / unit) >= 1:
             return f"{_rounded(size, 2 if size < 10 else 1 if size < 100 else 0)} {name}"
@@ -109,7 +109,7 @@ def readable_bytes(size_bytes: int) -> str:
 
 
 def _rounded(number: float, digits: int) -> str:
-    # Halves away from zero, as in the page's script: the same bytes must read the same in both.
+    # Halves are rounded away from zero, as in the page's script: equal bytes must read the same in both.
     return str(Decimal(number).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
@@ -170,7 +170,7 @@ def _tell_backward(plan: Plan, schedule: Schedule) -> Story:
 
 
 def _waited(plan: Plan, loaded: _Placed) -> str:
-    """Where that comes from which a backward need not gather."""
+    """Tell where the parameters were that a backward need not gather."""
     earlier = [p for p in loaded if p[0].id in plan.refresh]
     fresh = [p for p in loaded if p[0].id not in plan.refresh]
     sources = (
@@ -223,7 +223,7 @@ def _loaded(plan: Plan, schedule: Schedule) -> _Placed:
 
 
 def _buckets(plan: Plan, schedule: Schedule, kinds: Collection[Kind]) -> _Placed:
-    """The buckets that steps of some kinds work on, each once."""
+    """The buckets that steps of these kinds use, each once."""
     ids = {s.bucket for s in schedule.steps if s.kind in kinds}
     return [pair for pair in plan.placed if pair[0].id in ids]
 

@@ -1,9 +1,9 @@
-"""Plans in time, as one page for a browser that explains them to somebody who has never seen one.
+"""Timelines of plans as one page for a browser, for somebody who has never seen a plan.
 
     plans -> simulated lanes (`cost.simulate`) -> JSON inside of timeline/page.html, with its style and script
 
-The page is one file: it fetches nothing, and its policy forbids it to.  Names of parameters reach it as JSON
-alone and become text, never markup.
+The page is one file: it fetches nothing, and its policy forbids fetching.  Names of parameters get into the
+page only as JSON and become text, never markup.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Json = dict[str, Any]
 
 
 class ScheduleKey(NamedTuple):
-    """One schedule of several plans: the position of its plan, and which of its schedules."""
+    """One schedule of several plans: the position of its plan, and the schedule within the plan."""
 
     plan: int
     direction: Direction
@@ -46,7 +46,7 @@ class ScheduleKey(NamedTuple):
 
 
 SCRIPTS = ("data.js", "story.js", "axis.js", "lanes.js", "memory.js", "details.js", "page.js")
-"""The parts of the page's script, in the order in which they run."""
+"""The parts of the page's script, in their order of execution."""
 
 _NOTHING: Mapping[ScheduleKey, Timeline] = MappingProxyType({})
 _MICROSECONDS = 1e6
@@ -58,7 +58,7 @@ _LANES: dict[Lane, tuple[str, str]] = {
     Lane.H2D: ("Host to GPU", "the bus, out of host memory"),
     Lane.D2H: ("GPU to host", "the bus, into host memory"),
 }
-"""What each lane is called and what it stands for."""
+"""The name and the meaning of each lane."""
 
 _KINDS: dict[Kind, str] = {
     Kind.COMPUTE: "runs operators of the model",
@@ -78,10 +78,10 @@ _KINDS: dict[Kind, str] = {
     Kind.INTER_ALL_REDUCE: "averages gradients between nodes",
     Kind.INTRA_GRAD_ALL_GATHER: "spreads averaged gradients within the node",
 }
-"""What each kind of step does, in a few words."""
+"""Each kind of step in a few words."""
 
 _LAST_GATHERS = frozenset({Kind.INTRA_ALL_GATHER, Kind.INTRA_REST_ALL_GATHER, Kind.FLAT_ALL_GATHER})
-"""Those that leave whole parameters."""
+"""The gathers that result in whole parameters."""
 
 
 def timeline_html(
@@ -90,11 +90,11 @@ def timeline_html(
     *,
     measured: Mapping[ScheduleKey, Timeline] = _NOTHING,
 ) -> str:
-    """The text of the page: ASCII, so that it survives any terminal and any redirection.
+    """The text of the page: ASCII, so that any terminal and any redirection keeps it intact.
 
-    measured: recorded times, shown beneath those predicted for the same schedule.
+    measured: recorded times, shown beneath the predicted times of the same schedule.
 
-    Raises: ValueError for measured times of another number of steps than the schedule has.
+    Raises: ValueError if a schedule has another number of steps than its measured times.
     """
     data = {
         "speeds": _speeds(machine),
@@ -113,7 +113,7 @@ def timeline_html(
         "data": _escaped(data),
         "script": "\n".join(_read(name) for name in SCRIPTS),
     }
-    # In one go, so that nothing within a part is taken for a place for another.
+    # In a single pass, so that text of an inserted part is never taken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read("page.html"))
 
 
@@ -122,7 +122,7 @@ def _read(name: str) -> str:
 
 
 def _escaped(data: Json) -> str:
-    """JSON that no name within can end early: HTML looks for nothing but `<` in a script."""
+    """JSON in which no name can end the script element: only `<` has a meaning for HTML there."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -162,7 +162,7 @@ def _graph(
 
 
 def _buckets(plan: Plan) -> dict[int, Json]:
-    """Buckets by id; the beginning that all their titles share is left out of what bars are called."""
+    """Buckets by id; the short titles leave out the beginning that all titles share."""
     titles = [one_line(_title(b)) for b in plan.buckets]
     columns = zip(*(title.split(".")[:-1] for title in titles), strict=False)
     shared = list(takewhile(lambda column: len(set(column)) == 1, columns))
@@ -188,7 +188,7 @@ def _bucket(bucket: Bucket, placement: Placement, title: str, short: str) -> Jso
 
 
 def _title(bucket: Bucket) -> str:
-    """The module that all of a bucket's parameters belong to, or the layers: h.3, h.{3-4}."""
+    """The module or layers that all of a bucket's parameters belong to: h.3, h.{3-4}."""
     names = [p.name.split(".") for p in bucket.params]
     common: list[str] = []
     for parts in zip(*names, strict=False):
@@ -222,7 +222,7 @@ def _schedule(plan: Plan, schedule: Schedule, machine: Machine, measured: Timeli
 
 
 def _bucket_of(step: Step, steps: Sequence[Step]) -> int | None:
-    """The bucket of a step; of compute, the last one whose weights it waited for."""
+    """The bucket of a step; for compute, the last bucket whose weights the step waited for."""
     if step.kind is not Kind.COMPUTE:
         return step.bucket
     waited = [steps[i] for i in step.waits if steps[i].kind is Kind.WAIT]
@@ -250,16 +250,16 @@ def _us(seconds: float) -> float:
 
 
 def _still_s(schedule: Schedule, timeline: Timeline) -> float:
-    """How long no operator of the model runs."""
+    """The time in which no operator of the model runs."""
     pairs = zip(schedule.steps, timeline.slots, strict=True)
     return timeline.total_s - sum(t.end_s - t.start_s for s, t in pairs if s.kind is Kind.COMPUTE)
 
 
 def _memory_curve(schedule: Schedule, timeline: Timeline) -> Iterator[tuple[float, int, int]]:
-    """When, in microseconds, how many bytes begin to be in use, and during which step.
+    """Points of a curve: the time in microseconds, the bytes in use from then on, and the step.
 
-    Memory is predicted in the order of the program, which goes on only in compute and waits: what steps
-    started in between take counts for the next of those.
+    Memory is predicted in program order, and only compute and waits take time there: memory of steps that
+    start in between is counted for the next compute or wait.
     """
     most = (0, 0)
     for step, slot, size in zip(
