@@ -18,7 +18,7 @@ class PlanMismatchError(FcdpError):
 
 
 class PlanFormatError(FcdpError, ValueError):
-    """A file is not a plan, or a damaged one; the message names the file and the field."""
+    """A file is not a plan, or is damaged; the message names the file and the field."""
 
 
 class UnshardedParameterError(FcdpError):
@@ -34,7 +34,7 @@ class UnsynchronizedGradientError(FcdpError):
 
 
 class ArgumentError(FcdpError, ValueError, TypeError):
-    """An argument is not what a function takes; the message says what it takes."""
+    """A function was called with a wrong argument; the message says which arguments it takes."""
 
 
 class MissingExtraError(FcdpError, ImportError):
@@ -42,7 +42,7 @@ class MissingExtraError(FcdpError, ImportError):
 
 
 class ProfileError(FcdpError, ValueError):
-    """A file is not a cluster profile, or a damaged one; the message names the file and the field."""
+    """A file is not a cluster profile, or is damaged; the message names the file and the field."""
 
 
 class RecordingError(FcdpError, ValueError):

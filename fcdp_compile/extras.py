@@ -1,4 +1,4 @@
-"""Libraries that come with one of the package's extras, not with the package itself."""
+"""Import libraries that an extra of the package brings, not the package itself."""
 
 from __future__ import annotations
 

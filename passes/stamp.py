@@ -15,7 +15,7 @@ from fcdp_compile.torch_compat import detect_fake_mode, is_opaque, saved_output_
 
 
 def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
-    """Save one more tensor: the generations of its buckets that a backward must use, and if it accumulates.
+    """Save one more tensor: which generations a backward must use, and whether it accumulates gradients.
 
         forward:  stamps = stamp(buckets), first of all, returned among the saved tensors
         backward: check(stamps, buckets), first of all

@@ -158,7 +158,7 @@ class ShardedModel:
         }
 
     def release_rivals(self, bucket: Bucket) -> None:
-        """Release the copies of buckets that this one replaces because parameters were frozen or unfrozen."""
+        """Release copies of buckets that this bucket replaces because parameters were frozen or unfrozen."""
         for key in self.records.keys_of(bucket):
             for other in self._buckets.get(key, ()):
                 if other.frozen != bucket.frozen:

@@ -70,7 +70,7 @@ class BucketBook:
                 yield key, [b for b in whole if self._may_be_cached(b)]
 
     def _known_to_backward(self, mine: Bucket | None, found: list[Bucket]) -> list[Bucket]:
-        """The forward's bucket first: a backward loads what its forward stored, or else gathers."""
+        """The forward's bucket first: a backward loads it if the forward stored it, or else gathers."""
         if mine is None:
             return found
         if self._placements[mine.id].is_cached:

@@ -8,7 +8,7 @@ from fcdp_compile.devices import Device
 
 _SERVES = 16
 """How many questions one look answers: a look takes tens of microseconds, a step of 80 layers asks 320 times,
-and the memory above the threshold has room for more buckets than that."""
+and the memory above the threshold has room for more than 16 buckets."""
 
 
 class DeviceMemory:

@@ -104,7 +104,7 @@ class Lanes:
     def settle(self) -> None:
         """Order compute after all started tasks, because the step that would have waited for them failed.
 
-        The next writes may be to memory that lanes still read, such as home shards.  Does nothing if it would
+        Later code may write to memory that lanes still read, such as home shards.  Does nothing if it would
         block.
         """
         if not self._is_blocking:

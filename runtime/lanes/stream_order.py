@@ -23,7 +23,7 @@ Clock = Mapping[Lane, int]
 
 
 class StreamOrder:
-    """The tasks of the lanes of one device, and what they hold."""
+    """The tasks of the lanes of one device, and the buffers that they hold."""
 
     def __init__(self) -> None:
         self._clocks: dict[Lane, dict[Lane, int]] = {}  # of each lane's last task

@@ -57,7 +57,7 @@ class ThreadLane:
         return _InThread(future)
 
     def close(self) -> None:
-        """Let the thread end after what it was given."""
+        """Let the thread end after its tasks."""
         self._tasks.put(None)
 
     def join(self) -> None:

@@ -151,7 +151,7 @@ class GradientMarks:
         return found
 
     def _look(self, names: Iterable[str]) -> dict[str, _Seen]:
-        """The state of those gradients of these parameters that exist; waits for the device."""
+        """The state of these parameters' gradients, if they exist; waits for the device."""
         shards = {n: s for n in names if (s := self.shard(n)) is not None and s.numel()}
         if not shards:
             return {}

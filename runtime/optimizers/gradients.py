@@ -1,7 +1,7 @@
 """Gradients of micro-batches that wait for the one that synchronises, as within `fcdp_compile.no_sync`.
 
-    accumulating backward   pack [G*S] -> reduced within the node [N*S] -> + what waits -> waits
-    collecting backward     pack [G*S] -> reduced within the node [N*S] -> + what waits -> inter -> .grad
+    accumulating backward   pack [G*S] -> reduced within the node [N*S] -> + waiting sum -> waits
+    collecting backward     pack [G*S] -> reduced within the node [N*S] -> + waiting sum -> inter -> .grad
 
 Sums are in fp32 or wider, on the device or in host memory (`Placement.gradient_tier`).  A synchronising
 backward may have no gradients to add to those that wait, such as for a parameter that its micro-batch did not
@@ -267,7 +267,7 @@ class Accumulation:
         return any(w.bucket.id in bucket_ids for w in self._waiting.values())
 
     def settle(self) -> list[str]:
-        """Forget what waits for cleared gradients (`cleared`); return the parameters that are left.
+        """Forget waiting gradients whose `.grad` was cleared (`cleared`); return the other parameters.
 
         All ranks must call it; all get the same result.
 

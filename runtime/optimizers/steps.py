@@ -35,7 +35,7 @@ from fcdp_compile.params.mesh import Topology, all_ranks_of
 log = logging.getLogger(__name__)
 
 _WITH_LISTS = (Adadelta, Adagrad, Adam, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
-"""The optimizers that choose lists by themselves where they can; AdamW is an Adam."""
+"""The optimizers that use lists by default if they can; AdamW is a subclass of Adam."""
 
 _WITH_OTHER_BITS = (ASGD, NAdam, RAdam)
 """The optimizers whose lists round in another way than their loop."""

@@ -1,7 +1,7 @@
 """Find out which gathered copies are valid: generations, signs that values have changed, and an agreement.
 
     look    on this rank: which copies are outdated, and which buckets it would not keep whole
-    agree   on all ranks: the same, if any rank sees it
+    agree   of all ranks: a finding of any rank counts for all
     apply   outdated copies get another generation, buckets are kept whole or no longer are
 
 A parameter has a generation, a number that grows when its values change: when an optimizer that owns it
@@ -132,7 +132,7 @@ class Validity:
         if found := self._seals.changed({key: self._records[key].parameter() for key in keys}):
             self.values_changed(found)
             for key in found:
-                self._records[key].local()  # raises if what was put there is no home shard
+                self._records[key].local()  # raises if it was replaced by no home shard
 
     def generation(self, bucket: Bucket) -> int:
         """The generation of a bucket's parameters."""
