@@ -46,8 +46,8 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     Parameters fill buckets in the order of first use; frozen and trainable parameters, and different dtypes,
     get separate buckets.  A parameter that fills a bucket alone gets its own bucket, which needs no copy to
     pack or unpack it.  Smaller parameters share a bucket until it is full; buckets end at the same places in
-    every layer (`group`), so that equal layers become equal segments.  So all adapters of a graph are sent
-    together.  A bucket is full at `ctx.bucket_bytes`, or at the size that suits the link between nodes
+    every layer (`group`), so that equal layers become equal segments.  Adapters are small, so all adapters of
+    a graph are sent together.  A bucket is full at `ctx.bucket_bytes`, or at a size that suits the inter link
     (`bucket_bytes`).  A parameter stays in the bucket that it already has, so that graphs of one model share
     cached copies.  It gets a new bucket if it was frozen or unfrozen since, or if this graph must gather the
     bucket and lacks some of its parameters.

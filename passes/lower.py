@@ -32,12 +32,12 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
                           negative zeros -> gradient shards
           that collect    pack [G*S] -> intra_reduce_scatter [N*S] -> collect -> inter_reduce_scatter ...
 
-    Gradients accumulate at the strategy's scope: the table shows the scope of a node; whole gradients
-    accumulate before anything is reduced.  If there are several copies of the parameters, a reduction has
-    other steps (`plan.reduction`).
+    Gradients accumulate at the strategy's scope.  The table shows scope `intra`; with scope `none`, whole
+    gradients accumulate before anything is reduced.  If there are several copies of the parameters, a
+    reduction has other steps (`plan.reduction`).
 
-    [Note: negative zeros] A gradient shard for gradients that wait elsewhere.  Adding it changes no gradient,
-    not even a zero, and it can be told from the zeros that `zero_grad` writes (`runtime.gradients`).
+    [Note: negative zeros] They are returned for gradients that wait.  Adding them changes no gradient, not
+    even a zero, and they can be told from the zeros that `zero_grad` writes (`gradient_marks`).
 
     Steps on other lanes read each other's results without a `wait`; only compute waits for them.  Everything
     is placed just in time: gathers before the first use of the bucket, reductions after its last gradient.

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from fcdp_compile.passes.graph.repetition import Repetition, stretches
 
 _MIN_NODES = 16
-"""The least nodes of a segment cut out of a run: its call takes about 10 us on the Python thread."""
+"""The fewest nodes of a segment cut out of a run: its call takes about 10 us on the Python thread."""
 
 _MIN_SEGMENTS = 3
 """Fewer equal segments save no compiling: the nodes before and after them are compiled, too."""

@@ -39,7 +39,7 @@ def changes_nothing(node: Node) -> bool:
 
 
 def same_values(node: Node) -> Node:
-    """The node that is left when views that change nothing are taken off."""
+    """Follow views that change nothing back to the node that they view."""
     while changes_nothing(node):
         node = node.all_input_nodes[0]
     return node

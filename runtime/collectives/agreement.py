@@ -18,7 +18,7 @@ _FIRST_WORDS = 30
 """Words of flags in a message: room for more flags than any model has had yet, so one is enough."""
 
 FLAGS_OF_A_WORD = 60
-"""Words are int64, and never negative."""
+"""Words are int64; words of flags are never negative."""
 
 
 _ON_PLANS = "the agreement on the plan and on what is stale"
