@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fcdp_compile.strategy import Strategy
 
 __version__: str
-"""As pip knows it."""
+"""The version of the installed package."""
 
 __all__ = [
     "CheckpointError",

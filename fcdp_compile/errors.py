@@ -1,53 +1,53 @@
-"""Every error class of fcdp, so that a caller can catch one without knowing who raises it."""
+"""All error classes of fcdp, so that a caller can catch them without knowing the code that raises them."""
 
 
 class FcdpError(RuntimeError):
-    """Base of every refusal of fcdp."""
+    """The base class of the errors that fcdp raises."""
 
 
 class LostRankError(FcdpError):
-    """A collective has failed because other ranks did not come; the message names it and the ranks."""
+    """A collective failed because other ranks did not join; the message names the collective and ranks."""
 
 
 class StaleParameterError(FcdpError):
-    """A gathered copy no longer belongs to the values that a computation was started with."""
+    """A backward needs parameter values that have changed, or whose copy is gone, since its forward."""
 
 
 class PlanMismatchError(FcdpError):
-    """Ranks compiled plans that differ; the message holds the difference."""
+    """Ranks compiled different plans, or are about to do different things; the message says which."""
 
 
 class PlanFormatError(FcdpError, ValueError):
-    """A file is not a plan, or a damaged one; the message names the file and the field."""
+    """A file is not a plan, or is damaged; the message names the file and the field."""
 
 
 class UnshardedParameterError(FcdpError):
-    """A compiled graph reads a parameter that `shard` has not seen while several processes run."""
+    """A compiled graph, a sharded model or `full` got a parameter that `shard` has not sharded."""
 
 
 class MixedTensorsError(FcdpError, ValueError):
-    """An op got sharded tensors and plain ones, whose rows nothing tells."""
+    """An op got sharded and plain tensors; fcdp cannot know which rows the plain tensors hold."""
 
 
 class UnsynchronizedGradientError(FcdpError):
-    """Gradients of micro-batches wait that no synchronising backward has reduced."""
+    """An optimizer step lacks gradients of micro-batches that no synchronising backward has reduced."""
 
 
 class ArgumentError(FcdpError, ValueError, TypeError):
-    """An argument is not what a function takes; the message says what it takes."""
+    """A function was called with a wrong argument; the message says which arguments it takes."""
 
 
 class MissingExtraError(FcdpError, ImportError):
-    """A library is missing that comes with an extra; the message says with which."""
+    """A library of an extra cannot be imported; the message names the extra."""
 
 
 class ProfileError(FcdpError, ValueError):
-    """A file is not a cluster profile, or a damaged one; the message names the file and the field."""
+    """A file is not a cluster profile, or is damaged; the message names the file and the field."""
 
 
 class RecordingError(FcdpError, ValueError):
-    """A file holds no recording, a damaged one, or that of another plan; the message says which."""
+    """A file holds no recording, a damaged recording, or one of another plan; the message says which."""
 
 
 class CheckpointError(FcdpError, ValueError):
-    """A checkpoint is damaged, incomplete or of another model; the message names the files and tensors."""
+    """A checkpoint is damaged, incomplete or of another model; the message names files and tensors."""

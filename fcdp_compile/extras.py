@@ -1,4 +1,4 @@
-"""Libraries that come with one of the package's extras, not with the package itself."""
+"""Import libraries that an extra of the package brings, not the package itself."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _EXTRA_OF = {
 
 
 def require(library: str, what: str) -> Any:
-    """Import a library and return it, which may also be a module within one.
+    """Import and return a library, or a module of one.
 
-    what: needs it, for the message.
+    what: the feature that needs it, for the message.
 
-    Raises: MissingExtraError with the extra to install.
+    Raises: MissingExtraError, which names the extra to install.
     """
     try:
         return importlib.import_module(library)

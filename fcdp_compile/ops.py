@@ -1,10 +1,10 @@
-"""The ops of fcdp: two that tracing sees, and the explicit ones that the passes put in their place.
+"""The ops of fcdp: two that tracing sees, and the explicit ops by which the passes replace them.
 
 `fcdp::unshard` and `fcdp::reduce_grad` are real ops: correct when run eagerly, so that a graph break, a
 skipped frame or an uncompiled model is slow and never wrong.  `fcdp::unshard_given` and
-`fcdp::reduce_given` do the same, and no pass replaces them: a graph has them where it reads other values
-than the model's own (`passes.set_apart`).  The explicit ops mark places in a lowered graph; only the
-executor gives them meaning, so calling one is an error.
+`fcdp::reduce_given` do the same, and no pass replaces them: a graph has them where it reads values that are
+not the model's own (`passes.set_apart`).  The explicit ops mark places in a lowered graph; only the executor
+can run them, so calling one is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fcdp_compile.plan import Kind
 
 @torch.library.custom_op("fcdp::unshard", mutates_args=())
 def unshard(shard: Tensor, key: str) -> Tensor:
-    """Gather the parameter `key` from every rank's `shard`; shape of the full parameter, gather dtype."""
+    """Gather the parameter `key` from every rank's `shard`, in the full shape and the gather dtype."""
     registry.check_shard(registry.spec_of(key), shard)
     return registry.owner_of(key).gather_eagerly(key, shard)
 
@@ -68,7 +68,7 @@ def unshard_given(shard: Tensor, key: str) -> Tensor:
 
 @torch.library.custom_op("fcdp::reduce_given", mutates_args=())
 def reduce_given(grad: Tensor, key: str) -> Tensor:
-    """Average the full gradient of such a value over all ranks; returns this rank's shard of it."""
+    """Average the full gradient of a value from `unshard_given` over all ranks; returns this rank's shard."""
     return registry.owner_of(key).reduce_eagerly(key, grad)
 
 
@@ -81,7 +81,7 @@ GIVEN = {
     UNSHARD: torch.ops.fcdp.unshard_given.default,
     REDUCE_GRAD: torch.ops.fcdp.reduce_given.default,
 }
-"""For each op that passes replace, the one that they leave alone."""
+"""For each op that passes replace, the op for other values, which they leave alone."""
 
 
 def _only_in_a_graph(name: str) -> NoReturn:
@@ -99,12 +99,12 @@ def intra_all_gather(node: Tensor, bucket: int) -> Any:
 
 
 def intra_own_all_gather(home: Tensor, bucket: int) -> Any:
-    """Home buffer [S] of every rank of this node -> what is at home on it [g*S], pending."""
+    """Home buffer [S] of every rank of this node -> the node's home buffers [g*S], pending."""
     _only_in_a_graph("intra_own_all_gather")
 
 
 def intra_rest_all_gather(node: Tensor, own: Tensor, bucket: int) -> Any:
-    """Node shard [N*S] of every rank of this node, but for `own` [g*S] -> full buffer [g*N*S], pending."""
+    """Node shard [N*S] of this node's ranks, `own` [g*S] gathered before -> full buffer [g*N*S], pending."""
     _only_in_a_graph("intra_rest_all_gather")
 
 
@@ -129,17 +129,17 @@ def wait(pending: Any, bucket: int) -> Any:
 
 
 def free(*buffers: Tensor, bucket: int) -> None:
-    """The last use of a gathered bucket is over."""
+    """Mark the end of the last use of a gathered bucket."""
     _only_in_a_graph("free")
 
 
 def intra_reduce_scatter(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
-    """Gradient buffer [g*N*S] of every rank of this node -> averaged part of this place [N*S], pending."""
+    """Gradients [g*N*S] of every rank of this node -> the average of this place's part [N*S], pending."""
     _only_in_a_graph("intra_reduce_scatter")
 
 
 def inter_reduce_scatter(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
-    """Node-level gradient [N*S] of every node's rank at this place -> averaged slot [S], pending."""
+    """Node's average [N*S] of every node's rank at this place -> the average of this slot [S], pending."""
     _only_in_a_graph("inter_reduce_scatter")
 
 
@@ -154,26 +154,26 @@ def intra_grad_all_gather(grads: Tensor, bucket: int, params: tuple[str, ...]) -
 
 
 def collect(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
-    """Gradients [n] plus those of these parameters that wait, which then wait no longer; pending."""
+    """Add gradients [n] and the waiting gradients of these parameters, which then wait no longer; pending."""
     _only_in_a_graph("collect")
 
 
 def accumulate(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
-    """Let gradients [n] of these parameters wait for those of the next micro-batch; pending."""
+    """Let gradients [n] of these parameters wait for the next micro-batch's gradients; pending."""
     _only_in_a_graph("accumulate")
 
 
 def stamp(buckets: tuple[int, ...]) -> Tensor:
-    """What this forward uses, saved for its backward: int64 [2 + len(buckets)] on the CPU.
+    """The values that this forward uses, saved for its backward: int64 [2 + len(buckets)] on the CPU.
 
     Whether the backward shall accumulate gradients; the fingerprint of the shards that the forward was given
-    if they are not the model's own, else 0; then of each bucket its generation.
+    if they are not the model's own, else 0; then the generation of each bucket.
     """
     _only_in_a_graph("stamp")
 
 
 def check(stamps: Tensor, buckets: tuple[int, ...]) -> None:
-    """Refuse to go on unless the backward can have the values that the forward stamped."""
+    """Refuse to go on unless the backward can get the values that the forward stamped."""
     _only_in_a_graph("check")
 
 
@@ -200,7 +200,7 @@ EXPLICIT: dict[Callable[..., Any], Kind | None] = {
 
 
 def kind_of(node: Node) -> Kind | None:
-    """The kind of step that a node of a segmented graph is; None for what is no step."""
+    """The kind of step that a node of a segmented graph is; None if it is no step."""
     if node.op == "call_module":
         return Kind.COMPUTE
     return EXPLICIT.get(node.target) if callable(node.target) else None

@@ -1,4 +1,4 @@
-"""The name that a misspelt one was meant to be."""
+"""Guess the name that a misspelt name was meant to be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: `; did you mean 'fcdp'?`, or nothing if none is near.
 
-    Names that share most letters are near; of those, the one with the fewest typing mistakes is meant.
+    Names that share most letters are near; the guess is the near name with the fewest typing mistakes.
     """
     near = difflib.get_close_matches(name, list(known), n=5)
     if not near:

@@ -1,4 +1,4 @@
-"""Group the parameters of a graph into the buckets they travel in."""
+"""Group the parameters of a graph into buckets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fcdp_compile.strategy.formats import BLOCK, Format, row_bytes
 from fcdp_compile.strategy.gathering import Algorithm
 
 _Kind = tuple[bool, torch.dtype, torch.dtype, Strategy]
-"""frozen, gather dtype, reduce dtype, strategy: only parameters of one kind travel together."""
+"""frozen, gather dtype, reduce dtype, strategy: all parameters of a bucket agree in these."""
 
 _TIERS = {
     Cache.NONE: Tier.NONE,
@@ -34,7 +34,7 @@ _GRADIENT_TIERS = {
     None: Tier.NONE,
     GradientOn.GPU: Tier.GPU,
     GradientOn.HOST: Tier.HOST,
-    GradientOn.AUTO: Tier.HOST,  # until `place_gradients` has seen what room there is
+    GradientOn.AUTO: Tier.HOST,  # until `place_gradients` knows how much room there is
 }
 
 
@@ -43,16 +43,17 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
         unshard(a) unshard(b) unshard(big) unshard(c)  ->  bucket 0: a b c    bucket 1: big
 
-    In order of first use, frozen and trainable and dtypes apart: a parameter that fills a bucket alone gets
-    one of its own, which needs no copy on either side; smaller ones share a bucket until it is full, at the
-    same places in every layer (`group`), so that equal layers become equal segments and all adapters of a
-    graph travel together.  A bucket is full at `ctx.bucket_bytes`, or at what the link between nodes asks
-    for (`bucket_bytes`).  A parameter stays in the bucket it already has, so that graphs of one model share
-    cached copies, unless it was frozen or unfrozen since, or the bucket must be gathered here and this graph
-    lacks some of its parameters.
+    Parameters fill buckets in the order of first use; frozen and trainable parameters, and different dtypes,
+    get separate buckets.  A parameter that fills a bucket alone gets its own bucket, which needs no copy to
+    pack or unpack it.  Smaller parameters share a bucket until it is full; buckets end at the same places in
+    every layer (`group`), so that equal layers become equal segments.  Adapters are small, so all adapters of
+    a graph are sent together.  A bucket is full at `ctx.bucket_bytes`, or at a size that suits the inter link
+    (`bucket_bytes`).  A parameter stays in the bucket that it already has, so that graphs of one model share
+    cached copies.  It gets a new bucket if it was frozen or unfrozen since, or if this graph must gather the
+    bucket and lacks some of its parameters.
 
-    Where node shards are kept on the host, new buckets take what is left of its budget, one after the
-    other; one that does not fit has no tier and is gathered at every use, now and in later graphs.
+    If node shards are kept on the host, new buckets take the rest of the host budget one after the other.
+    A bucket that does not fit has no tier and is gathered at every use, in this graph and in later graphs.
 
     Requires: nothing.
     Leaves: a `Use` with a bucket and its placement on every `unshard`; no other change.
@@ -85,7 +86,7 @@ def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Use]:
 
 
 def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Use]:
-    """New buckets for the `fresh` ones of the graph's parameters; numbered in order of first use."""
+    """Make buckets for the parameters in `fresh`, numbered in order of first use."""
     total_bytes: dict[_Kind, int] = {}
     for key in keys:
         kind = _kind(key, ctx)
@@ -124,9 +125,9 @@ def _target(total_bytes: int, ctx: PassContext) -> int:
 
 
 def host_bytes_taken(ctx: PassContext) -> int:
-    """Bytes on the host of known buckets; none of one whose parameters were frozen or unfrozen since.
+    """Host bytes of the known buckets whose parameters were not frozen or unfrozen since.
 
-    The copy of such a bucket is given back before the one that replaces it is stored.
+    The copy of any other bucket is released before the bucket that replaces it is stored.
     """
     keys = {spec.name: key for key, spec in ctx.specs.items()}
     known = dict.fromkeys(b for buckets in ctx.known.values() for b in buckets)
@@ -200,9 +201,9 @@ def _gradient_tier(strategy: Strategy, ctx: PassContext) -> Tier:
 
 
 def _wire(wanted: Format, dtype: torch.dtype) -> Format:
-    """The format of slots: what the strategy wants, where whole blocks gain by it.
+    """The wanted format if it makes a whole block of the dtype smaller, else `FULL`.
 
-    By the dtype alone: a parameter comes to the same values in a bucket of its own as among others.
+    Only the dtype decides, so a parameter has the same values in its own bucket as in a shared bucket.
     """
     is_less = row_bytes([BLOCK], wanted, dtype.itemsize) < BLOCK * dtype.itemsize
     return wanted if dtype.is_floating_point and is_less else Format.FULL
@@ -239,12 +240,12 @@ def _why_kept(made: Bucket, tier: Tier, ctx: PassContext) -> str:
 
 
 def buckets_of(gm: GraphModule) -> list[Bucket]:
-    """The buckets of a graph that `bucket` has seen, in order of first use."""
+    """The buckets of a graph in order of first use; requires `bucket`."""
     return list(dict.fromkeys(u.bucket for u in _uses(gm)))
 
 
 def placements_of(gm: GraphModule) -> dict[int, Placement]:
-    """Where the buckets of a graph that `bucket` has seen wait, by number."""
+    """The placements of a graph's buckets, by bucket number; requires `bucket`."""
     return {u.bucket.id: u.placement for u in _uses(gm)}
 
 
@@ -254,7 +255,7 @@ def _uses(gm: GraphModule) -> list[Use]:
 
 
 def reduced_params(gm: GraphModule, ctx: PassContext) -> dict[Bucket, tuple[str, ...]]:
-    """The buckets whose gradients a graph reduces, each with the names of those of its parameters."""
+    """The buckets whose gradients a graph reduces, each with the names of the reduced parameters."""
     nodes = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
     keys = list(dict.fromkeys(str(n.args[1]) for n in nodes))
     names = {ctx.specs[key].name for key in keys}

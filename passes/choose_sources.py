@@ -1,4 +1,4 @@
-"""Decide how a graph comes by the node shard of each of its buckets."""
+"""Decide how a graph gets the node shard of each of its buckets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choose_sources(gm: GraphModule, ctx: PassContext) -> GraphModule:
                             cold          GATHER_AND_STORE
                             warm          LOAD
 
-    A bucket with a parameter that this graph lacks cannot be gathered in it and is loaded.
+    If this graph lacks a parameter of a bucket, it cannot gather the bucket and loads it.
 
     Requires: `bucket`.
     Leaves: a source on every `unshard`; no other change.

@@ -1,4 +1,4 @@
-"""Read the schedule off a finished graph."""
+"""Make the schedule of a finished graph."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _step_of(node: Node, gm: GraphModule, ctx: PassContext) -> Step | None:
 
 
 def _producers(node: Node) -> list[Node]:
-    """The nodes that an explicit node or segment takes its arguments from, past getitems."""
+    """The nodes that compute the arguments of an explicit node or segment; getitems are skipped."""
     producers = []
     for source in node.all_input_nodes:
         while source.target is operator.getitem:

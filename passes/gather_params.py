@@ -25,9 +25,9 @@ def gather_params(
 ) -> Node | None:
     """Replace the `unshard`s of a bucket by its gather; a part of `lower`.
 
-    stores: gets what is to be waited for before the graph ends.
+    stores: gets the bucket's `store`, for which the graph must wait before it ends.
 
-    Returns the gathered buffer; None if it needs no gathering: with one rank.
+    Returns the gathered buffer; None if one rank has the whole bucket and gathers nothing.
     """
     shards = {ctx.specs[str(n.args[1])].name: same_values(n.all_input_nodes[0]) for n in unshards}
     layouts = [p.layout for p in bucket.params]
@@ -49,7 +49,7 @@ def gather_params(
 
 
 def erase_unused(nodes: list[Node]) -> None:
-    """Drop what is computed for nobody, and the views that only it needed."""
+    """Erase unused nodes, and then their inputs if nothing else uses them; explicit nodes stay."""
     for node in nodes:
         if not node.users and node.op == "call_function" and node.target not in ops.EXPLICIT:
             inputs = node.all_input_nodes
@@ -65,7 +65,7 @@ def _start(
     stores: list[Node],
     ctx: PassContext,
 ) -> Node:
-    """The steps up to the full buffer; the last one, or the home buffer if there are none."""
+    """Insert the steps of the gather; return the last step, or the home buffer if there are no steps."""
     source, tier = use.source, use.placement.tier
     assert source is not None, f"bucket {bucket.id} has no source; run `choose_sources` first"
     like = next(iter(shards.values()))
@@ -100,7 +100,7 @@ def _start(
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Adds steps of one bucket's gather; `like` is on the device that they are on."""
+    """Adds the steps of one bucket's gather; their results are on the device of `like`."""
 
     graph: Graph
     bucket: Bucket
@@ -115,7 +115,7 @@ class _Steps:
         *,
         accessed_bytes: int = 0,
     ) -> Node:
-        """A step that leaves that many slots."""
+        """Insert a step whose result has `slots` slots."""
         elements, dtype = self.bucket.slot_elements * slots, getattr(torch, self.bucket.dtype)
         val = fake_flat(self.like, elements, dtype)
         return explicit(

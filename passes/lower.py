@@ -32,16 +32,16 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
                           negative zeros -> gradient shards
           that collect    pack [G*S] -> intra_reduce_scatter [N*S] -> collect -> inter_reduce_scatter ...
 
-    Gradients accumulate at the strategy's scope: here within the node; whole ones before anything is reduced.
-    Where there are several copies of the parameters, `reduction` has other steps.
+    Gradients accumulate at the strategy's scope.  The table shows scope `intra`; with scope `none`, whole
+    gradients accumulate before anything is reduced.  If there are several copies of the parameters, a
+    reduction has other steps (`plan.reduction`).
 
-    [Note: negative zeros] What adds nothing to a gradient, not even to one of zeros, and can be told from the
-    zeros that `zero_grad` writes (`runtime.gradients`).
+    [Note: negative zeros] They are returned for gradients that wait.  Adding them changes no gradient, not
+    even a zero, and they can be told from the zeros that `zero_grad` writes (`gradient_marks`).
 
-    Steps on other lanes take each other's results while these are still on their way; `wait` stands between
-    a lane and compute only.  Everything is placed just in time: gathers before the first use of the bucket,
-    reductions after its last gradient.  With one rank in a group the node of that group is left out; with
-    one rank in all nothing is left (`lower_alone`).
+    Steps on other lanes read each other's results without a `wait`; only compute waits for them.  Everything
+    is placed just in time: gathers before the first use of the bucket, reductions after its last gradient.
+    The collective of a group of one rank is left out; a single rank has no explicit nodes (`lower_alone`).
 
     Requires: every `unshard` has a `Use` with a source; equal keys read the same shard (`set_apart`).
     Leaves: no `unshard`, no `reduce_grad`; a `free` after the last use of each gathered bucket; a `StepMeta`
@@ -68,7 +68,7 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _merge_unshards(graph: Graph) -> None:
-    """One `unshard` a key: a second read of a parameter (a tied weight) is the same gather."""
+    """Keep one `unshard` for each key: two reads of a parameter (a tied weight) share one gather."""
     first: dict[object, Node] = {}
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
         kept = first.setdefault(node.args[1], node)
@@ -78,7 +78,7 @@ def _merge_unshards(graph: Graph) -> None:
 
 
 def _sink_unshards(graph: Graph) -> None:
-    """Move each `unshard` before its first user: a recomputed one may stand at the top of a backward."""
+    """Move each `unshard` before its first user: recomputation may put it at the top of a backward."""
     order = {n: i for i, n in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
         if node.users:
@@ -100,13 +100,13 @@ def _free(graph: Graph, gathered: dict[Bucket, Node]) -> None:
     for bucket, buffer in gathered.items():
         last = max(_uses_of_storage(buffer), key=order.__getitem__)
         if last.op == "output":
-            continue  # the model returns a parameter: whoever receives it frees it
+            continue  # the model returns a parameter: the caller frees it
         with graph.inserting_after(last):
             explicit(graph, ops.free, [buffer], bucket, 0)
 
 
 def _uses_of_storage(node: Node) -> list[Node]:
-    """The users of a value and of all its views; the value itself if it has none."""
+    """A value, its users, and the users of all its views."""
     uses = [node]
     for user in node.users:
         uses.append(user)

@@ -1,4 +1,4 @@
-"""Cut the joint graph into forward and backward, and keep gathered parameters out of what is saved."""
+"""Cut the joint graph into forward and backward such that no gathered parameter is saved."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fcdp_compile.torch_compat import (
 Partitioner = Callable[..., tuple[GraphModule, GraphModule]]
 
 _RECOMPUTE_FIRST = 1 << 30
-"""An `ac_graph_id` above every checkpointed region's: torch saves a recomputed node that a later region
-uses, and later means a larger number."""
+"""An `ac_graph_id` above those of all checkpointed regions: torch saves a recomputed node if a region with
+a larger number uses it."""
 
 
 def partition(
@@ -35,19 +35,19 @@ def partition(
     partitioner: Partitioner,
     **options: Any,
 ) -> tuple[GraphModule, GraphModule]:
-    """Partition with torch's `partitioner`, then save shards instead of anything made of parameters alone.
+    """Partition with torch's `partitioner`, then save shards instead of values made of parameters alone.
 
         forward: unshard(w) -> t -> mm ... saves t(w) [P]       saves w's shard [P/G]
         backward:           t(w) -> mm                     =>   unshard(shard) -> t -> mm
 
-    Under activation checkpointing the partitioner's own tags do not achieve this (a region's tag wins), and
-    with opaque inputs (DTensor's meshes) torch 2.13 puts saved RNG states behind them, where AOTAutograd
-    does not look; both are mended here.
+    The partitioner's tags alone do not achieve this under activation checkpointing, where a region's tag
+    wins.  With opaque inputs (DTensor's meshes) torch 2.13 puts saved RNG states behind them, where
+    AOTAutograd does not look.  This pass repairs both.
 
     Requires: a joint graph of `unshard` and `reduce_grad` ops.
-    Leaves: nothing saved for backward is a gathered parameter or a function of parameters alone; an input
-    is saved as it is, not as a view that changes nothing (`to_local`'s); at most one `reduce_grad` a key
-    and sum; a `val` on every recomputed random op.
+    Leaves: no saved value is a gathered parameter or is computed from parameters alone; an input is saved
+    itself, not as a view that changes nothing (`to_local`'s); one `reduce_grad` for a sum of gradients of
+    one key; a `val` on every recomputed random op.
     """
     _merge_reductions(joint.graph)
     if not _has_backward(joint.graph, num_fwd_outputs):
@@ -102,7 +102,7 @@ def _merge_reductions(graph: Graph) -> None:
 
 
 def _reduction_behind(node: Node) -> Node | None:
-    """The `reduce_grad` whose only use a value is, past views that change nothing (`to_local`'s)."""
+    """The `reduce_grad` behind views that change nothing (`to_local`'s), if nothing else uses any of them."""
     while len(node.users) == 1:
         if node.target is REDUCE_GRAD:
             return node
@@ -122,7 +122,7 @@ def _erase_chain(node: Node) -> None:
 
 
 def _made_of_parameters(graph: Graph) -> dict[Node, None]:
-    """The values that are computed from gathered parameters, and constants, alone."""
+    """The values that are computed only from gathered parameters and constants."""
     derived: dict[Node, None] = {}
     constant: set[Node] = set()
     for node in graph.nodes:
@@ -143,17 +143,17 @@ def _made_of_parameters(graph: Graph) -> dict[Node, None]:
 
 
 def _is_random(node: Node) -> bool:
-    """Whether a node draws random numbers, itself or by an op that it is given to run."""
+    """Whether a node draws random numbers, itself or through an op among its arguments."""
     ops = (node.target, *node.args)
     return any(torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) for op in ops)
 
 
 def _describe_random(graph: Graph) -> None:
-    """Give the results of recomputed random ops their values, which the partitioner forgets.
+    """Give recomputed random ops a `val`, which the partitioner leaves out.
 
         bernoulli(x)  ->  graphsafe_run_with_rng_state(bernoulli, x, rng_state=…) without a `val`
 
-    The parts of a tuple have theirs.
+    An op that returns a tuple needs none: the parts of the tuple have theirs.
     """
     mode = detect_fake_mode([n.meta.get("val") for n in graph.nodes])
     for node in [n for n in graph.nodes if "val" not in n.meta and _is_random(n)]:
@@ -165,7 +165,7 @@ def _describe_random(graph: Graph) -> None:
 
 
 def _prefer_recomputing(graph: Graph) -> None:
-    """Tell the partitioner that gathered parameters cost nothing to have again in the backward."""
+    """Tell the partitioner to recompute gathered parameters in the backward."""
     for node in _made_of_parameters(graph):
         if "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -213,8 +213,8 @@ def _save_shards(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
         return
     added = _add_inputs(bw, rebuilt, inputs)
     for node, placeholder in rebuilt.items():
-        # A copy of its own for each: a shared one would have to stand before the first user of all, which
-        # `lower` finds anyway when it merges the copies of an `unshard`.
+        # Each value gets its own copies.  Shared copies would have to be before the first user of all
+        # values; `lower` finds that place anyway when it merges the copies of an `unshard`.
         env = dict(inputs)
         with bw.inserting_before(_first_user(bw, placeholder)):
             for needed in _chain(node):
@@ -228,7 +228,7 @@ def _save_shards(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
 
 
 def _save_inputs(fw: Graph, num_fwd_outputs: int) -> None:
-    """Save inputs in the place of views of them, which a graph would have to make for nobody else."""
+    """Save inputs instead of views that change nothing, which the graph would make for nothing else."""
     outputs = _outputs(fw)
     saved = outputs[num_fwd_outputs:]
     _set_outputs(fw, outputs[:num_fwd_outputs] + [_input_behind(n) for n in saved])
@@ -242,7 +242,7 @@ def _input_behind(saved: Node) -> Node:
 
 
 def _add_inputs(bw: Graph, rebuilt: dict[Node, Node], inputs: dict[Node, Node]) -> list[Node]:
-    """Give the backward an input for each shard that it lacks; returns the forward's nodes of those."""
+    """Give the backward an input for each shard that it lacks; return the forward's nodes of these shards."""
     added: list[Node] = []
     first = next(iter(rebuilt.values()))
     for node in rebuilt:
@@ -263,7 +263,7 @@ def _copy(bw: Graph, node: Node, env: dict[Node, Node]) -> Node:
 
 
 def _saved_inputs(bw: Graph, saved: list[Node]) -> dict[Node, Node]:
-    """The backward's input for each saved value; in the backward symbols come first."""
+    """The backward's input for each saved value; the backward has its symbols first."""
     placeholders = bw.find_nodes(op="placeholder")[: len(saved)]
     tensors = [n for n in saved if isinstance(n.meta["val"], Tensor)]
     opaque = [n for n in saved if is_opaque(n)]
@@ -272,7 +272,7 @@ def _saved_inputs(bw: Graph, saved: list[Node]) -> dict[Node, Node]:
 
 
 def _chain(node: Node) -> list[Node]:
-    """Everything a value is computed from, in order, itself last."""
+    """All nodes that a value is computed from, in order; the value's node is the last."""
     found: dict[Node, None] = {}
 
     def visit(n: Node) -> None:

@@ -1,12 +1,11 @@
-"""The passes in their order, and from graphs with buckets to lowered graphs and their schedules.
+"""The passes in their order; lower graphs with buckets and make their schedules.
 
     joint graph                        set_apart -> partition
     forward, then backward             bucket
     both                               stamp
     each direction and variant         choose_sources -> lower -> schedule -> segment, read by `describe`
 
-A part of the backend and of the planner, which differ in where contexts come from and in what they do with
-the graphs.
+Both the backend and the planner use this module, with contexts from different sources.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Graphs = Mapping[Direction, GraphModule]
 Key = tuple[Direction, Variant]
 
 LOWERING: tuple[Pass, ...] = (choose_sources, lower, schedule, segment)
-"""What every variant of a graph goes through."""
+"""The passes that run for every variant of a graph."""
 
 PASSES: tuple[Callable[..., Any], ...] = (set_apart, partition, bucket, stamp, *LOWERING)
 """All passes in their order (`fcdp dump --passes`)."""
@@ -43,10 +42,10 @@ PASSES: tuple[Callable[..., Any], ...] = (set_apart, partition, bucket, stamp, *
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """What the passes made of the graphs of one compilation.
+    """The results of the passes for one compilation.
 
-    buckets: in order of their numbers.  placements: of those, by number.  refresh: those that must be cached
-    before a forward starts.
+    buckets: in order of their numbers.  placements: of the buckets, by number.  refresh: numbers of the
+    buckets that must be cached before a forward starts.
     """
 
     buckets: tuple[Bucket, ...]
@@ -57,7 +56,7 @@ class Lowered:
 
 
 def used_again(graphs: Graphs) -> tuple[int, ...]:
-    """The buckets that the backward of some graphs uses."""
+    """Numbers of the buckets that the backward uses; none without a backward."""
     backward = graphs.get(Direction.BACKWARD)
     return tuple(b.id for b in buckets_of(backward)) if backward else ()
 
@@ -65,7 +64,9 @@ def used_again(graphs: Graphs) -> tuple[int, ...]:
 def lower_all(
     graphs: Graphs, contexts: Mapping[Direction, PassContext], stages: Stages | None = None
 ) -> Lowered:
-    """Lower every variant of the graphs; stages: where to keep what each pass makes of them.
+    """Lower every variant of the graphs.
+
+    stages: gets the result of each pass.
 
     Requires: `bucket` on every graph; contexts that know the buckets.
     """
@@ -98,7 +99,7 @@ def lower_all(
 def lower_variant(
     gm: GraphModule, ctx: PassContext, stages: Stages | None = None
 ) -> tuple[GraphModule, Schedule]:
-    """Lower one variant of a graph, which stays as it is."""
+    """Lower one variant of a graph; `gm` is not changed."""
     title = f"{ctx.direction.value} {ctx.variant.value}"
     finished = run(LOWERING, clone(gm), ctx, graph=title, stages=stages)
     return finished, describe(finished, ctx)

@@ -37,7 +37,7 @@ def reduce_grads(graph: Graph, ctx: PassContext) -> None:
 
 
 def _sink_results(graph: Graph, reductions: list[Node]) -> None:
-    """Move reductions and what depends on them to the end, so that a bucket's may be done in one."""
+    """Move reductions and the nodes that depend on them to the end, so that a bucket is reduced at once."""
     moved = dict.fromkeys(reductions)
     for node in graph.nodes:
         if node.op != "output" and any(a in moved for a in node.all_input_nodes):
@@ -77,7 +77,7 @@ def _reduce_bucket(
 def _reduce_packed(
     graph: Graph, bucket: Bucket, packed: Node, specs: Sequence[ParamSpec], ctx: PassContext
 ) -> Node:
-    """The steps of a reduction and the wait for the last one; whatever that leaves."""
+    """Insert the steps of a reduction and a wait for the last step; return the reduced buffer."""
     dtype = getattr(torch, bucket.reduce_dtype)
     wide = torch.promote_types(dtype, torch.float32)
     slots = [s.layout.slot_elements for s in specs]
@@ -116,12 +116,12 @@ def _scratch_bytes(
 
 
 def _variant(bucket: Bucket, ctx: PassContext) -> Variant:
-    """What is done with a bucket's gradients: those that have no place to wait go on."""
+    """The variant for a bucket's gradients: cold, if they have no place to wait."""
     return ctx.variant if ctx.placements[bucket.id].accumulates else Variant.COLD
 
 
 def _reduction_steps(bucket: Bucket, ctx: PassContext) -> list[tuple[Callable[..., Any], int]]:
-    """The ops that gradients go through, each with the size of its group."""
+    """The ops of a bucket's reduction in order, each with the size of its group."""
     steps: list[tuple[Callable[..., Any], int]] = []
     variant, strategy = _variant(bucket, ctx), bucket.strategy
     for kind in REDUCTIONS[strategy.home]:
@@ -142,7 +142,7 @@ _OPS = {kind: op for op, kind in ops.EXPLICIT.items() if kind is not None}
 
 
 def _negative_zeros(graph: Graph, like: Node, spec: ParamSpec) -> Node:
-    """A gradient shard of [Note: negative zeros]."""
+    """Insert a gradient shard of negative zeros, see [Note: negative zeros]."""
     val = like.meta["val"].new_empty(spec.local_shape, dtype=spec.home_dtype)
     options = {"dtype": spec.home_dtype, "device": val.device, "pin_memory": False}
     node = graph.call_function(torch.ops.aten.full.default, (spec.local_shape, -0.0), options)
@@ -151,7 +151,7 @@ def _negative_zeros(graph: Graph, like: Node, spec: ParamSpec) -> Node:
 
 
 def _after(node: Node) -> Node:
-    """The first place after `node`, the inputs, and the frees of what it was the last to use."""
+    """The first node after `node` that is neither an input nor a `free`."""
     following = node.next
     while following.op == "placeholder" or following.target is ops.free:
         following = following.next

@@ -1,4 +1,4 @@
-"""Move communication away from where it is needed to where it may start."""
+"""Start communication earlier than its result is needed, and wait for it later."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fcdp_compile.passes.graph.context import META, PassContext
 from fcdp_compile.passes.graph.explicit import wait_for
 from fcdp_compile.passes.graph.transfers import Gather, Reduction, find_gathers, find_reductions
 
-# More of any of these gains nothing on simulated lanes, and costs memory (tests/passes/test_lane_time.py).
+# Larger values gain nothing on simulated lanes, and cost memory (tests/passes/test_lane_time.py).
 PREFETCHED = 1
-"""How many buckets of full parameters the default budget has room for beyond what compute needs at once."""
+"""How many buckets the default budget may gather in full before compute needs them."""
 
 FETCHED = 2
-"""How many node shards it has room for beyond those: they are small, and come over the slow links."""
+"""How many further node shards it may gather early: they are small, and their links are slow."""
 
 OUTSTANDING = 1
-"""How many reductions it has room for beyond the one that starts."""
+"""How many reductions may still be on their way when another one starts."""
 
 
 def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -31,20 +31,19 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
         gather 0, wait 0, compute 0, free 0, gather 1, wait 1, compute 1 ...   (just in time, from `lower`)
         gather 0, gather 1, wait 0, compute 0, free 0, gather 2, wait 1, compute 1 ...
 
-    Compute keeps its order and is cut only where it must wait for a gather or hands gradients over; all
-    other steps happen at these cuts.  At each, in this order: what is no longer needed is freed, gathers
-    start in order of first use while the budget has room (node shards, which are small, further ahead than
-    full parameters), reductions start, and compute waits for the gather it needs next.  So a reduction never
-    stands before a gather that compute needs sooner, stores run in the shadow of their bucket's compute, and
-    gradients are waited for at the end.
+    Compute keeps its order.  It is cut only where it must wait for a gather or hands gradients over; all
+    other steps happen at these cuts.  At each cut, in this order: buffers that are no longer needed are
+    freed; gathers start in order of first use while the budget has room (node shards, which are small,
+    further ahead than full parameters); reductions start; compute waits for the gather that it needs next.
+    So a reduction never delays a gather that compute needs sooner, a store runs while compute uses its
+    bucket, and compute waits for gradients at the end.
 
-    [Note: in-flight budget] Counted are the bytes of node shards and full parameters from the start of the
-    step that makes them until the free, and of gradients from the start of their reduction until the wait
-    for the step that reads them.  What gathers need at once where none starts early, and the largest
-    reduction, are granted in any case; what there is beyond is shared by early gathers and by older
-    reductions, and a reduction that does not fit waits for older ones first.  Only sizes of parameters count,
-    which all ranks have in common, so that all decide alike: activations, and the time that compute takes,
-    may differ between ranks.
+    [Note: in-flight budget] The budget counts node shards and full parameters from the start of the step
+    that makes them until the free, and gradients from the start of their reduction until the wait for the
+    step that reads them.  It always grants the gathers that are needed at once if none starts early, and the
+    largest reduction.  Early gathers and older reductions share the rest; a reduction that does not fit
+    waits for older reductions first.  Only sizes of parameters count.  All ranks have the same sizes and
+    decide alike; activations and the time of compute may differ between ranks.
 
     Requires: `lower`.
     Leaves: the same nodes in another order, and perhaps more waits (for a reduction's first half).
@@ -96,10 +95,10 @@ class _Cut:
 
 @dataclass(slots=True, kw_only=True)
 class _Budget:
-    """Shares of the budget in bytes, and what of them is taken.
+    """The shares of the budget, and how much of each is taken; all in bytes.
 
-    fetched, full: what stages of gathers may take that start before compute comes to them, on top of what
-    gathers need at once in any case.  reductions: what gradients on their way may take.
+    fetched, full: for the two stages of gathers that start early; gathers that compute already waits for do
+    not count.  reductions: for gradients on their way.
     """
 
     fetched: int
@@ -147,11 +146,11 @@ class _Sweep:
         self._to_fetch = _Queue(gathers)
         self._to_spread = _Queue(gathers)
         self._to_free: list[tuple[int, int, Gather]] = []
-        self._read: deque[Reduction] = deque()  # gradients that their first half may still read
-        self._reduced: deque[Reduction] = deque()  # those on their way to the home shards
+        self._read: deque[Reduction] = deque()  # their first half may still read gradients
+        self._reduced: deque[Reduction] = deque()  # on their way to the home shards
 
     def clusters(self) -> dict[Node, list[Node]]:
-        """The communication of each cut, by the node that it takes the place of or stands in front of."""
+        """The communication nodes of each cut, by the node that they replace or precede."""
         return {node: list(self._at(node, cut)) for node, cut in self._cuts.items()}
 
     # --- where ----------------------------------------------------------------------------------------
@@ -172,9 +171,9 @@ class _Sweep:
         return self._merge(ordered, {n for g in gathers for n in g.pack})
 
     def _merge(self, cuts: dict[Node, _Cut], packing: set[Node]) -> dict[Node, _Cut]:
-        """Leave reductions to the cut where compute waits next, if there is no compute between.
+        """Move reductions to the next cut where compute waits, if there is no compute between the cuts.
 
-        There they start behind the gathers, which compute needs sooner.
+        There they start after the gathers, which compute needs sooner.
         """
         merged: dict[Node, _Cut] = {}
         waiting: list[Node] = []  # cuts since the last compute that only reduce
@@ -226,7 +225,7 @@ class _Sweep:
         return most
 
     def _last_use(self, gather: Gather) -> int:
-        """Where its free stands; never, where the graph returns one of its parameters."""
+        """The position of the free; the graph's end if the graph returns a parameter of the bucket."""
         frees = [self._order[n] for n in gather.ends if n.target is ops.free]
         return frees[0] if frees else len(self._order)
 
@@ -253,7 +252,7 @@ class _Sweep:
             yield from self._free(before=len(self._order) + 1)
 
     def _need(self, gather: Gather, node: Node) -> Iterator[Node]:
-        """Compute waits for it here, so it counts as needed from now on, not as early."""
+        """Start the rest of a gather that compute waits for here; from now on it does not count as early."""
         if self._to_fetch.first is gather:
             yield from self._fetch_next(node)
         if self._to_spread.first is gather:
@@ -314,7 +313,7 @@ class _Sweep:
 
 
 def _reorder(graph: Graph, clusters: dict[Node, list[Node]]) -> None:
-    """Put each cluster in the place of its node, and every node where the first cluster names it."""
+    """Move the nodes of each cluster to the cluster's place; a node in several goes to the first."""
     moved = {node for cluster in clusters.values() for node in cluster}
     order: dict[Node, None] = {}
     for node in list(graph.nodes):

@@ -21,12 +21,12 @@ def segment(gm: GraphModule, ctx: PassContext | None = None) -> GraphModule:
 
         wait, mm, gelu, mm, free, ...  ->  wait, segment_0, free, ...
 
-    A run that holds several layers is cut between them (`cut_layers`), a run without layers is one segment.
-    A segment takes what it needs from outside and returns a tuple of what is needed after it, so that it
-    can be compiled on its own, and compiled once if another is equal to it.  What lines up a bucket's home
-    shards is a segment of its own.
+    A run of several layers is cut between the layers (`cut_layers`); a run without layers is one segment.
+    A segment's inputs are the outside values that it reads; it returns a tuple of the values that are used
+    after it.  So a segment can be compiled alone, and equal segments are compiled once.  The nodes that pack
+    a bucket's home shards are a segment of their own.
 
-    ctx: as every pass is given one; nothing of it is read.
+    ctx: not read; every pass takes one.
 
     Requires: `lower`.
     Leaves: placeholders, explicit nodes, calls of segments, getitems of their results, constants that are
@@ -51,8 +51,8 @@ def _runs(graph: Graph) -> list[list[Node]]:
         if node.op in ("placeholder", "output") or node.target in EXPLICIT:
             runs.append([])
         elif node.op != "get_attr":
-            # Lining up the shards of a later bucket is no part of this layer's compute: with it, the
-            # segments of equal layers would differ where prefetching begins and ends.
+            # Packing the shards of a later bucket is not in this layer's segment: otherwise the segments
+            # of equal layers would differ where prefetching begins and ends.
             if node.meta.get(META) != mark:
                 mark = node.meta.get(META)
                 runs.append([])
@@ -61,12 +61,12 @@ def _runs(graph: Graph) -> list[list[Node]]:
 
 
 def _raise_parts(graph: Graph) -> None:
-    """Move what only takes a part or a view of a value behind that value, where it belongs to a layer.
+    """Move getitems, returned views and scalars right behind the value that they are taken from.
 
-    A compiled segment cannot return a tuple of one op, so that getitems belong to the op.  Views for the
-    backward stand at the end of a graph, those of all layers together.  A scalar out of a tensor, such as the
-    seed of one dropout out of those of all, would make a layer differ from the next by its number; taken
-    outside it is an input like any other.
+    A compiled segment cannot return the tuple of an op, so the op's getitems must be with it.  A graph ends
+    with the views that all layers return for the backward; moved, a view belongs to its layer.  A scalar out
+    of a tensor, such as the seed of one dropout out of all seeds, has a number that would make a layer differ
+    from the next; taken outside of the layer, the scalar is an input like any other.
     """
     output = graph.output_node()
     body = next(n for n in graph.nodes if n.op != "placeholder")
@@ -125,9 +125,9 @@ def _symbols(graph: Graph) -> dict[sympy.Symbol, Node]:
 
 
 def _symbols_of(nodes: list[Node], symbols: dict[sympy.Symbol, Node]) -> list[Node]:
-    """The inputs that are the symbols in the sizes of `nodes`.
+    """The inputs for the symbols in the sizes of `nodes`.
 
-    A compiler cannot solve an input of size 2*s for s; a segment is told every symbol it reads.
+    A segment is given every symbol it reads: a compiler cannot solve an input of size 2*s for s.
     """
     if not symbols:
         return []

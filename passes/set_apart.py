@@ -1,4 +1,4 @@
-"""Keep the reads of values that are not the model's own out of buckets and caches."""
+"""Keep values that are not the model's own out of buckets and caches."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fcdp_compile.passes.graph.views import same_values
 
 
 def set_apart(gm: GraphModule, *, every: bool = False) -> GraphModule:
-    """Let parameters that a graph reads with other values than the model's own be gathered by themselves.
+    """Gather a parameter by itself if the graph reads it with values that are not the model's own.
 
         functional_call(model, {"w": 0.5 * w}, x)     unshard(mul(w, 0.5))  ->  unshard_given(mul(w, 0.5))
         model(x) + functional_call(model, ema, x)     unshard(w), unshard(e), both with the key of w
                                                       ->  unshard_given(w), unshard_given(e)
 
-    A bucket is filled from the model's home shards, so it may serve only what is one of them.  Whether an
-    input of the graph is one is known when the graph runs (`runtime.run`); here are found the keys that no
-    single input stands for.  The gradients of such a key are reduced one by one, too: accumulated ones belong
-    to the parameter, not to a value in its place.
+    A bucket is filled from the model's home shards, so only reads of home shards may use it.  Whether an
+    input of the graph is a home shard is known when the graph runs (`runtime.run`); this pass finds the keys
+    that are not read from one single input.  The gradients of such a key are reduced one by one, too:
+    accumulated gradients belong to the parameter, not to a value in its place.
 
-    every: set all keys apart, each gather moved before its first use.  What runs where a graph is given
-    other values.
+    every: set all keys apart and move each gather before its first use.  The result runs when a graph is
+    given values that are not the model's own.
 
     Requires: nothing.
     Leaves: every `unshard` reads an input of the graph, and equal keys read the same input.
@@ -39,7 +39,7 @@ def set_apart(gm: GraphModule, *, every: bool = False) -> GraphModule:
 
 
 def shard_inputs(graph: Graph) -> dict[str, Node | None]:
-    """The input that each key of a graph reads; None for a computed value, and where there are several."""
+    """The input that each key of a graph is read from; None for a computed value or several inputs."""
     found: dict[str, Node | None] = {}
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
         key, source = str(node.args[1]), same_values(node.all_input_nodes[0])

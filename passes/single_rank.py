@@ -1,4 +1,4 @@
-"""What is left of gathering and reducing where a rank has whole parameters: casts."""
+"""Replace gathers and reductions by casts if a rank has whole parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lower_alone(gm: GraphModule, ctx: PassContext) -> GraphModule:
         shard [P] -> unshard -> mm            shard [P] (-> cast to the gather dtype) -> mm
         mm -> reduce_grad -> output           mm (-> casts to the reduce and home dtype) -> output
 
-    A parameter that is returned is copied: whoever receives it may write to it.
+    A returned parameter is copied: the caller may write to it.
 
     Requires: one rank.
     Leaves: no `unshard`, no `reduce_grad` and no explicit node, so that compute is as in an unsharded model.
@@ -33,7 +33,7 @@ def lower_alone(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def gather_alone(graph: Graph, ctx: PassContext) -> None:
-    """Replace each `unshard` of a parameter that is whole at home by its shard; a part of `lower_alone`."""
+    """Replace each `unshard` of a parameter that one rank has whole by its shard; a part of `lower`."""
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
         spec = ctx.specs[str(node.args[1])]
         if spec.layout.ranks > 1:

@@ -1,4 +1,4 @@
-"""Let a backward know which generation of each parameter its forward saw, and what to do with gradients."""
+"""Tell a backward which generation of each bucket its forward used, and whether to accumulate gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcdp_compile.torch_compat import detect_fake_mode, is_opaque, saved_output_
 
 
 def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
-    """Save one more value: which values of its buckets the backward must use, and whether it accumulates.
+    """Save one more tensor: which generations a backward must use, and whether it accumulates gradients.
 
         forward:  stamps = stamp(buckets), first of all, returned among the saved tensors
         backward: check(stamps, buckets), first of all

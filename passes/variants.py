@@ -1,4 +1,4 @@
-"""Which variants of a graph are worth compiling, and what they load; nothing is changed."""
+"""Choose the variants of a graph to compile, and find the buckets they load; no graph is changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fcdp_compile.torch_compat import graph_module
 
 
 def variants(gm: GraphModule, ctx: PassContext) -> list[Variant]:
-    """Cold alone where nothing outlives the backward; warm alone where the cold one would store nothing."""
+    """Cold alone if no copy outlives the backward; warm alone if cold would store nothing; else both."""
     if ctx.direction is Direction.BACKWARD:
         return [Variant.COLD]
     uses = [u for u in _cold_uses(gm, ctx) if u.bucket.strategy.is_resident]
@@ -36,7 +36,7 @@ def _cold_uses(gm: GraphModule, ctx: PassContext) -> list[Use]:
 
 
 def clone(gm: GraphModule) -> GraphModule:
-    """A copy whose nodes may be changed; it shares their values."""
+    """A copy of a graph whose nodes may be changed; it shares fake values and constants."""
     graph = Graph()
     env: dict[Node, Node] = {}
     results = graph.graph_copy(gm.graph, env)

@@ -1,4 +1,4 @@
-"""Gather or reduce one parameter by itself, outside of compiled graphs: past buckets, schedule and cache."""
+"""Gather or reduce one parameter outside of compiled graphs, without buckets, schedule and cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class Eager:
-    """Collectives of one parameter at a time, for whatever no plan was made of.
+    """Collectives of one parameter at a time, for code that has no plan.
 
-    [Note: what is compared] No plan says which parameter comes next, and gathers of two parameters of a size
-    would give both ranks a mixture of them.  So ranks tell each other which one it is, before each.
+    [Note: what is compared] Without a plan, two ranks may gather different parameters of one size, and would
+    both get a mixture of them.  So before each collective, ranks compare which parameter it is for.
 
     Raises, where it communicates: PlanMismatchError on every rank if ranks are about to do different things.
     """
@@ -35,7 +35,7 @@ class Eager:
         self._has_warned = False
 
     def gather(self, spec: ParamSpec, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gather a parameter in a dtype from this rank's `shard`; memory of its own."""
+        """Gather a parameter in a dtype from this rank's `shard`, into new memory."""
         layouts = [spec.layout]
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
         if max(sizes) > 1:
@@ -45,7 +45,7 @@ class Eager:
             if size > 1:
                 pending = self._collectives.all_gather(kind, pending, _range_name(kind, spec))
         full = unpack_full(pending.wait(), layouts)[0]
-        # An op must not return its input, which is what nothing to gather and nothing to cast comes to.
+        # An op must not return its input; `full` is the input if nothing was gathered or cast.
         return full.clone() if full.data_ptr() == shard.data_ptr() else full
 
     def reduce(self, spec: ParamSpec, grad: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Eager:
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
 
     def warn(self, name: str) -> None:
-        """Say once, on the first rank, that a parameter of a compiled model is gathered here."""
+        """Warn once, on the first rank, that a parameter of a compiled model is gathered here."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -80,7 +80,7 @@ class Eager:
 
 
 def gathers(spec: ParamSpec) -> str:
-    """What a rank says that it is about to do."""
+    """The text by which ranks compare that all of them gather this parameter."""
     return f"gathers parameter {spec.name!r}"
 
 

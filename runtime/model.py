@@ -1,4 +1,4 @@
-"""A sharded model at run time: who owns its parameters, cache, groups, gradients and counters."""
+"""A sharded model at run time: it owns the parameters, cache, groups, gradients and counters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class ShardedModel:
-    """What the executor of every compiled graph of one model shares."""
+    """The state that all compiled graphs of one model share."""
 
     def __init__(
         self,
@@ -103,16 +103,16 @@ class ShardedModel:
         return self.records[key].spec
 
     def gather_eagerly(self, key: str, shard: Tensor) -> Tensor:
-        """Gather one parameter now, past buckets and cache."""
+        """Gather one parameter now, without buckets and cache."""
         spec = self.spec(key)
         self.unset.refuse("a forward")
         if spec.layout.nodes > 1 and self.plans:
             self._eager.warn(spec.name)
-        self.records[key].living()  # raises if what was put there holds other rows
+        self.records[key].living()  # raises if it was replaced by a tensor with other rows
         return self.gather(key, shard, spec.gather_dtype)
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gather one parameter in a dtype from this rank's `shard`; memory of its own."""
+        """Gather one parameter in a dtype from this rank's `shard`, into new memory."""
         return self._eager.gather(self.spec(key), shard, dtype)
 
     def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class ShardedModel:
         return self._eager.reduce(self.spec(key), grad)
 
     def make_groups(self) -> None:
-        """Make the groups that only some strategies need, with all ranks of the mesh."""
+        """Make the groups that only some strategies need; all ranks of the mesh must call it."""
         flat = (Algorithm.RING, Algorithm.AUTO)
         if any(strategy.algorithm in flat for strategy in self.strategies):
             self.collectives.make_flat_group()
@@ -128,7 +128,7 @@ class ShardedModel:
     # --- host memory --------------------------------------------------------------------------------------
 
     def agree_on_host_memory(self) -> None:
-        """Find the budget of a cache on the host, with all ranks of the mesh."""
+        """Find the budget of a cache on the host; all ranks of the mesh must call it."""
         if any(strategy.uses_host for strategy in self.strategies):
             is_pinned = self.device.registers
             self.host_memory.agree(self.collectives, self.pool, is_pinned=is_pinned)
@@ -136,7 +136,7 @@ class ShardedModel:
     # --- buckets ------------------------------------------------------------------------------------------
 
     def add_plan(self, plan: Plan) -> None:
-        """Note what a compiled graph will do, and with which buckets."""
+        """Note the plan of a compiled graph, and its buckets."""
         self.plans[plan.graph] = plan
         for bucket in plan.buckets:
             for key in self.records.keys_of(bucket):
@@ -150,7 +150,7 @@ class ShardedModel:
         return max((plan.peak_bytes or 0 for plan in self.plans.values()), default=None)
 
     def known_buckets(self) -> dict[str, tuple[Bucket, ...]]:
-        """Every bucket of each parameter in the order of their making; none that lost a parameter since."""
+        """All buckets of each parameter, oldest first; none with a parameter that the model no longer has."""
         living = {key for key, record in self.records.items() if record.living() is not None}
         return {
             key: tuple(b for b in buckets if living.issuperset(self.records.keys_of(b)))
@@ -158,14 +158,14 @@ class ShardedModel:
         }
 
     def release_rivals(self, bucket: Bucket) -> None:
-        """Give back the cached copies of buckets that this one replaces: of parameters frozen or unfrozen."""
+        """Release copies of buckets that this bucket replaces because parameters were frozen or unfrozen."""
         for key in self.records.keys_of(bucket):
             for other in self._buckets.get(key, ()):
                 if other.frozen != bucket.frozen:
                     self.upkeep.give_up(other)
 
     def warn_of_given(self, names: Sequence[str]) -> None:
-        """Say once that a compiled function runs on other values than the model's own."""
+        """Warn once that a compiled function runs on other values than the model's own."""
         if self._has_warned_of_given or not names:
             return
         self._has_warned_of_given = True

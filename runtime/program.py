@@ -1,4 +1,4 @@
-"""Run a lowered graph: a short loop over its nodes, with no policy in it."""
+"""Run a lowered graph: a short loop over its nodes that makes no decisions."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.INTRA_OWN_ALL_GATHER: lambda collectives: collectives.own_all_gather,
     Kind.FLAT_ALL_GATHER: lambda collectives: collectives.flat_all_gather,
 }
-"""Gathers of what may travel in another format."""
+"""Gathers that may send another format."""
 
 Call = Callable[[list[Any]], Any]
-"""One node on the values of a run."""
+"""Runs one node on the values of a run."""
 
 Around = Callable[[int, Call], Call]
-"""Makes of the call of a step, given with its index, what is called in its place."""
+"""Wraps the call of a step, which is given with its index."""
 
 
 class _Run:
-    """The last place of a run's values: its model, and the generations its forward stamped by bucket id.
+    """The state of a run, which is in the last place of its values.
 
     accumulates: of a forward, whether its backward shall accumulate gradients.
     given: the mark of the values that it was given if they are not the model's own, else 0.
-    changed: of a backward that gathers again, the buckets that changed since its forward, and what tells the
-    other ranks.
+    generations: of a backward, the generations that its forward stamped, by bucket id.
+    changed: of a backward that gathers again, the buckets that changed since its forward, and the question
+    whether any changed on any rank.
     """
 
     __slots__ = ("accumulates", "changed", "generations", "given", "model")
@@ -55,12 +56,12 @@ class _Run:
         self.changed: tuple[list[Bucket], Question] | None = None
 
     def generation(self, bucket: Bucket) -> int:
-        """The stamped generation in a backward, today's in a forward."""
+        """The stamped generation in a backward, the current one in a forward."""
         stamped = self.generations.get(bucket.id)
         return self.model.validity.generation(bucket) if stamped is None else stamped
 
     def refuse_changed(self) -> None:
-        """At its end: raise if this backward may have gathered other values than its forward.
+        """At the end of a backward, raise if it may have gathered other values than its forward.
 
         Raises: StaleParameterError on every rank.
         """
@@ -81,10 +82,10 @@ class _Run:
 
 
 class Program:
-    """A lowered graph bound to a model: explicit ops to the runtime, segments to compiled callables.
+    """A lowered graph that can run: explicit ops call the runtime, segments call compiled functions.
 
-    Values live in numbered places and are dropped right after their last use; segments get their arguments
-    as a list that is theirs to empty, so nothing outlives its last use inside them either.
+    Values are in numbered places and are dropped right after their last use.  A segment empties the list of
+    its arguments, so no value outlives its last use inside a segment either.
     """
 
     def __init__(
@@ -115,12 +116,12 @@ class Program:
 
     @property
     def kinds(self) -> list[Kind]:
-        """The kinds of its steps, in the order that a schedule has them in."""
+        """The kinds of its steps, in the order of the schedule."""
         return [kind for kind in self._kinds if kind is not None]
 
     @property
     def is_stamped(self) -> bool:
-        """Whether a backward knows anything of its forward: one that needs no parameter does not."""
+        """Whether a backward has the stamps of its forward; if it needs no parameter, it has none."""
         return bool(self._stamps)
 
     def shall_accumulate(self, args: list[Any]) -> bool:
@@ -128,7 +129,7 @@ class Program:
         return any(_stamped(args[i])[0] for i in self._stamps)
 
     def was_given(self, args: list[Any]) -> int:
-        """The mark of the other values that the forward of a backward was given; 0 if it had the own."""
+        """The mark of the values that a backward's forward was given; 0 if they were the model's own."""
         return max((_stamped(args[i])[1] for i in self._stamps), key=abs, default=0)
 
     def run(
@@ -144,7 +145,7 @@ class Program:
 
         accumulates: of a forward, whether its backward shall accumulate gradients.
         given: the mark of the values that it runs on if they are not the model's own.
-        around: of a run that is recorded.
+        around: wraps the steps of a run that is recorded.
         """
         instructions = self._instructions if around is None else self._with(around)
         run = _Run(model, accumulates=accumulates, given=given)
@@ -165,7 +166,7 @@ class Program:
         )
 
     def _with(self, around: Around) -> list[tuple[Call, int, list[int]]]:
-        """The instructions with another call for each step."""
+        """The instructions, with the call of each step wrapped."""
         numbers = count()
         return [
             (call if kind is None else around(next(numbers), call), place, dead)
@@ -173,7 +174,7 @@ class Program:
         ]
 
     def _start(self, run: _Run, args: list[Any]) -> list[Any]:
-        """The values before the first node; a function of its own, for its last `value` to go."""
+        """The values before the first node; a function, so that its local `value` keeps nothing alive."""
         values: list[Any] = [None] * len(self._place) + [run]
         for place, value in zip(self._inputs, args, strict=True):
             values[place] = value
@@ -192,7 +193,7 @@ class Program:
             return lambda values: constant
         if node.target in ops.EXPLICIT:
             return self._bind_explicit(node)
-        function: Any = node.target  # what is left is a getitem on a segment's results
+        function: Any = node.target  # here it is a getitem on a segment's results
         source: Any
         source, index = node.args
         at = self._place[source]
@@ -334,7 +335,7 @@ class Program:
         if run.given:  # compared before the program began
             return
         generations = _stamped(values[first])[2:]
-        # A cached bucket is checked when it is loaded: its copy may well be of an older generation.
+        # A cached bucket is checked when it is loaded: its copy may be of an older generation.
         run.generations.update(zip(ids, generations, strict=True))
         uncached = _uncached([self._buckets[i] for i in ids], run.model)
         if not uncached:
@@ -343,7 +344,7 @@ class Program:
         generation = run.model.validity.generation
         changed = [b for b in uncached if generation(b) != run.generations[b.id]]
         what = "the agreement on parameters that changed since the forward"
-        # Ranks tell each other while the backward runs; nobody gets its gradients before.
+        # Ranks tell each other while the backward runs; it returns no gradients before it has the answer.
         act = "runs a backward that gathers again"
         run.changed = changed, Question(run.model.collectives, act, [bool(changed)], what)
 
@@ -353,7 +354,7 @@ def _uncached(buckets: Sequence[Bucket], model: ShardedModel) -> list[Bucket]:
 
 
 def _stamped(stamps: Tensor) -> list[int]:
-    """What a forward stamped, which is on the host wherever the model is."""
+    """The numbers that a forward stamped; they are on the host wherever the model is."""
     found: list[int] = stamps.tolist()
     return found
 

@@ -15,10 +15,10 @@ from fcdp_compile.strategy.formats import Format
 
 
 def read(model: ShardedModel, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
-    """The parameter `key` as a whole, exactly, in memory of its own; every rank must call it.
+    """The whole parameter `key`, exactly, in new memory; every rank must call it.
 
-    A copy of its bucket that waits in the cache is used if it is valid, and nothing then crosses between
-    nodes; other parameters of the bucket are loaded with it.  Else the parameter is gathered by itself.
+    If the cache has a valid copy of the parameter's bucket, the whole bucket is loaded, and nothing is sent
+    between nodes.  Else the parameter is gathered by itself.
 
     shard: this rank's home shard.  dtype: of the result.
 
@@ -42,7 +42,7 @@ def read(model: ShardedModel, key: str, shard: Tensor, dtype: torch.dtype) -> Te
 
 
 def _cached(model: ShardedModel, key: str, dtype: torch.dtype) -> Bucket | None:
-    """A bucket with exact values of a parameter that the cache keeps; the same on all ranks."""
+    """A cached bucket with exact values of a parameter; the same bucket on all ranks."""
     spec = model.spec(key)
     if spec.layout.nodes == 1 or spec.gather_dtype is not dtype:
         return None

@@ -1,12 +1,13 @@
-"""Take the times of the first runs of each program of a plan, after one to warm up.
+"""Record the times of the first runs of each program of a plan, after one run to warm up.
 
-Compute's steps are timed where they are called; those of a lane when the lane comes to their task, and when
-that is finished.  Nothing waits for a time: on a card they are events on its streams, and what they say is
-looked up after the run, when all of them are past.
+A compute step is timed around its call; a step on a lane, from the start of its task on the lane to the
+task's end.  Nothing waits for a time: on a GPU, times are events on streams, and are read after the run, when
+all events are past.
 
-[Note: steps without a task] A step may find nothing to do: a node shard that stays on the device is neither
-stored nor loaded, and a group of one rank gathers nothing.  What is `Pending` then is the task of a step
-before it, so that such a step is a point in time: when it was called, or when what it waits for was done.
+[Note: steps without a task] A step may have nothing to do: a node shard that stays on the device is neither
+stored nor loaded, and a group of one rank gathers nothing.  Its `Pending` then belongs to the task of an
+earlier step.  Such a step is a point in time: when it was called, or when the steps that it waits for were
+done, whichever is later.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fcdp_compile.runtime.lanes.tasks import Begun, Run
 from fcdp_compile.runtime.program import Around, Call, Program
 
 _WARM_UP = 1
-"""Runs of a program before those that are recorded: kernels are loaded, caches and pools filled."""
+"""Runs of a program that are not recorded at first: they load kernels and fill caches and pools."""
 
 _DECIMALS = 9
 
@@ -35,7 +36,7 @@ Write = Callable[[Plan, Sequence[Recording]], None]
 
 
 class Mark(Protocol):
-    """A point in the time of whoever made it: a thread, or the stream that it issues to."""
+    """A point in the time of the thread that made it, or of the stream that the thread issues to."""
 
     def is_past(self) -> bool:
         """Whether that time has come."""
@@ -86,8 +87,8 @@ def clock_of(device: Device) -> Clock:
 class Recorder:
     """Records the first runs of each program of one plan; lives with its `CompiledPlan`.
 
-    runs: how many of each.  write: takes what was recorded, always outside of the runs that are; at last
-    when the recorder goes, or the interpreter ends.
+    runs: how many of each.  write: takes the recordings, never during a recorded run; the last time when
+    the recorder is deleted, or the interpreter ends.
     """
 
     def __init__(self, runs: int, clock: Clock, write: Write) -> None:
@@ -99,7 +100,7 @@ class Recorder:
     def run(
         self, plan: Plan, key: ScheduleKey, program: Program, lanes: Lanes
     ) -> Iterator[Around | None]:
-        """A run of a program within; gives what takes its times, if it is one to record.
+        """Surround a run of a program; gives the wrapper of its steps if the run is to be recorded.
 
         A run that fails does not count.
         """
@@ -135,13 +136,13 @@ class _Timing:
         self._origin = clock()
 
     def around(self, lanes: Lanes, index: int, call: Call) -> Call:
-        """What to call in the place of a step's call."""
+        """Wrap a step's call so that it is timed."""
         if self._steps[index].lane is Lane.COMPUTE:
             return partial(self._compute, index, call)
         return partial(self._issue, lanes, index, call)
 
     def is_complete(self) -> bool:
-        """Whether all that was started has ended."""
+        """Whether all steps have ended."""
         return all(end is not None and end.is_past() for end in self._ends)
 
     def resolve(self) -> RecordedRun:
@@ -177,7 +178,7 @@ class _Timing:
         return result
 
     def _timed(self, index: int, lane: Lane, run: Run) -> Run:
-        if lane is not self._steps[index].lane:  # a load may let its bucket fall back to the host
+        if lane is not self._steps[index].lane:  # a load may move its bucket to the host
             return run
         self._has_task[index] = True
 
@@ -197,10 +198,10 @@ class _Timing:
 
 
 class _Kept:
-    """What was recorded of one plan, apart from the recorder so as to outlive it.
+    """The recordings of one plan; not in the recorder, so that they outlive it.
 
-    enough: runs of a program after which none of it is recorded.  seen: how many there were until then.
-    timings: of runs that were not complete when last looked at.
+    enough: after so many runs of a program, none is recorded.  seen: runs of each program until then.
+    timings: of runs that were not complete at the last look.
     """
 
     def __init__(self, enough: int, write: Write) -> None:
@@ -214,7 +215,7 @@ class _Kept:
         self._pid = os.getpid()
 
     def belongs_to(self, plan: Plan) -> None:
-        """What was written before is of this plan, too, which may have more schedules now."""
+        """Note the plan, which may have more schedules now; rewrite the earlier recordings as this plan's."""
         if plan is self._plan:
             return
         self._plan = plan
@@ -223,14 +224,14 @@ class _Kept:
             self._write_those(written)
 
     def write_finished(self) -> None:
-        """Write programs of which all runs are complete, if there are new ones."""
+        """Write the recordings of programs whose runs are all complete, if there are new ones."""
         if self.timings:
             self._settle()
             wanted = self.enough - _WARM_UP
             self._write_those([key for key, runs in self._runs.items() if len(runs) == wanted])
 
     def write_rest(self) -> None:
-        """Write all that is complete: nothing comes after it."""
+        """Write all complete runs: no others will come."""
         if os.getpid() == self._pid:  # a forked child has a copy of this
             self._settle()
             self._write_those(list(self._runs))

@@ -31,9 +31,9 @@ from fcdp_compile.torch_compat import backward_number
 
 
 class CompiledPlan:
-    """What Dynamo calls instead of one graph of the model.
+    """The function that Dynamo calls instead of one graph of the model.
 
-    `programs` is filled by the backend, which compiles a backward only when it is first asked for.
+    The backend fills `programs`; it compiles a backward only when it is first needed.
     """
 
     def __init__(self, plan: Plan, model: ShardedModel) -> None:
@@ -41,17 +41,17 @@ class CompiledPlan:
         # Compiled code outlives the model in Dynamo's caches and must not keep its host memory alive.
         self._model = weakref.ref(model)
         self.programs: dict[ScheduleKey, Program] = {}
-        # Lowers what `no_sync` needs besides, the first time that it is needed.
+        # Adds the programs for `no_sync`, the first time that they are needed.
         self.add_accumulation: Callable[[], None] = _nothing
-        # Compiles what runs on other values than the model's own, the first time that they are given.
+        # Adds the programs for values that are not the model's own, the first time that they are given.
         self.add_given: Callable[[], None] = _nothing
         self.recorder: Recorder | None = None
-        # Which inputs a program computes with: released home shards among them come back first.
+        # The inputs that a program computes with: released home shards among them are brought back first.
         self.reads: dict[ScheduleKey, tuple[int, ...]] = {}
-        # Which input of a graph is the home shard of each key, with several ranks.
+        # The input of each graph that is the home shard of each key, with several ranks.
         self.shards: dict[Direction, dict[str, int]] = {}
         self._digest = plan.digest()
-        self._accumulates = False  # what the last forward was told
+        self._accumulates = False  # whether the last forward's backward will
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
         self._gathers = _stored(plan)
         self._placements = {p.bucket: p for p in plan.placements}
@@ -107,7 +107,7 @@ class CompiledPlan:
 
     @contextmanager
     def _told(self, model: ShardedModel, direction: Direction) -> Iterator[None]:
-        """Within, this plan says where buckets wait, and errors say which part of which step they are of."""
+        """Within it, this plan says where buckets wait, and errors name the pass and the step."""
         model.placements.update(self._placements)
         model.collectives.during = partial(self._tell, direction, model.counters.steps + 1)
         try:
@@ -144,11 +144,11 @@ class CompiledPlan:
             return _watched(program, key, model, args, accumulates=accumulates, around=around)
 
     def _backward_variant(self, model: ShardedModel, args: list[Any]) -> Variant:
-        """What the forward was told to do with gradients, and whether any wait; the same on all ranks."""
+        """The variant, from the forward's mode and from whether gradients wait; the same on all ranks."""
         cold = self.programs[Direction.BACKWARD, Variant.COLD]
         if not (model.accumulates and cold.is_stamped):
             return Variant.COLD
-        # A graph that lets nothing wait, too: by it, others learn whether this backward synchronises.
+        # Also if no gradients of this graph wait: it tells other graphs whether this backward synchronises.
         accumulates = cold.shall_accumulate(args)
         model.accumulation.begin_graph(backward_number(), accumulates=accumulates)
         if accumulates:
@@ -163,7 +163,7 @@ class CompiledPlan:
         return model
 
     def _prepare(self, model: ShardedModel, *, accumulates: bool, is_given: bool) -> Variant:
-        """Agree with the other ranks, refresh what must be valid before the start, choose the variant.
+        """Agree with the other ranks, refresh buckets that must be valid at the start, choose the variant.
 
         is_given: whether this rank was given other values than the model's own.
         """
@@ -178,14 +178,14 @@ class CompiledPlan:
             return Variant.GIVEN
         if not self._is_resident:
             return Variant.COLD
-        # What goes with the backward is gathered in any variant.
+        # Buckets that are kept until the backward only are gathered in any variant.
         stale = [b for b in relevant if verdict.stale[b.id] and b.strategy.is_resident]
         kept = [i for i in self._gathers if self._buckets[i].strategy.is_resident]
         in_graph = [b for b in stale if b.id in kept]
         for bucket in self._uncached:
             model.release_rivals(bucket)
-        # With only some of them stale (a tied weight gathered by an earlier graph of this step) the cold
-        # variant would gather the valid ones again.
+        # If only some of them are stale (an earlier graph of this step gathered a tied weight), the cold
+        # variant would gather the valid buckets again.
         cold = bool(in_graph) and len(in_graph) == len(kept)
         for bucket in stale:
             model.release_rivals(bucket)
@@ -200,7 +200,7 @@ class CompiledPlan:
 def _watched(
     program: Program, key: ScheduleKey, model: ShardedModel, args: list[Any], **options: Any
 ) -> tuple[Any, ...]:
-    """Run a program; a device that checks its streams is told what they do."""
+    """Run a program; tell a device that checks its streams what comes before and after."""
     device = model.lanes.device
     if not device.is_checked:
         return program.run(model, args, **options)
@@ -221,13 +221,13 @@ def _nothing() -> None:
 
 
 def _mark(shards: list[Tensor]) -> int:
-    """A number that tells whether given shards are still the same; never 0."""
+    """A fingerprint of given shards, which changes with their values; never 0."""
     bring_back_inputs(shards)
     return int(fingerprint(shards)) or 1 if shards else 1
 
 
 def _stored(plan: Plan) -> tuple[int, ...]:
-    """The buckets that a forward gathers and stores itself: those kept until the backward in any variant."""
+    """Ids of the buckets that a forward stores; it stores those kept until the backward in any variant."""
     return tuple(
         dict.fromkeys(
             step.bucket

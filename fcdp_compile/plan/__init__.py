@@ -1,4 +1,4 @@
-"""What will happen, as data: the records of a plan, its JSON file, and what it costs."""
+"""Plans as data: the records of a plan, its JSON file, and its costs."""
 
 from fcdp_compile.plan.records import (
     ASSEMBLING,

@@ -1,4 +1,4 @@
-"""What makes a plan legal beyond its types: references, ranges, slots that line up, lanes.
+"""Check the rules for a plan that types do not express: references, ranges, slots that line up, lanes.
 
 Used on every plan that is read from a file.  A fault names the field by its path in the file, such
 as `buckets[2].params[0].layout.dim`.
@@ -35,7 +35,7 @@ MAX_SHAPE = 64  # torch's own limit on dimensions
 
 
 def check_plan(plan: Plan) -> None:
-    """Check what no type says: one fault for the first thing that does not fit.
+    """Check all rules that types do not express; the first broken rule raises.
 
     Raises: json_records.Fault.
     """
@@ -66,7 +66,7 @@ def check_plan(plan: Plan) -> None:
 def check_layout(
     *, shape: tuple[int, ...], dim: int | None, nodes: int, ranks_per_node: int, path: str
 ) -> None:
-    """Check the fields of a ParamLayout before one is made of them.
+    """Check the fields of a ParamLayout before it is made.
 
     Raises: json_records.Fault, with the field below `path`.
     """

@@ -1,4 +1,4 @@
-"""What steps cost: links, compute, and the time that a schedule takes on its five lanes.
+"""The costs of steps: links, compute, and the time that a schedule takes on its five lanes.
 
 Arithmetic only; speeds come from the user, a measurement or the defaults below.
 """
@@ -17,9 +17,9 @@ from fcdp_compile.strategy.gathering import Algorithm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link: what starting a transfer costs, and how fast it then goes.
+    """A link: the latency to start a transfer, and its speed from then on.
 
-    Raises: ValueError for a latency below or a bandwidth not above zero.
+    Raises: ValueError for a latency below zero, or a bandwidth of zero or less.
     """
 
     latency_s: float
@@ -33,7 +33,7 @@ class Link:
             )
 
     def time_s(self, sent_bytes: float) -> float:
-        """Seconds for a transfer; none for no bytes."""
+        """Seconds for a transfer; 0 for no bytes."""
         return self.latency_s + sent_bytes / self.bytes_per_s if sent_bytes else 0.0
 
 
@@ -41,10 +41,10 @@ class Link:
 class Machine:
     """The speeds of one cluster.
 
-    inter: of one node's card, which its ranks share.  intra: of one rank to the others of its node.  h2d,
-    d2h: of one rank's bus.  flops_per_s, memory_bytes_per_s: what one rank's compute reaches.
+    inter: of one node's network card, which its ranks share.  intra: of one rank to the others of its node.
+    h2d, d2h: of one rank's bus.  flops_per_s, memory_bytes_per_s: the speeds that one rank's compute reaches.
 
-    Raises: ValueError for a speed of compute that is not above zero.
+    Raises: ValueError for a speed of compute that is zero or less.
     """
 
     inter: Link
@@ -75,7 +75,7 @@ class Machine:
 
 
 def gather_s(bucket: Bucket, algorithm: Algorithm, machine: Machine) -> float:
-    """Seconds from home shards to full parameters with an algorithm, nothing else being under way."""
+    """Seconds from home shards to full parameters with an algorithm, if nothing else runs."""
     nodes, others = bucket.nodes, bucket.ranks_per_node - 1
     own, crossing = bucket.slot_bytes, (nodes - 1) * bucket.wire_bytes
     between = machine.inter.time_s(bucket.ranks_per_node * crossing)
@@ -87,23 +87,23 @@ def gather_s(bucket: Bucket, algorithm: Algorithm, machine: Machine) -> float:
         return at_once + machine.intra.time_s(others * (nodes - 1) * own) + copying
     assert algorithm is Algorithm.RING, algorithm
     sent = (bucket.ranks - 1) * bucket.wire_bytes
-    # It goes from rank to rank; a gather between nodes, which the latency is of, from node to node.
+    # A ring goes from rank to rank; the latency is of a gather between nodes, which goes from node to node.
     more_hops_s = ((bucket.ranks - 1) / (nodes - 1) - 1) * machine.inter.latency_s
     return max(machine.inter.time_s(sent), machine.intra.time_s(sent)) + more_hops_s + copying
 
 
 def agreement_s(machine: Machine, nodes: int, ranks_per_node: int) -> float:
-    """Seconds until all ranks have agreed on what a forward runs, which its Python thread waits for.
+    """Seconds until all ranks have agreed on what a forward runs; its Python thread waits for that.
 
-    The words are few, so that latency counts alone.  A device that has work left from the step before goes on
-    with that meanwhile.
+    The words are few, so only latency counts.  A device that has work left from the step before goes on with
+    it meanwhile.
     """
     link = machine.inter if nodes > 1 else machine.intra
     return agreement_hops(nodes * ranks_per_node) * link.latency_s
 
 
 def agreement_hops(ranks: int) -> int:
-    """Messages one after the other until all ranks know what any says: to the first, then down a tree."""
+    """Messages one after the other until all ranks have the words of all: to the first, then down a tree."""
     return 1 + math.ceil(math.log2(ranks)) if ranks > 1 else 0
 
 
@@ -112,8 +112,8 @@ def assembled_bytes(bucket: Bucket) -> int:
     return 2 * bucket.full_bytes
 
 
-# Round figures: data sheets of an A100-class card on PCIe 4 and 10 Gbit/s Ethernet, half of the peak where
-# kernels do not reach it; and of two cores of a server on 1 Gbit/s.
+# Round figures.  cuda: data sheets of an A100-class GPU on PCIe 4 and 10 Gbit/s Ethernet, with half of the
+# peak if kernels do not reach it.  cpu: two cores of a server on 1 Gbit/s.
 MACHINES: Mapping[str, Machine] = {
     "cuda": Machine(
         inter=Link(latency_s=50e-6, bytes_per_s=1.25e9),
@@ -132,13 +132,13 @@ MACHINES: Mapping[str, Machine] = {
         memory_bytes_per_s=1e10,
     ),
 }
-"""Speeds assumed where nothing was measured, by device type."""
+"""Speeds that are assumed if nothing was measured, by device type."""
 
 
 def machine_from(description: Mapping[str, Any], base: Machine) -> Machine:
     """A machine from nested numbers, such as `{"inter": {"bytes_per_s": 125e6}}`; the rest is as in `base`.
 
-    Raises: ValueError for an unknown name or an impossible value, TypeError for what is no number.
+    Raises: ValueError for an unknown name or an impossible value, TypeError for a value that is no number.
     """
     values: dict[str, Any] = {name: getattr(base, name) for name in Machine.__slots__}
     for name, value in description.items():
@@ -166,7 +166,7 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """When a step keeps its lane busy; for a wait, when compute stands still."""
+    """When a step keeps its lane busy; for a wait, when compute is idle."""
 
     start_s: float
     end_s: float
@@ -182,15 +182,15 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """How long compute stands still."""
+        """How long compute is idle."""
         return self.total_s - self.busy_s[Lane.COMPUTE]
 
 
 def simulate(schedule: Schedule, machine: Machine, ranks_per_node: int) -> Timeline:
-    """Run a schedule as the runtime does: a program that starts steps, lanes that take them in turn.
+    """Predict a schedule's times as the runtime runs it: a program starts steps, lanes run them in turn.
 
-    Compute and waits hold the program up; every other step starts when the program has come to it, its lane
-    is free and what it reads is done.
+    The program stops at compute steps and waits until they end.  Every other step starts when the program
+    has reached it, its lane is free, and the steps that it waits for are done.
     """
     now = 0.0
     free_s = dict.fromkeys(Lane, 0.0)

@@ -1,7 +1,7 @@
-"""What two plans disagree on, in a few lines for people.
+"""The differences of two plans, in a few lines for people.
 
-Covers exactly what ranks must agree on, which is what `Plan.digest` covers: no line for graph
-numbers, compute steps, labels and waits, and at least one line where the digests differ.
+They cover exactly the fields that ranks must agree on and that `Plan.digest` covers: no line for graph
+numbers, compute steps, labels and waits, and at least one line if the digests differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BUCKET_FIELDS = (
 def diff(a: Plan, b: Plan, *, names: tuple[str, str] = ("first", "second")) -> list[str]:
     """Say how two plans differ; no line if ranks that have them can work together.
 
-    names: what the lines call the two plans, such as ("rank 0", "rank 3").
+    names: of the two plans in the lines, such as ("rank 0", "rank 3").
     """
     lines = [
         _values(field, getattr(a, field), getattr(b, field), names)
@@ -101,7 +101,7 @@ def _diff_schedules(a: Plan, b: Plan, names: tuple[str, str]) -> Iterator[str]:
 
 
 def _diff_steps(x: Schedule, y: Schedule, names: tuple[str, str]) -> Iterator[str]:
-    """Show the first few pairs of steps that differ, compute steps left out."""
+    """Show the first few pairs of steps that differ, without compute steps."""
     mine = [s for s in x.steps if s.kind is not Kind.COMPUTE]
     other = [s for s in y.steps if s.kind is not Kind.COMPUTE]
     title = _title(x)
@@ -116,7 +116,7 @@ def _diff_steps(x: Schedule, y: Schedule, names: tuple[str, str]) -> Iterator[st
 def _diff_items(
     what: str, a: Sequence[object], b: Sequence[object], names: tuple[str, str]
 ) -> Iterator[str]:
-    """Which items only one side has, and where the order of the common ones first differs."""
+    """The items that only one side has, and the first place where the order of common items differs."""
     in_a, in_b = set(a), set(b)
     for here, there, name in ((a, in_b, names[0]), (b, in_a, names[1])):
         extra = [str(item) for item in here if item not in there]

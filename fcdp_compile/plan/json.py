@@ -1,6 +1,6 @@
 """Plans as JSON files; docs/plan-schema.md describes the text.
 
-What types cannot say (references, ranges, slots that line up) is checked by `plan.check`.
+`plan.check` checks the rules that types cannot express (references, ranges, slots that line up).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _FORMAT = RecordFormat(
 
 
 def to_json(plan: Plan) -> str:
-    """Write a plan as JSON text: fields in the order of the dataclasses, one step a line."""
+    """Write a plan as JSON text: fields in the order of the dataclasses, one line for each step."""
     return _FORMAT.to_json(plan)
 
 
 def from_json(text: str, *, source: str) -> Plan:
-    """Read a plan from JSON text and prove that it is one.
+    """Read a plan from JSON text and check it.
 
     source: the name of the text in messages, usually its file.
 
@@ -53,7 +53,7 @@ def from_json(text: str, *, source: str) -> Plan:
 def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
     """Write a plan to a file that others see either whole or not at all.
 
-    Raises: OSError where the file cannot be written.
+    Raises: OSError if the file cannot be written.
     """
     _FORMAT.write(path, plan)
 
@@ -61,6 +61,6 @@ def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
 def read_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a file.
 
-    Raises: PlanFormatError as `from_json`; OSError where the file is missing or cannot be read.
+    Raises: PlanFormatError as `from_json`; OSError if the file is missing or cannot be read.
     """
     return _FORMAT.read(path)

@@ -1,8 +1,8 @@
-"""What steps really took: recorded starts and ends, beside the plan that they are of.
+"""Recorded starts and ends of steps: a file beside the plan.
 
     runs of a program -> RecordedRun -> Recording (one schedule) -> RecordingFile (one plan) -> Timeline
 
-Data only; `runtime.recorder` takes the times, docs/recording.md describes the file.
+Data only; `runtime.recorder` records the times, docs/recording.md describes the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ScheduleKey = tuple[Direction, Variant]
 class RecordedRun:
     """When each step of one run started and ended on its lane, in seconds since the run's start.
 
-    Raises: ValueError for times that are no times.
+    Raises: ValueError if a step ends before it starts, or for negative or infinite times.
     """
 
     starts_s: tuple[float, ...]
@@ -51,11 +51,11 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Runs of one schedule on one rank, in the order that they were made.
+    """Runs of one schedule on one rank, in the order in which they were made.
 
     plan: the digest of its plan.  graph: the plan's number.
 
-    Raises: ValueError if there is no run, or if runs are of different numbers of steps.
+    Raises: ValueError if there is no run, or if runs have different numbers of steps.
     """
 
     plan: str
@@ -72,13 +72,13 @@ class Recording:
 
     @property
     def key(self) -> ScheduleKey:
-        """Which schedule of the plan was run."""
+        """The schedule of the plan that was run."""
         return self.direction, self.variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingFile:
-    """What was recorded of one plan.
+    """The recordings of one plan.
 
     Raises: ValueError for two recordings of one schedule.
     """
@@ -102,28 +102,28 @@ FORMAT = RecordFormat(
 
 
 def write_recordings(path: str | os.PathLike[str], recordings: Sequence[Recording]) -> None:
-    """Write what was recorded of one plan to a file that others see either whole or not at all.
+    """Write the recordings of one plan to a file that others see either whole or not at all.
 
-    Raises: OSError where the file cannot be written.
+    Raises: OSError if the file cannot be written.
     """
     FORMAT.write(path, RecordingFile(recordings=tuple(recordings)))
 
 
 def read_recordings(folder: str | os.PathLike[str]) -> dict[str, tuple[Recording, ...]]:
-    """What was recorded of the plans in a folder, by the name that plan and recording share.
+    """Read the recordings of the plans in a folder, by the name that plan and recording share.
 
-    Raises: RecordingError with the file, the field and the fault; OSError where a file cannot be read.
+    Raises: RecordingError with the file, the field and the fault; OSError if a file cannot be read.
     """
     found = sorted(Path(folder).glob(f"*{SUFFIX}"))
     return {path.name.removesuffix(SUFFIX): FORMAT.read(path).recordings for path in found}
 
 
 def measured(recording: Recording, schedule: Schedule) -> Timeline:
-    """The run of median duration (of an even number, the shorter one) as a timeline.
+    """The run of median duration (of an even number, the shorter of the two) as a timeline.
 
-    A lane is busy while any step is on it; compute while it computes, not while it waits.
+    A lane is busy while any step is on it; the compute lane while it computes, not while it waits.
 
-    Raises: RecordingError for a recording of another number of steps.
+    Raises: RecordingError if the recording has another number of steps than the schedule.
     """
     runs = sorted(recording.runs, key=lambda run: run.total_s)
     run = runs[(len(runs) - 1) // 2]
@@ -148,7 +148,7 @@ def measured(recording: Recording, schedule: Schedule) -> Timeline:
 
 
 def timelines(plan: Plan, recordings: Sequence[Recording]) -> dict[ScheduleKey, Timeline]:
-    """What was measured of each schedule of a plan that was recorded.
+    """The measured timeline of each recorded schedule of a plan.
 
     Raises: RecordingError for a recording of another plan.
     """
@@ -172,7 +172,7 @@ def _name(recording: Recording) -> str:
 
 
 def _covered_s(slots: Iterable[Slot]) -> float:
-    """How long at least one of the slots lasts."""
+    """Seconds during which at least one slot is busy."""
     covered_s = until_s = 0.0
     for slot in sorted(slots, key=lambda s: s.start_s):
         covered_s += max(0.0, slot.end_s - max(slot.start_s, until_s))

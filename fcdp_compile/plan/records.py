@@ -1,8 +1,8 @@
-"""The plan: what a compiled graph communicates, when, and why - as data.
+"""The plan, as data: what a compiled graph communicates, when, and why.
 
 A plan is made at compile time without running or communicating anything, is the same on every rank,
-serialises to JSON (`plan_json`), and says of every step what it moves and what it waits for.  The
-executed graph carries the same steps, one to one.
+serialises to JSON (`plan.json`), and says for every step what it moves and what it waits for.  The
+executed graph has the same steps, one to one.
 
 Letters: N nodes, g ranks per node, G = N*g ranks that share one copy of a bucket, whose slot is P/G elements
 of `dtype`.
@@ -33,7 +33,7 @@ class Lane(Enum):
 
 
 class Kind(Enum):
-    """What a step does; the name of its graph op, its counter, its profiler range and its dump line."""
+    """The kind of a step; the name of its graph op, its counter, its profiler range and its dump line."""
 
     COMPUTE = "compute"
     INTER_ALL_GATHER = "inter_all_gather"
@@ -75,11 +75,11 @@ LANES: dict[Kind, Lane] = {
 
 
 ASSEMBLING = frozenset({Kind.INTRA_REST_ALL_GATHER, Kind.FLAT_ALL_GATHER})
-"""Gathers that put parts in order once they have arrived, which costs a copy."""
+"""Gathers that put parts in order after they have arrived, which costs a copy."""
 
 
 class Tier(Enum):
-    """What of a bucket waits between its uses, and where: its node shard, or on the GPU all of it."""
+    """Where a bucket's node shard waits between its uses; gpu-full: the whole bucket, on the GPU."""
 
     NONE = "none"
     HOST = "host"
@@ -99,10 +99,10 @@ class Variant(Enum):
     """Of a forward, cold: trainable buckets have changed, gather them; warm: everything is cached, load it.
 
     Of a backward, cold: reduce gradients to the home shards; accumulate: keep them at the strategy's scope,
-    as within `no_sync`; collect: reduce them with what was accumulated before.
+    as within `no_sync`; collect: reduce them together with those that accumulated before.
 
-    Of both, given: gather what the graph is given, which is not the model's own, past buckets and caches; no
-    plan has it (`passes.set_apart`).
+    Of both, given: gather values that are not the model's own, without buckets and caches; no plan has it
+    (`passes.set_apart`).
     """
 
     COLD = "cold"
@@ -126,13 +126,13 @@ class BucketParam:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Parameters that travel together: what a bucket is, which all ranks must agree on.
+    """Parameters that are sent together; all ranks must agree on every field but `why`.
 
-    id: number within the model. strategy: of its parameters. dtype: what travels in all-gathers.
-    reduce_dtype: what travels in reduce-scatters. frozen: no parameter of it requires a gradient. wire,
-    reduce_wire: what crosses between nodes in all-gathers and reduce-scatters. host_format: what node shards
-    are kept as in host memory. algorithm: how it is gathered where that crosses between nodes, never auto.
-    why: the reason for its composition, for people; no part of what makes two buckets equal.
+    id: number within the model. strategy: of its parameters. dtype: of all-gathers.
+    reduce_dtype: of reduce-scatters. frozen: no parameter of it requires a gradient. wire,
+    reduce_wire: the formats between nodes in all-gathers and reduce-scatters. host_format: the format of node
+    shards in host memory. algorithm: of gathers between nodes, never auto.
+    why: the reason for its composition, for people; it does not count when buckets are compared.
     """
 
     id: int
@@ -151,12 +151,12 @@ class Bucket:
 
     @property
     def nodes(self) -> int:
-        """N: over how many nodes one copy is cut."""
+        """N: the nodes that share one copy."""
         return self.params[0].layout.nodes
 
     @property
     def ranks_per_node(self) -> int:
-        """g: over how many ranks of each."""
+        """g: the ranks of each of these nodes that share one copy."""
         return self.params[0].layout.ranks_per_node
 
     @property
@@ -166,7 +166,7 @@ class Bucket:
 
     @property
     def slot_elements(self) -> int:
-        """P/G: elements that a rank contributes."""
+        """P/G: elements of one rank's slot, padding included."""
         return sum(p.layout.slot_elements for p in self.params)
 
     @property
@@ -176,7 +176,7 @@ class Bucket:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of one rank's slot between nodes."""
+        """Bytes of one rank's slot as it is sent between nodes."""
         return row_bytes(self._slots, self.wire, self.itemsize)
 
     @property
@@ -201,13 +201,13 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a bucket and its gradients wait: what was decided, and may differ by rank.
+    """Where a bucket and its gradients wait; this may differ by rank.
 
-    Ranks must agree on whether anything waits; on the GPU or the host is the affair of each.
+    Ranks must agree on whether anything waits; each rank chooses between the GPU and the host for itself.
 
-    bucket: its number. tier: what of it waits between its uses, and where. gradient_tier: where gradients of
-    micro-batches wait for the one that synchronises; none: each is reduced to the home shards. why: the
-    reason for the tier, for people.
+    bucket: its number. tier: where its copy waits between its uses. gradient_tier: where gradients of
+    micro-batches wait for the micro-batch that synchronises; none: each is reduced to the home shards. why:
+    the reason for the tier, for people.
     """
 
     bucket: int
@@ -222,7 +222,7 @@ class Placement:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of micro-batches wait for the one that synchronises."""
+        """Whether gradients wait for the micro-batch that synchronises."""
         return self.gradient_tier is not Tier.NONE
 
 
@@ -230,10 +230,10 @@ class Placement:
 class Step:
     """One step of a schedule.
 
-    index: position.  bytes: what this rank sends over the link, or is planned to copy over H2D or D2H; 0 for
+    index: position.  bytes: that this rank sends over the link, or is planned to copy over H2D or D2H; 0 for
     steps that move nothing.  waits: indices of the steps whose results it needs.  flops, accessed_bytes: the
-    work of a compute step, floating point operations and bytes read and written; also what a gather reads and
-    writes to put parts in order.  label: for people.
+    work of a compute step, floating point operations and bytes read and written; for a gather, the bytes read
+    and written to put parts in order.  label: for people.
     """
 
     index: int
@@ -248,10 +248,10 @@ class Step:
 
     @property
     def compared(self) -> tuple[Kind, int | None, int]:
-        """What ranks must agree on: its kind, bucket and the bytes that travel between ranks.
+        """The values that ranks must agree on: kind, bucket, and bytes sent between ranks.
 
-        But not those of an intra-node all-gather, which its bucket implies: whether it is needed at all is
-        agreed on at run time (`runtime.host_cache` [Note: full parameters]).
+        The bytes of an intra-node all-gather do not count: its bucket implies them, and ranks agree at run
+        time whether it is needed at all (`runtime.host_cache` [Note: full parameters]).
         """
         by_placement = self.lane in (Lane.H2D, Lane.D2H) or self.kind is Kind.INTRA_ALL_GATHER
         return self.kind, self.bucket, 0 if by_placement else self.bytes
@@ -286,12 +286,12 @@ class Plan:
     """Everything that one compiled graph will do.
 
     graph: number of the compilation within the model.  placements: one for each bucket, in the order of the
-    buckets.  refresh: buckets that must be valid in the cache
-    before the forward starts; a stale one is gathered between nodes and stored first.  peak_bytes: the most
-    device memory that a step is predicted to take with the buckets in these tiers; None if nobody asked.
-    memory_limit_bytes: what a cache that adapts may let that grow to; None if there is none.
+    buckets.  refresh: buckets that must be valid in the cache before the forward starts; a stale bucket is
+    gathered between nodes and stored first.  peak_bytes: the most device memory that a step is predicted to
+    take with the buckets in these tiers; None if it was not predicted.
+    memory_limit_bytes: an adaptive cache may let the peak grow to this; None without such a limit.
     strategy: the names of its buckets' strategies, for people.  nodes, ranks_per_node: of the mesh.
-    Ranks may disagree on graph and what is said of memory, and on what is on the GPU or the host.
+    Ranks may disagree on the graph number, on memory, and on which tiers are on the GPU or the host.
     """
 
     strategy: str
@@ -327,7 +327,7 @@ class Plan:
     def digest(self) -> str:
         """A hash of everything that ranks must agree on before they communicate.
 
-        Compute steps are left out: a rank that recompiled for dynamic shapes sends and receives the same.
+        Compute steps do not count: a rank that recompiled for dynamic shapes communicates the same.
         """
         parts: list[object] = [SCHEMA, self.strategy, self.nodes, self.ranks_per_node, self.refresh]
         parts += self.buckets

@@ -1,10 +1,10 @@
-"""How gradients are averaged over all ranks and end where the optimizer steps them.
+"""The steps that average gradients over all ranks and bring them to the home shards.
 
     home global   intra_reduce_scatter [N*S]  inter_reduce_scatter [S]
     home intra    intra_reduce_scatter [S]    inter_all_reduce [S]
     home none     intra_reduce_scatter [P/g]  inter_all_reduce [P/g]  intra_grad_all_gather [P]
 
-Between nodes the same bytes whatever the home: an all-reduce is a reduce-scatter and an all-gather.
+Between nodes, an all-reduce sends as many bytes as home global's reduce-scatter and all-gather of weights.
 Sources: ZeRO++ (Wang et al., 2023) and MiCS (Zhang et al., 2022), section 3.4, for the two levels.
 """
 
@@ -22,14 +22,14 @@ REDUCTIONS: dict[Scope, tuple[Kind, ...]] = {
         Kind.INTRA_GRAD_ALL_GATHER,
     ),
 }
-"""The steps of a reduction by the scope of home shards; those over a group of one rank are left out."""
+"""The steps of a reduction by the scope of home shards; steps over a group of one rank are left out."""
 
 REDUCING = frozenset(kind for kinds in REDUCTIONS.values() for kind in kinds)
 
 INTER_KINDS = (Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER, Kind.INTER_ALL_REDUCE)
-"""What runs over the ranks at one place of every node; other collectives run over the ranks of a node."""
+"""Collectives over the ranks at one place of every node; others run over the ranks of a node."""
 
 
 def all_reduce_bytes(elements: int, itemsize: int, size: int) -> int:
-    """What each of `size` ranks sends to the others: its parts of a reduce-scatter and an all-gather."""
+    """Bytes that each of `size` ranks sends to the others: for a reduce-scatter and an all-gather."""
     return 2 * (size - 1) * -(-elements // size) * itemsize

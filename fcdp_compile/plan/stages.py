@@ -1,4 +1,4 @@
-"""What each pass made of the graphs of one compilation: a file beside the plan.
+"""The graphs of one compilation after each pass: a file beside the plan.
 
 Data only; `passes.graph.runner` makes the stages, `fcdp dump FOLDER --stages` shows them.
 """
@@ -32,7 +32,7 @@ class Stage:
     """A graph after a pass.
 
     name: of the pass.  graph: which of the compilation's graphs, such as "forward cold".  time_s: how long
-    the pass took; for a pass that changes several graphs at once, with all of them.  text: the printed graph.
+    the pass took; if it changes several graphs at once, for all of them.  text: the printed graph.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFile:
-    """The stages of one compilation, in the order that they were made."""
+    """The stages of one compilation, in the order in which they were made."""
 
     stages: tuple[Stage, ...]
 
@@ -61,7 +61,7 @@ _FORMAT = RecordFormat(
 def write_stages(path: str | os.PathLike[str], stages: tuple[Stage, ...]) -> None:
     """Write stages to a file that others see either whole or not at all.
 
-    Raises: OSError where the file cannot be written.
+    Raises: OSError if the file cannot be written.
     """
     _FORMAT.write(path, StageFile(stages=stages))
 
@@ -69,7 +69,7 @@ def write_stages(path: str | os.PathLike[str], stages: tuple[Stage, ...]) -> Non
 def read_stages(path: str | os.PathLike[str]) -> tuple[Stage, ...]:
     """Read stages from a file.
 
-    Raises: PlanFormatError, which names the file, the field and the fault; OSError where the file is missing
-    or cannot be read.
+    Raises: PlanFormatError, which names the file, the field and the fault; OSError if the file is missing or
+    cannot be read.
     """
     return _FORMAT.read(path).stages

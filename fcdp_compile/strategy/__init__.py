@@ -1,4 +1,4 @@
-"""What a user chooses: a strategy of sharded data parallel training, its formats and its costs in symbols."""
+"""The user's choices: a strategy of sharded data parallel training, its formats, its costs in symbols."""
 
 from fcdp_compile.strategy.strategy import (
     MODIFIERS,

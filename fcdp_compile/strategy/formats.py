@@ -1,10 +1,10 @@
-"""Formats of what crosses between nodes, or waits on the host: sizes only (`quantize` has the numbers).
+"""Formats of values that are sent between nodes, or wait on the host: sizes only (`quantize` encodes).
 
 [Note: encoded rows]
-A row is the slots of some parameters one behind the other.  Each slot is cut in blocks of 256 values, the
-last one shorter: so no parameter is rounded to the scale of another, and a parameter comes to the same values
-whatever it travels with.  A block has one scale, its largest magnitude divided by the largest level, and each
-value is a level: 8 bits, -127 to 127, or 4 bits, -7 to 7.
+A row has the slots of some parameters one after the other.  Each slot is cut in blocks of 256 values; its
+last block may be shorter.  So no parameter is rounded to the scale of another, and a parameter has the same
+values whichever parameters are sent with it.  A block has one scale, its largest magnitude divided by the
+largest level, and each value is a level: 8 bits, -127 to 127, or 4 bits, -7 to 7.
 
     | scales: fp32, one a block | levels: 1 byte a value, or two values in a byte |
 
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from enum import Enum
 
 BLOCK = 256
-"""Values that share a scale: with 4 bytes of scale, 1/64 more than the levels of 8 bits alone."""
+"""Values that share a scale: its 4 bytes add 1/64 to the levels of 8 bits."""
 
 _SCALE_BYTES = 4
 
 
 class Format(Enum):
-    """What values are sent as; full: as they are."""
+    """The format in which values are sent; full: unchanged."""
 
     FULL = "full"
     INT8 = "int8"
@@ -45,7 +45,7 @@ def scale_bytes(slots: Sequence[int]) -> int:
 
 
 def row_bytes(slots: Sequence[int], wire: Format, itemsize: int) -> int:
-    """Bytes of one row; slots: elements of each parameter.  itemsize: of the values as they are."""
+    """Bytes of one row; slots: elements of each parameter.  itemsize: of the values before encoding."""
     elements = sum(slots)
     if wire is Format.FULL:
         return elements * itemsize

@@ -1,11 +1,11 @@
-"""What a strategy costs, in symbols: bytes that travel and bytes that stay, from its fields alone.
+"""The costs of a strategy, in symbols: bytes that are sent and bytes that are kept, from its fields alone.
 
 N nodes of g ranks, G = N g.  F, T: bytes of frozen and of trainable parameters in the dtype that is gathered,
-W = F + T; gradients are counted in that dtype too.  s: micro-batches of an optimizer step, each of which
-gathers what its forward and its backward read (here: everything), with `no_sync` around all but the last.
-a: bytes of an accumulated gradient, in fp32 or wider, per byte of parameter.  b: bytes of a parameter's
-element, for what is quantised: with the scales of its blocks (`wire`) 8 bits come to 1 + 1/64 bytes.  Padding
-comes on top.
+W = F + T; gradients are counted in that dtype, too.  s: micro-batches of an optimizer step; each of them
+gathers the parameters that its forward and its backward read (here: all), with `no_sync` around all but the
+last.  a: bytes of an accumulated gradient, in fp32 or wider, per byte of parameter.  b: bytes of an element
+before it is quantised; 8 bits take 1 + 1/64 bytes with the scales of the blocks (`formats`).  Padding is not
+counted.
 
 Sources: ZeRO (Rajbhandari et al., 2020), ZeRO++ (Wang et al., 2023), PaRO (Wu et al., 2023, tables 2 and 3),
 FCDP (Park et al., table I).
@@ -28,13 +28,13 @@ a, b = sympy.symbols("a b", positive=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Of an optimizer step in the steady state, in bytes.
+    """Bytes of an optimizer step in the steady state.
 
     inter: sent by one node to others.  intra: sent by one rank within its node, on average.  bus: copied by
-    one rank to and from host memory.  first_inter, first_intra: what the very first step sends in addition.
+    one rank to and from host memory.  first_inter, first_intra: sent in addition in the very first step.
     gpu: of parameters on one rank between their uses, home shards included.  gradients: of gradients on one
-    rank, shards for the optimizer included.  host: in one node's memory, gradients included.  Memory is what
-    s > 1 takes.
+    rank, shards for the optimizer included.  host: in one node's memory, gradients included.  Memory counts
+    as for s > 1.
     """
 
     inter: sympy.Expr
@@ -50,7 +50,7 @@ class Costs:
 def costs(strategy: Strategy) -> Costs:
     """The costs of a strategy on N > 1 nodes; an adaptive cache counts as if all of it were on the host.
 
-    An algorithm that is to be chosen counts as hierarchical.
+    The algorithm `auto` counts as hierarchical.
     """
     W = F + T
     shards = {Scope.GLOBAL: N * g, Scope.INTRA: g, Scope.NONE: sympy.Integer(1)}[strategy.home]
@@ -61,30 +61,31 @@ def costs(strategy: Strategy) -> Costs:
     weights, gradients, kept_part = map(
         _part, (strategy.weight_format, strategy.gradient_format, strategy.host_format)
     )
-    # How often each crosses: resident ones once a change, others in every forward, uncached ones twice.
+    # How often weights cross: resident ones once for each change, others in every forward, uncached twice.
     gathered, first = s * W * (1 if strategy.cache is not Cache.NONE else 2), sympy.Integer(0)
     if strategy.is_resident:
         gathered, first = T, F
-    # A frozen bucket that is kept in full is spread once; a node shard in every forward and backward.
+    # A frozen bucket that is kept in full is gathered within the node once; a node shard in every forward
+    # and every backward.
     spread = T if is_full else sympy.Integer(0) if is_whole else 2 * s * W
     crossing = between
-    if strategy.algorithm is Algorithm.RING:  # each slot goes over all links but one, as it crosses
+    if strategy.algorithm is Algorithm.RING:  # each slot is sent over all links but one, encoded
         crossing = (N * g - 1) / (N * g)
         spread = gathered * weights * crossing
-    # Gradients wait whole and are reduced once, wait within the node, or are reduced every time.
+    # Gradients wait whole and are reduced once, or wait within the node, or are reduced every time.
     times = s if strategy.gradient is Scope.GLOBAL else 1
     within_node = 1 if strategy.gradient is Scope.NONE else s
     waits = {Scope.NONE: a * T, Scope.INTRA: a * T / g}.get(strategy.gradient, sympy.Integer(0))
-    # An all-reduce is a reduce-scatter and an all-gather; what is whole comes back within the node, too.
+    # An all-reduce is a reduce-scatter and an all-gather; whole gradients are gathered within the node, too.
     reduced = times * T * gradients * (1 if is_global else 2)
     reduced_within = within_node * T + (T if is_whole else 0)
-    # A frozen home shard whose node shard is on the host, as exact as it is.
+    # A frozen home shard leaves the GPU if its exact node shard is on the host.
     leaves = on_host and strategy.is_resident and strategy.weight_format is Format.FULL
     kept = {Cache.GPU: W / g, Cache.GPU_FULL: W}.get(strategy.cache, sympy.Integer(0))
     return Costs(
         inter=sympy.factor(reduced * between + (gathered * weights * crossing if is_global else 0)),
         intra=sympy.factor((spread + reduced_within) * within),
-        # A store in a cold forward, a load in any other and in every backward; gradients there and back.
+        # A store in a cold forward, a load in any other forward and in every backward; gradients both ways.
         bus=2 * s * W * kept_part / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0),
         first_inter=sympy.factor(first * weights * between if is_global else sympy.Integer(0)),
         first_intra=sympy.factor((F if is_full else sympy.Integer(0)) * within),
@@ -95,7 +96,7 @@ def costs(strategy: Strategy) -> Costs:
 
 
 def _part(wire: Format) -> sympy.Expr:
-    """What is sent of each byte."""
+    """Bytes that are sent for each byte of parameters."""
     if wire is Format.FULL:
         return sympy.Integer(1)
     bits = {Format.INT8: 8, Format.INT4: 4}[wire]

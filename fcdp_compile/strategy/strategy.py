@@ -21,7 +21,7 @@ from fcdp_compile.suggestion import did_you_mean
 
 
 class Scope(Enum):
-    """Over which ranks something is sharded."""
+    """How widely something is sharded."""
 
     NONE = "none"
     INTRA = "intra"
@@ -31,7 +31,7 @@ class Scope(Enum):
 class Cache(Enum):
     """Where a gathered node shard waits for its next use; gpu-full: the whole bucket.
 
-    Adaptive: on the GPU while there is room, and there the whole bucket while there is room for that.
+    Adaptive: on the GPU while there is room, else on the host; the whole bucket while the GPU has room.
     """
 
     NONE = "none"
@@ -42,7 +42,7 @@ class Cache(Enum):
 
 
 class GradientOn(Enum):
-    """Where accumulated gradients wait; auto: on the GPU while the planned step has room for them."""
+    """Where accumulated gradients wait; auto: on the GPU while the planned step leaves room for them."""
 
     AUTO = "auto"
     GPU = "gpu"
@@ -58,16 +58,16 @@ class Life(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One point of the space.
+    """A strategy: one point of the space home x cache x gradient.
 
     name: the preset's name, for people.
-    home: scope of the shards that the optimizer owns and steps.
+    home: how widely the optimizer's shards are split.
     cache, life: where a gathered node shard waits, and until when.
     gradient: scope at which gradients accumulate between micro-batches (`fcdp_compile.no_sync`).
-    gradient_on: where they wait meanwhile.
-    weight_format, gradient_format: what weights and gradients cross between nodes as, where that is less.
-    host_format: what node shards wait as in host memory.
-    algorithm: how gathers go that cross between nodes.
+    gradient_on: where these gradients wait.
+    weight_format, gradient_format: formats of weights and gradients between nodes, if they are smaller.
+    host_format: the format of node shards in host memory.
+    algorithm: of gathers between nodes.
 
     Raises: ValueError for a point that is not available.
     """
@@ -94,7 +94,7 @@ class Strategy:
             )
 
     def __str__(self) -> str:
-        """The name, and in parentheses what is otherwise than it says."""
+        """The name, and in parentheses the fields that differ from the preset of that name."""
         try:
             named = Strategy.parse(self.name)
         except ValueError:
@@ -189,7 +189,7 @@ class Strategy:
         return None if self.gradient is Scope.GLOBAL else self.gradient_on
 
     def on_one_node(self, ranks_per_node: int) -> Strategy:
-        """The same strategy where there is nothing to avoid between nodes, and perhaps within the node."""
+        """The same strategy on one node: without caches of node shards, formats and algorithms."""
         gradient = Scope.GLOBAL if self.gradient is Scope.INTRA else self.gradient
         keeps = self.cache is Cache.GPU_FULL and ranks_per_node > 1
         return replace(
@@ -206,13 +206,13 @@ class Strategy:
         )
 
     def on_whole_copies(self) -> Strategy:
-        """The same strategy where every rank has whole parameters at home: nothing is gathered."""
+        """The same strategy if every rank has whole parameters as home shards: nothing is cached."""
         return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
 
     def with_gradients_on(self, place: str) -> Strategy:
         """The same strategy with accumulated gradients in that place.
 
-        Raises: ValueError for an unknown place, and for one that the strategy has no use for.
+        Raises: ValueError for an unknown place, and for a place that the strategy cannot use.
         """
         places = [p.value for p in GradientOn]
         if place not in places:
@@ -221,7 +221,7 @@ class Strategy:
 
     @staticmethod
     def fsdp(reshard_after_forward: bool | int, ranks_per_node: int) -> Strategy:
-        """What FSDP2's option of that name does: True zero3, the ranks of a node zero++, False neither.
+        """The strategy for FSDP2's option of that name: True: zero3; the number of ranks of a node: zero++.
 
         False: gathered parameters stay on the GPU until the backward.
 
@@ -249,8 +249,8 @@ class Strategy:
         """Look a preset up by name, with modifiers joined by `+`: "fcdp+w8+g4" (`MODIFIERS`).
 
         Raises: TypeError for anything but a name or a Strategy, ValueError for an unknown name or modifier
-        (with the known ones and the nearest), for modifiers that contradict each other or the preset, and for
-        a code of PaRO's that is invalid or not available.
+        (with the known and the nearest names), for modifiers that contradict each other or the preset, and
+        for an invalid code of PaRO.
         """
         if isinstance(name, Strategy):
             return name
@@ -259,7 +259,7 @@ class Strategy:
         if _PARO.match(name):
             name = name.lower()
         names = [*PRESETS, *_ALIASES]
-        # The longest first: "zero++" is no "zero" with modifiers.
+        # The longest first: "zero++" is not "zero" with modifiers.
         for known in sorted(names, key=len, reverse=True):
             if name == known or name.startswith(f"{known}+"):
                 preset = PRESETS[_ALIASES.get(known, known)]
@@ -281,7 +281,7 @@ _KEPT = {
     "i": (Cache.GPU, Life.UNTIL_CHANGED),
     "g": (Cache.NONE, Life.UNTIL_BACKWARD),
 }
-"""What PaRO's scope of parameters comes to: where what is gathered stays."""
+"""Where gathered parameters stay, and how long, for each of PaRO's scopes of parameters."""
 
 _SCOPES = {"n": Scope.NONE, "i": Scope.INTRA, "g": Scope.GLOBAL}
 
@@ -290,7 +290,7 @@ def _paro(code: str, name: str = "") -> Strategy:
     """PaRO's strategy of that code: scopes of parameters, gradients and optimizer states."""
     parameters = (
         "g" if code[0] == code[2] else code[0]
-    )  # where home shards are, nothing is to be kept
+    )  # as widely sharded as home shards: nothing to keep
     return _preset(name or f"paro-{code}", *_KEPT[parameters], _SCOPES[code[1]], _SCOPES[code[2]])
 
 
@@ -319,7 +319,7 @@ _ALIASES = {
     "paro-ngg": "zero2",
     "paro-ggg": "zero3",
 }
-"""Other names of the same points."""
+"""Other names of presets."""
 
 
 def aliases_of(strategy: Strategy) -> list[str]:
@@ -336,8 +336,8 @@ MODIFIERS: dict[str, dict[str, Format | Algorithm]] = {
     "ho_ring": {"algorithm": Algorithm.HO_RING},
     "auto": {"algorithm": Algorithm.AUTO},
 }
-"""What may follow a preset's name: weights between nodes in 8 bits (ZeRO++'s qwZ), gradients between nodes in
-8 or 4 (qgZ), weights between nodes and on the host in 8; the algorithm of gathers (`gathering`)."""
+"""The modifiers of a preset's name: weights between nodes in 8 bits (ZeRO++'s qwZ); gradients between nodes
+in 8 or 4 bits (qgZ); weights between nodes and on the host in 8 bits; the algorithm of gathers."""
 
 
 def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
@@ -366,7 +366,7 @@ _PARO = re.compile(r"paro-([nig]{3})(?=\+|$)", re.IGNORECASE)
 
 
 def _why_no_paro(name: str, code: str) -> str:
-    """Why a code (scopes of parameters, gradients and optimizer states, N, I or G each) is no preset here."""
+    """Why a code of PaRO is no preset; it has a scope each of parameters, gradients, optimizer states."""
     parameters, gradients, states = ("nig".index(scope) for scope in code.lower())
     for what, scope in (("parameters", parameters), ("gradients", gradients)):
         if scope > states:

@@ -1,1 +1,1 @@
-"""Tools of the passes: nodes, views, transfers and what repeats in a graph."""
+"""Tools of the passes: nodes, views, transfers and repetitions of a graph."""

@@ -1,4 +1,4 @@
-"""What a pass may read besides its graph, and the one record it leaves on nodes."""
+"""The input of a pass besides its graph, and the records that passes leave on nodes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from fcdp_compile.plan import Bucket, Direction, Placement, Step, Variant
 from fcdp_compile.plan.cost import MACHINES, Machine
 
 META = "fcdp"
-"""The one key of fcdp in node meta; its value is one of the records below."""
+"""The only key of fcdp in a node's `meta`; its value is one of the records below."""
 
 
 class Source(Enum):
-    """How a graph comes by a bucket's node shard."""
+    """How a graph gets a bucket's node shard."""
 
     HOME = "home"  # one node only: the home shard is the node shard
-    GATHER = "gather"  # between nodes, used and forgotten
+    GATHER = "gather"  # between nodes, not kept
     GATHER_AND_STORE = "gather-and-store"
     LOAD = "load"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """On an `unshard` node: the bucket it belongs to, where that waits, and how the graph comes by it.
+    """The record on an `unshard` node: its bucket, where the bucket waits, and how the graph gets it.
 
     source: None before `choose_sources`.
     """
@@ -42,9 +42,9 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeta:
-    """On an explicit node: its step, before the schedule numbers it.
+    """The record on an explicit node: its step, before the schedule numbers it.
 
-    scratch_bytes: the device memory that it takes while it is on its way, besides its input and result.
+    scratch_bytes: device memory that the running step takes besides its input and result.
     """
 
     step: Step
@@ -53,7 +53,7 @@ class StepMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """On compute that lines up the home shards of a bucket: which one, so that it stays by itself."""
+    """The record on nodes that pack a bucket's home shards, so that they become one segment."""
 
     bucket: int
 
@@ -62,19 +62,19 @@ class Packing:
 class PassContext:
     """Read-only input of every pass.
 
-    nodes, ranks_per_node: of the mesh; those that share one copy of a bucket are the bucket's.
-    specs: of every parameter of the model, by key.  frozen: keys of those that need no gradient now.
-    known: the buckets that parameters are in already, by key; for a backward the one of its forward first,
-    which its gradients are reduced in, for others those that forwards made.  placements: of all known
-    buckets, by number.  next_bucket: the first unused
-    bucket number.  bucket_bytes: a bucket is full when its gathered parameters take this many bytes; None:
-    as many as the link between nodes of `machine` asks for.
-    host_budget: what the node shards on the host may take, None without a limit.
+    nodes, ranks_per_node: of the mesh; a `Bucket` has the numbers of those that share one copy of it.
+    specs: of every parameter of the model, by key.  frozen: keys of the parameters that need no gradient now.
+    known: the buckets that already hold a parameter, by key; for a backward, its forward's bucket is first,
+    and gradients are reduced in it; for other graphs, only buckets that a forward may use.
+    placements: of all known buckets, by number.  next_bucket: the first unused bucket number.
+    bucket_bytes: a bucket is full when its gathered parameters take this many bytes; None: a size that suits
+    the link between nodes of `machine`.
+    host_budget: host memory that node shards may take; None without a limit.
     in_flight_bytes: how many bytes of gathered parameters and of gradients on their way may be alive at
-    once (`schedule` [Note: in-flight budget]); None for what `schedule` finds sensible.
+    once (`schedule` [Note: in-flight budget]); None for the default of `schedule`.
     backward_buckets: ids of the buckets that the backward of this graph uses.
-    sizes: values of symbols (batch, sequence length), where they are not those that they were traced with.
-    inliner: inserts functions, decomposed as the compiler of the segments wants it.
+    sizes: values of symbols (batch, sequence length) that differ from the traced values.
+    inliner: inserts functions, decomposed for the compiler of the segments.
     """
 
     nodes: int

@@ -24,10 +24,10 @@ def explicit(
     accessed_bytes: int = 0,
     scratch_bytes: int = 0,
 ) -> Node:
-    """Insert an explicit node; `val` is the device memory that its result takes from here on.
+    """Insert an explicit node; `val` is its result, which takes device memory from here on.
 
-    accessed_bytes: what it reads and writes besides to put parts in order.  scratch_bytes: the device memory
-    that it takes besides while it is on its way.
+    accessed_bytes: bytes that it also reads and writes to put parts in order.  scratch_bytes: device memory
+    that it also takes while it runs.
     """
     node = graph.call_function(op, tuple(args), {"bucket": bucket.id})
     kind = ops.EXPLICIT[op]
@@ -48,7 +48,7 @@ def explicit(
 
 
 def wait_for(graph: Graph, pending: Node) -> Node:
-    """Insert a wait for a started step, whose result it gives."""
+    """Insert a wait for a started step; the value of the wait is the step's result."""
     meta = pending.meta[META]
     node = graph.call_function(ops.wait, (pending,), {"bucket": meta.step.bucket})
     node.meta[META] = StepMeta(

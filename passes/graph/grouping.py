@@ -1,4 +1,4 @@
-"""Where buckets begin and end in a sequence of parameters; arithmetic only."""
+"""Choose where buckets begin and end in a sequence of parameters; arithmetic only."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def group(kinds: Sequence[Hashable], sizes: Sequence[int], target: int) -> list[
         e | n a m  n a m  n a m  n a m | h     target = 2 periods  ->  [e] [namnam] [namnam h]
                                                target < 1 period   ->  [e] [na] [m] [na] [m] ...
 
-    An item of at least `target` bytes is a group alone, and the rest is split as if it were not there.  A
-    repetition whose period fits is cut into whole periods, as many as fit; a longer period is cut inside,
-    into parts of about equal size.  What lies outside of repetitions fills groups one after the other, and
-    joins the first or last group of a repetition if that has room.
+    An item of at least `target` bytes is a group alone, and the rest is split as if it were not there.  If
+    the period of a repetition fits into a group, groups hold as many whole periods as fit; a longer period is
+    cut into parts of about equal size.  Items outside of repetitions fill groups one after the other, and
+    join the first or last group of a repetition if that group has room.
 
     kinds: equal where items are interchangeable.  sizes: bytes.
     Returns groups in the order of their first items.
@@ -87,7 +87,7 @@ class _Filling:
                 self._append([item], part_bytes, why)
 
     def _append(self, items: Sequence[int], full_bytes: int, why: str) -> None:
-        """Put items into the open group, which ends when it has `full_bytes`."""
+        """Put items into the open group and close it if it has `full_bytes`."""
         self._why = self._why or why
         self._open += items
         self._open_bytes += sum(self._sizes[i] for i in items)
@@ -102,6 +102,6 @@ class _Filling:
 
 
 def _even(fitting: int, count: int) -> int:
-    """At most `fitting`; rather a divisor of `count`, with which no group is smaller than the others."""
+    """Periods for each group: a divisor of `count` above half of `fitting`, or else `fitting`."""
     divisor = max(d for d in range(1, fitting + 1) if count % d == 0)
     return divisor if 2 * divisor > fitting else fitting

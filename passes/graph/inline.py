@@ -1,4 +1,4 @@
-"""Insert what a tensor function does as nodes of a graph; not a pass, a tool of the passes."""
+"""Insert the ops of a tensor function into a graph; not a pass, a tool of the passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Table = Mapping[Any, Callable[..., Any]]
 class Inliner:
     """Inserts functions into the graphs of one compilation.
 
-    decompositions: as for the rest of the graphs, by AOTAutograd.
+    decompositions: the table that AOTAutograd uses for the rest of the graphs.
     """
 
     def __init__(self, decompositions: Table | None = None) -> None:
@@ -35,9 +35,9 @@ class Inliner:
     ) -> list[Node]:
         """Insert `function(inputs)` at the graph's insert point and return the nodes of its results.
 
-        The function is a lambda.  It is traced on fake tensors, so its shapes must not depend on their
-        values; lambdas of one code that close over equal values, such as the packing of equal layers, are
-        traced once.  meta: what new nodes get besides their value.
+        The function is a lambda.  It is traced on fake tensors, so shapes must not depend on values.
+        Lambdas with the same code that close over equal values, such as those that pack equal layers, are
+        traced once.  meta: entries of the new nodes' `meta` besides `val`.
         """
         like = tuple(_Like.of(n.meta["val"]) for n in inputs)
         key = _Closure(function), like
@@ -56,20 +56,20 @@ class Inliner:
     def _trace(
         self, function: Callable[[list[Tensor]], Sequence[Tensor]], like: tuple[_Like, ...]
     ) -> Graph:
-        # While AOTAutograd calls the passes its mode is on, and would not take fake tensors of another one.
+        # While AOTAutograd calls the passes, its fake mode is on and refuses fake tensors of other modes.
         with detect_fake_mode() or FakeTensorMode():
             values = [
                 torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device) for v in like
             ]
         traced = make_fx(lambda *tensors: list(function(list(tensors))), self._decompositions)
         graph = traced(*values).graph
-        for node in graph.nodes:  # the values of this trace, and with them the mode and its shapes
+        for node in graph.nodes:  # so that nothing keeps this trace's values and fake mode
             node.meta.clear()
         return graph
 
 
 class _Like(NamedTuple):
-    """What of a tensor the trace of a function depends on."""
+    """The properties of a tensor that the trace of a function depends on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -82,7 +82,7 @@ class _Like(NamedTuple):
 
 
 class _Closure:
-    """A function, equal to one of the same code that closes over equal values."""
+    """A function; two are equal if they have the same code and close over equal values."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         assert not function.__defaults__, "an argument's default value would not be compared"
@@ -102,6 +102,6 @@ def _frozen(value: Any) -> Any:
 
 
 def fake_flat(like: Node, elements: int, dtype: torch.dtype) -> Tensor:
-    """A fake tensor [elements] on the device and in the fake mode of `like`'s."""
+    """A fake tensor [elements] with the device and fake mode of `like`'s value."""
     value: Tensor = like.meta["val"]
     return value.new_empty(elements, dtype=dtype)

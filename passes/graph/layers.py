@@ -1,4 +1,4 @@
-"""Where a run of compute nodes is cut, so that the layers of a model become equal segments."""
+"""Cut a run of compute nodes such that the layers of a model become equal segments."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.fx.node import map_arg
 from fcdp_compile.passes.graph.repetition import Repetition, stretches
 
 _MIN_NODES = 16
-"""Of a segment that is cut out of a run: a call of one takes some 10 us on the Python thread."""
+"""The fewest nodes of a segment cut out of a run: its call takes about 10 us on the Python thread."""
 
 _MIN_SEGMENTS = 3
-"""Fewer equal segments save no compiling: what is before and behind them is compiled too."""
+"""Fewer equal segments save no compiling: the nodes before and after them are compiled, too."""
 
 
 def cut_layers(run: Sequence[Node]) -> list[list[Node]]:
@@ -23,12 +23,12 @@ def cut_layers(run: Sequence[Node]) -> list[list[Node]]:
 
         embedding n a m n a m n a m n a m head   ->   embedding n | a m n | a m n | a m n | a m head
 
-    A layer is what repeats in the sequence of nodes: ops with their constants and results' shapes.  It is cut
-    where the fewest values cross, which is at its residual stream: a value that crosses is written to memory
-    and read again.
+    A layer is a part that repeats in the sequence of nodes, with equal ops, constants and shapes of results.
+    The cut is where the fewest values cross it, at the residual stream: a value that crosses is written to
+    memory and read again.
 
     Requires: nodes in an order that can run.
-    Returns pieces that are the run when put one behind the other.
+    Returns the pieces; joined in order they are the run.
     """
     if len(run) < _MIN_SEGMENTS * _MIN_NODES:
         return [list(run)] if run else []
@@ -52,7 +52,7 @@ def _borders(repeated: Repetition, crossing: list[int]) -> list[int]:
 
 
 def _crossing(run: Sequence[Node]) -> list[int]:
-    """For each border, how many values are made before it, used behind it, and not needed outside anyway."""
+    """For each border, how many values cross it; values that are also used outside of the run don't count."""
     place = {node: i for i, node in enumerate(run)}
     changes = [0] * (len(run) + 1)
     for i, node in enumerate(run):

@@ -1,4 +1,4 @@
-"""Find what repeats in a sequence: the layers of a model, without knowing what a layer is."""
+"""Find repetitions in a sequence, such as the layers of a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """`count` whole periods of `period` items each, one behind the other from `start` on."""
+    """`count` whole periods of `period` items each, one after the other from `start` on."""
 
     start: int
     period: int
@@ -16,16 +16,17 @@ class Repetition:
 
     @property
     def stop(self) -> int:
-        """The first item behind the last whole period."""
+        """The first item after the last whole period."""
         return self.start + self.period * self.count
 
 
 def longest_repetition(sequence: Sequence[Hashable]) -> Repetition | None:
-    """The repetition that covers most of the sequence, of the smallest period; None if nothing repeats.
+    """The repetition that covers most of the sequence; None if nothing repeats.
 
         e n a m a m a m n h  ->  start 2, period 2, count 3
 
-    Of equally long ones the first.  Prologue and epilogue may be anything, also long.  O(n log n).
+    Of equally long repetitions, the smallest period wins, then the first.  Any items, however many, may be
+    before and after the repetition.  O(n log n).
 
     *Source*: Main and Lorentz, An O(n log n) algorithm for finding all repetitions in a string (1984).
     """
@@ -39,7 +40,7 @@ def longest_repetition(sequence: Sequence[Hashable]) -> Repetition | None:
 
 
 def stretches(sequence: Sequence[Hashable], start: int = 0) -> list[Repetition | range]:
-    """Cut a sequence into its longest repetition, what repeats before and behind it, and what does not.
+    """Cut a sequence into its longest repetition, the repetitions before and after it, and the rest.
 
     start: the number of the sequence's first item.
     """
@@ -54,9 +55,10 @@ def stretches(sequence: Sequence[Hashable], start: int = 0) -> list[Repetition |
 
 
 def _repetitions(word: list[int]) -> Iterator[Repetition]:
-    """Every maximal repetition at least once, as far as whole periods go.
+    """Every maximal repetition at least once, cut to whole periods.
 
-    Each crosses the middle of some half of a half of the word; the first half that cuts it holds it whole.
+    The word is halved again and again; the first middle that cuts a repetition is in a part that holds all
+    of the repetition.
     """
     pending = [(0, len(word))]
     while pending:
@@ -69,13 +71,13 @@ def _repetitions(word: list[int]) -> Iterator[Repetition]:
 
 
 def _across(left: list[int], right: list[int], offset: int) -> Iterator[Repetition]:
-    """The repetitions that cross the border of `left` and `right`, which starts at `offset`.
+    """The repetitions that cross the border between `left`, which starts at `offset`, and `right`.
 
-    One of period p that crosses it holds the last p items of `left` or the first p of `right`.  From there it
-    extends as far to both sides as the word agrees with itself shifted by p.
+    A repetition of period p that crosses the border holds the last p items of `left` or the first p items of
+    `right`.  From there it extends to both sides while the word agrees with itself shifted by p.
     """
     word, border = left + right, len(left)
-    # -1 is the number of no item.
+    # No item has the number -1.
     backwards = _prefix_matches(left[::-1])
     ahead_of_border = _prefix_matches([*right, -1, *word])[len(right) + 1 :]
     for period in range(1, border + 1):
@@ -96,7 +98,7 @@ def _whole(start: int, length: int, period: int) -> Iterator[Repetition]:
 
 
 def _prefix_matches(word: list[int]) -> list[int]:
-    """For each position how many items from there on equal the word's first ones (its Z-function)."""
+    """For each position, how many items from there on equal the first items of the word (its Z-function)."""
     size = len(word)
     matches = [size] + [0] * (size - 1) if word else []
     begin = end = 0  # the match that reaches furthest

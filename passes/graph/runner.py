@@ -1,7 +1,7 @@
-"""Run passes one after the other; each is checked, timed and, if asked, its result kept as text.
+"""Run passes one after the other; check and time each pass and, if asked, keep its result as text.
 
-The runner knows no pass by name.  A pass is a function of a graph and a context that returns a graph; a pass
-of another kind, such as one that makes two graphs of one, is run with `watched`.
+The runner knows no pass by name.  A pass is a function of a graph and a context that returns a graph;
+`watched` runs passes of other kinds, such as a pass that makes two graphs of one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 Pass = Callable[[GraphModule, PassContext], GraphModule]
 Stages = list[Stage]
-"""The stages of one compilation, in the order that they were made."""
+"""The stages of one compilation, in the order in which they were made."""
 
 
 def run(
@@ -32,9 +32,9 @@ def run(
     graph: str,
     stages: Stages | None = None,
 ) -> GraphModule:
-    """Run passes on a graph, which they may change.
+    """Run passes on a graph; they may change it.
 
-    graph: what the stages call it.  stages: where to keep each stage; None: nowhere.
+    graph: the graph's name in the stages.  stages: gets each stage, if given.
     """
     for one in passes:
 
@@ -51,9 +51,9 @@ def watched(
     change: Callable[[], Mapping[str, GraphModule]],
     stages: Stages | None = None,
 ) -> Mapping[str, GraphModule]:
-    """Call what changes some graphs or makes new ones of them, and check, time and keep the results.
+    """Call `change`, which changes graphs or makes new ones of them; check, time and keep the results.
 
-    before: the graphs that it is given, by what the stages call them; new ones are compared with the first.
+    before: the graphs that it is given, by their names in the stages; new graphs are compared with the first.
     """
     counts = {title: _ops(gm) for title, gm in before.items()}
     first = next(iter(counts.values()))
@@ -81,7 +81,7 @@ def _name(target: Any) -> str:
 
 
 def _changes(before: Counter[str], after: Counter[str]) -> tuple[OpChange, ...]:
-    """The ops whose number changed, those that changed most first."""
+    """The ops whose number changed, largest change first."""
     found = {op: after[op] - before[op] for op in before | after}
     order = sorted((-abs(n), op) for op, n in found.items() if n)
     return tuple(
@@ -90,7 +90,7 @@ def _changes(before: Counter[str], after: Counter[str]) -> tuple[OpChange, ...]:
 
 
 def _text(gm: GraphModule) -> str:
-    """The graph as code, and the buckets and sources that passes have decided on."""
+    """The graph as code, and the buckets and sources that passes have chosen."""
     uses = [(n.name, use) for n in gm.graph.nodes if isinstance(use := n.meta.get(META), Use)]
     lines = [
         f"# {name}: bucket {use.bucket.id}" + (f", {use.source.value}" if use.source else "")

@@ -1,6 +1,6 @@
 """Find the transfers of a lowered graph: which explicit nodes belong together, and what they keep alive.
 
-Not a pass; what `schedule` moves around.
+Not a pass; `schedule` moves these transfers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ _REDUCTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
-    """A bucket's way to compute, in up to two stages.
+    """The gather of a bucket, in up to two stages.
 
-    pack: compute that lines its home shards up, of inputs alone.  fetch: load or inter-node all-gather, what
-    goes on beside it, and the store; none where nothing follows it.  spread: what ends in full parameters,
-    the intra-node all-gather where there are two stages.  wait: for the last of them.  ends: the wait for the
-    store, and the free; the bucket is alive until these.  fetched_bytes, full_bytes: what the stages leave.
+    pack: nodes that pack the bucket's home shards, from inputs alone.  fetch: the first of two stages: a load
+    or inter-node all-gather, steps beside it, and the store; empty if there is one stage.  spread: the stage
+    that makes full parameters; the intra-node all-gather if there are two stages.  wait: for the last step.
+    ends: the wait for the store, and the free; the bucket is alive until these.  fetched_bytes, full_bytes:
+    bytes of the stages' results.
     """
 
     pack: tuple[Node, ...]
@@ -62,11 +63,11 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """A bucket's gradients on their way to the home shards, or to where they accumulate.
+    """A bucket's gradients on their way to the home shards, or to the place where they accumulate.
 
-    starts: reduce-scatters, and what adds and keeps accumulated gradients, in order.  wait: for the last of
-    them.  packed_bytes: of the gradients lined up, which the first one reads.  reduced_bytes: of what it
-    leaves.
+    starts: reduce-scatters, and the steps that add and keep accumulated gradients, in order.  wait: for the
+    last step.  packed_bytes: of the packed gradients, which the first step reads.  reduced_bytes: of the
+    first step's result.
     """
 
     starts: tuple[Node, ...]
@@ -81,13 +82,13 @@ class Reduction:
 
 
 def find_gathers(graph: Graph, ctx: PassContext) -> list[Gather]:
-    """The gathers of a lowered graph in the order compute waits for them."""
+    """The gathers of a lowered graph in the order in which compute waits for them."""
     waits = ((w, _chain(w)) for w in _calls(graph, ops.wait))
     return [_gather(w, c, ctx) for w, c in waits if c[-1].target in _GATHERS]
 
 
 def find_reductions(graph: Graph) -> list[Reduction]:
-    """The reductions of a lowered graph in the order their results are waited for."""
+    """The reductions of a lowered graph in the order in which compute waits for them."""
     waits = ((w, _chain(w)) for w in _calls(graph, ops.wait))
     return [
         _reduction(w, c)
@@ -97,7 +98,7 @@ def find_reductions(graph: Graph) -> list[Reduction]:
 
 
 def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
-    # Where there is one node, what is stored is what a rank has at home.
+    # With one node, a rank's home buffer is stored.
     before = [s for n in chain[0].all_input_nodes if (s := _next(n, (ops.store,))) is not None]
     stores = [s for n in chain if (s := _next(n, (ops.store,))) is not None]
     two_stages = len(chain) > 1
@@ -131,7 +132,7 @@ def _calls(graph: Graph, op: Callable[..., Any]) -> list[Node]:
 
 
 def _chain(wait: Node) -> list[Node]:
-    """The steps that a wait ends, the first one first: each takes the one before while it is on its way."""
+    """The steps that a wait ends, in order; each reads the result of the step before it without a wait."""
     chain: list[Node] = []
     node: Node | None = wait.all_input_nodes[0]
     while node is not None and node.target in ops.EXPLICIT and node.target is not ops.wait:
@@ -145,7 +146,7 @@ def _next(node: Node, targets: tuple[Callable[..., Any], ...]) -> Node | None:
 
 
 def _pack(start: Node) -> tuple[Node, ...]:
-    """What a home buffer is computed by, in order; empty for a load."""
+    """The nodes that compute a home buffer, in order; empty for a load."""
     found: dict[Node, None] = {}
 
     def visit(node: Node) -> None:

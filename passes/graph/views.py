@@ -1,4 +1,4 @@
-"""Which nodes of a graph are views of others."""
+"""Find out which nodes of a graph are views of other nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME_ORDER = (
 
 
 def changes_nothing(node: Node) -> bool:
-    """Whether a node is a view of the shape and order of what it views, such as `to_local`'s."""
+    """Whether a node is a view with the same shape and order as its base, such as `to_local`'s."""
     if node.op != "call_function" or node.target not in _SAME_ORDER:
         return False
     before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
@@ -39,14 +39,14 @@ def changes_nothing(node: Node) -> bool:
 
 
 def same_values(node: Node) -> Node:
-    """The value that a node is, behind views that change nothing."""
+    """Follow views that change nothing back to the node that they view."""
     while changes_nothing(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def copy_returned(graph: Graph, parameters: Collection[Node]) -> None:
-    """Let a graph return copies of parameters and of views of them: whoever receives one may write to it."""
+    """Let a graph return copies of parameters and of their views: the caller may write to them."""
     output = graph.output_node()
     copies: dict[Node, Node] = {}
     for returned in output.all_input_nodes:
@@ -66,7 +66,7 @@ def copy_returned(graph: Graph, parameters: Collection[Node]) -> None:
 
 
 def _chain(node: Node, parameters: Collection[Node]) -> list[Node]:
-    """What a node is a view of, from the first or a parameter on, and itself."""
+    """The nodes from a parameter, or from the first node that is no view, to this view of it."""
     chain = [node]
     while node not in parameters and node.op == "call_function" and is_view(node):
         node = node.all_input_nodes[0]

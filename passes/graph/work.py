@@ -1,4 +1,4 @@
-"""How much work a segment is: floating point operations, and bytes read and written."""
+"""Count the work of a segment: floating point operations, and bytes read and written."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SAME_WORK = {
         _ATEN._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Operators that torch counts no operations of, and others that do the same work on the same arguments."""
+"""Operators whose work torch does not count, each with one that does the same on the same arguments."""
 
 Sizes = Mapping[sympy.Symbol, int]
-"""Values of symbols, where they are not those that they were traced with."""
+"""Values of symbols that differ from the traced values."""
 
 
 def flops_of(graph: Graph, sizes: Sizes) -> int:
@@ -56,7 +56,7 @@ def _nbytes(value: object, sizes: Sizes) -> int:
 
 
 def _known(size: int | SymInt, sizes: Sizes) -> int:
-    """A size, or what a symbolic one was when it was traced; nothing for one that depends on values."""
+    """A size as a number; its traced value if `sizes` lacks a symbol of it, 0 if it depends on data."""
     if isinstance(size, int):
         return size
     known = sympy.sympify(size.node.expr.xreplace(sizes))

@@ -1,1 +1,1 @@
-"""How much device memory a step takes, and what may therefore stay on the device."""
+"""Predict the device memory of a step, and choose what stays on the device."""

@@ -1,9 +1,9 @@
-"""Choose what of cached buckets stays on the device: arithmetic on timelines, no graph is touched.
+"""Choose which cached buckets stay on the device: arithmetic on timelines, no graph is touched.
 
 The cache of "FCDP: Fully Cached Data Parallel for Communication-Avoiding Large-Scale Training" (Park et al.)
-keeps a node shard on the GPU while the memory in use is below a threshold tau, else on the host.  Here the
-same is decided ahead from the predicted memory of the whole step; at run time `DeviceMemory` has the last
-word.  Where there is room for more, whole buckets stay, and nothing is gathered again within the node either.
+keeps a node shard on the GPU while the memory in use is below a threshold tau, else on the host.  Here this
+is decided at compile time, from the predicted memory of the whole step; at run time `DeviceMemory` can
+overrule it.  If there is more room, whole buckets stay, and are not gathered again within the node either.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fcdp_compile.plan import Kind, Placement, Schedule, Step, Tier
 class Entry:
     """A bucket that is cached.
 
-    bytes: what the device holds in addition while the node shard is kept there: itself, and home shards
-    that could leave otherwise.  moved_bytes: what goes over the bus in a step if it is on the host instead.
-    full_bytes: what it holds beyond that while the whole bucket is kept, None if it cannot be.
-    spread_bytes: what this rank sends within the node in a step unless it is.
-    spans: when, as half-open ranges of positions in the timeline that `choose_tiers` is given.
+    bytes: device memory for keeping the node shard there: the node shard, and home shards that could leave
+    the device otherwise.  moved_bytes: bytes over the bus in a step if the node shard is on the host instead.
+    full_bytes: further device memory for keeping the whole bucket; None if it cannot be kept.
+    spread_bytes: bytes that this rank sends within the node in a step if the whole bucket is not kept.
+    spans: when it is kept, as half-open ranges of positions in the timeline that `choose_tiers` is given.
     """
 
     bucket: int
@@ -38,7 +38,7 @@ class Entry:
             raise ArgumentError(f"bucket {self.bucket} has a negative size: {self}")
 
     def bytes_in(self, tier: Tier) -> int:
-        """What the device holds in addition if the bucket waits in that tier."""
+        """Device memory for keeping the bucket in `tier`."""
         if tier is Tier.GPU_FULL:
             assert self.full_bytes is not None
             return self.bytes + self.full_bytes
@@ -58,7 +58,7 @@ class Choice:
 class Choices:
     """The choice for every bucket, in the order of the entries, and the memory that is then in use.
 
-    used_bytes: position by position, all in all.
+    used_bytes: all bytes in use, for each position.
     """
 
     choices: tuple[Choice, ...]
@@ -66,7 +66,7 @@ class Choices:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is ever used."""
+        """The most bytes in use at any position."""
         return max(self.used_bytes)
 
 
@@ -82,13 +82,14 @@ def choose_tiers(
 
         peak = static + max over positions of (alive + kept entries)  <=  threshold * capacity
 
-    Node shards go first, in the order of what most relieves the bus for each byte and position that they
-    take; if all of them fit, whole buckets, in the order of what most relieves the node's own links.  The
-    first that does not fit ends it, so that more memory never makes a bucket wait farther away.  Where not
-    even the step without a cache fits, everything is on the host, which is ZeRO-3's memory.
+    Node shards go first; the first of them saves the most bytes on the bus for each byte and position that
+    it takes.  If all node shards fit, whole buckets follow; the first of them saves the most bytes on the
+    node's own links.  The choice ends at the first that does not fit, so that more memory never makes a
+    bucket wait farther away.  If not even the step without a cache fits, everything is on the host, and the
+    device memory is ZeRO-3's.
 
-    alive_bytes: of a step with everything on the host, position by position.  static_bytes: what is there
-    throughout.  capacity_bytes: the device's; None: not to be used for a cache.
+    alive_bytes: of a step with everything on the host, for each position.  static_bytes: in use at all
+    positions besides.  capacity_bytes: the device's; None: no device memory for a cache.
 
     Raises: ValueError for a threshold outside of (0, 1].
     """
@@ -107,7 +108,7 @@ def choose_tiers(
 
 
 def _fill(room: _Room, tier: Tier, entries: Sequence[Entry], chosen: dict[int, Choice]) -> bool:
-    """Move entries to a tier in order; returns whether all fit, and says of those that did not why."""
+    """Move entries to a tier in order; return whether all fit.  Entries that do not fit get the reason."""
     for i, entry in enumerate(entries):
         size = entry.bytes_in(tier) - entry.bytes_in(chosen[entry.bucket].tier)
         if refused := room.take(entry, size):
@@ -144,7 +145,7 @@ class _Room:
         return tuple(self._alive)
 
     def take(self, entry: Entry, size: int) -> str:
-        """Take so many bytes during the entry's spans; returns why they can't be, or nothing."""
+        """Take `size` bytes during the entry's spans; return why they cannot be taken, or nothing."""
         after = list(self._alive)
         for start, stop in entry.spans:
             for position in range(start, stop):
@@ -157,7 +158,7 @@ class _Room:
         return f"with bucket {entry.bucket} too the peak of {_mib(top)} would exceed {_mib(self.limit)}"
 
 
-# Of equals the bucket used last, whose backward comes first.
+# Of equal entries, the bucket that is used last comes first: its backward is first.
 def _bus_relief(entry: Entry) -> tuple[float, int]:
     return entry.moved_bytes / max(1, entry.bytes * _positions(entry)), entry.bucket
 
@@ -175,7 +176,7 @@ def _mib(size_bytes: int) -> str:
 
 
 def place_steps(schedule: Schedule, placements: Mapping[int, Placement]) -> Schedule:
-    """The schedule without the bytes that need not move, as their bucket is where it is used."""
+    """The schedule with 0 bytes for steps that move nothing, because the bucket is where it is used."""
     new = (Kind.INTER_ALL_GATHER, Kind.STORE)
     gathered = {s.bucket for s in schedule.steps if s.kind in new}
     steps = tuple(

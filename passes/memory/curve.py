@@ -1,4 +1,4 @@
-"""How many bytes of device memory are alive while each node of a graph runs: read off, nothing is changed.
+"""Count the bytes of device memory that are alive while each node of a graph runs; no graph is changed.
 
     node                      alive while it runs
     inter_all_gather(home)    home, node shard          a started step's result exists, and both are held
@@ -8,9 +8,9 @@
     segment                   one entry for each node inside
     free(full)                full bucket               the last entry that has it
 
-Memory is counted by storage: views share one.  Sizes may be symbolic (batch, sequence length); they count
-with the values that one asks for.  What a reduction takes besides is noted on its node (`narrow_sums`).  What
-else an operator or a collective allocates for itself alone (workspaces, Gloo's staging) is in no graph and is
+Memory is counted by storage: views share one.  Symbolic sizes (batch, sequence length) count with the values
+that the caller gives.  The scratch memory of a reduction is noted on its node (`narrow_sums`).  Other memory
+that an operator or a collective allocates for itself alone (workspaces, Gloo's staging) is in no graph and is
 not counted.
 """
 
@@ -36,10 +36,10 @@ Bytes: TypeAlias = int | sympy.Expr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive:
-    """What is alive while one node runs: arguments, result, and all that a later node needs.
+    """The bytes alive while one node runs: arguments, result, and all values that later nodes need.
 
-    node: its name, for people.  at: which node of the graph it is, or is inside of, counted from 0.
-    step: the op or bucket step that it is.  bucket: of an explicit node.
+    node: its name, for people.  at: the number in the graph, from 0, of the node or of the segment around it.
+    step: its op, or its kind of step.  bucket: of an explicit node.
     """
 
     node: str
@@ -58,11 +58,11 @@ def timeline(
 ) -> tuple[Alive, ...]:
     """The bytes alive on the device while each node but inputs and output runs, in order.
 
-    elsewhere: storages (`storage_id`) that live on whatever the graph does, such as home shards and the
-    caller's batch; they are left out.  Any other input lives from the start to its last use, as what a
-    backward has saved does; results live to the end.
+    elsewhere: storages (`storage_id`) that stay alive whatever the graph does, such as home shards and the
+    caller's batch; they are not counted.  Any other input, such as a value saved for a backward, lives from
+    the start to its last use; results live to the end.
 
-    sizes: values of the symbols in sizes, by default those that the graph was traced with.
+    sizes: values of the symbols in sizes, by default the traced values.
 
     Requires: fake `val`s on all nodes whose results are tensors; explicit nodes or none.
     """
@@ -70,7 +70,7 @@ def timeline(
     lives = _lives(events, elsewhere, device_type)
     known = hints_of(gm) if sizes is None else sizes
     change = [0] * (len(events) + 1)
-    found: dict[Bytes, int] = {}  # of thousands of sizes few differ
+    found: dict[Bytes, int] = {}  # few of the thousands of sizes differ
     for life in lives.values():
         if life.bytes not in found:
             found[life.bytes] = evaluate(life.bytes, known)
@@ -94,7 +94,7 @@ def timeline(
 
 
 def evaluate(size: Bytes, hints: Mapping[sympy.Symbol, int]) -> int:
-    """Bytes of a size for given values of its symbols; one that has none, as data decide it, counts as 0."""
+    """Bytes of a size for given values of its symbols; a symbol without a value depends on data, and is 0."""
     if isinstance(size, int):
         return size
     values = {s: hints.get(s, 0) for s in size.free_symbols}
@@ -102,7 +102,7 @@ def evaluate(size: Bytes, hints: Mapping[sympy.Symbol, int]) -> int:
 
 
 def storages(values: Iterable[object], device_type: str) -> dict[int, Bytes]:
-    """The storages of those values that are tensors of the device, each with its bytes."""
+    """The storages of the values that are tensors on the device, each with its bytes."""
     found: dict[int, Bytes] = {}
     for value in values:
         if isinstance(value, Tensor) and value.device.type == device_type:
@@ -126,7 +126,7 @@ def hints_of(gm: GraphModule) -> dict[sympy.Symbol, int]:
 
 @dataclass(slots=True)
 class _Event:
-    """A node in the order of execution, nodes inside segments one by one in the place of their call."""
+    """A node in the order of execution; the nodes inside a segment replace the segment's call."""
 
     node: Node
     at: int
@@ -148,7 +148,7 @@ def _events(gm: GraphModule) -> Iterator[_Event]:
         if node.op == "call_module":
             inner = gm.get_submodule(str(node.target))
             assert isinstance(inner, GraphModule), f"{node.target} is no segment"
-            # Its nodes carry the very values of the graph that they were taken from.
+            # The nodes inside a segment have the same `val`s as the nodes that they were copied from.
             for event in _events(inner):
                 if event.node.op not in ("placeholder", "output"):
                     yield replace(event, at=at)
@@ -161,7 +161,7 @@ def _value(node: Node) -> object:
 
 
 def _made(node: Node) -> list[object]:
-    """What exists once a node has started: a started step's result, before its wait."""
+    """The values that exist once a node has started; a step's result exists before its wait."""
     val = _value(node)
     made = list(val) if isinstance(val, list | tuple) else [val]
     return [*made, *(_value(w) for w in _waits(node))]
@@ -185,16 +185,16 @@ def _lives(
             if storage in lives:
                 lives[storage].dies = max(lives[storage].dies, until)
         if scratch := _scratch_bytes(event.node):
-            # Its lane's stream has it back once the step is issued.  No storage has such a number.
+            # Its lane's stream can use it again once the step is issued.  No storage has a negative number.
             lives[-1 - i] = _Life(born=i, dies=i, bytes=scratch)
     return {storage: life for storage, life in lives.items() if storage not in elsewhere}
 
 
 def _let_go(events: Sequence[_Event]) -> dict[Node, int]:
-    """The event with which each started step lets go of what it reads and makes.
+    """The event at which each started step lets go of its inputs and its result.
 
-    As the runtime does (`runtime.stream_order`, [Note: let go in stream order]): the first wait that comes
-    after the step, because it waits for the step, for a later one of its lane, or for one that read of it.
+    This is as in the runtime (`runtime.stream_order`, [Note: let go in stream order]): the first wait for
+    the step, for a later step of its lane, or for a step that read its result.
     """
     clocks: dict[Node, dict[Lane, int]] = {}
     last: dict[Lane, dict[Lane, int]] = {}

@@ -12,15 +12,14 @@ from fcdp_compile.strategy import GradientOn, Scope
 def place_gradients(
     buckets: Sequence[Bucket], placements: Mapping[int, Placement], *, room_bytes: int | None
 ) -> dict[int, Placement]:
-    """Move gradients that may wait on either side to the GPU while there is room, in the order of buckets.
+    """Move gradients that may wait on the GPU or the host to the GPU while it has room, in bucket order.
 
-    So in a step that accumulates no rank takes more of its device than in one that does not, but for what the
-    planned peak leaves free.
+    So accumulating takes only device memory that the planned peak leaves free.
 
-    placements: of these buckets and others, by number.  room_bytes: what the device has left at the planned
-    peak; None: as much as they take.
+    placements: of these buckets and others, by number.  room_bytes: device memory left at the planned peak;
+    None: no limit.
     """
-    if room_bytes is not None:  # those of strategies without a choice take theirs in any case
+    if room_bytes is not None:  # gradients without a choice take theirs in any case
         on_gpu = [b for b in buckets if placements[b.id].gradient_tier is Tier.GPU]
         room_bytes -= sum(map(gradient_bytes, on_gpu))
     placed = dict(placements)
@@ -37,11 +36,12 @@ def place_gradients(
 def fit_gradients(
     buckets: Sequence[Bucket], placements: Mapping[int, Placement], *, host_bytes: int
 ) -> list[bool]:
-    """Whether the gradients of each bucket wait; those that host memory has no room for do not.
+    """Whether the gradients of each bucket wait; they do not if the host has no room for them.
 
-    All ranks decide alike, whatever each keeps on its GPU: what may wait on the host counts as if it did.
+    Gradients that may wait on the host count as if they did, so that all ranks decide alike, whatever each
+    rank keeps on its GPU.
 
-    host_bytes: what is left to gradients on each rank.
+    host_bytes: host memory left for gradients on each rank.
     """
     waits = []
     for bucket in buckets:

@@ -1,6 +1,6 @@
-"""Where buckets and gradients wait, and the device memory of a step with everything in its place.
+"""Choose where buckets and gradients wait, and predict the device memory that a step then takes.
 
-A part of the backend and of the planner.
+Both the backend and the planner use this module.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fcdp_compile.plan import Bucket, Placement, Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Buckets and schedules with everything in its place, and the device memory that this comes to.
+    """Buckets and schedules with their placements, and the device memory that they take.
 
-    limit_bytes: what a cache that adapts may let the peak grow to; None if there is none.
+    limit_bytes: an adaptive cache may let the peak grow to this; None if no device memory is for a cache.
     """
 
     buckets: tuple[Bucket, ...]
@@ -32,11 +32,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What a device has for a cache.
+    """The device memory for a cache.
 
-    capacity_bytes: None: nothing.  threshold: the part of it that may be used.  taken_bytes: of what else is
-    there.  device_type: where graphs were traced.  accumulates: whether a step has several micro-batches, or
-    may have.
+    capacity_bytes: the device's; None: no cache there.  threshold: the fraction of it that may be used.
+    taken_bytes: in use for other things.  device_type: of the device on which graphs were traced.
+    accumulates: whether a step has several micro-batches, or may have.
     """
 
     capacity_bytes: int | None
@@ -49,11 +49,11 @@ class Room:
 def place_all(
     graphs: Graphs, lowered: Lowered, ctx: PassContext, room: Room
 ) -> tuple[Placed, dict[int, int]]:
-    """Predict the memory of a step and give everything its place.
+    """Predict the memory of a step and choose all placements.
 
     graphs: before `lower`.
 
-    Returns what each bucket keeps on the device, too.
+    Returns the result, and the bytes that each bucket keeps on the device.
     """
     step = predict(
         graphs,

@@ -1,9 +1,9 @@
 """Predict the device memory of a whole step with every cached bucket on the host; no graph is changed.
 
     static      home shards, gradient shards, optimizer state, the caller's inputs and buffers
-    positions   forward cold | forward warm | backward, node by node: `memory.timeline` of each
+    positions   forward cold | forward warm | backward, node by node: `curve.timeline` of each
 
-`choose_tiers` then decides what may stay on the device besides.
+`choose_tiers` then decides which cached buckets may stay on the device.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Tier, Variant
 from fcdp_compile.strategy import Cache
 from fcdp_compile.strategy.formats import Format
 
-_STATE_BYTES = 8  # of optimizer state for each trainable element: two moments in fp32, as Adam's
+_STATE_BYTES = 8  # optimizer state of each trainable element: Adam's two moments in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """What `choose_tiers` needs to know of a step.  All numbers are bytes of one rank's device.
+    """The input of `choose_tiers` for a step.  All sizes are bytes of one rank's device.
 
-    steps: of each position, the schedule and the number of the step that it belongs to; None before the
-    schedule's first.
+    steps: for each position, its schedule and the number of its step; None before the schedule's first step.
     """
 
     entries: tuple[Entry, ...]
@@ -43,7 +42,7 @@ class StepMemory:
     def by_step(
         self, used_bytes: Sequence[int]
     ) -> dict[tuple[Direction, Variant], tuple[int, ...]]:
-        """The most that is used during each step of each schedule, given what is at each position."""
+        """The most bytes used during each step of each schedule, from the bytes used at each position."""
         found: dict[tuple[Direction, Variant], list[int]] = {}
         for (direction, variant, step), used in zip(self.steps, used_bytes, strict=True):
             most = found.setdefault((direction, variant), [])
@@ -63,11 +62,11 @@ def predict(
     device_type: str,
     accumulates: bool = True,
 ) -> StepMemory:
-    """Read the step's memory off its lowered graphs; those buckets are entries whose tier may be chosen.
+    """Predict the step's memory from its lowered graphs; buckets whose tier can be chosen become entries.
 
-    graphs: the same before `lower`, which say what is a home shard.  placements: of the buckets, by number.
+    graphs: before `lower`; they show which inputs are home shards.  placements: of the buckets, by number.
 
-    Symbolic sizes count with the values of `ctx.sizes`, or else those that they were traced with.
+    Symbolic sizes count with the values of `ctx.sizes`, or else with the traced values.
 
     accumulates: count gradient shards of earlier micro-batches beside those that a backward returns.
     """
@@ -118,14 +117,14 @@ def _steps(gm: GraphModule, alive: Sequence[Alive]) -> list[int | None]:
 
 
 def fixed_bytes(bucket: Bucket, placement: Placement) -> int:
-    """What a bucket that has no choice keeps on the device."""
+    """Bytes that a bucket always keeps on the device; 0 if its tier can be chosen."""
     if bucket.strategy.cache is Cache.ADAPTIVE:
         return 0
     return {Tier.GPU: bucket.node_bytes, Tier.GPU_FULL: bucket.full_bytes}.get(placement.tier, 0)
 
 
 def is_released(bucket: Bucket, placement: Placement, ctx: PassContext) -> bool:
-    """Whether the home shards of a bucket leave the device while the host has it."""
+    """Whether a bucket's home shards leave the device while the host has its node shard."""
     resident = bucket.strategy.is_resident and bucket.frozen and placement.tier is Tier.HOST
     is_exact = bucket.wire is Format.FULL
     return (
@@ -191,7 +190,7 @@ def _entries(
 
 
 def _full_bytes(bucket: Bucket) -> int | None:
-    """What a bucket has beyond its node shard; None where that is nothing, or must not be kept."""
+    """Bytes of a bucket beyond its node shard; None if there are none, or if they must not be kept."""
     if bucket.ranks_per_node == 1 or not bucket.strategy.may_keep_full:
         return None
     return bucket.full_bytes - bucket.node_bytes
@@ -200,7 +199,7 @@ def _full_bytes(bucket: Bucket) -> int | None:
 def _spans(
     bucket: Bucket, parts: Mapping[tuple[Direction, Variant], Sequence[Alive]]
 ) -> list[tuple[int, int]]:
-    """When the cache has an entry: always if it outlives the step, else from its store to its load."""
+    """When the cache holds the bucket: always if it outlives the step, else from its store to its load."""
     spans, start = [], 0
     for (direction, _), part in parts.items():
         end = start + len(part)

@@ -1,1 +1,1 @@
-"""From partitioned graphs to plans: which buckets a model has, and what its graphs will do with them."""
+"""Make plans from partitioned graphs: the buckets of a model, and what its graphs do with them."""

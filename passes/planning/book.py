@@ -1,4 +1,4 @@
-"""The buckets of one model: which there are, where they wait, and what of the host's memory they take."""
+"""The buckets of one model: where they wait, and how much host memory they take."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ByKey = Mapping[str, Bucket]
 
 
 class BucketBook:
-    """What has been decided for the graphs of one model so far; every rank writes the same.
+    """The decisions made so far for the graphs of one model; they are the same on every rank.
 
-    specs: of its parameters, by key.  living: keys of the parameters that the model still has.
+    specs: of the model's parameters, by key.  living: keys of the parameters that the model still has.
     """
 
     def __init__(self, specs: Mapping[str, ParamSpec]) -> None:
@@ -32,11 +32,11 @@ class BucketBook:
         self._keys = {spec.name: key for key, spec in specs.items()}
         self._buckets: dict[int, Bucket] = {}
         self._by_key: dict[str, list[Bucket]] = {}
-        # Before `choose_tiers`, which decides for each graph and rank alone.
+        # As `bucket` made them; `choose_tiers` later decides for each graph and rank alone.
         self._placements: dict[int, Placement] = {}
         self._without_room: dict[int, None] = {}  # forwards' buckets that the host has no room for
         self._cached_bytes = 0
-        # By the parameters that one graph reduces together; None where the host has no room.
+        # By the parameters that one graph reduces together; None if the host has no room.
         self._gradient_bytes: dict[tuple[str, ...], int | None] = {}
         self._device_bytes: dict[int, int] = {}  # as last planned
 
@@ -58,9 +58,9 @@ class BucketBook:
     def _known(
         self, direction: Direction, forward: ByKey
     ) -> Iterable[tuple[str, Iterable[Bucket]]]:
-        """All buckets of each parameter in the order of their making; none that lost a parameter since.
+        """All buckets of each parameter, oldest first; none with a parameter that the model no longer has.
 
-        All of them, so that what a graph reuses does not depend on which graph was compiled before it.
+        All, so that a graph reuses the same buckets whichever graph was compiled before it.
         """
         for key, buckets in self._by_key.items():
             whole = [b for b in buckets if all(self._keys[p.name] in self.living for p in b.params)]
@@ -70,7 +70,7 @@ class BucketBook:
                 yield key, [b for b in whole if self._may_be_cached(b)]
 
     def _known_to_backward(self, mine: Bucket | None, found: list[Bucket]) -> list[Bucket]:
-        """The forward's bucket first: a backward loads what that stored, or else gathers for itself."""
+        """The forward's bucket first: a backward loads it if the forward stored it, or else gathers."""
         if mine is None:
             return found
         if self._placements[mine.id].is_cached:
@@ -78,7 +78,7 @@ class BucketBook:
         return [mine, *(b for b in found if not self._placements[b.id].is_cached)]
 
     def _may_be_cached(self, bucket: Bucket) -> bool:
-        """Whether a forward may use the bucket: what a backward gathers for itself is cached by nobody."""
+        """Whether a forward may use the bucket: no graph caches a bucket that a backward made for itself."""
         is_cached = self._placements[bucket.id].is_cached
         return bucket.strategy.cache is Cache.NONE or is_cached or self.is_without_room(bucket)
 
@@ -87,7 +87,7 @@ class BucketBook:
     def adopt(
         self, gm: GraphModule, base: PassContext, direction: Direction, forward: ByKey
     ) -> None:
-        """Note the buckets of a graph that `bucket` has seen."""
+        """Note the buckets of a graph; requires `bucket`."""
         made = buckets_of(gm)
         self._placements |= placements_of(gm)
         for bucket in made:
@@ -109,13 +109,13 @@ class BucketBook:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory on each rank that are planned for: node shards and waiting gradients."""
+        """Bytes of host memory that each rank's node shards and waiting gradients are planned to take."""
         return self._cached_bytes + sum(size or 0 for size in self._gradient_bytes.values())
 
     def fit_gradients(self, backward: GraphModule, ctx: PassContext) -> PassContext:
-        """A context whose gradients wait only if the host has room for them, which is then taken.
+        """A context whose gradients wait only if the host has room for them; takes that room.
 
-        What was decided of gradients before stays: a rank that recompiles a graph must do as the others.
+        Earlier decisions on gradients stay: a rank that recompiles a graph must do the same as the others.
         """
         reduced = reduced_params(backward, ctx)
         new = [b for b, params in reduced.items() if params not in self._gradient_bytes]
@@ -131,16 +131,16 @@ class BucketBook:
         return replace(ctx, placements={**ctx.placements, **reducing})
 
     def device_bytes_of_others(self, buckets: Iterable[Bucket]) -> int:
-        """Bytes that graphs planned before keep on the device of buckets other than these."""
+        """Device bytes that graphs planned earlier keep for buckets other than `buckets`."""
         mine = {b.id for b in buckets}
         return sum(size for i, size in self._device_bytes.items() if i not in mine)
 
     def keep_on_device(self, kept_bytes: Mapping[int, int]) -> None:
-        """Note the bytes that a graph was planned to keep of its buckets on the device."""
+        """Note the device bytes that a graph's plan keeps for each of its buckets."""
         self._device_bytes |= kept_bytes
 
 
 def buckets_by_key(gm: GraphModule) -> dict[str, Bucket]:
-    """The bucket of each parameter that a graph reads, after `bucket`."""
+    """The bucket of each parameter that a graph reads; requires `bucket`."""
     nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
     return {str(n.args[1]): use_of(n).bucket for n in nodes}

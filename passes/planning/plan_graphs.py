@@ -1,4 +1,4 @@
-"""The plan of the graphs of one compilation: what the backend compiles and what the planner estimates.
+"""Plan the graphs of one compilation; the backend compiles this plan and the planner estimates it.
 
     graphs -> bucket -> stamp -> lower_all -> place_all -> Plan
 
@@ -32,11 +32,11 @@ from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Variant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The plan of some graphs, and what was made of the graphs.
+    """The plan of some graphs, and the lowered graphs.
 
-    backward: what the variants of the backward are lowered with that wait for `no_sync`; None without a
-    backward.  without_room, wanting: of the buckets of a forward that are to be kept on the host, those that
-    found no room for the first time, and all.
+    backward: the context for `plan_accumulation`, which lowers the variants for `no_sync`; None without a
+    backward.  wanting: the forward's buckets that the strategy keeps on the host.  without_room: the new
+    buckets among `wanting` that found no room.
     """
 
     plan: Plan
@@ -56,16 +56,15 @@ def plan_graphs(
     num_fwd_outputs: int = 0,
     stages: Stages | None = None,
 ) -> Planned:
-    """Plan a forward and its backward, or an inference graph; the graphs are given buckets and stamps.
+    """Plan a forward and its backward, or an inference graph; add buckets and stamps to the graphs.
 
-    book: gets the buckets that are new.  base: a context without buckets.  number: the plan's.
-    num_fwd_outputs: how many results of the forward are the caller's.  stages: where to keep what each pass
-    makes of the graphs.
+    book: gets the new buckets.  base: a context without buckets.  number: the plan's.
+    num_fwd_outputs: how many results of the forward are the caller's.  stages: gets the result of each pass.
 
     Requires: `set_apart`, and `partition` of a forward and its backward.
     """
     forward, without_room, wanting = _give_buckets(graphs, book, base, stages)
-    # A single rank's backward is given the parameters themselves: autograd watches them.
+    # A single rank's backward is given the parameters themselves, and autograd notices if they change.
     if Direction.BACKWARD in graphs and base.ranks > 1:
         _stamp(graphs, num_fwd_outputs, stages)
     contexts = {d: book.context(base, d, forward) for d in graphs}
@@ -98,7 +97,7 @@ def plan_graphs(
 def _give_buckets(
     graphs: Graphs, book: BucketBook, base: PassContext, stages: Stages | None
 ) -> tuple[ByKey, tuple[Bucket, ...], tuple[Bucket, ...]]:
-    """Run `bucket` on the graphs; the forward's buckets by key, and what `Planned` says of the host."""
+    """Run `bucket` on the graphs; return the forward's buckets, and `Planned`'s `without_room`, `wanting`."""
     forward: ByKey = {}
     without_room: list[Bucket] = []
     wanting: list[Bucket] = []
@@ -121,7 +120,7 @@ def plan_accumulation(
     ctx: PassContext,
     stages: Stages | None = None,
 ) -> tuple[Plan, dict[Key, GraphModule]]:
-    """The plan with the variants of a backward within `no_sync` and after it, and their lowered graphs.
+    """Add a backward's variants within `no_sync` and after it; return the plan and their lowered graphs.
 
     ctx: `Planned.backward`.
     """

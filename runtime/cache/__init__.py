@@ -1,1 +1,1 @@
-"""What waits for its next use: node shards in pinned host memory or on the device."""
+"""The cache: node shards that wait for their next use, in pinned host memory or on the device."""

@@ -1,4 +1,4 @@
-"""The codecs of a model's buckets, made once each."""
+"""The codecs of a model's buckets; each is made once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Codecs:
         self._made: dict[tuple[Format, int, tuple[str, ...] | None], Codec] = {}
 
     def of_weights(self, bucket: Bucket) -> Codec | None:
-        """For a slot of a bucket's parameters between nodes; None if it crosses as it is."""
+        """The codec of the bucket's weights between nodes; None if they are sent unchanged."""
         return self._of(bucket.wire, bucket, None)
 
     def of_gradients(self, bucket: Bucket, params: tuple[str, ...]) -> Codec | None:
-        """For a slot of gradients of these of its parameters; None if they cross as they are."""
+        """The codec of these parameters' gradients between nodes; None if they are sent unchanged."""
         return self._of(bucket.reduce_wire, bucket, params)
 
     def made(self) -> Iterable[Codec]:
-        """Those there are so far."""
+        """All codecs made so far."""
         return self._made.values()
 
     def _of(self, wire: Format, bucket: Bucket, params: tuple[str, ...] | None) -> Codec | None:

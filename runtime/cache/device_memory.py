@@ -1,4 +1,4 @@
-"""How full the device is, for a cache that asks before it keeps something there."""
+"""How full the device is; a cache asks before it keeps a copy there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from fcdp_compile.devices import Device
 
 _SERVES = 16
-"""A look takes tens of microseconds, a step of 80 layers asks 320 times, and above the threshold there is
-room for more than so many buckets."""
+"""How many questions one look answers: a look takes tens of microseconds, a step of 80 layers asks 320 times,
+and the memory above the threshold has room for more than 16 buckets."""
 
 
 class DeviceMemory:
@@ -33,9 +33,9 @@ class DeviceMemory:
 
     @staticmethod
     def of(device: Device, *, capacity_bytes: int | None, threshold: float) -> DeviceMemory | None:
-        """The memory of a device; None where nothing says how much it has, as on a CPU.
+        """The memory of a device; None if its size is not known, as on a CPU.
 
-        capacity_bytes: to go by instead of what the device has.
+        capacity_bytes: counts instead of the device's own size.
         """
         capacity_bytes = device.total_bytes() if capacity_bytes is None else capacity_bytes
         if capacity_bytes is None:
@@ -48,7 +48,7 @@ class DeviceMemory:
         """Whether more than the threshold is used."""
         if not self._left:
             if self._used_bytes() > self._limit_bytes:
-                return True  # the next question looks again: what was moved away makes room
+                return True  # the next question looks again: moving copies away makes room
             self._left = self._serves
         self._left -= 1
         return False

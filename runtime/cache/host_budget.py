@@ -1,4 +1,4 @@
-"""The host memory that the cache of one model may take, as all ranks agreed and the user asked."""
+"""The host memory that one model's cache may take: agreed by all ranks, and limited by the user."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 _LIMITS = list(Limit)
 
-# Distributions' defaults are 64 KiB and 8 MiB, and NVIDIA's driver does not count what it registers: limits
-# up to this size are tried before they are believed.
+# Linux distributions' defaults are 64 KiB and 8 MiB, and NVIDIA's driver does not count memory that it
+# registers: a limit up to this size is tried before it counts.
 _TRIED_BYTES = 64 * 2**20
 
 _REMEDIES = {
@@ -37,14 +37,14 @@ _REMEDIES = {
 class HostMemory:
     """The budget of one model's cache on this rank.
 
-    The same on all ranks: the free memory is agreed once, and the option is in the plan (a bucket that has no
-    place says why).
+    It is the same on all ranks: ranks agree once on the free memory, and the option is in the plan (a bucket
+    without a place says why).
 
-    planned_bytes: what the plans of the model's graphs take of it.
+    planned_bytes: how much of it the plans of the model's graphs take.
 
-    Models on one mesh share what is free.  What another one had in use when this one looked is not free, but
-    part of what that one plans to use, which comes off as a whole; until all ranks know that it is gone, for
-    garbage is not collected on all at once.
+    Models on one mesh share host memory: subtract what each other model has planned.  Memory that another
+    model already uses is part of its plan, so it first counts as free.  A model that is gone counts until all
+    ranks know that, because garbage is not collected on all ranks at once.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -61,7 +61,7 @@ class HostMemory:
         self._together.append(self)
 
     def agree(self, collectives: Collectives, pool: PinnedPool, *, is_pinned: bool) -> None:
-        """Find out what this machine has left and take the least of all ranks, all of which must call it.
+        """Find the free memory of this machine and take the smallest value of all ranks; all must call it.
 
         is_pinned: whether the cache is registered with CUDA, so that the limit of locked memory counts.
         """
@@ -98,9 +98,9 @@ class HostMemory:
 
     @property
     def budget(self) -> HostBudget:
-        """The least of what is free, what may be locked, and what the user asked for.
+        """The least of the free memory, the limit of locked memory, and the user's number.
 
-        Who asks for a number may have more than can be locked: the rest is used unregistered.
+        The limit of locked memory does not count if the user gave a number: the rest is used unregistered.
         """
         others = sum(other.planned_bytes for other in self._others())
         candidates = [_less(self._available, others)]
@@ -118,16 +118,16 @@ class HostMemory:
         return 0 if self._pool is None else self._pool.slab_bytes
 
     def end(self) -> None:
-        """The model is gone."""
+        """Note that the model is gone."""
         self._has_ended = True
 
     def _others(self) -> list[HostMemory]:
         return [other for other in self._together if other is not self]
 
     def warn(self, without_room: Sequence[Bucket], wanting: Sequence[Bucket]) -> None:
-        """Say once, on one rank, that buckets which are to be kept on the host found no room there.
+        """Warn once, on one rank, that buckets found no room on the host.
 
-        wanting: all of their graph that are to be kept there.
+        wanting: all buckets of their graph that are to be kept on the host.
         """
         if self._has_warned or not without_room:
             return
@@ -160,7 +160,7 @@ def _less(budget: HostBudget, taken_bytes: int) -> HostBudget:
 
 
 def _enforced_bytes(pool: PinnedPool) -> int:
-    """The limit of locked memory, if CUDA's driver keeps to it."""
+    """The limit of locked memory if CUDA's driver obeys it, else `UNLIMITED`."""
     limit = lockable_bytes()
     if limit is None or (limit <= _TRIED_BYTES and pool.can_register(limit + 1)):
         return UNLIMITED

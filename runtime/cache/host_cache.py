@@ -1,15 +1,14 @@
-"""What waits for its next use: node shards in pinned host memory or on the device, or whole buckets there.
+"""The cache: node shards in pinned host memory or on the device, or whole buckets on the device.
 
 A bucket has at most one copy, of one generation: where its plan wants it, or on the host if the device has no
-room.  Host slabs have the exact size, are allocated once and written again and again; only `drop` gives them
-back.  `load` reads a copy and moves nothing; `make_room` moves it.
+room.  Host slabs have the exact size.  A resident bucket writes to its slab again and again, until the copy
+leaves the host or is dropped.  `load` reads a copy and does not move it; `make_room` moves it.
 
-[Note: full parameters] Where there is room, the device keeps the whole bucket as gathered, and nothing needs
-to be gathered again within the node either.  That is a collective that all ranks of a node leave out or none,
-so they agree on it, at the start of each forward: a bucket is kept in full if every rank planned it so and
-none found its memory short since.  Graphs have the all-gather in any case; it is passed over if what is
-loaded is the whole bucket.  A rank's own part of that is its node shard, so falling back moves nothing
-between ranks.
+[Note: full parameters] If there is room, the device keeps the whole gathered bucket, which then is not
+gathered again within the node either.  All ranks of a node must leave out this all-gather, or none, so ranks
+agree on it at the start of each forward: a bucket is kept in full if every rank planned that and none has
+found its memory short since.  Graphs have the all-gather in any case; it is skipped if the whole bucket was
+loaded.  The whole bucket contains this rank's node shard, so falling back moves nothing between ranks.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from fcdp_compile.strategy.formats import Format
 
 
 class _Where(Enum):
-    """Where what is kept of a bucket goes.
+    """Where a bucket is kept.
 
-    PLANNED: to its tier.  FALLEN: to the host for good, because the device had no room for it.
-    WHOLE: it stays on the device, whole, as all ranks agreed.  LEAVING: the same until all ranks agree to
-    give it up, because this rank's device has no more room.
+    PLANNED: in its tier.  FALLEN: on the host for good, because the device had no room for it.
+    WHOLE: in full on the device, as all ranks agreed.  LEAVING: like WHOLE, until all ranks agree to give it
+    up, because this rank's device has no more room.
     """
 
     PLANNED = "planned"
@@ -54,16 +53,16 @@ class _Where(Enum):
 _SHORT = {_Where.PLANNED: _Where.FALLEN, _Where.WHOLE: _Where.LEAVING}
 _AGREED = {_Where.PLANNED: _Where.WHOLE, _Where.FALLEN: _Where.LEAVING}
 _REFUSED = {_Where.WHOLE: _Where.PLANNED, _Where.LEAVING: _Where.FALLEN}
-"""What a place becomes when this rank's device has no room, when all ranks agree to keep a bucket whole, and
-when any rank refuses.  Other places stay."""
+"""How a place changes if this rank's device has no room, if all ranks agree to keep a bucket whole, and if
+any rank refuses.  Other places stay."""
 
 
 @dataclass(slots=True)
 class _Copy:
-    """kept: the node shard, or the whole bucket.  tier: which of them, and where.
+    """kept: the node shard, or the whole bucket.  tier: which of the two, and where.
 
-    uses: backwards that still want it, where the life ends with the backward.  codec: of what is kept in host
-    memory, a row for each node; None where it is the values themselves.
+    uses: how many backwards still need it, if its life ends with the backward.  codec: of the encoded rows in
+    host memory, one for each node; None if the values are not encoded.
     """
 
     kept: Pending
@@ -75,7 +74,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class _State:
-    """What the cache knows of one bucket."""
+    """The cache's state of one bucket."""
 
     place: _Where = _Where.PLANNED
     copy: _Copy | None = None
@@ -109,7 +108,7 @@ class NodeShardCache:
         self._lanes = lanes
         self._codecs = Codecs() if codecs is None else codecs
         self._states: defaultdict[int, _State] = defaultdict(_State)
-        # Asked before a copy stays on the device whose strategy leaves it the choice.
+        # Asked before a copy stays on the device, if its strategy leaves that choice.
         self.memory: DeviceMemory | None = None
 
     @property
@@ -129,7 +128,7 @@ class NodeShardCache:
         return self._states[bucket.id].is_in_full
 
     def agree_in_full(self, bucket: Bucket, home: Home, *, agreed: bool) -> None:
-        """Take note of what all ranks agreed on; a bucket that is kept in full against it falls back."""
+        """Note what all ranks agreed on; a bucket that must no longer be kept in full falls back."""
         state = self._states[bucket.id]
         state.becomes(_AGREED if agreed else _REFUSED)
         if agreed or (copy := state.copy) is None or copy.tier is not Tier.GPU_FULL:
@@ -138,7 +137,7 @@ class NodeShardCache:
             full.done.order()
         node_shard = full.tensor.view(home.ranks_per_node, -1)[home.place]
         if (tier := self._tier_now(bucket, state)) is Tier.GPU:
-            node_shard = node_shard.clone()  # a view would keep all of it
+            node_shard = node_shard.clone()  # a view would keep the whole bucket
         self._keep(bucket, tier, node_shard, copy.generation, copy.uses).wait()
 
     def keep_full(self, bucket: Bucket, generation: int, full: Pending) -> None:
@@ -164,9 +163,9 @@ class NodeShardCache:
         return sum(copy.kept.tensor.nbytes for copy in copies if copy.tier is Tier.HOST)
 
     def _tier_now(self, bucket: Bucket, state: _State) -> Tier:
-        """Where a node shard goes: the host if the device has no room, or had none before.
+        """The tier for a node shard: the host if the device has no room, or had none before.
 
-        A shard that is about to become the whole bucket stays on the device until all ranks have agreed.
+        The shard of a bucket that is kept in full goes to the device until all ranks agree to give it up.
         """
         on_device = self._placements[bucket.id].tier in (Tier.GPU, Tier.GPU_FULL)
         is_planned = on_device and state.place is _Where.PLANNED
@@ -204,7 +203,7 @@ class NodeShardCache:
     def _keep(
         self, bucket: Bucket, tier: Tier, node_shard: Tensor | Pending, generation: int, uses: int
     ) -> Pending:
-        """Put the node shard in the place of the bucket's copy: on the host or on the device."""
+        """Replace the bucket's copy by the node shard, on the host or on the device."""
         state = self._states[bucket.id]
         before = state.copy
         if tier is Tier.GPU:
@@ -233,7 +232,7 @@ class NodeShardCache:
         return stored
 
     def _slab(self, before: _Copy | None, like: Tensor) -> Tensor:
-        """The slab of the copy that was there before, if it is of the right kind, or a new one."""
+        """The slab of the copy `before` if it has the right dtype and shape, or a new slab."""
         if before is not None and before.tier is Tier.HOST:
             slab = before.kept.tensor
             if (slab.dtype, slab.shape) == (like.dtype, like.shape):
@@ -281,7 +280,7 @@ class NodeShardCache:
         return self._lanes.start(LANES[Kind.LOAD], run, out=on_device, reads=reads, name=name)
 
     def has_host_copy(self, bucket_id: int, generation: int) -> bool:
-        """Whether the node shard of that generation is in host memory, or on its way there, exactly."""
+        """Whether the exact node shard of that generation is in host memory, or on its way there."""
         return self._host_copy(bucket_id, generation) is not None
 
     def _host_copy(self, bucket_id: int, generation: int) -> Pending | None:
@@ -291,7 +290,7 @@ class NodeShardCache:
         return copy.kept if copy.tier is Tier.HOST and copy.codec is None else None
 
     def host_copy(self, bucket_id: int, generation: int) -> Tensor | None:
-        """The node shard [N*S] of that generation if it is in host memory: complete, for reading."""
+        """The exact node shard [N*S] of that generation, ready to be read, if it is in host memory."""
         if (kept := self._host_copy(bucket_id, generation)) is None:
             return None
         if kept.done is not None:

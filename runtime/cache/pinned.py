@@ -3,11 +3,12 @@
 torch's own pinned allocator rounds every block up to a power of two, which for a whole model can double the
 memory that a node needs.  A slab here is anonymous memory of whole pages, less than one page too large.
 Its pages are on the NUMA node of the thread that registers it, which is the first to touch them: on the
-card's node if the launcher has bound the process to that node's cores.
+GPU's NUMA node if the launcher has bound the process to that node's cores.
 
 [Note: life of a slab]
-Who takes a slab owns it until `give_back`, or until the pool dies.  Its memory is unregistered and unmapped
-when after that the last tensor on it dies, never earlier: a tensor that outlives the pool stays good.
+The caller of `take` owns the slab until `give_back`, or until the pool dies.  After that, its memory is
+unregistered and unmapped when the last tensor on it dies, never earlier: a tensor that outlives the pool
+stays valid.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class PinnedPool:
-    """The slabs of one model on this rank; plain memory where the device needs none registered."""
+    """The slabs of one model on this rank; plain memory if the device needs no registered memory."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -36,17 +37,17 @@ class PinnedPool:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of all slabs that are out, rounded up to pages as they are."""
+        """Bytes of all slabs that were taken and not given back, in whole pages."""
         return sum(self._slabs.values())
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor on a slab of its own; what it holds at first is undefined."""
+        """A flat tensor on a new slab; its values are undefined."""
         size = elements * dtype.itemsize
         slab_bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = _Memory(slab_bytes)
         if why := memory.register(self._device):
             self._warn(slab_bytes, why)
-        # Evaluation may run under inference_mode, and what is made there can't be written elsewhere.
+        # Evaluation may run under inference_mode, and a tensor made there cannot be written elsewhere.
         with torch.inference_mode(False):
             slab = torch.frombuffer(memory.buffer, dtype=torch.uint8)[:size].view(dtype)
         self._slabs[memory.address] = slab_bytes
@@ -66,7 +67,7 @@ class PinnedPool:
         del self._slabs[address]
 
     def can_register(self, slab_bytes: int) -> bool:
-        """Try whether this process may register so much; nothing stays registered."""
+        """Try whether this process may register that many bytes; nothing stays registered."""
         return not _Memory(slab_bytes).register(self._device)
 
     def _warn(self, slab_bytes: int, why: str) -> None:
@@ -93,7 +94,7 @@ class _Memory:
         self._mapping = mapping
 
     def register(self, device: Device) -> str:
-        """Register the memory until `buffer` dies; returns why that is not possible, or nothing."""
+        """Register the memory until `buffer` dies; return why that is impossible, or nothing."""
         if not device.registers:
             return ""
         if why := device.register(self.address, len(self._mapping)):

@@ -1,8 +1,8 @@
-"""Frozen home shards leave the device once the host has their bucket, and come back if read (`home_shard`).
+"""Release frozen home shards from the device once the host has their bucket; reading brings them back.
 
     home shard [S] on the device  ==  slot n of the node shard [N*S] on the host, n being this rank's node
 
-A frozen parameter is read by nobody but whoever saves, edits or unfreezes it: graphs load the cached bucket.
+Graphs load the cached bucket: only saving, editing or unfreezing reads a frozen parameter (`home_shard`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ def release(
     cache: NodeShardCache,
     node: int,
 ) -> None:
-    """Release what can be released of a bucket that is valid in the cache.
+    """Release the home shards of a bucket that is valid in the cache.
 
     specs, parameters: of the bucket, in its order.  node: this rank's.
-    Nothing is, where the cache is not in host memory or is about to leave it, or where the copy there has
-    less precision.
+    Nothing is released if the copy is not in host memory or is about to leave it, or has less precision.
     """
     if bucket.wire is not Format.FULL or cache.keeps_in_full(bucket):
         return
@@ -50,7 +49,7 @@ def release(
 def _values(
     cache: NodeShardCache, bucket_id: int, generation: int, start: int, spec: ParamSpec
 ) -> Tensor:
-    """A home shard out of the host's node shard, which has it from element `start` on."""
+    """A home shard, read from element `start` of the host's node shard."""
     node_shard = cache.host_copy(bucket_id, generation)
     if node_shard is None:
         raise FcdpError(

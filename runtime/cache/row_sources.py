@@ -1,9 +1,9 @@
-"""Where the rows of other nodes can be read without asking them: a checkpoint that every node has.
+"""Read rows of other nodes from a checkpoint that every node has, without communication between nodes.
 
     home shards of place l of all nodes ─ read here ─▶ node shard [N*S]      instead of an inter all-gather
 
-What was read is believed only if it contains this rank's home shard as it is now, and if every node read the
-same.  Then each slot of it is the home shard of the rank that has it, whatever was written to parameters or
+The values that were read are used only if they contain this rank's home shard as it is now, and if every node
+read the same values.  Then each slot equals the home shard of its rank, whatever was written to parameters or
 files in between.
 """
 
@@ -34,17 +34,17 @@ class Rows(Protocol):
         """The home shard of the parameter on the rank at that place of that node, in its home dtype."""
 
     def close(self) -> None:
-        """Let go of what is open; reading goes on being possible."""
+        """Close open files; `read` stays possible."""
 
 
 class RowSources:
-    """What of a model can be read, by key; every rank has the same keys."""
+    """The parameters of a model that can be read, by key; every rank has the same keys."""
 
     def __init__(self) -> None:
         self._of: dict[str, Rows] = {}
 
     def offer(self, keys: Iterable[str], rows: Rows) -> None:
-        """These can be read from there; every rank must say so."""
+        """Note that `rows` can read these parameters; every rank must call it."""
         self._of |= dict.fromkeys(keys, rows)
 
     def node_shard(
@@ -55,10 +55,10 @@ class RowSources:
         at: Home,
         collectives: Collectives,
     ) -> Tensor | None:
-        """The node shard [N*S] of a frozen bucket with `home` [S] as this rank's slot; None: gather it.
+        """Read the node shard [N*S] of a frozen bucket, with `home` [S] as this rank's slot; None: gather it.
 
-        specs: of the bucket's parameters, in its order.  at: this rank.  All ranks must ask, and get the same
-        answer but for the values.
+        specs: of the bucket's parameters, in its order.  at: this rank.  All ranks must call it; all of them
+        get None, or none does.
         """
         keys = [spec.key for spec in specs]
         has_all = self._of.keys() >= set(keys)
@@ -71,7 +71,7 @@ class RowSources:
         marks = {place: m for _, place, m in rows}
         if all(is_found and marks[place] == m for is_found, place, m in rows):
             return found
-        # They no longer hold what the parameters do; asking again at each refresh would read in vain.
+        # The rows no longer have the parameters' values; reading them at each refresh would be in vain.
         for key in keys:
             del self._of[key]
         log.info(
@@ -85,13 +85,13 @@ class RowSources:
     def _checked(
         self, bucket: Bucket, specs: Sequence[ParamSpec], home: Tensor, at: Home
     ) -> Tensor | None:
-        """The node shard as it can be read here, if that works and contains the home shard."""
+        """The node shard as this rank reads it; None if reading fails, or if it lacks the home shard."""
         readers = list(dict.fromkeys(self._of[spec.key] for spec in specs))
         try:
             with torch.inference_mode(False), torch.no_grad():
                 found = self._read(bucket, specs, at).to(home.device)
         except Exception as error:
-            # Whatever it is, a gather between nodes gives the same.
+            # Whatever the error is, a gather between nodes gives the same values.
             log.warning("rows of bucket %d cannot be read, it is gathered: %s", bucket.id, error)
             return None
         finally:

@@ -1,4 +1,4 @@
-"""What ranks agree on before they communicate: that they do the same, and flags that any may raise."""
+"""Ranks agree before they communicate: that all do the same, and on flags that any rank may raise."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.collectives.collectives import Collectives
 
 _FIRST_WORDS = 30
-"""Words of flags in a message: of more flags than any model has had yet, so that one is enough."""
+"""Words of flags in a message: room for more flags than any model has had yet, so one is enough."""
 
 FLAGS_OF_A_WORD = 60
-"""Words are int64, and have no sign."""
+"""Words are int64; words of flags are never negative."""
 
 
 _ON_PLANS = "the agreement on the plan and on what is stale"
 
 SYNCHRONISES, ACCUMULATES = "synchronises", "accumulates"
-"""What the backward of a forward will do with gradients."""
+"""The modes of a forward: what its backward will do with gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a rank is about to run: the digest of a plan, a mode, and what gives the plan as JSON."""
+    """What a rank is about to run: a plan's digest, a mode, and a function that returns the plan as JSON."""
 
     digest: str
     mode: str
@@ -37,10 +37,10 @@ class About:
 
 
 def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> list[bool]:
-    """For each flag, whether any rank raised it; all ranks must ask, with as many flags.
+    """For each flag, whether any rank raised it; all ranks must ask, with equally many flags.
 
-    Raises: PlanMismatchError on every rank if ranks are about to run different plans, or one in different
-    modes.
+    Raises: PlanMismatchError on every rank if ranks are about to run different plans, or one plan in
+    different modes.
     """
     question = Question(collectives, f"{about.digest} {about.mode}", flags, _ON_PLANS)
     if (found := question.answer()) is None:
@@ -52,14 +52,14 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
 
 
 class Question:
-    """Flags that any rank may raise, and what all ranks must be about to do.
+    """Flags that any rank may raise, and an act that all ranks must be about to do.
 
-    All ranks must ask, with as many flags, and the words are on their way until the answer is wanted.  Every
-    message has one size, whatever is asked: ranks that are about to do different things must not meet in
-    messages of different sizes.  Where every rank sends the same bits and the same complement, no bit is in
-    both for all.
+    All ranks must ask, with equally many flags; the words travel until the answer is read.  Every message has
+    the same size: ranks that are about to do different things must not meet in messages of different sizes.
+    Each rank sends a hash of its act and the hash's complement; if all ranks send the same, the bitwise ors
+    of both have no bit in common.
 
-    act: what the rank is about to do, such as "gathers parameter 'head.weight'".  what: the question itself,
+    act: what the rank is about to do, such as "gathers parameter 'head.weight'".  what: names the question,
     for the error if a rank does not come.
     """
 
@@ -86,7 +86,7 @@ class Question:
     def agreed(self) -> list[bool]:
         """For each flag, whether any rank raised it.
 
-        Raises: PlanMismatchError on every rank if another one is about to do something else.
+        Raises: PlanMismatchError on every rank if any rank is about to do something else.
         """
         if (found := self.answer()) is None:
             raise PlanMismatchError(_mode_mismatch(self._collectives.exchange_texts(self._act)))
@@ -94,7 +94,7 @@ class Question:
 
 
 def _in_messages(words: list[int]) -> list[list[int]]:
-    """Words of flags in messages of one size."""
+    """Words of flags, cut into messages of one size."""
     padded = words + [0] * (-len(words) % _FIRST_WORDS or _FIRST_WORDS * (not words))
     return [padded[at : at + _FIRST_WORDS] for at in range(0, len(padded), _FIRST_WORDS)]
 
@@ -104,17 +104,17 @@ def same_act(collectives: Collectives, act: str) -> None:
 
     act: as in `Question`.
 
-    Raises: PlanMismatchError on every rank if another one is about to do something else, or to run a graph.
+    Raises: PlanMismatchError on every rank if any rank is about to do something else, or to run a graph.
     """
     Question(collectives, act, [], f"the agreement before a rank {act}").agreed()
 
 
 def same_tensors(collectives: Collectives, act: str, tensors: Mapping[str, Tensor]) -> None:
-    """Make sure that every rank is about to do `act` with the same tensors, which each has whole.
+    """Make sure that every rank is about to do `act` with the same tensors; each rank has them whole.
 
-    act: as in `same_act`.  tensors: by name; those on meta are not compared.
+    act: as in `same_act`.  tensors: by name; values on meta are not compared.
 
-    Raises: PlanMismatchError on every rank if one does something else or has tensors of other names,
+    Raises: PlanMismatchError on every rank if a rank does something else or has tensors of other names,
     FcdpError on every rank if values differ.
     """
     names = sorted(tensors)

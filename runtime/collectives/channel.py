@@ -1,8 +1,8 @@
-"""A group of ranks, and the way that its collectives take what is on a device.
+"""A group of ranks, and how its collectives work on tensors of a device.
 
-the host itself                 blocks its caller; done in two parts
-a card, collectives on streams  given to the lane's own stream
-a card, collectives that block  through pinned memory of the host
+on the host                       blocks its caller; done in two parts
+on a GPU, collectives on streams  given to the lane's own stream
+on a GPU, collectives that block  through pinned memory of the host
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fcdp_compile.ranks.messages import all_gather
 from fcdp_compile.ranks.waiting import Wait, finish
 from fcdp_compile.runtime.lanes.tasks import Begun
 
-# torch 2.13 renamed it and warns of the older name, the only one of 2.11.
+# torch 2.13 renamed it and warns of the older name; torch 2.11 has only the older name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def now_or_later(last: Callable[[], None], left: Begun | None) -> Begun | None:
-    """Do `last` after what is left: now, if that is nothing."""
+    """Do `last` when `left` is finished: now, if nothing is left."""
     if left is None:
         last()
         return None
@@ -52,7 +52,7 @@ class Channel:
         return self.device.runs_on_stream(self.group)
 
     def reduce_scatter(self, out: Tensor, send: Tensor) -> None:
-        """[size*n] of every rank -> the average of its part [n], as a group on streams computes it."""
+        """[size*n] of every rank -> the average of this rank's part [n], computed by a group on streams."""
         _reduce_scatter(out, send, op=dist.ReduceOp.AVG, group=self.group, async_op=False)
 
     def all_gather(self, out: Tensor, send: Tensor) -> Begun | None:
@@ -64,11 +64,11 @@ class Channel:
         return self._run(partial(dist.all_to_all_single, group=self.group), out, send)
 
     def _run(self, collective: Callable[..., dist.Work], out: Tensor, send: Tensor) -> Begun | None:
-        # Bytes travel, whatever the dtype.  Views are taken here: the caller's inference mode would spoil
-        # them.
+        # Bytes are sent, whatever the dtype.  The views are made here, on the lane: views made in the
+        # caller's inference mode could not be written.
         out, send = out.view(torch.uint8), send.view(torch.uint8)
         if self.is_on_stream:
-            # Not asynchronously: NCCL would take a stream of its own and make the lane's wait for it.
+            # Not asynchronously: NCCL would take its own stream and make the lane's stream wait for it.
             collective(out, send, async_op=False)
             return None
         is_staged = self.device.has_streams
@@ -79,7 +79,7 @@ class Channel:
         def end() -> None:
             finish(work, self.group, self.wait)
             if is_staged:
-                # The allocator of pinned memory notes which stream reads it, so `arrived` may go.
+                # The allocator of pinned memory notes which stream reads `arrived`, so it may be released.
                 out.copy_(arrived, non_blocking=True)
 
         return Begun(end)
@@ -87,5 +87,5 @@ class Channel:
     def _on_host(self, tensor: Tensor) -> Tensor:
         """A pinned copy, complete."""
         host = self.device.pinned_like(tensor).copy_(tensor, non_blocking=True)
-        self.device.synchronize()  # this thread's own stream, off the Python main thread
+        self.device.synchronize()  # waits for this lane's stream, not on the main Python thread
         return host

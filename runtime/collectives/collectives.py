@@ -33,13 +33,13 @@ from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 class Collectives:
     """Collectives over one topology, counted as they are issued, run on the inter and intra lanes.
 
-    Every collective on the two groups goes through the lanes, also those that are waited for at once: two
-    threads that use one group would mix up the order that ranks meet in.
+    Every collective on the two groups goes through the lanes, even if its caller waits for it at once: if two
+    threads used one group, ranks could start collectives in different orders.
 
-    during: tells of a collective, by the name of its profiler's range, what it is a part of just now; for
-    the error if a rank does not come to it.
+    during: describes a collective, given the name of its profiler's range, and the pass that it is a part of;
+    for the error if a rank does not come.
 
-    Shapes: all-gather [n] -> [size*n]; reduce-scatter [size*n] -> [n], size being the group's.
+    Shapes: all-gather [n] -> [size*n]; reduce-scatter [size*n] -> [n], where size is the group's.
     """
 
     def __init__(self, topology: Topology, counters: Counters, lanes: Lanes) -> None:
@@ -67,9 +67,9 @@ class Collectives:
     def all_gather(
         self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
     ) -> Pending:
-        """Start an all-gather of `send` (any dtype: bytes travel); `name` is of the profiler's range.
+        """Start an all-gather of `send` (any dtype: bytes are sent); `name` is for the profiler's range.
 
-        codec: of what crosses; every rank gets its own part, too, as the others do.
+        codec: encodes what is sent; a rank decodes its own part, too, so that all ranks get the same values.
         """
         size = self.group_size(kind)
         send = _contiguous(send)
@@ -93,9 +93,10 @@ class Collectives:
     def own_all_gather(
         self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
     ) -> Pending:
-        """Start the intra-node all-gather of home shards while they cross (HO-Ring): [S] -> [g*S].
+        """Start the intra-node all-gather of the node's own home shards (HO-Ring): [S] -> [g*S].
 
-        codec: of what crosses: a node's own shards become what other nodes get of them.
+        It runs while the shards are sent between nodes.  codec: of that transfer; the result has the values
+        that other nodes decode.
         """
         size = self.group_size(kind)
         send = _contiguous(send)
@@ -110,7 +111,7 @@ class Collectives:
     def rest_all_gather(
         self, kind: Kind, send: Tensor | Pending, own: Tensor | Pending, name: str
     ) -> Pending:
-        """Start the intra-node all-gather of what crossed (HO-Ring): [N*S] and [g*S] -> [g*N*S]."""
+        """Start the intra-node all-gather of other nodes' shards (HO-Ring): [N*S] and [g*S] -> [g*N*S]."""
         size = self.group_size(kind)
         node_shard, mine = tensor_of(send), tensor_of(own)
         self._counters.add(kind, (size - 1) * (node_shard.nbytes - mine.nbytes // size))
@@ -130,7 +131,7 @@ class Collectives:
     ) -> Pending:
         """Start an all-gather over all ranks: [S] -> [G*S], in the order of chunks.
 
-        codec: of what travels.
+        codec: encodes what is sent.
         """
         assert self._flat is not None, "make_flat_group comes first"
         send = _contiguous(send)
@@ -153,7 +154,7 @@ class Collectives:
     ) -> Pending:
         """Start a reduce-scatter that averages over the group; sums are taken in fp32 or wider.
 
-        codec: of what crosses: encoded once, and summed once decoded (qgZ of ZeRO++, section 3.3).
+        codec: encodes what is sent, once; decoded values are summed (qgZ of ZeRO++, section 3.3).
         """
         size = self.group_size(kind)
         send = _contiguous(send)
@@ -172,7 +173,7 @@ class Collectives:
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def all_reduce(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
-        """Start an averaging all-reduce: a reduce-scatter, and an all-gather of what that leaves.
+        """Start an averaging all-reduce: a reduce-scatter, and an all-gather of its result.
 
         Shape: [n] -> [n].  Every rank gets the same bits.
         """
@@ -192,7 +193,7 @@ class Collectives:
     ) -> Pending:
         """Start one step of a reduction of gradients (`fcdp_compile.plan.reduction`).
 
-        codec: of what crosses in a reduce-scatter.
+        codec: of a reduce-scatter.
         """
         if kind is Kind.INTER_ALL_REDUCE:
             return self.all_reduce(kind, send, name)
@@ -203,7 +204,7 @@ class Collectives:
     def agree(self, words: list[int], what: str = "an agreement of all ranks") -> list[list[int]]:
         """Every rank's `words`, the same number on every rank; all ranks of the mesh must call it.
 
-        what: they agree on.
+        what: names the agreement, for the error if a rank does not come.
 
         Raises: LostRankError.
         """
@@ -220,9 +221,9 @@ class Collectives:
         return rows
 
     def tell(self, words: list[int], what: str) -> Telling:
-        """Start to tell all ranks these words, as many on every rank; the result is the bitwise or of all.
+        """Start to tell all ranks `words`, equally many on every rank; the result is the bitwise or of all.
 
-        All ranks of the mesh must call it.  what: they agree on.
+        All ranks of the mesh must call it.  what: names the agreement, for the error if a rank does not come.
         """
         t = self._topology
         if t.ranks > 1:
@@ -241,18 +242,18 @@ class Collectives:
 
 
 def told_alone(name: str) -> str:
-    """Tell of a collective that is no part of anything."""
+    """Describe a collective that is not part of a pass."""
     return name.removeprefix("fcdp::")
 
 
 def are_blocking(topology: Topology, device: Device) -> bool:
-    """Whether collectives on this topology block their caller: Gloo's do, also for what is on a card."""
+    """Whether collectives on this topology block their caller: Gloo's do, also for tensors on a GPU."""
     groups = [g for g in (topology.inter, topology.intra) if g is not None]
     return any(not device.runs_on_stream(g) for g in groups)
 
 
 def _contiguous(send: Tensor | Pending) -> Tensor | Pending:
-    """What a lane leaves is contiguous; what compute made, also if it comes as a `Pending`, need not be."""
+    """The value, contiguous: a lane's result already is; compute's result, even if `Pending`, may not be."""
     if isinstance(send, Pending) and send.done is not None:
         return send
     tensor = tensor_of(send)
@@ -260,6 +261,6 @@ def _contiguous(send: Tensor | Pending) -> Tensor | Pending:
 
 
 def _empty(like: Tensor, elements: int, dtype: torch.dtype | None = None) -> Tensor:
-    # A lane's thread is outside of the caller's inference mode, where such tensors can't be written.
+    # A lane's thread is outside of the caller's inference mode, and cannot write to tensors made in it.
     with torch.inference_mode(False):
         return like.new_empty(elements, dtype=dtype)

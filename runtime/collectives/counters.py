@@ -1,4 +1,4 @@
-"""Bytes by link and kind, counted where they are issued; cheap enough to be always on."""
+"""Bytes by link and kind, counted when a transfer is issued; cheap enough to be always on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ AGREE = "agree"
 """Counter of the small messages by which ranks agree on a plan and on what is stale; not a plan step."""
 
 FLAT_WITHIN = "flat_all_gather_within"
-"""Counter of a ring's all-gathers on a rank that has its successor in its own node."""
+"""Counter of a ring's all-gathers on a rank whose successor is in its own node."""
 
 
 @dataclass(slots=True)
 class Counters:
     """Running totals of one model on this rank.
 
-    sent: bytes by kind, those that this rank sends to others or copies over its own bus.
+    sent: bytes, by kind, that this rank sends to others or copies over its own bus.
     calls: how often each kind was issued.
     """
 
@@ -36,7 +36,7 @@ class Counters:
         self.calls[name] = self.calls.get(name, 0) + 1
 
     def end_step(self, optimizer: object) -> None:
-        """An optimizer has stepped: what was counted since the last time is the last step.
+        """End a step, after an optimizer has stepped: the counts since the previous end are its counts.
 
         A second optimizer that steps right after the first one, with nothing moved between, ends no step.
         """

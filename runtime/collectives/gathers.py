@@ -1,6 +1,6 @@
 """All-gathers as tasks of a lane: plain, encoded, and the parts of other algorithms (`gathering`).
 
-Each fills `out`, which its caller has allocated, and returns what is left to do if it has only begun.
+Each fills `out`, which its caller has allocated, and returns a `Begun` if it is not done yet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fcdp_compile.runtime.lanes.tasks import Begun
 def gather_encoded(
     out: Tensor, encoded: Tensor, send: Tensor, codec: Codec, channel: Channel
 ) -> Begun | None:
-    """[n] of every rank -> [size*n], and the same in `encoded` as it travelled, [size*bytes]."""
+    """[n] of every rank -> [size*n], and in `encoded` the encoded values as they were sent, [size*bytes]."""
     left = channel.all_gather(encoded, codec.encode(send.view(1, -1)).view(-1))
 
     def decode() -> None:
@@ -27,7 +27,7 @@ def gather_encoded(
 
 
 def gather_own(out: Tensor, send: Tensor, codec: Codec | None, channel: Channel) -> Begun | None:
-    """[S] of every rank of a node -> [g*S], as it would have come from another node."""
+    """[S] of every rank of a node -> [g*S], with the values that another node would decode."""
     if codec is not None:
         send = codec.decode(codec.encode(send.view(1, -1)), send.dtype).view(-1)
     return channel.all_gather(out, send)
@@ -36,7 +36,7 @@ def gather_own(out: Tensor, send: Tensor, codec: Codec | None, channel: Channel)
 def gather_rest(
     out: Tensor, node_shard: Tensor, own: Tensor, node: int, channel: Channel
 ) -> Begun | None:
-    """[N*S] of every rank of a node, which is number `node`, and all of that node's own [g*S] -> [g*N*S]."""
+    """[N*S] of every rank of node number `node`, and the node's own home shards [g*S] -> [g*N*S]."""
     slot = own.numel() * node_shard.numel() // out.numel()
     rows = node_shard.view(-1, slot)
     if node in (0, len(rows) - 1):

@@ -1,10 +1,10 @@
-"""Encode rows of values in a format of `wire` and decode them: tensor arithmetic only.
+"""Encode rows of values in a format of `formats` and decode them: tensor arithmetic only.
 
 The error of a value in a block whose largest magnitude is m:
 
     |decode(encode(x)) - x| <= m / (2 * 127) with int8, m / (2 * 7) with int4, and half a unit of the dtype
 
-A block of zeros stays zeros.  A block with an infinity or NaN has no finite value left, so that whoever
+A block of zeros stays zeros.  A block with an infinity or NaN has no finite value left, so that code that
 looks for overflow (a gradient scaler) finds it.
 """
 
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from fcdp_compile.strategy.formats import BLOCK, LEVELS, Format, blocks_of, row_bytes
 
-_SMALLEST = 2.0**-126  # normal fp32: what is below vanishes, and nothing is divided by zero
+_SMALLEST = 2.0**-126  # normal fp32, the least scale: no division by zero, smaller values become 0
 _LARGEST = torch.finfo(torch.float32).max
 
 Kernel = Callable[[list[Any]], Sequence[Tensor]]
 """A compiled function of a list of tensors, which it empties."""
 
 Sized = tuple[int, torch.dtype]
-"""How many rows, of values of which dtype."""
+"""The number of rows, and the dtype of their values."""
 
 
 class Codec:
-    """One format for rows of the same slots (`wire`, [Note: encoded rows]).
+    """Encodes rows of the same slots in one format (`formats`, [Note: encoded rows]).
 
     elements: n, of a row.  bytes: of an encoded row.  blocks: of a row.  is_regular: whether all blocks but
-    the last one are whole.  encoders, decoders: compiled `encode_blocks` and `decode_blocks`, for what is
-    regular.
+    the last one are whole.  encoders, decoders: compiled `encode_blocks` and `decode_blocks`, for regular
+    rows.
     """
 
     def __init__(self, wire: Format, slots: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class Codec:
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode each row: [rows, bytes] uint8 -> [rows, n] in `dtype`."""
         count, start = len(rows), 4 * self.blocks
-        # Copies are aligned, whatever a row begins at.
+        # A copy is aligned, wherever a row begins.
         scales = rows[:, :start].flatten().clone().view(torch.float32).view(count, self.blocks)
         data = rows[:, start:]
         if not self.is_regular:
@@ -122,7 +122,7 @@ def decode_blocks(codec: Codec, scales: Tensor, data: Tensor, dtype: torch.dtype
 def scales_of(largest: Tensor, levels: int) -> Tensor:
     """The scale of each block whose largest magnitude is given."""
     scales = (largest / levels).clamp_min_(_SMALLEST)
-    # A scale rounded up would make the largest numbers infinite once decoded.
+    # With a scale that was rounded up, the largest numbers would be decoded as infinite.
     return scales.where(scales.isinf(), scales.clamp(max=_LARGEST / levels * (1 - 2.0**-23)))
 
 

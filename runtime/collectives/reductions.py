@@ -1,6 +1,6 @@
 """Averaging reduce-scatters and all-reduces as tasks of a lane.
 
-Each fills `out`, which its caller has allocated, and returns what is left to do if it has only begun.
+Each fills `out`, which its caller has allocated, and returns a `Begun` if it is not done yet.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fcdp_compile.runtime.lanes.tasks import Begun
 
 
 def reduce_scatter(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
-    """[size*n] of every rank -> the average of its part [n], summed in fp32 or wider and rounded once."""
+    """[size*n] of every rank -> the average of this rank's part [n]; sums in fp32 or wider, rounded once."""
     if channel.is_on_stream and not is_narrow(send.dtype):
         channel.reduce_scatter(out, send)
         return None
     # NCCL's reduce_scatter rounds to the dtype at every hop, and Gloo's is an all-reduce underneath, which
-    # moves twice the bytes; all-to-all moves the right ones, and leaves the sum to us.
+    # moves twice the bytes; all-to-all moves each byte once, and the sum is taken here.
     parts = torch.empty_like(send)
 
     def average() -> None:
@@ -37,12 +37,12 @@ def all_reduce(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
     mine = torch.empty_like(out[: out.numel() // channel.size])
     left = reduce_scatter(mine, whole, channel)
     if left is not None:
-        left.finish()  # here: what another thread began would meet the next collective out of order
+        left.finish()  # not on another thread: it would meet the next collective out of order
     return channel.all_gather(out, mine)
 
 
 def reduce_encoded(out: Tensor, send: Tensor, codec: Codec, channel: Channel) -> Begun | None:
-    """[size*n] of every rank -> the average of its part [n], encoded once and summed once decoded."""
+    """[size*n] of every rank -> the average of this rank's part [n]; encoded once, summed when decoded."""
     encoded = codec.encode(send.view(channel.size, -1)).view(-1)
     parts = torch.empty_like(encoded)
 

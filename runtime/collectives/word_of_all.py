@@ -1,7 +1,7 @@
-"""What any rank says, told to all: the bitwise or of words, gathered by one rank and broadcast from there.
+"""Tell all ranks the bitwise or of every rank's words: one rank gathers them and broadcasts the result.
 
 Gloo broadcasts along a tree, so all ranks know after 1 + log2(G) hops (`cost.agreement_hops`); its all-gather
-is a ring and takes G - 1.  It runs beside the Python thread from `tell` to `finish`.
+is a ring of G - 1 hops.  The gather runs beside the Python thread from `tell` to `finish`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fcdp_compile.ranks.waiting import Wait, finish
 class Telling:
     """Words on their way to all ranks.
 
-    All ranks of the group must make it, with as many words, and call `finish` in one order with whatever else
-    the group does.  doing: tells what the words are for, if a rank does not come.
+    All ranks of the group must make it, with equally many words, and call `finish` in the same place among
+    the group's collectives.  doing: says what the words are for, for the error if a rank does not come.
     """
 
     def __init__(

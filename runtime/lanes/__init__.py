@@ -1,1 +1,1 @@
-"""The lanes beside compute: streams or threads, and the order of what runs on them."""
+"""The lanes beside compute: streams or threads, and the order of their tasks."""

@@ -1,11 +1,11 @@
 """The lanes beside compute, on which transfers and collectives run.
 
-    CPU, or a card with Gloo   a worker thread a lane: collectives block their caller
-    a card with NCCL           a stream a lane: nothing blocks the Python thread
+    CPU, or a GPU with Gloo   one worker thread for each lane: collectives block their caller
+    a GPU with NCCL           one stream for each lane: nothing blocks the Python thread
 
-A task is started with the pending results that it reads and runs after them, and after whatever its lane was
-given before.  All ranks start the same tasks in the same order (their plans are compared), so lanes that
-wait for each other cannot wait in a circle.
+A task is started with the pending results that it reads; it runs after them, and after the earlier tasks of
+its lane.  All ranks start the same tasks in the same order (their plans are compared), so lanes that wait for
+each other cannot wait in a circle.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from fcdp_compile.runtime.lanes.thread_lane import ThreadLane
 from fcdp_compile.torch_compat import is_profiling
 
 _URGENT = (Lane.INTER, Lane.INTRA)
-"""Collectives must not queue behind kernels that fill the whole card; copies do not compete with those."""
+"""Collectives must not queue behind kernels that fill the whole GPU; copies do not compete with kernels."""
 
 Timed = Callable[[Lane, Run], Run]
-"""Makes of what a lane is to run what notes when that begins and ends."""
+"""Wraps a task of a lane so that its start and end are timed."""
 
 
 def tensor_of(value: Tensor | Pending) -> Tensor:
@@ -45,14 +45,14 @@ def tensor_of(value: Tensor | Pending) -> Tensor:
 
 
 def range_name(kind: Kind, bucket: Bucket) -> str:
-    """What a profiler shows of a step."""
+    """The name of a step's range in a profiler."""
     return f"fcdp::{kind.value} {bucket.id}"
 
 
 class Lanes:
     """The lanes of the models of one mesh on this rank.
 
-    device: where they move things to and from.
+    device: the lanes move data to and from it.
     is_blocking: whether collectives block their caller, so that each lane needs a thread.
     exiting: set when the interpreter ends ([Note: end of the interpreter] in `thread_lane`).
     """
@@ -62,19 +62,19 @@ class Lanes:
         self.device = device
         self._is_blocking = is_blocking or not device.has_streams
         self._order = StreamOrder()
-        self._last: dict[Lane, Ordered] = {}  # of each lane, where lanes are streams
+        self._last: dict[Lane, Ordered] = {}  # of each lane, if lanes are streams
         self._lanes: dict[Lane, TaskLane] = {}
-        self._task = _named  # what a lane is given to run in the place of a run
+        self._task = _named  # wraps each task before its lane gets it
         give_up = partial(_give_up, self._lanes, self.exiting, os.getpid())
         atexit.register(give_up)
         weakref.finalize(self, _close, self._lanes, give_up).atexit = False
 
     @staticmethod
     def shared(topology: Topology, device: Device, *, is_blocking: bool) -> Lanes:
-        """The lanes for the groups of a topology, which live as long as that.
+        """The lanes for the groups of a topology; they live as long as the topology.
 
-        Whoever uses one group must start its collectives in one order: also models that take turns, and one
-        that follows another whose step failed and left tasks behind.
+        All models share them, because the collectives of a group must start in one order: also if models
+        take turns, or if a model follows another whose failed step left tasks behind.
         """
         lanes = _shared.setdefault(topology, {})
         if device.torch not in lanes:
@@ -86,15 +86,15 @@ class Lanes:
     ) -> Pending:
         """Run `run`, which reads `reads` and fills `out`, on a lane.
 
-        `out` must be allocated by the caller: memory belongs to the compute stream, and a lane touches it
-        only after what the compute stream was given before.
+        The caller must allocate `out`: memory belongs to the compute stream, and a lane touches it only
+        after the work that the compute stream got before.
         """
         after = [r.done for r in reads if isinstance(r, Pending) and r.done is not None]
         held: list[object] = [out, *reads]
         task = self._task(lane, name, run)
         if not self.device.has_streams:
             return Pending(out, done=self._lane(lane).start(task, after, held))
-        # First: a task that fails may leave behind on its stream what it had begun.
+        # Before the start: a task that fails may leave unfinished work on its stream.
         clock = self._order.add(lane, after, held)
         task = within(partial(self.device.watching, name), task)
         done = Ordered(self._lane(lane).start(task, after, held), clock, self._order)
@@ -102,9 +102,10 @@ class Lanes:
         return Pending(out, done=done)
 
     def settle(self) -> None:
-        """Let compute come after all that was started, as a step has failed that would have waited for it.
+        """Order compute after all started tasks, because the step that would have waited for them failed.
 
-        What lanes still read, such as home shards, may be written to next.  Not where that would block.
+        Later code may write to memory that lanes still read, such as home shards.  Does nothing if it would
+        block.
         """
         if not self._is_blocking:
             for done in self._last.values():
@@ -113,7 +114,7 @@ class Lanes:
 
     @contextmanager
     def timing(self, timed: Timed) -> Iterator[None]:
-        """Run what is started in here as `timed` makes it."""
+        """Wrap the tasks that are started within it by `timed`."""
         self._task = lambda lane, name, run: timed(lane, _named(lane, name, run))
         try:
             yield

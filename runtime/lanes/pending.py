@@ -11,26 +11,26 @@ class Done(Protocol):
     """The end of a started task."""
 
     def order(self) -> None:
-        """Make what the caller does next come after the task.
+        """Order the caller's next work after the task.
 
-        Its current stream waits; where the device has none, its thread.  May be called several times, by any
-        thread.
+        The caller's current stream waits, or its thread if the device has no streams.  May be called several
+        times, by any thread.
 
         Raises: whatever the task raised.
         """
 
     def passed(self) -> None:
-        """Let go of what nobody needs after the task; compute has been ordered after it."""
+        """Let go of buffers that are not needed after the task; compute has been ordered after it."""
 
 
 class Pending:
     """A started transfer or collective: a buffer whose contents are valid once it is done.
 
-    Lanes take `tensor` and `done` to start what comes after it; `wait` hands the result to whoever computes
-    on this thread's stream, once.
+    Lanes take `tensor` and `done` to start later tasks; `wait` returns the result to compute on this thread's
+    stream, once.
 
-    is_full: of what a cache gives: the bucket as gathered [G*S], not its node shard [N*S].
-    encoded: the same values as they came over the wire, where that was in another format.
+    is_full: whether a loaded bucket is the whole bucket [G*S], not its node shard [N*S].
+    encoded: the same values as they were sent, if that was in another format.
     """
 
     __slots__ = ("_is_waited", "done", "encoded", "is_full", "tensor")
@@ -50,7 +50,7 @@ class Pending:
         self._is_waited = False
 
     def wait(self) -> Tensor:
-        """The result, complete for whoever uses it next on this thread's stream."""
+        """The result, complete for the next work on this thread's stream."""
         assert not self._is_waited, "a pending step was waited for twice"
         self._is_waited = True
         if self.done is not None:
@@ -60,7 +60,7 @@ class Pending:
 
 
 def passed_on(value: Tensor | Pending) -> Pending:
-    """The result of a step that changes nothing: what it was given and what it gives may both be waited for."""
+    """The result of a step that changes nothing; callers may wait for both it and `value`."""
     if isinstance(value, Tensor):
         return Pending(value)
     return Pending(value.tensor, done=value.done, is_full=value.is_full, encoded=value.encoded)

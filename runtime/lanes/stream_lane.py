@@ -24,7 +24,7 @@ class OnStream:
 
 
 class StreamLane:
-    """A stream that tasks are issued to, by the Python thread or by a lane's."""
+    """A stream; the Python thread or a lane's thread issues tasks to it."""
 
     def __init__(self, device: Device, *, is_urgent: bool) -> None:
         self._stream = device.new_stream(is_urgent=is_urgent)
@@ -34,7 +34,7 @@ class StreamLane:
         return self.issue(run, after, self._device.record())
 
     def issue(self, run: Run, after: Sequence[Done], given: Event) -> Done:
-        """Issue a task to come after the event `given`; returns its end."""
+        """Issue a task that comes after the event `given`; return the task's end."""
         with self._device.on(self._stream):
             self._stream.wait_event(given)
             for done in after:

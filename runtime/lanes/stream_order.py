@@ -1,13 +1,13 @@
-"""Which buffers the lanes' streams may still read or write.
+"""Hold the buffers that the lanes' streams may still read or write.
 
-[Note: let go in stream order] Memory belongs to the compute stream: what is freed is given to the next of its
-kernels.  So what a lane's stream reads or writes is held until the compute stream comes after the task.  A
-stream that comes after a task also comes after all that was given to the task's lane before it, and after
-all that these tasks came after.  A task therefore has a clock: how many tasks of each lane are done when the
-task is.  When compute waits for the task, everything that its clock counts is let go.
+[Note: let go in stream order] Memory belongs to the compute stream: its next kernel may get a buffer that is
+freed.  So the buffers of a task on a lane's stream are held until the compute stream comes after the task.  A
+stream that comes after a task also comes after the earlier tasks of the task's lane, and after all tasks that
+these came after.  So a task has a clock: for each lane, the number of tasks that are done when this task is
+done.  When compute waits for a task, the buffers of all tasks that its clock counts are let go.
 
-Nothing asks the device how far it has come: how much memory is held follows from the program alone, also
-where the Python thread is far ahead.
+Nothing asks the device how far it has come: the memory that is held follows from the program alone, also if
+the Python thread is far ahead.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.lanes.pending import Done
 
 Clock = Mapping[Lane, int]
-"""How many tasks of each lane a task, and whoever waits for it, comes after."""
+"""For each lane, how many of its tasks are done when a task is done."""
 
 
 class StreamOrder:
-    """The tasks of the lanes of one device, and what they hold."""
+    """The tasks of the lanes of one device, and the buffers that they hold."""
 
     def __init__(self) -> None:
         self._clocks: dict[Lane, dict[Lane, int]] = {}  # of each lane's last task
         self._held: dict[Lane, deque[tuple[int, list[object]]]] = {}
 
     def add(self, lane: Lane, after: Sequence[Done], held: list[object]) -> Clock:
-        """Hold what a task needs that is about to be given to a lane; returns the task's clock."""
+        """Hold the buffers of a task that is about to start on a lane; return the task's clock."""
         clock = dict(self._clocks.get(lane, {}))
         for done in after:
             if isinstance(done, Ordered):
@@ -42,7 +42,7 @@ class StreamOrder:
         return clock
 
     def let_go(self, clock: Clock) -> None:
-        """Let go of what the tasks hold that compute now comes after."""
+        """Let go of the buffers of all tasks that `clock` counts; compute now comes after them."""
         for lane, count in clock.items():
             held = self._held[lane]
             while held and held[0][0] <= count:

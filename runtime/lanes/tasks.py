@@ -1,4 +1,4 @@
-"""What lanes run, and what they leave."""
+"""The tasks that lanes run, and their ends."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Protocol
 from fcdp_compile.runtime.lanes.pending import Done
 
 Run = Callable[[], object]
-"""A task; it may return that it has only `Begun`."""
+"""A task; it may return a `Begun` if it is not done yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a task returns that needs the lane no longer, but is done only when `finish` returns."""
+    """Returned by a task that no longer needs the lane, but is done only when `finish` returns."""
 
     finish: Callable[[], object]
 
 
 def within(context: Callable[[], AbstractContextManager[Any]], run: Run) -> Run:
-    """A task in a context, also what it has only begun."""
+    """A task that runs in a context, and also finishes in one if it has only begun."""
 
     def inside() -> object:
         with context():
@@ -37,11 +37,11 @@ class TaskLane(Protocol):
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
         """Start a task.
 
-        held: its buffers; cleared at its end where nothing of it is done later, on a stream.
+        held: its buffers; cleared at its end if the lane has no stream that may still use them.
         """
 
     def close(self) -> None:
-        """Take no more tasks, and let go of what is not needed for those there are."""
+        """Take no more tasks; those that were started go on."""
 
     def join(self) -> None:
-        """Wait for what a closed lane does in Python, within reason."""
+        """Wait, for a limited time, for the Python work of a closed lane."""

@@ -1,16 +1,17 @@
-"""A lane that is a worker thread, for what blocks its caller.
+"""A lane that is a worker thread, for tasks that block their caller.
 
-[Note: two in flight] A collective between nodes ends with a message that its peers wait for, and the next
-begins with one.  While these cross a slow link, nothing else would: on a 100 Mbit/s link, gathers of 2.5 MB
-one by one reach 9.0 MB/s, two at once 11.  So a task may return that it has only `Begun`; its lane goes on,
-and a second thread finishes it.  Collectives still begin in order.  With Gloo and tensors on a device
-that has streams they are finished at once: what they leave on the lane's stream has to be in order.
+[Note: two in flight] A collective between nodes ends with a message that other ranks wait for, and the next
+one begins with such a message.  One by one, collectives would leave a slow link idle but for these messages:
+on a 100 Mbit/s link, gathers of 2.5 MB reach 9.0 MB/s one by one, and 11 MB/s two at once.  So a task may
+return a `Begun`; its lane goes on, and a second thread finishes the task.  Collectives still begin in order.
+With Gloo and tensors on a device with streams, tasks are finished at once: their work on the lane's stream
+has to be in order.
 
-[Note: end of the interpreter] A rank that fails in a step leaves tasks behind that wait for its peers.  The
-threads are daemons, because their peers may never come.  But a daemon that comes back from C++ while the
-interpreter ends is killed inside of it, and the whole process aborts in place of its own exit code.  So
-before the interpreter ends (atexit), `exiting` is set, tasks that block look at it now and then and close
-their group (`lost_ranks`, [Note: closed groups]), and those that have not begun are cancelled.
+[Note: end of the interpreter] A rank that fails in a step leaves tasks behind that wait for other ranks.  The
+threads are daemons, because the other ranks may never come.  But a daemon that returns from C++ while the
+interpreter ends is killed there, and the whole process aborts instead of returning its exit code.  So before
+the interpreter ends (atexit), `exiting` is set: tasks that block look at it now and then and close their
+group (`lost_ranks`, [Note: closed groups]), and tasks that have not begun are cancelled.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from fcdp_compile.runtime.lanes.tasks import Begun, Run
 from fcdp_compile.torch_compat import name_thread
 
 _BEGUN = 1
-"""How many that have begun may wait behind the one that is being finished; the next blocks its lane."""
+"""How many begun tasks may wait behind the task that is being finished; the next one blocks its lane."""
 
-_END_S = 5.0  # for a thread at the end of the interpreter: a copy of a few GB, and what looks at `exiting`
+_END_S = 5.0  # for a thread at the interpreter's end: to copy a few GB, and to see `exiting`
 
 
 class ThreadLane:
-    """A worker thread; with a stream of its own where the device has streams."""
+    """A worker thread, with its own stream if the device has streams."""
 
     def __init__(self, name: str, device: Device, exiting: Event, *, is_urgent: bool) -> None:
         self._device = device
@@ -56,7 +57,7 @@ class ThreadLane:
         return _InThread(future)
 
     def close(self) -> None:
-        """Let the thread end after what it was given."""
+        """Let the thread end after its tasks."""
         self._tasks.put(None)
 
     def join(self) -> None:
@@ -83,7 +84,7 @@ def _finish_here(begun: Begun, held: list[object]) -> None:
 
 
 class _InThread:
-    """The end of a task on a thread; it may have left something behind on a stream."""
+    """The end of a task on a thread; the task may have left work on a stream."""
 
     def __init__(self, future: Future[object]) -> None:
         self._future = future
@@ -97,7 +98,7 @@ class _InThread:
 
 
 class _Task:
-    """A call to make on a thread, once, and the future that learns what became of it."""
+    """A call to make on a thread, once, and the future that gets its result or error."""
 
     def __init__(
         self, call: Callable[[], object], future: Future[object], *, is_begun: bool = False
@@ -107,16 +108,16 @@ class _Task:
         self.is_begun = is_begun
 
     def settle(self) -> _Task | None:
-        """Make the call; returns what is left to do if it has only begun."""
+        """Make the call; return the task that finishes it if it has only begun."""
         call, future = self._call, self._future
-        # The call holds buffers, and whoever waits may count on them being gone.
+        # The call holds buffers, which must be gone when the future is done.
         del self._call, self._future
         try:
             left = call()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised for the waiter
             del call
-            # Frames of the task hold buffers too.  A waiter's frame that holds the future closes a circle,
-            # so without this they would be there until the garbage collector comes.
+            # The task's frames hold buffers, too.  If a waiter's frame holds the future, that is a cycle:
+            # without this, the buffers would stay until the garbage collector runs.
             clear_frames(error.__traceback__)
             future.set_exception(error)
             return None
@@ -127,7 +128,7 @@ class _Task:
         return None
 
     def cancel(self) -> None:
-        """Do not make the call; who waits for it gets an error."""
+        """Do not make the call; waiting for it raises an error."""
         del self._call
         self._future.cancel()
 
@@ -143,7 +144,7 @@ def _start_thread(
 
 
 class _Finisher:
-    """The thread that finishes what another has begun, started when there is something to finish."""
+    """The thread that finishes tasks that another has begun; started with the first of them."""
 
     def __init__(self, name: str, exiting: Event) -> None:
         self._name = name
@@ -158,7 +159,7 @@ class _Finisher:
         self._begun.put(begun)
 
     def end(self) -> None:
-        """Wait until all is finished, or given up."""
+        """Wait until all tasks are finished, or given up."""
         if self._begun is not None:
             self._begun.put(None)
             self._is_quiet.wait()

@@ -1,1 +1,1 @@
-"""Gradients that wait for their step, and what happens around the step of an optimizer."""
+"""Gradients that wait for an optimizer's step, and hooks before and after the step."""

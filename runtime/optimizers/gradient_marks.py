@@ -1,15 +1,15 @@
-"""Notice that somebody cleared or changed gradients while others of their parameters wait.
+"""Notice gradients that were cleared or changed while others of their parameters wait.
 
 [Note: cleared gradients]
-What `no_sync` accumulates belongs to `.grad`, and whoever clears that means it too.  An accumulating backward
-gives autograd negative zeros, which change no bit of a gradient that is there; one of positive zeros alone
-is made negative before anybody gets hold of it, which adds as little.  So a `.grad` that is gone by the next
-backward or optimizer step, or all positive zeros, was cleared by `zero_grad`, and what waits for that
-parameter is forgotten.  One that differs in any other way cannot be made right and is refused.  Ranks tell
-each other what they see: one whose shard of a parameter is empty sees nothing.
+Gradients that `no_sync` accumulates belong to `.grad`: code that clears `.grad` means to clear them, too.  An
+accumulating backward gives autograd negative zeros, which change no bit of an existing gradient.  A gradient
+of positive zeros alone is made negative zeros before anybody can read it, which changes no sum.  So if a
+`.grad` is gone by the next backward or optimizer step, or is all positive zeros, `zero_grad` cleared it, and
+the gradients that wait for that parameter are forgotten.  A `.grad` that differs in any other way cannot be
+repaired and is refused.  Ranks tell each other what they see: a rank with an empty shard sees nothing.
 
-Gradients are sealed (`seal`, [Note: seals]): only of those that others got hold of are the
-values looked at, of all in a few kernels, and only then does the Python thread wait for the device.
+Gradients are sealed (`seal`, [Note: seals]).  Only the values of gradients that others could reach are looked
+at, all of them in a few kernels, and only then does the Python thread wait for the device.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from fcdp_compile.runtime.parameters.validity import read
 
 @dataclass(frozen=True, slots=True)
 class Grad:
-    """A `.grad` at some time: whoever adds to it counts its version up, or puts another in its place."""
+    """A `.grad` at some time: adding to it raises its version or replaces the tensor."""
 
     tensor: Tensor | None
     version: int
 
     def is_still(self, other: Grad) -> bool:
-        """Whether it is this one, and nobody wrote to it since."""
+        """Whether `other` is the same tensor, and nobody wrote to it since."""
         return self.tensor is other.tensor and self.version == other.version
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What became of a gradient: whether it is positive zeros now, and whether it differs from its mark."""
+    """The state of a gradient: whether it is positive zeros now, and whether it differs from its mark."""
 
     is_zeroed: bool = False
     differs: bool = False
 
 
 class _GradientSeal(Seal):
-    """The seal on a gradient that is to stay as it is."""
+    """The seal on a gradient that must stay as it is."""
 
     __slots__ = ()
 
@@ -64,14 +64,14 @@ class _GradientSeal(Seal):
 
 
 class GradientMarks:
-    """Says of some gradients of this rank whether they stay as they are; knows those that were lost.
+    """Tells whether marked gradients of this rank stay as they are; knows which gradients were lost.
 
-    records: of the model's parameters, by name.  Those without any element have no marks.
+    records: of the model's parameters, by name.  Parameters without any element have no marks.
     """
 
     def __init__(self, records: Mapping[str, ParamRecord]) -> None:
         self._records = records
-        # The seal on each gradient, or where it cannot have one, on a plain tensor, one that is broken.
+        # The seal on each gradient; a plain tensor cannot have one and gets a broken seal here.
         self._marks: dict[str, Seal] = {}
         self._lost: dict[str, None] = {}
 
@@ -80,7 +80,7 @@ class GradientMarks:
         return [*self._marks, *self._lost]
 
     def expect(self, names: Iterable[str]) -> None:
-        """Expect of these gradients that they stay as they are now."""
+        """Expect these gradients to stay as they are now."""
         grads = {n: self.grad(n).tensor for n in self._of_size(names)}
         unsealed = {n: g for n, g in grads.items() if not self._is_intact(n, g)}
         homes = {n: g for n, g in unsealed.items() if isinstance(g, HomeTensor)}
@@ -95,34 +95,34 @@ class GradientMarks:
             self._marks[name].break_for(shard)
 
     def _is_intact(self, name: str, grad: Tensor | None) -> bool:
-        """Whether a gradient is the one that was marked, and nobody can have written to it."""
+        """Whether a gradient is the marked tensor, and nobody can have written to it."""
         mark = self._marks.get(name)
         if mark is None or not isinstance(grad, HomeTensor) or grad.seal is not mark:
             return False
         return mark.is_intact(grad.present())
 
     def unseal(self, name: str) -> None:
-        """Nobody is to notice what happens to this gradient from now on, as when a backward adds to it."""
+        """Stop noticing changes to this gradient, such as when a backward adds to it."""
         if isinstance(grad := self.grad(name).tensor, HomeTensor):
             grad.seal = None
 
     def lose(self, names: Iterable[str]) -> None:
-        """Expect of these gradients that they be cleared."""
+        """Expect these gradients to be cleared."""
         lost = self._of_size(names)
         self.drop(lost)
         self._lost |= dict.fromkeys(lost)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Expect nothing any more."""
+        """Expect nothing of these gradients any more."""
         for name in names:
             if self._marks.pop(name, None) is not None:
                 self.unseal(name)
             self._lost.pop(name, None)
 
     def cleared(self, collectives: Collectives) -> set[str]:
-        """The parameters whose gradients any rank sees cleared; all must ask.
+        """The parameters whose gradients any rank sees cleared; all ranks must call it.
 
-        Raises: FcdpError on every rank if one was changed in another way, or lost and not cleared.
+        Raises: FcdpError on every rank if a gradient was changed in another way, or lost and not cleared.
         """
         names = self.names()
         grads = {n: self.grad(n).tensor for n in names}
@@ -151,14 +151,14 @@ class GradientMarks:
         return found
 
     def _look(self, names: Iterable[str]) -> dict[str, _Seen]:
-        """What became of the gradients of these parameters that are there; waits for the device."""
+        """The state of these parameters' gradients, if they exist; waits for the device."""
         shards = {n: s for n in names if (s := self.shard(n)) is not None and s.numel()}
         if not shards:
             return {}
         present = list(shards.values())
         now = fingerprints([[s] for s in present])
         seals = [self._marks.get(n) for n in shards]
-        # A gradient whose seal broke unseen, or that was lost, has no mark: as if it were another now.
+        # A gradient whose seal broke unseen, or that was lost, has no mark: it counts as different.
         marks = [
             ~m if s is None or s.mark is None else s.mark for s, m in zip(seals, now, strict=True)
         ]

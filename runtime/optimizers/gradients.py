@@ -1,16 +1,16 @@
 """Gradients of micro-batches that wait for the one that synchronises, as within `fcdp_compile.no_sync`.
 
-    accumulating backward   pack [G*S] -> reduced within the node [N*S] -> + what waits -> waits
-    collecting backward     pack [G*S] -> reduced within the node [N*S] -> + what waits -> inter -> .grad
+    accumulating backward   pack [G*S] -> reduced within the node [N*S] -> + waiting sum -> waits
+    collecting backward     pack [G*S] -> reduced within the node [N*S] -> + waiting sum -> inter -> .grad
 
-Sums are in fp32 or wider, on the device or in host memory (`Placement.gradient_tier`).  What a synchronising
-backward has no gradients to add to, such as a parameter's that its micro-batch did not use, is reduced at
-its end.
+Sums are in fp32 or wider, on the device or in host memory (`Placement.gradient_tier`).  A synchronising
+backward may have no gradients to add to those that wait, such as for a parameter that its micro-batch did not
+use; these are reduced at its end.
 
-[Note: end of a backward] Between a graph's backward and the end of the whole one, gradients are neither here
-nor in `.grad`: autograd may still wait for those of another graph, and a backward may fail.  So what a graph
-touches counts as lost until autograd says that all is done, and of parameters whose `.grad` it did not touch
-it stays so: as by `torch.autograd.grad`.
+[Note: end of a backward] Between a graph's backward and the end of the whole backward, gradients are neither
+here nor in `.grad`: autograd may still wait for gradients of another graph, and a backward may fail.  So the
+gradients that a graph touches count as lost until autograd says that all is done.  If autograd did not touch
+a parameter's `.grad`, as in `torch.autograd.grad`, its gradients stay lost.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _Params = tuple[str, ...]
 
 @dataclass(slots=True)
 class _Waiting:
-    """kept: the sum so far, rows of slots of the parameters.  slab: the same if it is on the host.
+    """kept: the sum so far, rows of slots of the parameters.  slab: the same tensor if it is on the host.
 
-    Compute comes after it: the graph that let it wait has waited for it.
+    Compute is ordered after the sum: the graph that let it wait has waited for it.
     """
 
     kept: Tensor
@@ -59,11 +59,11 @@ class _Waiting:
 
 
 class _Backward:
-    """One that is under way: autograd holds it until its end, and lets go of it also if it fails."""
+    """A backward that is under way; autograd holds this object until the backward ends or fails."""
 
 
 class Accumulation:
-    """What accumulates of one model on this rank.
+    """The gradients of one model that accumulate on this rank.
 
     is_on: whether forwards that begin now accumulate in their backward.  placements: where the plan that runs
     wants the gradients of each bucket, by its number.
@@ -90,8 +90,8 @@ class Accumulation:
         self._marks = GradientMarks(records)
         self._waiting: dict[_Params, _Waiting] = {}
         self._slabs: dict[_Params, Tensor] = {}  # never given back between steps
-        # Of one backward and those nested in it: their numbers, whether a graph of theirs synchronises, and
-        # the parameters whose gradients these took up or added to, with `.grad` as it was.
+        # Of one backward and those nested in it: their numbers, whether any of their graphs synchronises, and
+        # the parameters whose waiting gradients these graphs took or added to, with `.grad` as it was.
         self._under_way: dict[int, weakref.ref[_Backward]] = {}
         self._synchronises = False
         self._touched: dict[str, Grad] = {}
@@ -101,7 +101,7 @@ class Accumulation:
     def collect(
         self, bucket: Bucket, params: _Params, grads: Tensor | Pending, dtype: torch.dtype
     ) -> Pending:
-        """`grads` [n] and what waits, which then waits no longer; in `dtype`."""
+        """Add `grads` [n] and the gradients that wait, which then wait no longer; result in `dtype`."""
         waiting = self._waiting.pop(params, None)
         self._counters.add(Kind.COLLECT, 0 if waiting is None else waiting.slab_bytes)
         if waiting is not None:
@@ -121,7 +121,7 @@ class Accumulation:
     def _sum(
         self, bucket: Bucket, waiting: _Waiting, grads: Tensor | Pending, dtype: torch.dtype
     ) -> Pending:
-        """The sum takes the memory of what waited on the device, or new memory if that was on the host."""
+        """Write the sum to the waiting gradients on the device, or to new memory if they are on the host."""
         own, kept = tensor_of(grads), waiting.kept
         is_on_host = waiting.slab is not None
         total = torch.empty_like(kept, device=own.device) if is_on_host else kept
@@ -138,13 +138,13 @@ class Accumulation:
         return self._lanes.start(LANES[Kind.COLLECT], run, out=out, reads=[grads, total], name=name)
 
     def accumulate(self, bucket: Bucket, params: _Params, total: Tensor | Pending) -> Pending:
-        """Let the sum [n] wait, which this backward adds to no `.grad`."""
+        """Let the sum [n] wait; this backward adds it to no `.grad`."""
         own = tensor_of(total)
         self._touch(params)
         if self._placements[bucket.id].gradient_tier is not Tier.HOST:
             self._counters.add(Kind.ACCUMULATE, 0)
             done = total.done if isinstance(total, Pending) else None
-            # What no lane has made may be the gradient itself, which others may have as well.
+            # A tensor that no lane has made may be the gradient itself, which others may hold, too.
             kept = own if done is not None else own.clone()
             self._waiting[params] = _Waiting(kept, bucket, None)
             return Pending(kept, done=done)
@@ -171,7 +171,7 @@ class Accumulation:
     # --- backwards ----------------------------------------------------------------------------------------
 
     def begin_graph(self, number: int, *, accumulates: bool) -> None:
-        """A graph's backward begins, as a part of the backward with that number.
+        """Note that a graph's backward begins, as a part of the backward with that number.
 
         Raises: FcdpError as `settle` does.
         """
@@ -185,7 +185,7 @@ class Accumulation:
         self._synchronises |= not accumulates
 
     def _end_backward(self, number: int, backward: _Backward) -> None:
-        """Autograd has given all gradients of a backward to their `.grad`s.
+        """Note that a backward has ended: autograd has added all gradients to their `.grad`s.
 
         Raises: FcdpError if it has not.
         """
@@ -207,7 +207,7 @@ class Accumulation:
         self._marks.expect(n for params in self._waiting for n in params)
 
     def _note_failures(self) -> None:
-        """Lose what backwards touched that autograd gave up."""
+        """Lose the gradients that failed backwards touched."""
         ended = [number for number, backward in self._under_way.items() if backward() is None]
         for number in ended:
             del self._under_way[number]
@@ -220,7 +220,7 @@ class Accumulation:
         self._synchronises = False
 
     def _synchronise_rest(self) -> None:
-        """Reduce what still waits and add it to `.grad`."""
+        """Reduce the gradients that still wait and add them to `.grad`."""
         for params, waiting in list(self._waiting.items()):
             del self._waiting[params]
             self._marks.drop(params)
@@ -236,7 +236,7 @@ class Accumulation:
                     grad.add_(shard)
 
     def _reduced(self, params: _Params, waiting: _Waiting) -> Tensor:
-        """What waited, reduced to the home shards."""
+        """The waiting gradients, reduced to the home shards."""
         bucket = waiting.bucket
         self._counters.add(Kind.COLLECT, waiting.slab_bytes)
         device = self._records[params[0]].local().device
@@ -249,7 +249,7 @@ class Accumulation:
         return rest.wait()
 
     def _reductions(self, bucket: Bucket) -> list[Kind]:
-        """What gradients have still to go through that accumulated at their strategy's scope, in order."""
+        """The remaining reductions of gradients that accumulated at their strategy's scope, in order."""
         kinds = list(REDUCTIONS[bucket.strategy.home])
         if bucket.strategy.gradient is not Scope.NONE:
             kinds.remove(Kind.INTRA_REDUCE_SCATTER)
@@ -267,12 +267,12 @@ class Accumulation:
         return any(w.bucket.id in bucket_ids for w in self._waiting.values())
 
     def settle(self) -> list[str]:
-        """Forget what waits for cleared gradients (`cleared`); returns the parameters of what is left.
+        """Forget waiting gradients whose `.grad` was cleared (`cleared`); return the other parameters.
 
-        All ranks must ask, and reach one verdict.
+        All ranks must call it; all get the same result.
 
         Raises: FcdpError if a gradient was changed while others of its parameter wait, or if a backward
-        failed that had touched what waited.
+        failed that had touched waiting gradients.
         """
         if not (names := self.concerns()):
             return []
@@ -289,9 +289,9 @@ class Accumulation:
     def _zero(self, waiting: _Waiting, params: _Params, names: Collection[str]) -> None:
         slots = {p.name: p.layout.slot_elements for p in waiting.bucket.params}
         if waiting.slab is not None:
-            self._lanes.device.synchronize()  # what follows is done by the Python thread
+            self._lanes.device.synchronize()  # the Python thread writes next, not a stream
         row, kept = sum(slots[n] for n in params), waiting.kept
-        rows = kept[: kept.numel() // row * row].view(-1, row)  # what is behind is padding
+        rows = kept[: kept.numel() // row * row].view(-1, row)  # the rest is padding
         offset = 0
         for name in params:
             if name in names:

@@ -1,4 +1,4 @@
-"""What a sharded model does before and after the steps of optimizers that own its parameters."""
+"""Hooks of a sharded model before and after the steps of optimizers that own its parameters."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from fcdp_compile.runtime.parameters.validity import Validity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeParameter:
-    """Of a parameter that is whole for a while: its home, and whether what is written to it shall last."""
+    """A parameter that is whole for a while: its home parameter, and whether writes to it shall last."""
 
     home: nn.Parameter
     writeback: bool
 
 
 class OptimizerHooks:
-    """Checks before a step, notes after it; for as long as it lives, on every optimizer of the process.
+    """Checks before a step and notes after it, on every optimizer of the process while this object lives.
 
     whole: the parameters that are whole for a while, by key.
-    accumulates_elsewhere: whether `no_sync` lets gradients wait on several nodes, while here it does not.
+    accumulates_elsewhere: whether `no_sync` would let gradients wait on several nodes, but does not here.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class OptimizerHooks:
             weakref.finalize(self, handle.remove)
 
     def note_backward(self, *, accumulates: bool) -> None:
-        """A compiled backward begins whose forward was, or was not, within `no_sync`."""
+        """Note that a compiled backward begins, and whether its forward was within `no_sync`."""
         self._is_unsynchronised_elsewhere = accumulates and self._accumulates_elsewhere
 
     def steps(self, optimizer: Optimizer) -> None:
-        """Refuse a step with gradients that lack what earlier micro-batches accumulated.
+        """Refuse a step whose gradients lack those that earlier micro-batches accumulated.
 
-        Gradients that are cut otherwise than their parameters are cut anew: DTensor's own backward, of what
-        the training loop computes of a parameter, leaves some so that torch's optimizers refuse.
+        A gradient that is cut otherwise than its parameter is cut anew: if the training loop computes with a
+        parameter, DTensor's own backward may leave such a gradient, which torch's optimizers refuse.
 
-        Raises: UnsynchronizedGradientError; FcdpError for parameters without values, or that are whole, or
-        that `shard` has replaced, and while a CUDA graph is captured.
+        Raises: UnsynchronizedGradientError; FcdpError for parameters without values, for parameters that are
+        whole or that `shard` has replaced, and while a CUDA graph is captured.
         """
         refuse_capture()
         for p in _owned_by(optimizer):
@@ -104,7 +104,7 @@ class OptimizerHooks:
         for p in _owned_by(optimizer):
             if isinstance(p, HomeShard) and p.grad is not None:
                 p.seal = (
-                    None  # its values change; if the step fails, nobody takes them for the old ones
+                    None  # its values change; if the step fails, they do not count as the old ones
                 )
         self._steps.begin(optimizer)
 
@@ -120,7 +120,7 @@ class OptimizerHooks:
             )
         unset = [self._records[key] for key in self._unset.keys]
         if any(id(p) in owned for record in unset for p in record.places()):
-            # Without asking others: not every rank need step this optimizer.
+            # Without asking other ranks: not every rank has to step this optimizer.
             self._unset.refuse_here("an optimizer step")
         by_name = self._records.by_name
         mine = [n for n in names if any(id(p) in owned for p in by_name[n].places())]
@@ -129,7 +129,7 @@ class OptimizerHooks:
             raise _unsynchronised(lacking[0], len(lacking))
 
     def _refuse_unsynchronised_elsewhere(self, optimizer: Optimizer) -> None:
-        """Refuse here, where nothing waits, the step after `no_sync` alone that several nodes refuse."""
+        """Refuse a step right after `no_sync`, as on several nodes, although nothing waits here."""
         if not self._is_unsynchronised_elsewhere:
             return
         owned = {id(p) for p in _owned_by(optimizer)}

@@ -1,7 +1,7 @@
-"""Whole tensors that an optimizer has loaded for sharded parameters: this rank keeps its part of each.
+"""Cut whole tensors that an optimizer has loaded for sharded parameters: each rank keeps its part.
 
 `Optimizer.load_state_dict` takes a state of whole tensors and leaves them as they are; the next step would
-mix them with DTensors and fail.  torch 2.13's `set_optimizer_state_dict` cuts them itself, but for those of
+mix them with DTensors and fail.  torch 2.13's `set_optimizer_state_dict` cuts them itself, except those of
 scalar parameters, which it takes for step counts.
 """
 
@@ -21,14 +21,14 @@ from fcdp_compile.runtime.collectives.collectives import Collectives
 
 
 class OptimizerLoads:
-    """The optimizers that step a model's parameters; each is looked at once, and after each load."""
+    """The optimizers that step a model's parameters; each is checked once, and after each load."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Cut what the optimizer has loaded by now, and whatever it loads from now on."""
+        """Cut the tensors that the optimizer has loaded, now and after each later load."""
         if optimizer in self._known:
             return
         self._known.add(optimizer)
@@ -42,7 +42,7 @@ class OptimizerLoads:
         self._cut(optimizer)
 
     def _cut(self, optimizer: Optimizer) -> None:
-        """Raises PlanMismatchError or FcdpError on every rank if ranks have loaded different tensors."""
+        """Raises: PlanMismatchError or FcdpError on every rank if ranks have loaded different tensors."""
         found = list(_whole(optimizer))
         if not found:
             return
@@ -64,7 +64,7 @@ class OptimizerLoads:
 
 
 def _whole(optimizer: Optimizer) -> Iterator[tuple[int, HomeShard, str, Tensor]]:
-    """The plain tensors that lie as a sharded parameter does, with its number, it and their key."""
+    """The plain tensors that a sharded parameter's state has whole: number, parameter, key and tensor."""
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     states = [
         (i, p, optimizer.state[p])

@@ -1,12 +1,12 @@
-"""What happens around the step of an optimizer: lists of tensors, and a warning of bytes.
+"""Let optimizers step sharded parameters as lists, and warn of steps that send many bytes.
 
-torch chooses its list implementation (`foreach`) by the exact class of the parameters, and steps those of any
-other class one by one, at three times the cost.  Where the user has chosen nothing, groups of parameters ask
-for lists while the optimizer steps; afterwards a group is as it was, and so is what is saved of it.
+torch chooses its list implementation (`foreach`) by the exact class of the parameters, and steps parameters
+of other classes one by one, at three times the cost.  If the user has chosen nothing, groups of parameters
+ask for lists while the optimizer steps; afterwards a group, and its saved state, is as before.
 
-The results have the bits of a model that is not sharded: torch steps plain CUDA parameters as lists, too, and
-those on the CPU one by one, for which most lists compute the same bits.  `fused=True` is faster still, but
-rounds in another way, so only users choose it.
+The results have the bits of a model that is not sharded.  torch steps plain CUDA parameters as lists, too.
+It steps plain CPU parameters one by one, but most optimizers compute the same bits with lists.  `fused=True`
+is faster still, but rounds in another way, so only users choose it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from fcdp_compile.params.mesh import Topology, all_ranks_of
 log = logging.getLogger(__name__)
 
 _WITH_LISTS = (Adadelta, Adagrad, Adam, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
-"""The optimizers that choose lists by themselves where they can; AdamW is an Adam."""
+"""The optimizers that use lists by default if they can; AdamW is a subclass of Adam."""
 
 _WITH_OTHER_BITS = (ASGD, NAdam, RAdam)
-"""Those whose lists round in another way than their loop."""
+"""The optimizers whose lists round in another way than their loop."""
 
 
 class OptimizerSteps:
-    """The groups of parameters that step as lists until their optimizer has stepped, and what it gathers."""
+    """The groups of parameters that step as lists during a step, and the bytes that the step sends."""
 
     def __init__(self, topology: Topology) -> None:
         mesh = topology.home_mesh
@@ -64,7 +64,7 @@ class OptimizerSteps:
             self._sent_before = self._all_ranks.sent_bytes
 
     def end(self) -> None:
-        """After a step: the groups are as they were."""
+        """After a step: restore the groups."""
         for group in self._chosen:
             group["foreach"] = None
         self._chosen = []

@@ -1,1 +1,1 @@
-"""The parameters of a sharded model: where each is kept, and which values its copies belong to."""
+"""The parameters of a sharded model: where each is kept, and whether its copies are valid."""

@@ -18,7 +18,7 @@ from fcdp_compile.torch_compat import storage_id
 class ParamRecord:
     """One parameter: its spec and where the model keeps it, several places if it is tied.
 
-    Modules are held weakly and the parameter looked up, because a user may put another one in its place.
+    Modules are held weakly and the parameter is looked up, because a user may replace it.
     """
 
     __slots__ = ("_places", "spec")
@@ -44,10 +44,10 @@ class ParamRecord:
         return parameter
 
     def living(self) -> nn.Parameter | None:
-        """The parameter as it is now, None if there is none any more.
+        """The parameter as it is now, None if the model no longer has it.
 
-        Raises: FcdpError if a DTensor of another mesh or other placements was put in its place, or different
-        parameters in the places of a tied one.
+        Raises: FcdpError if a DTensor of another mesh or with other placements replaced it, or if the places
+        of a tied parameter now have different parameters.
         """
         now = self.places()
         if any(p is not now[0] for p in now):
@@ -62,17 +62,17 @@ class ParamRecord:
         return now[0] if now else None
 
     def places(self) -> list[nn.Parameter]:
-        """What is in each of its places now, unchecked."""
+        """The parameter in each of its places now, unchecked."""
         found = [m._parameters.get(name) for m, name in self.owners()]
         return [p for p in found if p is not None]
 
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """The living modules that have it and its name in each, the one that was first in the model first."""
+        """The living modules that have it, in the order of the model, and its name in each."""
         modules = [(ref(), name) for ref, name in self._places]
         return [(m, name) for m, name in modules if m is not None]
 
     def is_home(self, shard: Tensor) -> bool:
-        """Whether a tensor is this rank's home shard, or an alias of it; an empty one always is."""
+        """Whether a tensor is this rank's home shard, or an alias of it; an empty tensor always is."""
         if len(self._places) == 1:  # nearly always; the rest takes 6 µs
             module, name = self._places[0]
             now = None if (owner := module()) is None else owner._parameters.get(name)
@@ -88,7 +88,7 @@ class ParamRecord:
         return storage_id(shard) == storage_id(home) and layouts[0] == layouts[1]
 
     def peek(self) -> Tensor:
-        """This rank's home shard to read, without autograd; one that is released is read on the host."""
+        """This rank's home shard to read, without autograd; a released shard is read on the host."""
         parameter = self.parameter()
         if not isinstance(parameter, HomeShard):
             return self.local_of(parameter)
@@ -101,7 +101,7 @@ class ParamRecord:
         return self.local_of(self.parameter())
 
     def local_of(self, parameter: Tensor) -> Tensor:
-        """This rank's home shard of what is, or was, the parameter."""
+        """This rank's home shard of `parameter`, which is or was the parameter of this record."""
         local = parameter
         if isinstance(local, HomeShard):
             local.bring_back()
@@ -115,7 +115,7 @@ class ParamRecord:
 class Records(dict[str, ParamRecord]):
     """The parameters of a model by key, and those of each bucket.
 
-    by_name: the same by the name of the parameter.
+    by_name: the same records by the parameter's name.
     """
 
     def __init__(self, records: Iterable[ParamRecord]) -> None:
@@ -135,9 +135,9 @@ class Records(dict[str, ParamRecord]):
         return [r.local() for r in self.of(bucket)]
 
     def not_at_home(self, shards: Mapping[str, Tensor]) -> list[str]:
-        """The names of the parameters, by key, in whose place there is anything but the home shard.
+        """The names of the parameters for which `shards`, by key, has anything but the home shard.
 
-        An empty shard says nothing; another rank's does.
+        An empty shard counts as the home shard; another rank's shard tells.
         """
         return [
             self[key].spec.name for key, shard in shards.items() if not self[key].is_home(shard)

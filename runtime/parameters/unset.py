@@ -9,11 +9,11 @@ from fcdp_compile.runtime.collectives.collectives import Collectives
 
 
 class Unset:
-    """What of a model has no values yet, in the model's order.
+    """The parameters and buffers of a model that have no values yet.
 
-    keys: of parameters, by the parameter's name.  buffers: names.
-    A model that never was on meta costs nothing.  Ranks of another model compare what is unset until nothing
-    is, because one rank alone may have loaded a state dict.
+    keys: of the parameters.  buffers: names.
+    A model that never was on meta costs nothing.  For other models, ranks compare what is unset until nothing
+    is, because a single rank may have loaded a state dict.
     """
 
     def __init__(
@@ -30,19 +30,19 @@ class Unset:
         return bool(self.keys or self.buffers)
 
     def names(self) -> list[str]:
-        """What has no values on this rank, in the model's order, parameters first."""
+        """The names of all that has no values on this rank, in the model's order, parameters first."""
         of_parameters = [name for key, name in self._names.items() if key in self.keys]
         return of_parameters + [name for name in self._order if name in self.buffers]
 
     def arrived(self, keys: Iterable[str], buffers: Iterable[str] = ()) -> None:
-        """These have values now."""
+        """Note that these have values now."""
         self.keys.difference_update(keys)
         self.buffers.difference_update(buffers)
 
     def refuse(self, what: str) -> None:
-        """Raise on every rank if anything is without values on any; all ranks must ask.
+        """Raise on every rank if anything has no values on any rank; all ranks must call it.
 
-        what: that would read them.
+        what: the act that would read the values.
 
         Raises: FcdpError.
         """
@@ -62,7 +62,7 @@ class Unset:
         )
 
     def refuse_here(self, what: str) -> None:
-        """Raise if anything is without values on this rank; asks nobody.
+        """Raise if anything has no values on this rank; asks no other rank.
 
         Raises: FcdpError.
         """

@@ -1,4 +1,4 @@
-"""What happens to the cache outside of graphs: gathers fill it, and home shards that it has are released."""
+"""Upkeep of the cache outside of graphs: fill it by gathers, and release home shards that it has."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class CacheUpkeep:
         shards = self._records.shards(bucket)
         home = pack_home(shards, [p.layout for p in bucket.params], dtype)
         if bucket.frozen and any(home.data_ptr() == s.data_ptr() for s in shards):
-            # A group's own thread lets go of what it sent a little after the gather, and shards that anybody
-            # holds cannot be released.
+            # A group's own thread holds the tensor that it sent until a little after the gather, and a shard
+            # that anything else holds cannot be released.
             home = home.clone()
         node_shard = Pending(home)
         if bucket.nodes > 1:
@@ -64,7 +64,7 @@ class CacheUpkeep:
         stored.wait()
 
     def _of_all_nodes(self, bucket: Bucket, home: Tensor) -> Pending:
-        """The node shard of a bucket: read on this node where it can be, else gathered between nodes."""
+        """The node shard of a bucket: read on this node if possible, else gathered between nodes."""
         specs = [r.spec for r in self._records.of(bucket)]
         at = self._topology.home(bucket.strategy.home)
         read = self.row_sources.node_shard(bucket, specs, home, at, self._collectives)
@@ -75,12 +75,12 @@ class CacheUpkeep:
         return self._collectives.all_gather(kind, home, range_name(kind, bucket), codec=codec)
 
     def give_up(self, bucket: Bucket) -> None:
-        """Give the copy of a bucket back that no graph will load any more."""
-        self._records.shards(bucket)  # those that only the copy has come back first
+        """Release the cached copy of a bucket that no graph will load any more."""
+        self._records.shards(bucket)  # brings back shards that only the copy has
         self._cache.drop(bucket.id)
 
     def release_shards(self, bucket: Bucket) -> None:
-        """Give back the device memory of the home shards of a bucket that is valid in the cache."""
+        """Release the device memory of the home shards of a bucket that is valid in the cache."""
         records = self._records.of(bucket)
         specs, parameters = [r.spec for r in records], [r.parameter() for r in records]
         node = self._topology.home(bucket.strategy.home).node

@@ -1,12 +1,12 @@
-"""Which gathered copies are valid: generations, what tells that values have changed, and what ranks agree on.
+"""Find out which gathered copies are valid: generations, signs that values have changed, and an agreement.
 
-    look    what this rank sees: which copies are outdated, and which buckets it would not keep whole
-    agree   what any rank sees
+    look    on this rank: which copies are outdated, and which buckets it would not keep whole
+    agree   of all ranks: a finding of any rank counts for all
     apply   outdated copies get another generation, buckets are kept whole or no longer are
 
-A parameter has a generation, a number that grows when its values change.  It changes when an optimizer that
-owns it steps, on `load_state_dict`, and when somebody may have written to it in any other way and its
-fingerprint has changed.  A bucket's generation is the largest of its parameters'.
+A parameter has a generation, a number that grows when its values change: when an optimizer that owns it
+steps, on `load_state_dict`, and when it may have been written to in any other way and its fingerprint has
+changed.  A bucket's generation is the largest of its parameters' generations.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from fcdp_compile.runtime.parameters.unset import Unset
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What one rank sees before a graph runs or, once all have agreed, what any rank sees.
+    """The findings of one rank before a graph runs or, after the agreement, those of any rank.
 
-    stale: of each bucket by id, whether its copy is missing or outdated.  refused: of each that may be kept
-    whole, whether it must not be.  is_given: whether the graph is given other values than the model's own.
+    stale: for each bucket by id, whether its copy is missing or outdated.  refused: for each bucket that may
+    be kept whole, whether it must not be.  is_given: whether the graph is given other values than the model's
+    own.
     """
 
     stale: Mapping[int, bool]
@@ -45,9 +46,9 @@ class Verdict:
 
 
 class Validity:
-    """Says of a model's gathered copies whether they are valid; every rank makes the same calls.
+    """Decides which gathered copies of a model are valid; every rank makes the same calls.
 
-    unset: what has no values yet.
+    unset: parameters and buffers that have no values yet.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Validity:
         return agreed
 
     def look(self, buckets: Sequence[Bucket], *, is_given: bool) -> Verdict:
-        """What this rank sees of these buckets; asks nobody."""
+        """This rank's findings on these buckets; asks no other rank."""
         self.notice(buckets)
         choosing = [b for b in buckets if b.strategy.may_keep_full and b.ranks_per_node > 1]
         return Verdict(
@@ -91,7 +92,7 @@ class Validity:
         )
 
     def agree(self, seen: Verdict, about: About) -> Verdict:
-        """What any rank sees; changes nothing."""
+        """The findings of any rank; changes nothing."""
         flags = [*seen.stale.values(), *seen.refused.values(), seen.is_given]
         *found, is_given = any_rank(self._collectives, about, flags)
         count = len(seen.stale)
@@ -102,7 +103,7 @@ class Validity:
         )
 
     def apply(self, buckets: Sequence[Bucket], seen: Verdict, agreed: Verdict) -> None:
-        """Give outdated copies another generation, and keep whole what all ranks want whole."""
+        """Give outdated copies another generation, and keep buckets whole if all ranks want that."""
         for bucket in buckets:
             if agreed.stale[bucket.id] and not seen.stale[bucket.id]:
                 # Another rank's shard changed: the copy here is as outdated as there.
@@ -114,34 +115,35 @@ class Validity:
             if keeps and not self._cache.keeps_in_full(bucket):
                 self._records.shards(
                     bucket
-                )  # those that only the host has come back before it lets go
+                )  # brings back shards that only the host has, before it lets go
             home = self._topology.home(bucket.strategy.home)
             self._cache.agree_in_full(bucket, home, agreed=keeps)
 
     # --- what has changed ---------------------------------------------------------------------------------
 
     def notice(self, buckets: Sequence[Bucket]) -> None:
-        """Find out what of these buckets may have changed since the last time: that has a new generation.
+        """Give a new generation to parameters of these buckets that may have changed since the last call.
 
-        Not of those that every rank has whole, which nobody gathers again: autograd has saved their
-        parameters for the backward, and sees every change but those by optimizers, which generations tell.
+        Buckets that every rank has whole are skipped, as they are never gathered again: autograd has saved
+        their parameters for the backward, and sees every change except those by optimizers, which change
+        generations.
         """
         keys = dict.fromkeys(k for b in buckets if b.ranks > 1 for k in self._records.keys_of(b))
         if found := self._seals.changed({key: self._records[key].parameter() for key in keys}):
             self.values_changed(found)
             for key in found:
-                self._records[key].local()  # raises if what was put there is no home shard
+                self._records[key].local()  # raises if it was replaced by no home shard
 
     def generation(self, bucket: Bucket) -> int:
         """The generation of a bucket's parameters."""
         return self.generations.of(self._records.keys_of(bucket))
 
     def values_changed(self, keys: Iterable[str] | None = None) -> None:
-        """The values of these parameters are not what they were; of all, without keys."""
+        """Note that the values of these parameters, or of all without `keys`, have changed."""
         self.generations.change(self._records if keys is None else keys)
 
     def values_arrived(self, keys: Sequence[str], buffers: Iterable[str] = ()) -> None:
-        """All of these parameters (by key) was written, and of these buffers (by name)."""
+        """Note that these parameters (by key) and buffers (by name) were written as a whole."""
         self._unset.arrived(keys, buffers)
         self.values_changed(keys)
 
@@ -154,7 +156,7 @@ class Generations:
         self._of = dict.fromkeys(keys, 0)
 
     def change(self, keys: Iterable[str]) -> None:
-        """The values of these parameters are not what they were."""
+        """Note that the values of these parameters have changed."""
         self._clock += 1
         for key in keys:
             self._of[key] = self._clock
@@ -167,7 +169,7 @@ class Generations:
 def read(values: Tensor) -> list[Any]:
     """The numbers in a tensor.  The Python thread waits for the device, which no ordinary step does.
 
-    Whatever a step reads of a device it reads here.
+    Every read from a device within a step goes through this function.
     """
     found: list[Any] = values.tolist()
     return found
@@ -180,12 +182,12 @@ class Seals:
         self._own: dict[str, Seal] = {}
 
     def changed(self, parameters: Mapping[str, Tensor]) -> list[str]:
-        """The keys of those of these parameters that may have other values than when this was last asked.
+        """The keys of the parameters that may have other values than at the last call.
 
-        All are sealed, so that next time it is known what nobody has touched.  One that is looked at for the
-        first time counts as changed, and so does one that cannot be sealed, or that has another seal than the
-        one put on here under its key: it was exchanged, or another model looks at it, too.  Waits for the
-        device only for those whose memory others got hold of.
+        All are sealed, so that the next call knows which nobody has touched.  A parameter counts as changed
+        if it is new here, if it cannot be sealed, or if its seal is not the seal put on here under its key:
+        it was exchanged, or another model seals it, too.  Waits for the device only for parameters whose
+        memory others could reach.
         """
         keys = [key for key, p in parameters.items() if not isinstance(p, HomeShard)]
         touched: dict[str, HomeShard] = {}
@@ -213,7 +215,7 @@ class Seals:
 
 
 def differing(tensors: Sequence[HomeTensor]) -> list[bool]:
-    """For each tensor with a broken seal, whether its values are others than it was sealed with."""
+    """For each tensor with a broken seal, whether its values differ from those it was sealed with."""
     if not tensors:
         return []
     then = [t.seal.mark for t in tensors if t.seal is not None and t.seal.mark is not None]
