@@ -38,7 +38,7 @@ _WAIT = Wait(lambda: "a collective of one rank")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LaneCase:
-    """A kind of task.  tolerance: largest error of a result."""
+    """A kind of task.  tolerance: largest error of a value; inputs are from -1 to 1."""
 
     name: str
     lane: Lane
