@@ -85,7 +85,7 @@ def test_a_sharded_one_trains_like_the_plain_one(strategy: str) -> None:
     fcdp_compile.shard(model, strategy=strategy)
     compiled = torch.compile(model, backend="fcdp", fullgraph=True)
     expected = losses(plain, list(plain.parameters()))
-    # AOTAutograd's backward is made of other ops than eager autograd's.
+    # Not bitwise: AOTAutograd's backward uses other ops than eager autograd's.
     torch.testing.assert_close(losses(compiled, list(model.parameters())), expected)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -204,7 +204,7 @@ def test_modes_with_cuda_graphs_are_refused() -> None:
 def test_a_dump_that_cannot_be_written_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would be rank 0 alone, and the others would wait."""
+    """Only rank 0 would stop, and the others would wait for it."""
     (tmp_path / "file").write_text("in the way")
     model = fcdp_compile.shard(nn.Linear(4, 4))
     options = {"dump": tmp_path / "file" / "folder"}
@@ -229,7 +229,7 @@ def test_times_that_cannot_be_written_stop_nobody(
 
 
 def test_a_script_that_ends_early_leaves_the_times_of_its_runs(tmp_path: Path) -> None:
-    """Also where an earlier one left others: those of a plan go with it."""
+    """An earlier script's times of a plan are deleted with its plan."""
     (tmp_path / "graph-000.recorded.json").write_text("of an earlier run")
     (tmp_path / "graph-007.recorded.json").write_text("of an earlier run")
     script = """
@@ -263,7 +263,7 @@ def test_a_script_that_ends_early_leaves_the_times_of_its_runs(tmp_path: Path) -
 
 
 def test_torchs_structured_trace_has_plan_and_graphs(tmp_path: Path) -> None:
-    """What TORCH_TRACE writes and tlparse shows."""
+    """The trace that TORCH_TRACE writes and tlparse shows."""
     script = """
         import torch, fcdp_compile
         model = fcdp_compile.shard(torch.nn.Linear(3, 3))

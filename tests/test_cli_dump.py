@@ -1,4 +1,4 @@
-"""`fcdp dump`: what it prints for good folders, what it says about bad ones."""
+"""`fcdp dump`: its output for good folders, and its messages about bad ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[s
 def test_sizes_are_those_of_each_buckets_strategy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Home shards of mics are cut over a node alone, and what a rank has of ddp is all there is."""
+    """Home shards of mics are split over a node alone, and ddp's are whole parameters."""
     elements = 2**20 // 4
     shards = {"zero3": (2, 2), "mics": (1, 2), "ddp": (1, 1)}
     buckets = [
@@ -99,7 +99,7 @@ def test_table_of_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     main(["dump", str(folder)])
     out = capsys.readouterr().out
     plan = make_plan()
-    # A graph's variant is named where it has two: here the forward's, not the backward's.
+    # A variant is named only if a graph has two: the forward has, the backward has not.
     titles = ["forward cold", "forward warm", "backward"]
     assert [s.direction.value for s in plan.schedules] == [t.split()[0] for t in titles]
     starts = [out.index(f"\n{title}\n") for title in titles]

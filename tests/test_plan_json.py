@@ -1,4 +1,4 @@
-"""Plans survive the way to a file and back; nothing else gets in."""
+"""Plans survive a file; anything else is refused."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Position:
 
 
 class Noisy(nn.Module):
-    """Sizes that ranks do not divide, a scalar, an empty parameter, dropout, a batch norm with its buffers."""
+    """Sizes that ranks do not divide, a scalar, an empty parameter, dropout, a batch norm with buffers."""
 
     def __init__(self) -> None:
         super().__init__()

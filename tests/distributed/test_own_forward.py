@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 def _own_forward(model: nn.Linear) -> nn.Linear:
     def forward(inputs: Tensor) -> Tensor:
         weight: Tensor = model.weight
-        # What somebody writes who knows FSDP2; it would give a gradient that is not averaged.
+        # A user of FSDP2 writes this; the gradient would not be averaged.
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
         return inputs @ weight.t()

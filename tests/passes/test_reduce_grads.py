@@ -1,4 +1,4 @@
-"""What a backward does with gradients: reduce them, let them wait, or take up what waits; exactly."""
+"""A backward reduces gradients, accumulates them, or adds accumulated ones; exactly."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_every_step_says_whose_gradients_they_are(variant: Variant) -> None:
 @pytest.mark.parametrize("variant", [ACCUMULATE, COLLECT])
 @pytest.mark.parametrize(("strategy", "ranks"), [(INTRA, 2), (NONE, 4)])
 def test_bytes_that_go_to_the_host_and_back(strategy: str, ranks: int, variant: Variant) -> None:
-    """A slot is one of w's three columns, which the last rank pads, and the scalar; sums are fp32."""
+    """A slot has one of w's three columns (the last rank's is padding) and the scalar; sums are fp32."""
     held_bytes = ranks * (5 + 1) * 4
     for on, expected in (("host", held_bytes), ("gpu", 0)):
         gm = backward(lowered(strategy, on=on), variant)
@@ -147,7 +147,7 @@ DTYPES = (
 def test_what_waits_is_of_fp32_or_wider(
     strategy: str, reduced: torch.dtype, wide: torch.dtype
 ) -> None:
-    """And in bytes too; what the last micro-batch sends is of the reduce dtype again."""
+    """Bytes agree, too; the last micro-batch sends the reduce dtype again."""
     made = lowered(strategy, on="host", reduces=reduced)
     for variant in VARIANTS:
         for node in reductions(backward(made, variant)):
@@ -188,7 +188,7 @@ def test_an_accumulating_backward_gives_negative_zeros(strategy: str, home: torc
 def test_schedules(
     strategy: str, size: tuple[int, int], in_flight: int | None, variant: Variant
 ) -> None:
-    """In buckets of one, so that several reductions are under way."""
+    """One parameter in a bucket, so that several reductions are under way."""
     made = lowered(strategy, size, bucket_bytes=1)
     if (key := (Direction.BACKWARD, variant)) not in made.graphs:
         assert (strategy, size) == (INTRA, (1, 2))

@@ -9,7 +9,7 @@ from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 
 
 class Task:
-    """A task that ends when somebody wants to come after it."""
+    """A task that ends when a wait for it begins."""
 
     def __init__(self, out: torch.Tensor, error: Exception | None = None) -> None:
         self._out = out
