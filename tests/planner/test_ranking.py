@@ -1,4 +1,4 @@
-"""The recommended strategy: the fastest one, with the reason in one sentence."""
+"""The recommended strategy wins, whichever strategy that is, and one sentence says why."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_ddp_wins_where_memory_is_no_matter_and_messages_are() -> None:
 
 
 def test_mics_wins_where_whole_copies_fit_a_node_but_no_device() -> None:
-    # With ddp, gradients and Adam's moments take 16 bytes per parameter; with mics, eight ranks share them.
+    # Parameters, gradients and Adam's moments take 16 bytes a parameter: all on each device with ddp, an
+    # eighth with mics.
     profile = _profile(latency_s=0.05, bytes_per_s=1e11, device_memory_bytes=4 * MODEL_BYTES)
     found = _rank(make_job(ranks_per_node=8, profile=profile), is_frozen=False)
     assert found.recommended == "mics"

@@ -99,7 +99,7 @@ def _moves(schedule: Schedule, *, exactly: bool) -> list[tuple[Kind, int | None,
 
 
 def _places(plan: Plan, *, exactly: bool) -> list[tuple[object, ...]]:
-    """Placements without their reason, which says whether the user or the machine limits the host's memory."""
+    """Placements without their reason, which says whether the user or the machine limits host memory."""
     return [
         (p.bucket, *((p.tier, p.gradient_tier) if exactly else (p.is_cached, p.accumulates)))
         for p in plan.placements
