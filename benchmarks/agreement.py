@@ -1,4 +1,4 @@
-"""How ranks agree before a forward: hops for clusters of any size, and times where ranks run.
+"""The cost of the agreement of ranks before a forward: hops for clusters of any size, and measured times.
 
     python -m benchmarks.agreement FOLDER                              writes agreement.md and agreement.svg
     torchrun --nproc-per-node 8 -m benchmarks.agreement --nodes 4      times of a ring and of ours

@@ -288,7 +288,7 @@ def training_step(
 def evaluation_batch(
     model: Model, strategy: str, nodes: int, ranks_per_node: int, *, first: bool
 ) -> Moved:
-    """One forward without gradients after training; the first finds the trainable buckets changed."""
+    """Count one forward without gradients after training; in the first, the trainable buckets are stale."""
     point = POINTS[strategy]
     tally = _Tally(model, nodes, ranks_per_node, point.home)
     resident = caches(strategy, nodes, ranks_per_node) and point.resident

@@ -168,7 +168,7 @@ def chosen() -> list[Mutation]:
     rich = sorted((f for f in files if of[f]), key=lambda file: -len(of[file]))
     picks = []
     number = 0
-    while len(picks) < COUNT:  # every module once, then the largest ones again
+    while len(picks) < COUNT:  # one of each module, then more of the largest
         file = rich[number % len(rich)]
         draw = random.Random(f"{number} {file}")
         kind = draw.choice(sorted({m.kind for m in of[file]}))
@@ -197,7 +197,7 @@ def own_tests(root: Path, module: str) -> list[str]:
 
 
 class Copy:
-    """A copy of the checkout in which fcdp_compile has its passes and its runtime within it."""
+    """A copy of the checkout, with the folders of passes and runtime inside fcdp_compile, as installed."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder
@@ -213,7 +213,7 @@ class Copy:
             (folder / top).symlink_to(folder / "fcdp_compile" / top)
 
     def test(self, *arguments: str) -> tuple[int, str]:
-        """Run pytest; its exit code (5: no tests, 124: out of time) and the end of its output."""
+        """Run pytest; return its exit code (5: no tests, 124: out of time) and the end of its output."""
         marks = "not distributed and not cluster and not slow and not gpu"
         command = [
             sys.executable,
@@ -268,7 +268,7 @@ def key_of(mutation: Mutation) -> str:
 
 
 def say(text: str) -> None:
-    """Print at once, also into a file."""
+    """Print and flush, so that a log file has the line at once."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

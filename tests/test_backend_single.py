@@ -109,7 +109,7 @@ def test_uncompiled_it_does_too() -> None:
 
 
 def test_a_returned_parameter_is_a_copy() -> None:
-    """Compiled or not, writing to what a model returns must not change the model."""
+    """Compiled or not, a write to a model's output must not change the model."""
 
     class Returns(nn.Module):
         def __init__(self) -> None:
@@ -166,7 +166,7 @@ def test_an_unknown_option_lists_the_known_ones() -> None:
     torch.__version__ < (2, 15), reason="torch before 2.15 asks nothing of a backend before a graph"
 )
 def test_a_backend_is_told_no_options_before_the_first_graph() -> None:
-    """Else options could be refused when `torch.compile` is called; they are refused with the first graph."""
+    """So `torch.compile` cannot refuse options; the first graph refuses them."""
     told: list[object] = []
 
     def backend(gm: GraphModule, inputs: object, **given: object) -> Callable[..., object]:

@@ -212,7 +212,7 @@ def test_json_of_several_plans_is_a_list(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_the_passes_explain_themselves(capsys: pytest.CaptureFixture[str]) -> None:
-    """Read from the source; here compared with the value itself."""
+    """The command reads the text from the source; the test compares it with the value itself."""
     assert passes() == {one.__name__: inspect.getdoc(one) for one in PASSES}
     assert main(["dump", "--passes"]) == 0
     out = capsys.readouterr().out
@@ -317,7 +317,7 @@ def test_a_plan_that_is_a_folder(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_tables_fit_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """120 letters, with the names and reasons that models with adapters have."""
+    """Lines have at most 120 letters, with the names and reasons of models with adapters."""
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight"
     bucket = make_bucket(0, [(name.format(i), (8, 8)) for i in range(12)])
     bucket = dataclasses.replace(bucket, why="3 x 14 parameters that repeat; " * 9)
@@ -375,7 +375,7 @@ def test_a_terminal_that_cannot_show_a_name(tmp_path: Path) -> None:
     assert r"strategy Gr\xf6\xdfe," in done.stdout
 
 
-@pytest.mark.parametrize("layers", [1, 300])  # less and more than what a pipe holds
+@pytest.mark.parametrize("layers", [1, 300])  # less and more than a pipe holds
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path, layers: int) -> None:
     plan = make_plan(layers=layers)
     write_plan(tmp_path / "graph-000.plan.json", plan)

@@ -189,7 +189,7 @@ def is_within(name: str, package: str) -> bool:
 def has_private_torch_name(target: str) -> bool:
     """Whether a dotted name goes through an underscore below torch or functorch.
 
-    Operators are no private names, whatever they are called: torch.ops.aten._unsafe_view.
+    Operators are never private names, not even torch.ops.aten._unsafe_view.
     """
     root, *parts = target.split(".")
     if is_within(target, "torch.ops"):
@@ -205,7 +205,7 @@ def room_of(module: str) -> int:
 
 
 def upward(imports: list[Import]) -> list[str]:
-    """Imports of a room from one that comes after it."""
+    """Imports of a room from a later room."""
     return [
         str(found)
         for found in imports
@@ -238,7 +238,7 @@ def private_names(imports: list[Import]) -> list[str]:
 
 
 def hidden_imports(imports: list[Import]) -> list[str]:
-    """Imports of our own modules inside functions; the lazy names of the package itself excepted."""
+    """Imports of our own modules inside functions, except the lazy names of the package itself."""
     return [
         str(found)
         for found in imports

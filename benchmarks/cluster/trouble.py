@@ -17,7 +17,7 @@ from benchmarks.cluster.processes import send
 from benchmarks.cluster.rates import read_rate
 
 _PERIOD_S = 0.1
-"""In each period a straggler runs once and is stopped once."""
+"""In each period a straggler runs once and stops once."""
 _TICK_S = 0.1
 """The longest time between two looks at the clock."""
 

@@ -16,7 +16,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRecord:
-    """versions: "name version" of each package; commit: of this repository, empty if unknown."""
+    """A machine.  versions: "name version" of each package.  commit: of this repository, empty if unknown."""
 
     processor: str
     cores: int

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-# High enough that a step with LoRA moves the loss by many times the tolerance (`check`).
+# High enough that a step with LoRA moves the loss by many times `LOSS_TOLERANCE`.
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.01
 

@@ -76,7 +76,7 @@ class Beside:
         return batch(self.case, step=step, rank=self.rank if rank is None else rank)
 
     def losses(self, step: int) -> tuple[float, float]:
-        """This rank's loss by the training graph, and the plain model's, without a backward."""
+        """This rank's loss from the training graph, and the plain model's loss, without a backward."""
         loss = self.case.loss(self.net, self.data(step)).item()
         with torch.no_grad():
             return loss, self.case.loss(self.plain, self.data(step)).item()

@@ -50,7 +50,7 @@ class Broken(Odd):
 
 
 class Floats(nn.Module):
-    """Floating point inputs, and a buffer, which keeps its dtype whatever the parameters are cast to."""
+    """Floating point inputs, and a buffer that keeps its dtype if parameters are cast."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -88,7 +88,7 @@ def test_gradients_and_parameters_are_those_of_replicated_training(
 
 
 def test_what_crosses_between_nodes(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
-    """An optimizer step gathers once and reduces once, whatever the number of its micro-batches."""
+    """An optimizer step gathers once and reduces once, for any number of micro-batches."""
     for (case, strategy, place), mine in moved.items():
         if strategy not in ("fcdp", "zero1"):
             continue
@@ -100,7 +100,7 @@ def test_what_crosses_between_nodes(moved: dict[tuple[str, str, str], dict[str, 
 
 
 def test_what_crosses_between_copies(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
-    """Where every node has a copy, gradients are all-reduced once and nothing is gathered between nodes."""
+    """If every node has a copy, gradients are all-reduced once and nothing is gathered between nodes."""
     for (case, strategy, _), mine in moved.items():
         if strategy not in ("ddp", "mics", "paro-nni"):
             continue

@@ -1,4 +1,4 @@
-"""The counters equal the plan equal the formulas, exactly."""
+"""The counters, the plan and the formulas are exactly equal."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def measured(request: Any) -> tuple[int, int, list[dict[Key, Measured]]]:
 def test_counters_plan_and_formula_agree(
     measured: tuple[int, int, list[dict[Key, Measured]]],
 ) -> None:
-    """Bytes and numbers of messages, of the first step and of those after it, on every rank."""
+    """Bytes and numbers of messages, in the first step and in later steps, on every rank."""
     nodes, g, results = measured
     for ranks in results:
         for (case, strategy, together), found in ranks.items():

@@ -1,4 +1,4 @@
-"""save and load at 2 x 2: bitwise resumption, ranks that differ, fail or end, saves beside training."""
+"""Save and load at 2 x 2: bitwise resumption, ranks that differ, fail or die, saves beside training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job is saved on one layout and loaded on another: every value is there, and it trains on."""
+"""A job saved on one layout and loaded on another has every value, and trains on."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _full_state_dict(mesh: DeviceMesh) -> None:
         assert_close(value, expected[name], name)
     expected = {n: v.clone() for n, v in expected.items()}
     changed = {n: v * 0.5 + 0.1 for n, v in expected.items()}
-    pair.plain.load_state_dict(changed)  # first: torch puts shards in the dictionary it is given
+    pair.plain.load_state_dict(changed)  # first: torch replaces the dictionary's values by shards
     set_model_state_dict(pair.model, changed if dist.get_rank() == 0 else {}, options=_FROM_RANK_0)
     pair.compare_parameters()
     pair.train(2)
@@ -105,7 +105,7 @@ def _dcp(mesh: DeviceMesh) -> None:
     wanted = {n: whole(p) for n, p in pair.model.named_parameters()}
 
     again = _pair(mesh)
-    again.train(3)  # elsewhere, and more often
+    again.train(3)  # other values, and more steps
     weights, moments = get_state_dict(again.model, again.optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folders[0])
     set_state_dict(again.model, again.optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -135,7 +135,7 @@ def _optimizer_state(mesh: DeviceMesh) -> None:
         state["exp_avg"] *= 3
     for again in (False, True):
         if not again:
-            pair.use(_adamw)  # which have not stepped
+            pair.use(_adamw)  # new optimizers, which have not stepped
         for optimizer in (pair.plain_optimizer, pair.optimizer):
             optimizer.load_state_dict(copy.deepcopy(given))
         pair.train(1)

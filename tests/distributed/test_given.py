@@ -64,7 +64,7 @@ def _mine_and_others(mesh: DeviceMesh, strategy: str) -> None:
 
 
 def _made_inside(mesh: DeviceMesh, strategy: str) -> None:
-    """Values that the graph computes, beside the model's own in one graph; both have gradients."""
+    """One graph uses values that it computes and the model's own values; both have gradients."""
     plain, model = _pair(mesh, strategy)
 
     def loss_of(net: nn.Module, x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def _copies_are_equal(model: nn.Module) -> None:
 
 
 def _clip(pair: Beside) -> None:
-    """Gradients clipped to the same norm on both sides."""
+    """Clip the gradients of both sides to one norm."""
     norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in pair.both]
     assert_close(whole(norms[0]), norms[1], "norm of the gradients")
 
@@ -125,7 +125,7 @@ def _run_all(mesh: DeviceMesh) -> None:
     _reshard(mesh)
     for strategy in PLACEMENTS:
         _train(mesh, strategy, "floats")
-    _refuse(mesh, ("ddp", "mics"))  # paro-nii still has what the forward used
+    _refuse(mesh, ("ddp", "mics"))  # paro-nii still has the parameters that the forward used
 
 
 def test_training_saving_and_writing() -> None:

@@ -59,7 +59,7 @@ def _history(mesh: DeviceMesh, case: str, node_bytes: int | None) -> tuple[dict[
         optimizer.step()
         found |= {f"{n} after step {step}": _local(p) for n, p in model.named_parameters()}
         optimizer.zero_grad()
-        if step == 0:  # a write that leaves no trace, to frozen ones too
+        if step == 0:  # a write past the version counters, to frozen parameters, too
             with torch.no_grad():
                 found["evaluation"] = loss_of(net, ids)
             for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""A model whose forward was replaced on the instance, as TRL and Liger do."""
+"""A model whose instance has a replaced forward, as TRL and Liger do it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_alone(dropout: float) -> None:
     few, _ = _count(None, 6, dropout, "fcdp", 1.0)
     many, segments = _count(None, 20, dropout, "fcdp", 1.0)
     assert many <= few
-    assert segments > 35  # a forward and a backward of each layer
+    assert segments > 35  # a forward and a backward for each layer
 
 
 @pytest.mark.distributed

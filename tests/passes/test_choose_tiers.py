@@ -1,4 +1,4 @@
-"""Which node shards stay on the device: never above the limit, and never fewer for more memory."""
+"""Node shards kept on the device: never above the memory limit, and never fewer with more memory."""
 
 from __future__ import annotations
 

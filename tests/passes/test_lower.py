@@ -1,4 +1,4 @@
-"""Explicit nodes: which, how many, in what order, and of how many bytes."""
+"""Explicit nodes: their kinds, numbers, order and bytes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from tests.passes.lowered import SHAPES, WHERE, check, known, lowered
 def test_a_gather_stands_right_before_the_first_use() -> None:
     def build(b: GraphBuilder) -> GraphModule:
         shard, x = b.shard("w"), b.input("x", (4,))
-        full = b.unshard(shard, "w")  # far above its use, as a recomputed one is
+        full = b.unshard(shard, "w")  # far above its use, as in recomputed code
         early = b.call(aten.relu.default, x)
         return b.finish(b.call(aten.mul.Tensor, full, b.call(aten.neg.default, early)))
 

@@ -118,7 +118,7 @@ def _whole_numbers(shape: Shape) -> Tensor:
 
 
 def fill_caches(cluster: Cluster) -> None:
-    """What the runtime does before a forward that loads: gather every bucket between nodes."""
+    """Gather every bucket between nodes, as the runtime does before a forward that loads."""
     for r, where in enumerate(cluster.places):
         peers = [p for p, other in enumerate(cluster.places) if other.place == where.place]
         for bucket in cluster.lowered[0].buckets.values():

@@ -48,7 +48,7 @@ EXPECTED: dict[tuple[str, tuple[int, int], Variant], list[str]] = {
     (INTRA, (2, 1), COLD): [BETWEEN],
     (INTRA, (2, 1), ACCUMULATE): WAITS,
     (INTRA, (2, 1), COLLECT): ["collect", BETWEEN],
-    (INTRA, (1, 2), COLD): [WITHIN],  # there is nothing to avoid
+    (INTRA, (1, 2), COLD): [WITHIN],  # one node has no traffic between nodes to avoid
     (NONE, (2, 2), COLD): [WITHIN, BETWEEN],
     (NONE, (2, 2), ACCUMULATE): WAITS,
     (NONE, (2, 2), COLLECT): ["collect", WITHIN, BETWEEN],
@@ -117,7 +117,7 @@ def test_a_backward_that_synchronises_does_not_depend_on_where_gradients_wait() 
 
 @pytest.mark.parametrize("variant", [ACCUMULATE, COLLECT])
 def test_every_step_says_whose_gradients_they_are(variant: Variant) -> None:
-    """The trained parameters of the bucket in its order, also where the graph reduces them in another."""
+    """Steps name the trained parameters in the bucket's order, even if the graph reduces them otherwise."""
     made = lowered(INTRA)
     (trained,) = {b.id for b in made.buckets.values() if not b.frozen}
     for node in reductions(backward(made, variant)):

@@ -114,7 +114,7 @@ def test_they_are_the_same(trial: Trial, real: dict[str, list[Plan]]) -> None:
     knows these bytes only later.
     """
     compiled = real[trial.name]
-    planned = [plan for plan in _estimate(trial).plans if plan.buckets]  # a loss has none
+    planned = [plan for plan in _estimate(trial).plans if plan.buckets]  # a loss has no buckets
     assert len(planned) == len(compiled)
     exactly = len(planned) == 1
     for mine, theirs in zip(planned, compiled, strict=True):

@@ -162,7 +162,7 @@ def test_the_second_plan_does_not_trace() -> None:
 
 
 def test_functions_are_traced_every_time() -> None:
-    """Nothing tells whether their code has changed."""
+    """Nothing shows whether the code of a function has changed."""
     calls = []
 
     def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
@@ -356,7 +356,7 @@ def test_a_model_without_a_loss() -> None:
 
 
 def test_models_can_be_cast_and_moved() -> None:
-    """As `fcdp plan --lora` does, and build functions."""
+    """`fcdp plan --lora` and build functions do this."""
 
     def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
         model = nn.Sequential(nn.Linear(13, 17), nn.Linear(17, 1)).to("cpu", torch.bfloat16)

@@ -155,7 +155,7 @@ class Rank:
         self.loss(value, accumulates=False).backward()
 
     def check(self, expected: float | dict[str, float]) -> None:
-        """Every element of every gradient."""
+        """Compare every element of every gradient."""
         for name in NAMES:
             grad = self.grad(name)
             value = expected if isinstance(expected, float | int) else expected[name]

@@ -1,4 +1,4 @@
-"""Lanes on threads: order, chains, errors, what they hold and for how long, and how they end."""
+"""Lanes on threads: order, chains, errors, the buffers they hold and for how long, and their end."""
 
 from __future__ import annotations
 

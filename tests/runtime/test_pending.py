@@ -1,4 +1,4 @@
-"""Started steps: waited for once, and holding nothing after."""
+"""Started steps: they are waited for once, and hold nothing afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop over a lowered graph: right values, dropped right after their last use."""
+"""The loop over a lowered graph: values are right, and dropped just after their last use."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_step_that_fails_fails_the_run_before_compute_sees_its_result(kind: Ki
     homes = same_on_all_ranks()[1]
     with pytest.raises(RuntimeError, match=rf"fcdp::{kind.value} 0 failed"):
         program(made, Direction.FORWARD, wrap=wrap).run(model, [*homes, X])
-    assert ran == [len(homes)]  # what packs the shards, and nothing else
+    assert ran == [len(homes)]  # only the packing of the shards
     model.collectives.fails = set()
     y, *_ = program(made, Direction.FORWARD).run(model, [*homes, X])
     assert torch.isfinite(y)

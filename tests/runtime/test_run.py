@@ -1,4 +1,4 @@
-"""Which variant runs, and what is refreshed before it."""
+"""Which variant runs, and which buckets are refreshed before it."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_the_optimizer_starts_when_all_gradients_are_there() -> None:
 
 
 def test_figures_of_a_step() -> None:
-    """Between nodes 24 ms of 34; compute stands still for 26 of them."""
+    """The link between nodes is busy for 24 ms of 34; compute is idle for 26 ms."""
     forward, backward = Program(), Program()
     gathered = forward.add(Kind.INTER_ALL_GATHER, bytes=6 * MB)
     forward.compute(8 * MS, forward.wait(gathered))

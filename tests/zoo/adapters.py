@@ -1,4 +1,4 @@
-"""Ways to train a model: whole, or with the adapters of PEFT, and what happens to adapters on the way."""
+"""Ways to train a model: whole, or with the adapters of PEFT; and changes of adapters between steps."""
 
 from __future__ import annotations
 

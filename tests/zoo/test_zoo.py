@@ -1,4 +1,4 @@
-"""Every model of the zoo trains sharded and compiled as it does replicated, on 2 x 2 ranks.
+"""Every model of the zoo trains sharded and compiled with the same numbers as replicated, on 2 x 2 ranks.
 
 The whole table takes half an hour, so only a few cases that differ the most run by default.  FCDP_ZOO=1 runs
 all, FCDP_ZOO=write writes docs/zoo.md besides.

@@ -73,7 +73,7 @@ class EchoGroup(dist.ProcessGroup):
         if storage_of(out) != storage_of(send):
             rows.copy_(send.reshape(1, -1))
             return EchoWork()
-        for row in rows:  # `send` is one of them
+        for row in rows:  # `send` is one of the rows
             if row.data_ptr() != send.data_ptr():
                 row.copy_(send.view(-1))
         return EchoWork()
