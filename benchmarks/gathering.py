@@ -235,11 +235,10 @@ def _add_gather(steps: list[Step], algorithm: Algorithm) -> None:
 
 
 def _add_reduction(steps: list[Step], algorithm: Algorithm) -> None:
-    """Add a reduce-scatter of gradients, first within the node, then between nodes.
+    """Add a reduce-scatter of gradients, within the node and then between nodes.
 
-    HO-Ring's reduce-scatter is its all-gather backwards.  The node first sums the gradients that other nodes
-    own; while these cross, it sums its own part.  Adding the received sums to its own part reads both and
-    writes one, hence `copied` of 3 parts.
+    HO-Ring's is its all-gather backwards: the node sums the gradients that other nodes own, and while these
+    cross, its own part.  Adding the received sums to that part reads both and writes one: 3 parts `copied`.
     """
     bucket = _layer(algorithm)
     between, within, own = NODES - 1, RANKS_PER_NODE - 1, bucket.slot_bytes

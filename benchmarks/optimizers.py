@@ -235,10 +235,7 @@ _COLLECTIVES = {
 
 
 def _inter_bytes(collective: Any, args: Sequence[Any], ranks: Sequence[int]) -> int:
-    """Return the bytes that one node sends for a collective, over all groups that run it.
-
-    There are `RANKS_PER_NODE` groups between nodes, or one group of all ranks.
-    """
+    """Return a node's bytes for a collective, in all groups between nodes or in the group of all ranks."""
     size = args[0].nbytes
     nodes = {rank // RANKS_PER_NODE for rank in ranks}
     if len(nodes) == 1:

@@ -4,10 +4,9 @@
     python -m benchmarks.soak --system fsdp2                 the same loop with FSDP2
     python -m benchmarks.soak --steps 400 --every 50
 
-None of them may keep growing.  The training is full fine-tuning with AdamW on batches of changing lengths,
-with an evaluation and a save every `--save-every` steps; synchronous and asynchronous saves take turns.  The
-table shows rank 0.  Its second column of memory is taken after `malloc_trim`, which gives back the memory
-that the C library keeps for later use.
+None of them may keep growing.  Full fine-tuning with AdamW on batches of changing lengths, with an evaluation
+and a save every `--save-every` steps; synchronous and asynchronous saves take turns.  The table shows rank 0.
+`after trim`: after `malloc_trim` has given back the memory that the C library keeps for later use.
 """
 
 from __future__ import annotations

@@ -126,9 +126,7 @@ def _schedules(made: Lowered) -> dict[tuple[Direction, Variant], Schedule]:
 
 
 def _memory(schedule: Schedule, full_bytes: Mapping[int, int]) -> tuple[int, ...]:
-    """Bytes at each step: gathered parameters until they are freed, plus made-up activations, which grow in
-    the forward and shrink in the backward.
-    """
+    """Bytes at each step: gathered parameters, and activations that grow in forward, shrink in backward."""
     held: set[int] = set()
     total = sum(full_bytes.values())
     layer = max(full_bytes.values())

@@ -83,10 +83,7 @@ def _measured(cells: Mapping[Cell, Summary], mode: str, k: int) -> list[str]:
 
 
 def _scale(axis: Axes, names: Sequence[str]) -> None:
-    """Put the systems on the y axis and a logarithmic scale on the x axis.
-
-    The plots show points: a bar on a logarithmic scale has no zero to start from.
-    """
+    """Set the axes: systems on y, logarithmic x.  Hence points: a bar would have no zero to start from."""
     titles = {s.name: s.title for s in SYSTEMS}
     axis.set_yticks(range(len(names)), [titles[name] for name in names])
     axis.set_ylim(len(names) - 0.5, -0.5)

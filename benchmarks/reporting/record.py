@@ -14,10 +14,7 @@ from benchmarks.systems.shape import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A run's settings and circumstances.
-
-    date: the time of the last row.  elapsed_s: of all launches together.
-    """
+    """Facts about a run.  date: time of the last row.  elapsed_s: of all launches together."""
 
     shape: Shape
     nodes: int

@@ -1,8 +1,7 @@
 """Try each supported torch on each supported Python: `make versions`, python -m benchmarks.versions --help.
 
-The parts run one at a time.  Each result is written to docs/versions/results.json at once; a part with a
-result does not run again.  After every part, docs/versions.md is written from that file and
-docs/versions/notes.md.
+Each part's result is written to docs/versions/results.json at once; a part with a result does not run again.
+After every part, docs/versions.md is written from that file and docs/versions/notes.md.
 """
 
 from __future__ import annotations

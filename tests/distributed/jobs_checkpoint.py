@@ -46,10 +46,7 @@ class Noisy(nn.Module):
 
 
 class Job:
-    """A training job, in one process without a mesh; each rank draws its own dropout.
-
-    compiled: with the backend.
-    """
+    """A training job; without a mesh it runs in one process.  Each rank draws its own dropout."""
 
     def __init__(
         self, mesh: DeviceMesh | None, *, strategy: str = "fcdp", compiled: bool = False

@@ -42,9 +42,8 @@ pytestmark = pytest.mark.distributed
 # `aot_eager` also differs from eager by up to 1.3e-2 (this Llama, bf16).  Inductor keeps fused values in
 # fp32.  In these two cases the tolerance is four times as large.
 RELATIVE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
-# Relative to the distance that AdamW moved a parameter, as AdamW magnifies the rounding of small gradients.
-# Stepping in bf16 instead of fp32 errs by more than half: bf16 resolves 5e-4 in a weight of 0.1, and AdamW
-# moves it by 1e-3.
+# Relative to the distance that AdamW moved a parameter: AdamW magnifies the rounding of small gradients.
+# Steps in bf16, not fp32, err by more than half: bf16 resolves 5e-4 in a weight of 0.1, AdamW moves by 1e-3.
 MOVED_RELATIVE = 0.25
 STEPS = 5
 

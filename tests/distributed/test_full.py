@@ -43,8 +43,7 @@ def _torch_full(parameter: Tensor) -> Tensor:
 Loss = Callable[[_Net, Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 LOSSES: dict[str, Loss] = {
-    # Losses that are equal on every rank, and losses of each rank's data times a parameter; `whole` is full
-    # or full_tensor.
+    # Losses equal on every rank, and losses of a rank's data times a parameter; `whole`: full, full_tensor.
     "full": lambda m, out, whole: out.mean() + 0.1 * whole(m.head.weight).norm(),
     "local data": lambda m, out, whole: (out @ whole(m.head.weight).T).square().mean(),
     "frozen": lambda m, out, whole: (out.T @ out @ whole(m.base.weight)[:5]).mean(),

@@ -32,9 +32,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def _losses(
     mesh: DeviceMesh, name: str, strategy: str
 ) -> tuple[list[float], dict[str, Tensor], list[int]]:
-    """The losses of a few steps, the last parameters, and the bytes of frozen shards after `shard`, each
-    forward and each backward.
-    """
+    """Losses of a few steps, the last parameters, bytes of frozen shards at first and after each pass."""
     pair = Beside(mesh, CASES[name], options=OPTIONS, strategy=strategy)
     sizes = [sum(map(held_bytes, frozen_of(pair.model).values()))]
     losses = []

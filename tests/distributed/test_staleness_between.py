@@ -49,9 +49,7 @@ def _set_plain(pair: Beside, values: dict[str, Tensor]) -> None:
 
 
 def _backward(pair: Beside, loss: Tensor, step: int, seen: dict[str, Tensor]) -> str:
-    """Run the backward of a forward that saw these values; returns "raised", or "forward" for the gradient of
-    the forward's values.
-    """
+    """Run a backward; returns "raised", or "forward" if the gradient fits `seen`, the forward's values."""
     now = _plain_values(pair)
     try:
         loss.backward()

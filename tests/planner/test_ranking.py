@@ -69,8 +69,7 @@ def test_ddp_wins_where_memory_is_no_matter_and_messages_are() -> None:
 
 
 def test_mics_wins_where_whole_copies_fit_a_node_but_no_device() -> None:
-    # Parameters, gradients and Adam's moments take 16 bytes a parameter: all on each device with ddp, an
-    # eighth with mics.
+    # Parameters, gradients and moments take 16 bytes a parameter: on each device with ddp, 1/8 with mics.
     profile = _profile(latency_s=0.05, bytes_per_s=1e11, device_memory_bytes=4 * MODEL_BYTES)
     found = _rank(make_job(ranks_per_node=8, profile=profile), is_frozen=False)
     assert found.recommended == "mics"

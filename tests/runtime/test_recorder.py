@@ -191,8 +191,8 @@ def test_nothing_is_written_while_another_program_has_runs_to_record() -> None:
     for _ in range(3):
         toy.run(FORWARD, [*toy.homes, X])
         seen = len(toy.written.times)
-    # The forward's runs are complete with the third, but the backward still records: nothing is written
-    # until a run that is not recorded.
+    # The forward's runs are complete with the third, the backward's are not: no write before a run that is
+    # not recorded.
     assert seen == 1
     assert toy.written.counts == [{FORWARD: 2}]
     _, *saved = toy.run(FORWARD, [*toy.homes, X])

@@ -104,8 +104,7 @@ def _parameter_bytes(shape: Shape, mode: str) -> int:
 def _with_places(found: Trained, trainer: TorchTrainer) -> Trained:
     """Add where fcdp keeps its buckets.
 
-    Raises: RuntimeError if the buckets are not in host memory, or lanes are not streams: the measurement
-    would be of no use.
+    Raises: RuntimeError if buckets are not in host memory or lanes are not streams: it would measure nothing.
     """
     state: ShardedModel = state_of(trainer.model)
     if state.device.has_streams and are_blocking(state.topology, state.device):
