@@ -1,7 +1,7 @@
 """Make torch recompute random operators on a CPU as it does on a GPU: with generators as graph inputs.
 
 A GPU's generator can be pointed at another generator's state, and AOTAutograd gives graphs such states as
-inputs.  A CPU's generator cannot, so stand-ins do.  Torch stays changed: use it in processes of their own only.
+inputs.  A CPU's generator cannot, so stand-ins do.  Torch stays changed: use it only in separate processes.
 """
 
 from __future__ import annotations
