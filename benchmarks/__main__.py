@@ -26,11 +26,11 @@ from benchmarks.systems.names import BY_NAME
 
 NODES, RANKS_PER_NODE = 2, 2
 _PATIENCE = 4.0
-"""A job may take so many times what was expected, and two minutes, before it is stopped."""
+"""A job is stopped after two minutes and this multiple of its expected time."""
 
 
 class Bench:
-    """One run of the benchmark: what is measured so far, on disk after every launch."""
+    """One run of the benchmark; writes its results to disk after every launch."""
 
     def __init__(self, args: Arguments) -> None:
         self.args = args
@@ -47,7 +47,7 @@ class Bench:
     def take_up(self) -> None:
         """Continue from the rows of an earlier run.
 
-        Raises: ValueError if they are of another model.
+        Raises: ValueError if the rows are of another model.
         """
         record = read_record(self.folder / "run.json")
         if record is None:
@@ -65,7 +65,7 @@ class Bench:
             self.failures, self.skipped = record.failures, record.skipped
 
     def schedule(self) -> JobOrder:
-        """What remains to be measured, fitted into the time."""
+        """Plan the cells that are not measured yet, fitted into the time."""
         done = {row.cell for row in self.rows}
         wanted = all_cells(
             systems=[name for name in self.args.systems if self.is_available(name)],
@@ -87,7 +87,7 @@ class Bench:
         )
 
     def is_available(self, name: str) -> bool:
-        """Whether a system is installed; notes it if not."""
+        """Whether a system is installed; records a failure if not."""
         if BY_NAME[name].family != "train_deepspeed" or find_spec("deepspeed") is not None:
             return True
         why = "DeepSpeed is not installed; `pip install 'fcdp[bench-deepspeed]'` builds it"
@@ -95,7 +95,7 @@ class Bench:
         return False
 
     def run(self, schedule: JobOrder) -> None:
-        """Run the jobs, as long as there is time, and write down what they bring after each."""
+        """Run the jobs while there is time, and save the results after each job."""
         self.skipped = list(schedule.skipped)
         work = ROOT / "build" / "benchmark"
         work.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ class Bench:
             self.save()
 
     def skip(self, job: BenchmarkJob) -> None:
-        """Note the cells of a job that time was too short for, if nothing else has measured them."""
+        """Record the cells of a job for which there was no time, except for cells that have a row."""
         done = {row.cell for row in self.rows}
         self.skipped += [
             Skipped(cell=cell, step_s=self.costs.step_s(cell))
@@ -127,7 +127,7 @@ class Bench:
         ]
 
     def take(self, result: list[ResultRow] | Failure) -> None:
-        """Add what a job brought."""
+        """Add the result of a job."""
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         if isinstance(result, Failure):
             _say(f"  failed: {result.why}")

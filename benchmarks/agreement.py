@@ -1,4 +1,4 @@
-"""How ranks agree before a forward: hops for clusters of any size, and times where ranks run.
+"""The cost of the agreement of ranks before a forward: hops for clusters of any size, and measured times.
 
     python -m benchmarks.agreement FOLDER                              writes agreement.md and agreement.svg
     torchrun --nproc-per-node 8 -m benchmarks.agreement --nodes 4      times of a ring and of ours
@@ -35,13 +35,13 @@ _WORDS = [1] * 32
 
 
 def table() -> str:
-    """Hops and predicted times for nodes of 8 ranks, as Markdown."""
+    """Return hops and predicted times for nodes of 8 ranks, as Markdown."""
     machine = MACHINES["cuda"]
     rows = []
     for nodes in _NODES:
         ranks = nodes * _RANKS_PER_NODE
         between, within = nodes if nodes > 1 else 0, ranks - 1
-        # Of a ring over ranks in their order, the hops from node to node and those within nodes.
+        # A ring over the ranks in order: `between` hops cross nodes, the others stay within a node.
         ring_s = between * machine.inter.latency_s + (within - between) * machine.intra.latency_s
         ours_s = agreement_s(machine, nodes, _RANKS_PER_NODE)
         ours = agreement_hops(ranks)
@@ -52,7 +52,7 @@ def table() -> str:
 
 def draw(path: Path) -> None:
     """Plot hops over ranks."""
-    mpl.rcParams["svg.hashsalt"] = "fcdp"  # the same numbers give the same file
+    mpl.rcParams["svg.hashsalt"] = "fcdp"  # equal numbers give an equal file
     ranks = [n * _RANKS_PER_NODE for n in _NODES]
     figure, axis = plt.subplots(figsize=(6, 4))
     axis.plot(ranks, [r - 1 for r in ranks], marker="o", label="a ring over all ranks")
@@ -93,7 +93,7 @@ def _measure(nodes: int) -> None:
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(_TIMES):
-        for name, agree in ways.items():  # in turns, so that what else slows the machine slows both
+        for name, agree in ways.items():  # in turns: other load slows both alike
             began = time.perf_counter()
             agree()
             found[name].append(time.perf_counter() - began)

@@ -1,12 +1,12 @@
 """How long a save takes, and how long training waits for it: synchronous, and beside training.
 
     python -m benchmarks.checkpoint --mib 256                                one process
-    torchrun --nproc-per-node 2 -m benchmarks.checkpoint --mib 256           several, as one node
+    torchrun --nproc-per-node 2 -m benchmarks.checkpoint --mib 256           two processes, as one node
 
-A model of linear layers with AdamW's moments: three times the parameters.  `stall` is how long `save` keeps
-training from going on; `write` from then until the checkpoint is the folder's, while training goes on.  For
-comparison one file of as many bytes is written and synced in one go.  `of it CPU` is what the stall costs the
-thread that trains; the rest is waiting for a core that others have.
+The model has linear layers; with AdamW's moments it takes three times the parameters' bytes.  `stall` is how
+long `save` stops training.  `write` is the time from the end of the stall until the checkpoint is in the
+folder; training goes on meanwhile.  For comparison one file of as many bytes is written and synced in one go.
+`of it CPU` is the stall's CPU time in the training thread; the rest is waiting for a busy core.
 """
 
 from __future__ import annotations

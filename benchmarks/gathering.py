@@ -1,12 +1,13 @@
-"""Hierarchical, HO-Ring and flat ring: gathers of one bucket, and of a model's, one after the other.
+"""Compare three all-gathers: hierarchical, HO-Ring and flat ring, of one bucket and of several in a row.
 
-On simulated lanes also reduce-scatters, hierarchical and as HO-Ring would do them.
+On simulated lanes also reduce-scatters are compared: hierarchical, and as HO-Ring would do them.
 
     python -m benchmarks.gathering                 measured on 2 x 2 ranks between simulated nodes
     python -m benchmarks.gathering --simulate      16 x 8 ranks on simulated lanes
 
-Measured are gathers with nothing else to do: `alone`, each waited for before the next starts, and `in a row`,
-a few started ahead as in a schedule.  Algorithms take turns, so that what else slows the machine slows all.
+The measured gathers have nothing else beside them.  `alone`: each gather ends before the next starts.
+`in a row`: a few gathers are started ahead, as in a schedule.  Algorithms take turns, so that other load on
+the machine slows all of them.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _time(
     home: torch.Tensor,
     algorithm: Algorithm,
 ) -> tuple[float, float]:
-    """Seconds and bytes sent by the node for one gather."""
+    """Return the seconds of one gather and the bytes that the node sends for it."""
     dist.barrier()
     before, began = sent_bytes(), time.perf_counter()
     gather(collectives, home, algorithm)
@@ -158,7 +159,7 @@ def _in_a_row(collectives: Collectives, home: torch.Tensor, algorithm: Algorithm
 
 
 def start(collectives: Collectives, home: torch.Tensor, algorithm: Algorithm) -> Pending:
-    """Start a gather of home buffers [S] to [G*S]."""
+    """Start an all-gather of home buffers [S] to [G*S]."""
     if algorithm is Algorithm.RING:
         return collectives.flat_all_gather(Kind.FLAT_ALL_GATHER, home, "flat")
     node = collectives.all_gather(Kind.INTER_ALL_GATHER, home, "inter")
@@ -206,7 +207,7 @@ def _simulated() -> str:
 def schedule_of(
     add: Callable[[list[Step], Algorithm], None], algorithm: Algorithm, layers: int
 ) -> Schedule:
-    """Collectives of so many layers in a row, on lanes."""
+    """Return a schedule with the collectives of `layers` layers in a row."""
     steps: list[Step] = []
     for _ in range(layers):
         add(steps, algorithm)
@@ -234,10 +235,10 @@ def _add_gather(steps: list[Step], algorithm: Algorithm) -> None:
 
 
 def _add_reduction(steps: list[Step], algorithm: Algorithm) -> None:
-    """Gradients within the node and then between nodes; HO-Ring is a gather by HO-Ring the other way round.
+    """Add a reduce-scatter of gradients, within the node and then between nodes.
 
-    What other nodes own is summed within the node first and crosses, while the node's own part is summed.
-    The sum of that part with what has come from other nodes reads both, and writes one.
+    HO-Ring's is its all-gather backwards: the node sums the gradients that other nodes own, and while these
+    cross, its own part.  Adding the received sums to that part reads both and writes one: 3 parts `copied`.
     """
     bucket = _layer(algorithm)
     between, within, own = NODES - 1, RANKS_PER_NODE - 1, bucket.slot_bytes

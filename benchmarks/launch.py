@@ -1,4 +1,4 @@
-"""Start a job's processes on two simulated nodes and collect their rows; standard library only.
+"""Start a job's processes on simulated nodes and collect their rows; needs only the standard library.
 
 `python -m benchmarks.launch` says in one sentence why the benchmark cannot run here and exits with 1, or
 says nothing and exits with 0.
@@ -21,9 +21,9 @@ _CLEAN_UP_S = 60.0  # for the nodes to be removed after a timeout
 
 
 def cluster_command(nodes: int, ranks_per_node: int, *, timeout_s: float, logs: Path) -> list[str]:
-    """The beginning of a command line that runs a script on every rank; the script comes behind.
+    """Return the beginning of a command line that runs a script on every rank; append the script to it.
 
-    It runs in ROOT, or with ROOT in PYTHONPATH.
+    The command must run in ROOT, or with ROOT in PYTHONPATH.
     """
     command = [sys.executable, "-m", "benchmarks.cluster", "--nodes", str(nodes)]
     command += ["--ranks-per-node", str(ranks_per_node), "--timeout", str(int(timeout_s))]
@@ -31,7 +31,7 @@ def cluster_command(nodes: int, ranks_per_node: int, *, timeout_s: float, logs: 
 
 
 def on_ranks(ranks: int, *script: str) -> int:
-    """Run a script, or "-m" and a module, with its arguments on ranks of this machine; its exit code."""
+    """Run a script, or "-m" and a module, on ranks of this machine; returns the exit code."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", *script]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -39,7 +39,7 @@ def on_ranks(ranks: int, *script: str) -> int:
 
 
 def run_job(job: BenchmarkJob, *, folder: Path, timeout_s: float) -> list[ResultRow] | Failure:
-    """Run one job in fresh processes and return its rows, or why there are none.
+    """Run one job in fresh processes; returns its rows, or why there are none.
 
     folder: for the job's files and the logs of all ranks.
     """
@@ -52,7 +52,7 @@ def run_job(job: BenchmarkJob, *, folder: Path, timeout_s: float) -> list[Result
     command += [str(ROOT / "benchmarks" / "running" / "worker.py"), str(job_file), str(rows_file)]
     output = folder / f"{name}.log"
     with output.open("w", encoding="utf-8") as out:
-        # Killing the launcher outright would leave its nodes behind; its own timeout removes them.
+        # A killed launcher would leave its nodes behind; a launcher whose own timeout ends it removes them.
         done = subprocess.run(
             command,
             env=_environment(folder),
@@ -75,13 +75,13 @@ def _environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
-        # One cache for all launches, so that only the first of each compiles with the C++ compiler.
+        # One cache for all launches, so that only a system's first launch runs the C++ compiler.
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
 
 
 def _last_error(log: Path) -> str:
-    """The last line of a log that names an exception, or its last line."""
+    """Return the last line of a log that names an exception, or else the last line."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
     errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
     return (errors or lines)[-1].strip()

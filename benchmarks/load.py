@@ -1,13 +1,13 @@
-"""What `load_pretrained` takes on every rank: memory at its peak, and bytes read of the checkpoint.
+"""The cost of `load_pretrained` on every rank: peak memory, and bytes read of the checkpoint.
 
     python -m benchmarks.load                          2 GB of float32, 2 x 2 ranks
-    python -m benchmarks.load --mode whole             every rank loads all of it, for comparison
+    python -m benchmarks.load --mode whole             every rank loads the whole checkpoint, for comparison
 
-Memory is what the process has beyond the moment before the load and nobody can take back: anonymous pages,
-sampled every few milliseconds.  Pages of the checkpoint's files that are mapped at the moment belong to the
-system's page cache; they are shown apart.  Bytes read: those that ranks asked for, by node, and those that
-the device delivered, which is all ranks together as they share one machine, after its page cache of the files
-was dropped.
+Memory counts the anonymous pages that the process gains during the load, sampled every few milliseconds.
+Mapped pages of the checkpoint's files belong to the system's page cache, which can reclaim them; they are
+shown apart.  Bytes read are shown twice: the bytes that the ranks of each node asked for, and the bytes that
+the disk delivered, for all ranks together, as they share one page cache.  The page cache of the files is
+dropped before the load.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ READ_LIMIT = 1.1  # of the file, by each node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCosts:
-    """What one rank took; bytes.
+    """The memory and the bytes read of one rank.
 
-    mapped: the most that was mapped of files at once, beyond before.  delivered: by the device to this
-    process.
+    mapped_bytes: the most bytes of files mapped at once, beyond those before the load.
+    delivered_bytes: from the disk to this process.
     """
 
     node: int
@@ -61,7 +61,7 @@ class RankCosts:
 
 
 class Model(nn.Module):
-    """Matrices and nothing else."""
+    """A model of matrices alone."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 def sizes_of(total_bytes: int) -> list[tuple[int, int]]:
-    """Shapes of float32 matrices of so many bytes in all: an embedding, and layers of three matrices."""
+    """Return shapes of float32 matrices of `total_bytes` together: an embedding, layers of three matrices."""
     width = 2048
     layer = [(width, width), (4 * width, width), (width, 4 * width)]
     layer_bytes = 4 * sum(a * b for a, b in layer)
@@ -205,7 +205,7 @@ def _load_whole(folder: Path) -> list[torch.Tensor]:
 
 
 class Told(logging.Handler):
-    """Hears what a load says that this rank has read."""
+    """Takes the bytes that this rank has read from the load's log message."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -220,9 +220,9 @@ class Told(logging.Handler):
 
 
 class Sampling:
-    """The most memory that the process had while the block ran, beyond what it had before.
+    """The peak memory of the process within a `with` block, beyond the memory before the block.
 
-    Home shards of a model from meta have memory that no byte was written to, so none of it counts before.
+    No byte of a meta model's home shards has been written before the load, so none counts as memory before.
     """
 
     def __init__(self) -> None:
@@ -249,14 +249,14 @@ class Sampling:
 
 
 def _resident() -> tuple[int, int]:
-    """Bytes of anonymous and of mapped file pages of this process."""
+    """Return the bytes of this process's anonymous pages and of its mapped file pages."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     kib = {name: int(fields[name].split()[0]) for name in ("RssAnon", "RssFile", "RssShmem")}
     return 1024 * (kib["RssAnon"] + kib["RssShmem"]), 1024 * kib["RssFile"]
 
 
 def _delivered() -> int:
-    """Bytes that devices delivered for this process, read or mapped."""
+    """Return the bytes that disks delivered to this process, by reads or by mapped pages."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 

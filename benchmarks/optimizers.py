@@ -1,10 +1,10 @@
-"""Every optimizer on home shards of 2 x 2 ranks: right or refused, and what its step sends between nodes.
+"""Every optimizer on home shards of 2 x 2 ranks: right or refused, and its bytes between nodes in a step.
 
     python -m benchmarks.optimizers               the table of docs/optimizers.md, on two nodes of two ranks
 
-The reference is the same model on one rank with the whole batch.  Bytes are those of the collectives in
-`step`, as rings send them: no part of a node's data leaves it twice.  Optimizers of packages that
-are not installed have no row.
+The reference is an equal model on one rank with the whole batch.  Bytes count the collectives in `step` as if
+rings sent them: no part of a node's data leaves the node twice.  Optimizers of packages that are not
+installed have no row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LR = 1e-2
 class Case:
     """One optimizer with some of its options.
 
-    module: where its class is.  matrices_only: steps the parameters with two dimensions alone.
+    module: the module of its class.  matrices_only: whether it steps only parameters with two dimensions.
     """
 
     name: str
@@ -49,18 +49,18 @@ class Case:
 
     @property
     def title(self) -> str:
-        """As the table calls it."""
+        """Its name in the table."""
         given = ", ".join(f"{k}={v}" for k, v in self.options.items() if k not in _ALWAYS)
         package = "" if self.module == "torch.optim" else self.module.split(".")[0] + " "
         return f"{package}{self.name}" + (f" ({given})" if given else "")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Doubles where the optimizer takes them, so that only mistakes make a difference."""
+        """fp64 if the optimizer supports it, so that only mistakes make a difference, and not rounding."""
         return torch.float64 if self.module == "torch.optim" else torch.float32
 
     def build(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """The optimizer of some parameters."""
+        """Make the optimizer of some parameters."""
         mine = [p for p in parameters if p.dim() == 2 or not self.matrices_only]
         made: Optimizer = getattr(importlib.import_module(self.module), self.name)(
             mine, **self.options
@@ -114,10 +114,10 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerOutcome:
-    """Of one optimizer: the largest difference of a parameter, or who refuses it and why.
+    """The result of one optimizer: the largest difference of a parameter, or why the optimizer is refused.
 
-    gap: relative to the largest change that a parameter of the reference saw.
-    inter_bytes, weight_bytes: what one step sends from one node to others, and W of what it steps.
+    gap: relative to the largest change of a parameter of the reference.
+    inter_bytes: sent from one node to others in one step.  weight_bytes: W of the stepped parameters.
     """
 
     gap: float | None
@@ -127,7 +127,7 @@ class OptimizerOutcome:
 
 
 def measure(mesh: DeviceMesh, case: Case) -> OptimizerOutcome:
-    """Train with an optimizer on all ranks and on one; all ranks call it."""
+    """Train with an optimizer on all ranks and on one; all ranks must call this."""
     reference, model = _model(case.dtype), _model(case.dtype)
     before = [p.detach().clone() for p in reference.parameters()]
     fcdp_compile.shard(model, mesh)
@@ -143,7 +143,7 @@ def measure(mesh: DeviceMesh, case: Case) -> OptimizerOutcome:
             _step(plain, partial(_loss, reference, batch), None)
             _step(sharded, partial(_loss, model, mine), traffic)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
-        # Refusals of torch and of other libraries have no class in common, and are what the table shows.
+        # Refusals of torch and of other libraries have no class in common; the table shows them.
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return OptimizerOutcome(gap=None, refusal=why, inter_bytes=0, weight_bytes=weight_bytes)
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
@@ -161,7 +161,7 @@ def measure(mesh: DeviceMesh, case: Case) -> OptimizerOutcome:
 
 
 def _model(dtype: torch.dtype) -> nn.Sequential:
-    """Rows that four ranks share evenly, and rows that they do not."""
+    """Make a model with row counts that four ranks can split evenly, and row counts that they cannot."""
     torch.manual_seed(0)
     layers = nn.Sequential(
         nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 49), nn.Tanh(), nn.Linear(49, 33)
@@ -205,7 +205,7 @@ def _step(optimizer: Optimizer, loss_of: Callable[[], Tensor], traffic: _Traffic
 
 
 class _Traffic(DispatchMode):
-    """Adds up the bytes of collectives that one of two nodes sends to the other."""
+    """Adds up the bytes that one of two nodes sends to the other in collectives."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
@@ -219,7 +219,7 @@ class _Traffic(DispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # until it has become ops on local tensors
+            return NotImplemented  # DTensor then runs ops on local tensors, which come here
         if func.overloadpacket in _COLLECTIVES:
             self.inter_bytes += _inter_bytes(func.overloadpacket, args, self._ranks[args[-1]])
         return func(*args, **(kwargs or {}))
@@ -235,7 +235,7 @@ _COLLECTIVES = {
 
 
 def _inter_bytes(collective: Any, args: Sequence[Any], ranks: Sequence[int]) -> int:
-    """What one node sends of a collective: each of the groups between nodes, or one group of all ranks."""
+    """Return a node's bytes for a collective, in all groups between nodes or in the group of all ranks."""
     size = args[0].nbytes
     nodes = {rank // RANKS_PER_NODE for rank in ranks}
     if len(nodes) == 1:
@@ -247,7 +247,7 @@ def _inter_bytes(collective: Any, args: Sequence[Any], ranks: Sequence[int]) -> 
 
 
 def table(outcomes: Sequence[tuple[Case, OptimizerOutcome]]) -> str:
-    """The table of the documentation."""
+    """Return the table of the documentation."""
     rows = [
         (
             case.title,

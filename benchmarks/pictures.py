@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/how-it-works.md: pages of `fcdp dump` of real small runs, in a browser.
+"""Draw the pictures of docs/how-it-works.md: screenshots of `fcdp dump` pages of small real runs.
 
     examples/lora_finetune.py on 2 x 2 ranks, --dump ─▶ fcdp dump --format html ─▶ docs/pictures/*.png
 
@@ -28,12 +28,12 @@ BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 MACHINE = "a40x8-10gbe"
 JOB = ("--batch-size=8", "--seq-len=256", "--steps=2", "--base-steps=2")
 WIDTH = 1100
-COLOURS = 128  # a page of flat colours keeps its looks with these, at a third of the size
+COLOURS = 128  # enough for a page of flat colours; the file is a third as large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A picture's file, and of which phase of the run of which strategy it is."""
+    """A picture's file name, and the strategy and the phase of the run that it shows."""
 
     name: str
     strategy: str
@@ -48,7 +48,7 @@ WANTED = (
 
 
 def main() -> int:
-    """Train, dump, photograph; 2 if there is no browser."""
+    """Train, dump and photograph; returns 2 if there is no browser."""
     path = next((p for p in map(shutil.which, BROWSERS) if p), None)
     if path is None:
         print(f"no browser on PATH: none of {', '.join(BROWSERS)}", file=sys.stderr)
@@ -89,8 +89,8 @@ def _page(folder: Path) -> bytes:
 
 
 def _photograph(browser: Browser, page: Path, scheme: str) -> bytes:
-    """The page from its top to the end of the lanes, as PNG of few colours."""
-    # playwright types the scheme as one of its literals, which a command line's text is not.
+    """Photograph the page from its top to the end of the lanes, as a PNG with few colours."""
+    # playwright types the scheme as a literal; ours is any string.
     shown = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
     shown.goto(page.as_uri())
     shown.wait_for_selector("#figure[data-end]")

@@ -1,10 +1,10 @@
-"""The planner against the benchmark: predicted and measured steps of every row that fcdp ran.
+"""The planner against the benchmark: predicted and measured steps of every row of fcdp.
 
     python -m benchmarks.prediction            prints docs/benchmarks/predictions.md
 
-Speeds come from one profile that `fcdp probe` measured on the same simulated nodes at 1 Gbit/s, scaled to the
-other networks, and compute from what the benchmark measured of a micro-batch without communication: one set
-of constants for all rows.
+Link speeds come from one profile that `fcdp probe` measured on the benchmark's simulated nodes at 1 Gbit/s,
+scaled to the other networks.  Compute comes from the benchmark's micro-batches without communication.  So
+one set of constants serves all rows.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NODES, RANKS_PER_NODE = 2, 2
 SHAPE = Shape()
 
 _NETWORKS = {"unlimited": None, "1gbit": 1.0, "100mbit": 0.1}
-"""Bandwidth in multiples of that of the profile; None: as fast as ranks of a node reach each other."""
+"""Bandwidth in multiples of the profile's; None: as fast as the link within a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One cell: bytes in one step of one node, and seconds."""
+    """Predictions and measurements of one cell; bytes are those that one node sends in one step."""
 
     cell: Cell
     planned_bytes: int
@@ -49,12 +49,12 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """Of the predicted time, relative to the measured one."""
+        """The error of the predicted time, relative to the measured time."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def is_network_bound(self) -> bool:
-        """Whether the network alone takes most of the step."""
+        """Whether the network alone takes more than half of the step."""
         return self.network_s > 0.5 * self.measured_s
 
 
@@ -89,7 +89,7 @@ def _predict(
         if factor is None
         else replace(machine.inter, bytes_per_s=factor * machine.inter.bytes_per_s)
     )
-    # The benchmark's compute is of one micro-batch: what the profile's rate is off by is known from that.
+    # The benchmark timed one micro-batch's compute; the ratio to the profile's prediction corrects the rates.
     slower = compute_s[cell.mode] / _compute_s(cell.mode, profile)
     fitted = replace(
         machine,
@@ -111,7 +111,7 @@ def _predict(
 
 @cache
 def _compute_s(mode: str, profile: ClusterProfile) -> float:
-    """What the profile says a micro-batch computes for."""
+    """Return the compute seconds of a micro-batch according to the profile."""
     found = _estimate("fcdp-zero3", mode, 1, profile)
     machine = profile.machine
     return sum(

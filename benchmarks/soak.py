@@ -1,12 +1,12 @@
-"""Train a small model for thousands of steps and print what the process holds: nothing may keep growing.
+"""Train a small model for thousands of steps and print the process's memory, threads and files over time.
 
     python -m benchmarks.soak                                2 ranks as 2 nodes, fcdp, 3,000 steps
     python -m benchmarks.soak --system fsdp2                 the same loop with FSDP2
     python -m benchmarks.soak --steps 400 --every 50
 
-Full fine-tuning with AdamW, batches of changing lengths; now and then an evaluation and, by turns, a
-synchronous and an asynchronous save.  The table shows rank 0.  Its second column of memory is taken after
-`malloc_trim`: memory that the C library keeps for later use is not held by anybody.
+None of them may keep growing.  Full fine-tuning with AdamW on batches of changing lengths, with an evaluation
+and a save every `--save-every` steps; synchronous and asynchronous saves take turns.  The table shows rank 0.
+`after trim`: after `malloc_trim` has given back the memory that the C library keeps for later use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEADERS = ("step", "loss", "RSS\nMiB", "after trim\nMiB", "threads", "files", "s
 
 
 class ResidualNet(nn.Module):
-    """Embedding, residual layers, head; gives the loss."""
+    """Embedding, residual layers, head; the forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ResidualNet(nn.Module):
 
 
 def main() -> None:
-    """Start the ranks, or be one."""
+    """Start the ranks, or run as a rank."""
     parser = argparse.ArgumentParser(description="Thousands of steps: does anything grow?")
     parser.add_argument("--steps", type=int, default=3000, help="(%(default)s)")
     parser.add_argument("--every", type=int, default=100, help="steps between rows (%(default)s)")
@@ -142,7 +142,7 @@ def _batch(step: int, rank: int) -> Tensor:
 
 
 def _held(net: nn.Module, system: str) -> tuple[float, float, int, int, float]:
-    """Of this process: memory as it is and at least, threads, open files, bytes of pinned or shared slabs."""
+    """Return memory before and after the trim, threads, open files, and MiB of pinned or shared slabs."""
     gc.collect()
     before = _rss_mib()
     ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The planner against what FCDP's authors published, as the tables of docs/validation.md.
+"""The planner against the published results of FCDP's authors, as the tables of docs/validation.md.
 
     python -m benchmarks.validation
 
@@ -30,7 +30,7 @@ from fcdp_compile.simulator import Collectives
 from fcdp_compile.strategy import Strategy
 
 OPTIONS = ModelOptions(seq=1792, dtype=torch.float16, attention="eager")
-"""The sequence length is not published: with this one ZeRO-3 takes the memory that is (GPT-15B)."""
+"""The sequence length is not published: with 1792, ZeRO-3 takes the published memory on GPT-15B."""
 
 NODES, RANKS_PER_NODE, BATCH = 2, 8, 8
 MODELS = ("gpt-10b", "gpt-15b", "gpt-20b", "gpt-25b", "gpt-30b")
@@ -40,16 +40,16 @@ _LARGEST = {
     "zero++": (128, 128, 64, 32, 0),
     "fcdp": (256, 128, 128, 64, 64),
 }
-"""Largest global batch on two nodes, powers of two a GPU; 0: none."""
+"""Largest global batch on two nodes, with a power of two per GPU, for each of MODELS; 0: no batch fits."""
 
 _SAMPLES_PER_S = {"a40x8-100g-rdma": 14.1, "a40x8-100g-ipoib": 4.1, "a40x8-10gbe": 2.4}
-"""ZeRO-3 on GPT-10B."""
+"""Of ZeRO-3 on GPT-10B, by cluster."""
 
 _GB = {"zero3": 34.06, "zero++": 40.92}
-"""Of a GPU, on GPT-15B."""
+"""Peak memory of a GPU on GPT-15B, by strategy."""
 
 _GAIN = 0.413
-"""Of FCDP over ZeRO-3 in full fine-tuning, at most."""
+"""The highest speed-up of FCDP over ZeRO-3 in full fine-tuning."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

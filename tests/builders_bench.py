@@ -1,4 +1,4 @@
-"""Rows of the benchmark made by hand: what a run would have measured, with numbers one can check by eye."""
+"""Rows of the benchmark made by hand, with numbers that one can check by eye."""
 
 from __future__ import annotations
 

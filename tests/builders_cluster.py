@@ -1,4 +1,4 @@
-"""Clusters and schedules by hand and by hypothesis, for what is simulated; the only place to build one."""
+"""Clusters and schedules for simulations, by hand and by hypothesis; the only place to build one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_profile(
 
 @dataclass(slots=True)
 class Program:
-    """Writes down steps one by one; each call returns the step's index."""
+    """Adds steps one by one; each call returns the step's index."""
 
     steps: list[Step] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ def make_schedule(steps: Sequence[Step]) -> Schedule:
 
 
 def buckets_for(nodes: int, ranks_per_node: int) -> dict[int, Bucket]:
-    """A bucket 0 that is cut over those ranks."""
+    """A bucket 0 that is sharded over N x g ranks."""
     return {0: make_bucket(0, [("w", (8, 8))], nodes=nodes, ranks_per_node=ranks_per_node)}
 
 
@@ -91,9 +91,9 @@ def buckets_for(nodes: int, ranks_per_node: int) -> dict[int, Bucket]:
 def schedules(
     draw: st.DrawFn, *, without: Sequence[Kind] = (), max_size: int = 14, parts: int = 1
 ) -> Schedule:
-    """Steps of any kind, of a millisecond or so on `make_profile`, waiting for any before them.
+    """Steps of any kind, each about a millisecond long on `make_profile`, that wait for any earlier steps.
 
-    parts: bytes are this many equal parts.
+    parts: the bytes of a step divide into this many equal parts.
     """
     kinds = st.sampled_from([k for k in Kind if k not in without])
     steps: list[Step] = []

@@ -1,4 +1,4 @@
-"""A GPT of matrix products: its graphs through all passes, its schedules, and whole plans of it."""
+"""A GPT of matrix products: its graphs after all passes, its schedules and its plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MATRICES = {"qkv": 3, "out": 1, "up": 4, "down": 4}  # a GPT layer: 12 H * H in 
 def gpt(
     layers: int, *, strategy: str = "fcdp", frozen: bool = False, scheduled: bool = True
 ) -> dict[tuple[Direction, Variant], Schedule]:
-    """The schedules of the matrix products of a GPT: an embedding, then a bucket of four matrices a layer."""
+    """The schedules of the GPT: an embedding, then for each layer a bucket of four matrices."""
     return _schedules(
         lower_gpt(layers, strategy=strategy, frozen=frozen, scheduled=scheduled, hidden=HIDDEN)
     )
@@ -42,7 +42,7 @@ def gpt_plan(
     hidden: int = HIDDEN,
     memory_limit_bytes: int | None = None,
 ) -> Plan:
-    """A plan of the same, with a made-up memory curve if there is a limit."""
+    """A plan of the GPT, with a made-up memory curve if there is a limit."""
     made = lower_gpt(layers, strategy=strategy, frozen=frozen, hidden=hidden)
     buckets = {
         i: replace(
@@ -83,7 +83,7 @@ def lower_gpt(
     hidden: int,
     scheduled: bool = True,
 ) -> Lowered:
-    """Its forward and backward through all passes."""
+    """Runs the GPT's forward and backward through all passes."""
     shapes = {"wte.weight": (VOCABULARY // HIDDEN * hidden, hidden)}
     for i in range(layers):
         shapes |= {f"h.{i}.{name}.weight": (n * hidden, hidden) for name, n in MATRICES.items()}
@@ -126,7 +126,7 @@ def _schedules(made: Lowered) -> dict[tuple[Direction, Variant], Schedule]:
 
 
 def _memory(schedule: Schedule, full_bytes: Mapping[int, int]) -> tuple[int, ...]:
-    """Gathered parameters until they are freed, above activations that grow in forward and then shrink."""
+    """Bytes at each step: gathered parameters, and activations that grow in forward, shrink in backward."""
     held: set[int] = set()
     total = sum(full_bytes.values())
     layer = max(full_bytes.values())

@@ -1,11 +1,11 @@
-"""Graphs made by hand with fake values, and what passes need to know of them; the only place to build one.
+"""Graphs made by hand with fake values, and the contexts that passes need; the only place to build one.
 
-The toy model, of parameters w_i of any shapes and one number x a rank:
+The toy model has parameters w_i of any shapes and takes one number x per rank:
 
     forward    y  = x * sum_i sum(w_i * w_i)                    saves x and the shards
     backward   dx = t * sum_i sum(w_i * w_i)    dw_i = 2 * t * x * w_i, reduced unless frozen
 
-It is exact in float64 for small whole numbers.  Each w_i is read through a view, as a Linear's weight is.
+The model is exact in float64 for small whole numbers.  It reads each w_i through a view, as a Linear does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Known = dict[str, tuple[Bucket, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """One rank: N nodes of g ranks, and its own place among them."""
+    """One rank of N nodes of g ranks each."""
 
     nodes: int = 2
     ranks_per_node: int = 2
@@ -63,7 +63,7 @@ def make_spec(
     gathers: torch.dtype | None = None,
     reduces: torch.dtype | None = None,
 ) -> ParamSpec:
-    """A parameter without a strategy of interest; `make_context` gives it one."""
+    """A spec whose strategy does not matter: `make_context` sets the strategy."""
     layout = ParamLayout.of(shape, where.nodes, where.ranks_per_node)
     return ParamSpec(
         key=key_of(name),
@@ -99,7 +99,7 @@ def make_context(
     backward_buckets: tuple[int, ...] = (),
     host_bytes: int | None = None,
 ) -> PassContext:
-    """A context; `frozen` holds names.  One node caches nothing, as in the runtime."""
+    """A context; `frozen` holds names.  With one node nothing is cached, as in the runtime."""
     chosen = Strategy.parse(strategy)
     chosen = chosen if where.nodes > 1 else chosen.on_one_node(where.ranks_per_node)
     return PassContext(
@@ -121,7 +121,7 @@ def make_context(
 
 
 class GraphBuilder:
-    """Builds a graph node by node; each gets the `val` that tracing would give it."""
+    """Builds a graph node by node; each node gets the `val` that tracing would give it."""
 
     def __init__(self, specs: Mapping[str, ParamSpec]) -> None:
         self._specs = specs
@@ -137,7 +137,7 @@ class GraphBuilder:
         return self.input(f"shard_{name.replace('.', '_')}", spec.local_shape, spec.home_dtype)
 
     def unshard(self, shard: Node, name: str, *, viewed: bool = False) -> Node:
-        """viewed: through the view of the same shape that `DTensor.to_local` leaves."""
+        """viewed: add the view of equal shape that `DTensor.to_local` leaves."""
         spec = self._specs[key_of(name)]
         if viewed:
             shard = self.call(aten.view.default, shard, list(spec.local_shape))
@@ -203,7 +203,7 @@ def toy_backward(
 ) -> GraphModule:
     """The toy model's backward: inputs x, shards, tangent; outputs dx, then dw (None where frozen).
 
-    uses: names in order, from the last to the first by default; a gradient is complete after the last.
+    uses: names in order, from the last to the first by default; a gradient is complete after its last use.
     """
     b = GraphBuilder(specs)
     x = b.input("x", dtype=_dtype(specs))
@@ -233,7 +233,7 @@ def _dtype(specs: Mapping[str, ParamSpec]) -> torch.dtype:
 class Lowered:
     """Every variant of a forward and its backward, as the backend would make them.
 
-    known: by key, as the runtime would know them afterwards.  contexts: what each graph was lowered with.
+    known: by key, as the runtime would have them afterwards.  contexts: the context that lowered each graph.
     """
 
     graphs: dict[tuple[Direction, Variant], GraphModule] = field(default_factory=dict)
@@ -265,7 +265,7 @@ def lower_toy(
     host_bytes: int | None = None,
     **dtypes: torch.dtype,
 ) -> Lowered:
-    """The toy model through all passes after `partition`."""
+    """Runs the toy model through all passes after `partition`."""
     specs = make_specs(shapes, where, **dtypes)
     fw = toy_forward(specs, viewed=viewed)
     bw = toy_backward(specs, frozen=frozen, viewed=viewed)
@@ -293,7 +293,7 @@ def lower_pair(
     scheduled: bool = False,
     stamped: bool = True,
 ) -> Lowered:
-    """A forward and its backward through all passes after `partition`."""
+    """Runs a forward and its backward through all passes after `partition`."""
     result = Lowered()
     ctx = _adopted(result, bucket(fw, ctx), ctx)
     ctx = _adopted(result, bucket(bw, replace(ctx, direction=Direction.BACKWARD)), ctx)
@@ -317,7 +317,7 @@ def lower_pair(
 
 
 def _adopted(result: Lowered, gm: GraphModule, ctx: PassContext) -> PassContext:
-    """The context for the next graph; a backward that gathers for itself has buckets of its own."""
+    """The context for the next graph; a backward that makes gathers anew has buckets of its own."""
     keys = {s.name: k for k, s in ctx.specs.items()}
     result.placements |= placements_of(gm)
     for b in buckets_of(gm):

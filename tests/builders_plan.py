@@ -53,7 +53,7 @@ DTYPES = (("float64", 8), ("float32", 4), ("bfloat16", 2), ("float16", 2), ("int
 def make_params(
     named_shapes: Sequence[tuple[str, Sequence[int]]], nodes: int, ranks_per_node: int
 ) -> tuple[BucketParam, ...]:
-    """Parameters with their slots one behind the other."""
+    """Parameters whose slots follow each other."""
     params: list[BucketParam] = []
     offset = 0
     for name, shape in named_shapes:
@@ -95,7 +95,7 @@ def make_bucket(
 def make_placement(
     bucket: Bucket, *, tier: Tier = Tier.HOST, gradient_tier: Tier | None = None, why: str = "kept"
 ) -> Placement:
-    """On the host, with the gradients of what is trained, unless told otherwise."""
+    """A placement, by default on the host; so are gradients, if the bucket is trained."""
     waits = Tier.NONE if bucket.frozen else Tier.HOST
     gradients = waits if gradient_tier is None else gradient_tier
     return Placement(bucket=bucket.id, tier=tier, gradient_tier=gradients, why=why)
@@ -108,7 +108,7 @@ def with_buckets(plan: Plan, *buckets: Bucket, tier: Tier = Tier.HOST, **changes
 
 
 def with_placements(plan: Plan, *, bucket: int | None = None, **changes: Any) -> Plan:
-    """A plan whose buckets, or one of them, wait elsewhere."""
+    """A plan with changed placements of all buckets, or of one."""
     placements = tuple(
         replace(p, **changes) if bucket in (None, p.bucket) else p for p in plan.placements
     )
@@ -118,7 +118,7 @@ def with_placements(plan: Plan, *, bucket: int | None = None, **changes: Any) ->
 def make_steps(
     entries: Sequence[tuple[Kind, int | None, int]], *, label: str = ""
 ) -> tuple[Step, ...]:
-    """Steps of (kind, bucket, bytes), each waiting for the one before it."""
+    """Steps of (kind, bucket, bytes), each of which waits for the step before it."""
     return tuple(
         Step(
             index=i,

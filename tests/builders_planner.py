@@ -1,4 +1,4 @@
-"""Profiles, jobs and traces of small models, for what is planned; the only place to build one."""
+"""Profiles, jobs and traces of small models for the planner; the only place to build one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.models import CASES
 LENGTH = 16
 GB = 10**9
 
-# Links on which buckets of a few kilobytes are worth their latency, so that small models have several.
+# With such short latencies, buckets of a few kilobytes are best, so that small models have several.
 MACHINE = Machine(
     inter=Link(latency_s=1e-6, bytes_per_s=1e8),
     intra=Link(latency_s=1e-6, bytes_per_s=2e9),
@@ -69,14 +69,14 @@ def make_job(
 
 
 def faster(profile: ClusterProfile, factor: float) -> ClusterProfile:
-    """The same cluster with so many times the bandwidth between nodes."""
+    """The cluster with `factor` times the bandwidth between nodes."""
     inter = profile.machine.inter
     link = replace(inter, bytes_per_s=factor * inter.bytes_per_s)
     return replace(profile, machine=replace(profile.machine, inter=link))
 
 
 class Losing(nn.Module):
-    """A model of `tests.distributed.models` that returns its loss, as graphs that are planned must."""
+    """A model of `tests.distributed.models` that returns its loss, as the planner needs."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -93,12 +93,12 @@ def build_case(case: str, batch: int, seq: int) -> tuple[nn.Module, Inputs]:
 
 
 def build_of(case: str) -> Build:
-    """What makes a model of `tests.distributed.models` to plan for."""
+    """The function that builds a model of `tests.distributed.models` for the planner."""
     return partial(build_case, case)
 
 
 def build_with_batch(case: str, size: int) -> Build:
-    """The same with a batch that is no symbol: so many samples, whatever number is asked for."""
+    """Like `build_of`, but the batch always has `size` samples, so no symbol can stand for it."""
     return lambda batch, seq: build_case(case, size, seq)
 
 

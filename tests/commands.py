@@ -8,7 +8,7 @@ from fcdp_compile.cli import main
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line on stderr of a command that ends with 2 and prints no result."""
+    """Run a command that must end with 2 and print nothing on stdout; returns its only line on stderr."""
     try:
         code: object = main(arguments)
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""For every test of this process."""
+"""Settings for every test of this process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import suppress
 with suppress(ImportError):  # a machine with a card may lack it; `make gpu` installs nothing
     import hypothesis
 
-    # No test measures time: a loaded machine is no fault.
+    # No deadlines: a loaded machine must not make a test fail.
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:
-    """Leave what importing made out of every later collection: half a million objects, all here to stay."""
+    """Keep the half a million objects that imports made, which stay for good, out of later collections."""
     gc.collect()
     gc.freeze()

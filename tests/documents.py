@@ -1,4 +1,4 @@
-"""JSON documents with one thing wrong with them."""
+"""JSON documents with one mistake."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REMOVED = object()
 
 
 def damaged(document: Any, path: Path, value: object) -> Any:
-    """A copy of a document with another value at one place, or nothing (REMOVED)."""
+    """A copy of a document with another value at one place, or without that place (REMOVED)."""
     if not path:
         return value
     document = copy.deepcopy(document)

@@ -1,4 +1,4 @@
-"""What a training step must move, from the layout's arithmetic alone; shares no code with fcdp.
+"""The bytes that a training step must move, from the layout's arithmetic alone; shares no code with fcdp.
 
 N nodes, g ranks per node.  All numbers are bytes per rank: sent to others (inter, intra) or copied (store,
 load).  A parameter is cut in g pieces, each in N chunks; every rank contributes a slot of the largest
@@ -23,11 +23,12 @@ from math import ceil, prod
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What of a gathered bucket is kept, until it changes or until the backward; where gradients accumulate.
+    """A strategy's choices.
 
-    keeps: "full", "shard", "host" (the node shard, there) or nothing.  gradient: whole ("n"), within a node
-    ("i"), not at all ("g").  home: what the optimizer steps is cut over all ranks ("g"), those of a node
-    ("i"), none ("n").
+    keeps: what a rank keeps of a gathered bucket: "full", "shard" (the node shard), "host" (the node shard,
+    in host memory) or nothing.  resident: kept until the bucket changes, else until the backward.
+    gradient: gradients accumulate whole ("n"), reduced within a node ("i"), or not at all ("g").
+    home: the optimizer's shards are split over all ranks ("g"), the ranks of a node ("i"), or not ("n").
     """
 
     keeps: str
@@ -54,10 +55,10 @@ POINTS = {
     "paro-gig": Point(keeps="", resident=False, gradient="i"),
     "fcdp": Point(keeps="host", gradient="i"),
 }
-"""By the strategies' names."""
+"""By strategy."""
 
 RESIDENT = [name for name, point in POINTS.items() if point.resident]
-"""Strategies that keep what they have gathered until it changes."""
+"""Strategies that keep gathered buckets until they change."""
 
 Shape = Sequence[int]
 Bucket = tuple[str, ...]
@@ -68,7 +69,7 @@ AGREE_WORDS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """Bytes and numbers of messages or copies, by kind."""
+    """Bytes, and numbers of messages or copies, by kind."""
 
     bytes: Mapping[str, int]
     calls: Mapping[str, int]
@@ -76,10 +77,10 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What the formulas need to know of a model.
+    """A model as the formulas need it.
 
-    shapes: of all parameters.  trainable: their names.  backward: names that derivatives with respect to
-    activations, or of products with them, need again.  buckets: how parameters travel.
+    shapes: of all parameters.  trainable: names.  backward: names of the parameters that the backward reads
+    again, for derivatives with respect to activations, or of products with them.  buckets: names by bucket.
     """
 
     shapes: Mapping[str, Shape]
@@ -90,7 +91,7 @@ class Model:
 
 
 def slot_elements(shape: Shape, nodes: int, ranks_per_node: int) -> int:
-    """Elements of the largest chunk when the dimension with the least padding is cut."""
+    """Elements of the largest chunk if the dimension with the least padding is split."""
     if not shape:
         return 1
     sizes = []
@@ -106,12 +107,12 @@ _BITS = {"w8": ("weights", 8), "c8": ("weights", 8), "g8": ("gradients", 8), "g4
 
 
 def _encoded(slots: Sequence[int], bits: int) -> int:
-    """Bytes of quantised values and their scales, one in fp32 for each 256 of a parameter."""
+    """Bytes of quantised values and their scales: one fp32 scale for each 256 values of a parameter."""
     return 4 * sum(ceil(n / 256) for n in slots) + ceil(sum(slots) * bits / 8)
 
 
 def caches(strategy: str, nodes: int, ranks_per_node: int) -> bool:
-    """Whether anything gathered waits for its next use."""
+    """Whether the strategy keeps gathered buckets for their next use."""
     point = POINTS[strategy]
     if nodes > 1 and point.home == "g":
         return bool(point.keeps)
@@ -146,7 +147,7 @@ class _Tally:
         return sum(slot_elements(s, self._nodes, self._g) for s in shapes) * self._model.itemsize
 
     def _row(self, names: Iterable[str], bits: int) -> int:
-        """Bytes of a slot, quantised or as it is."""
+        """Bytes of a slot, quantised if `bits` is not 0."""
         shapes = [self._model.shapes[n] for n in names]
         slots = [slot_elements(s, self._nodes, self._g) for s in shapes]
         return _encoded(slots, bits) if bits else sum(slots) * self._model.itemsize
@@ -156,7 +157,7 @@ class _Tally:
         self._calls[kind] += 1
 
     def gather(self, names: Bucket, *, then_kept: Callable[[], None] = int) -> None:
-        """From home shards to full parameters, in one graph."""
+        """Gather home shards to full parameters, in one graph."""
         if self._algorithm == "ring":
             sent = (self._nodes * self._g - 1) * self._row(names, self._bits.get("weights", 0))
             self._add("flat_all_gather" if self._crosses else "flat_all_gather_within", sent)
@@ -186,7 +187,7 @@ class _Tally:
     def reduce(
         self, bucket: Bucket, scope: str, number: int, *, is_last: bool, on_host: bool
     ) -> None:
-        """The gradients of micro-batch `number`."""
+        """Reduce the gradients of micro-batch `number`."""
         if scope == "i" and self._all_nodes == 1:
             scope = "g"
         waits = self._nodes * (self._g if scope == "n" else 1) * self._slot(bucket)
@@ -209,7 +210,7 @@ class _Tally:
             self._add("intra_grad_all_gather", (self._all_g - 1) * part)
 
     def _within(self, bucket: Bucket) -> int:
-        """Bytes of the part of gradients that a rank is left with once they are reduced in its node."""
+        """Bytes of a rank's gradients after the reduction within its node."""
         if self._home != "n":
             return self._nodes * self._slot(bucket)
         itemsize = self._model.itemsize
@@ -224,7 +225,7 @@ class _Tally:
 
 
 def node_bytes(model: Model, bucket: Bucket, nodes: int, ranks_per_node: int) -> int:
-    """What a bucket's node shard takes in a cache, on each rank."""
+    """Bytes of a bucket's node shard in the cache of each rank."""
     slots = (slot_elements(model.shapes[n], nodes, ranks_per_node) for n in bucket)
     return nodes * sum(slots) * model.itemsize
 
@@ -241,9 +242,10 @@ def training_step(
     gradients_on_host: bool = False,
     crosses: bool = False,
 ) -> Moved:
-    """A step's forwards and backwards after all trainable parameters changed; at first nothing is cached.
+    """Count a step's forwards and backwards after all trainable parameters changed.
 
-    left_out: buckets that found no place in the cache.  gradients_on_host: where those accumulate, in fp32.
+    first: nothing is cached yet.  left_out: buckets without a place in the cache.
+    gradients_on_host: whether gradients accumulate on the host, in fp32.
     crosses: whether the next rank in a ring is on another node.
     """
     strategy, *modifiers = [strategy] if strategy in POINTS else strategy.split("+")
@@ -258,7 +260,7 @@ def training_step(
             again = tuple(n for n in bucket if n in model.backward)
             was_changed = number == 0 and (first or not is_frozen)
             resident = is_kept and point.resident
-            before = resident and is_frozen  # what is stale is gathered before the forward
+            before = resident and is_frozen  # stale buckets are gathered before the forward
             in_full = is_kept and point.keeps == "full"
             store = partial(tally.copy, "store", bucket, to_host=on_host)
             if before and was_changed:
@@ -274,7 +276,7 @@ def training_step(
             if again and is_kept:
                 tally.copy("load", bucket, to_host=on_host)
                 tally.intra("all_gather", bucket, is_there=in_full)
-            elif again:  # gathered between nodes once more, and only what is needed
+            elif again:  # gathered between nodes again, but only the parameters needed
                 tally.gather(again)
             if not is_frozen:
                 is_last = number == micro_batches - 1
@@ -286,7 +288,7 @@ def training_step(
 def evaluation_batch(
     model: Model, strategy: str, nodes: int, ranks_per_node: int, *, first: bool
 ) -> Moved:
-    """One forward without gradients after training; the first finds the trainable buckets changed."""
+    """Count one forward without gradients after training; in the first, the trainable buckets are stale."""
     point = POINTS[strategy]
     tally = _Tally(model, nodes, ranks_per_node, point.home)
     resident = caches(strategy, nodes, ranks_per_node) and point.resident
@@ -302,6 +304,6 @@ def evaluation_batch(
 
 
 def agreement_bytes(nodes: int, ranks_per_node: int, *, cached: bool) -> int:
-    """What a rank says before a forward runs, and before a backward that gathers again."""
+    """Bytes that a rank sends to agree before a forward, and before a backward that gathers again."""
     words = AGREE_WORDS * (1 if cached else 2)
     return words * 8 if nodes * ranks_per_node > 1 else 0

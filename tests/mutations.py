@@ -3,10 +3,10 @@
     python -m tests.mutations [--list] [--only NUMBER ...] [--again] [--jobs 2]
 
 Sixty mutations, one of each of sixty modules (`chosen`): a flipped comparison, a swapped sign, an
-off-by-one, a swapped argument, a dropped call, `and` for `or`.  Each is applied to a copy of the checkout;
-then tests without process groups run with -x, first those of files that import the module, then all others.
+off-by-one, a swapped argument, a dropped call, `and` for `or`.  Each is applied to a copy of the checkout.
+Then the tests without process groups run with -x: first the files that import the module, then all others.
 A run that takes too long counts as caught.  Results are kept in build/mutations.json, so that a run goes on
-where the last one stopped; what was found for another text of the module is found again.
+where the last run stopped; a mutation of a module that has changed since is tried again.
 
 Not part of CI: an hour or two.  EXPLAINED says why the fast layer need not notice some.
 """
@@ -36,7 +36,7 @@ COUNT = 60
 LIMIT_S = 1800
 
 EXPLAINED: dict[str, str] = {}
-"""Why a mutation need not be noticed, by its text."""
+"""Why the tests need not notice a mutation, by the mutation's text."""
 
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -60,12 +60,12 @@ _SIGNS: dict[type[ast.operator], type[ast.operator]] = {
 _TYPED = ("getattr", "hasattr", "isinstance", "issubclass", "setattr")
 """Calls that refuse swapped arguments at once."""
 _NOT_TRIED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments, ast.ImportFrom)
-"""Where a change is of a message, a type or a default."""
+"""Syntax in which a change would only affect a message, a type or a default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """Another text for a part of a file; line and columns are those of ast (UTF-8 bytes)."""
+    """A replacement of a part of a file; line and columns are those of ast (UTF-8 bytes)."""
 
     file: str
     kind: str
@@ -158,7 +158,7 @@ def _changes(node: ast.expr | ast.stmt) -> Iterator[tuple[str, str]]:
 
 
 def chosen() -> list[Mutation]:
-    """One mutation of each of the modules with the most code, always the same for the same source."""
+    """One mutation of each of the modules with the most code; equal sources give equal mutations."""
     files = [
         str(path.relative_to(ROOT))
         for folder in ("passes", "runtime")
@@ -168,7 +168,7 @@ def chosen() -> list[Mutation]:
     rich = sorted((f for f in files if of[f]), key=lambda file: -len(of[file]))
     picks = []
     number = 0
-    while len(picks) < COUNT:  # every module once, then the largest ones again
+    while len(picks) < COUNT:  # one of each module, then more of the largest
         file = rich[number % len(rich)]
         draw = random.Random(f"{number} {file}")
         kind = draw.choice(sorted({m.kind for m in of[file]}))
@@ -178,7 +178,7 @@ def chosen() -> list[Mutation]:
 
 
 def name_of(file: str) -> str:
-    """The module that a file is installed as."""
+    """The name of the module that a file is installed as."""
     dotted = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     return f"fcdp_compile.{dotted}"
 
@@ -197,7 +197,7 @@ def own_tests(root: Path, module: str) -> list[str]:
 
 
 class Copy:
-    """A copy of the checkout in which fcdp_compile has its passes and its runtime within it."""
+    """A copy of the checkout, with the folders of passes and runtime inside fcdp_compile, as installed."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder
@@ -213,7 +213,7 @@ class Copy:
             (folder / top).symlink_to(folder / "fcdp_compile" / top)
 
     def test(self, *arguments: str) -> tuple[int, str]:
-        """Run pytest; its exit code (5: no tests, 124: out of time) and the end of its output."""
+        """Run pytest; return its exit code (5: no tests, 124: out of time) and the end of its output."""
         marks = "not distributed and not cluster and not slow and not gpu"
         command = [
             sys.executable,
@@ -242,14 +242,14 @@ class Copy:
         return done.returncode, done.stdout[-4000:]
 
     def caught(self, mutation: Mutation) -> str:
-        """The test that notices a mutation; nothing if none does."""
+        """The name of the test that notices a mutation; empty if no test does."""
         path = self.root / mutation.file
         source = path.read_text(encoding="utf-8")
         path.write_text(mutation.applied(source), encoding="utf-8")
         try:
             own = own_tests(self.root, name_of(mutation.file))
             others = [f"--ignore={file}" for file in own]
-            # Documents, packaging and examples say nothing of numbers.
+            # Tests of documents, packaging and examples check no numbers.
             others += [f"--ignore=tests/{n}" for n in ("docs", "benchmarks", "examples", "cluster")]
             for arguments in (own, ["tests", "--ignore=tests/test_packaging.py", *others]):
                 code, text = self.test(*arguments) if arguments else (5, "")
@@ -262,19 +262,19 @@ class Copy:
 
 
 def key_of(mutation: Mutation) -> str:
-    """What a result is kept under: the change, and the text of the module that it is of."""
+    """The key of a result: the change, and a digest of the module's text."""
     text = (ROOT / mutation.file).read_text(encoding="utf-8") + json.dumps(asdict(mutation))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def say(text: str) -> None:
-    """Print at once, also into a file."""
+    """Print and flush, so that a log file has the line at once."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try what has no result; 1 if something is neither caught nor explained."""
+    """Try the mutations without a result; returns 1 if a mutation is neither caught nor explained."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("--list", action="store_true", help="only print them")
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER")

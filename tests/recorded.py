@@ -1,4 +1,4 @@
-"""What holds of the times of any run, found out from the steps alone."""
+"""Checks that hold for the times of any run, from the steps alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fcdp_compile.plan import Kind, Lane, Step
 from fcdp_compile.plan.recording import RecordedRun
 
 IN_FLIGHT = 3
-"""Collectives of a thread's lane at once: one is being finished, one has begun, the next one begins."""
+"""Most collectives at once on a lane with a thread: one is being finished, one has begun, the next begins."""
 
 
 def assert_causal(run: RecordedRun, steps: Sequence[Step]) -> None:
-    """No step starts before what it waits for has ended; a wait is there to start before, and ends after."""
+    """No step starts before the steps it waits for have ended; a wait may start before, but ends after."""
     assert len(run.starts_s) == len(run.ends_s) == len(steps)
     for step in steps:
         times_s = run.ends_s if step.kind is Kind.WAIT else run.starts_s
@@ -21,7 +21,7 @@ def assert_causal(run: RecordedRun, steps: Sequence[Step]) -> None:
 
 
 def assert_in_turn(run: RecordedRun, steps: Sequence[Step], *, in_flight: int = IN_FLIGHT) -> None:
-    """Steps of a lane begin and end in order; none overlap but collectives, of which so many may."""
+    """Steps of a lane begin and end in order; only collectives overlap, at most `in_flight` at once."""
     for lane in Lane:
         spans = [
             (run.starts_s[s.index], run.ends_s[s.index])

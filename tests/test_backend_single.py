@@ -85,7 +85,7 @@ def test_a_sharded_one_trains_like_the_plain_one(strategy: str) -> None:
     fcdp_compile.shard(model, strategy=strategy)
     compiled = torch.compile(model, backend="fcdp", fullgraph=True)
     expected = losses(plain, list(plain.parameters()))
-    # AOTAutograd's backward is made of other ops than eager autograd's.
+    # Not bitwise: AOTAutograd's backward uses other ops than eager autograd's.
     torch.testing.assert_close(losses(compiled, list(model.parameters())), expected)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -109,7 +109,7 @@ def test_uncompiled_it_does_too() -> None:
 
 
 def test_a_returned_parameter_is_a_copy() -> None:
-    """Compiled or not, writing to what a model returns must not change the model."""
+    """Compiled or not, a write to a model's output must not change the model."""
 
     class Returns(nn.Module):
         def __init__(self) -> None:
@@ -166,7 +166,7 @@ def test_an_unknown_option_lists_the_known_ones() -> None:
     torch.__version__ < (2, 15), reason="torch before 2.15 asks nothing of a backend before a graph"
 )
 def test_a_backend_is_told_no_options_before_the_first_graph() -> None:
-    """Else options could be refused when `torch.compile` is called; they are refused with the first graph."""
+    """So `torch.compile` cannot refuse options; the first graph refuses them."""
     told: list[object] = []
 
     def backend(gm: GraphModule, inputs: object, **given: object) -> Callable[..., object]:
@@ -204,7 +204,7 @@ def test_modes_with_cuda_graphs_are_refused() -> None:
 def test_a_dump_that_cannot_be_written_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would be rank 0 alone, and the others would wait."""
+    """Only rank 0 would stop, and the others would wait for it."""
     (tmp_path / "file").write_text("in the way")
     model = fcdp_compile.shard(nn.Linear(4, 4))
     options = {"dump": tmp_path / "file" / "folder"}
@@ -229,7 +229,7 @@ def test_times_that_cannot_be_written_stop_nobody(
 
 
 def test_a_script_that_ends_early_leaves_the_times_of_its_runs(tmp_path: Path) -> None:
-    """Also where an earlier one left others: those of a plan go with it."""
+    """An earlier script's times of a plan are deleted with its plan."""
     (tmp_path / "graph-000.recorded.json").write_text("of an earlier run")
     (tmp_path / "graph-007.recorded.json").write_text("of an earlier run")
     script = """
@@ -263,7 +263,7 @@ def test_a_script_that_ends_early_leaves_the_times_of_its_runs(tmp_path: Path) -
 
 
 def test_torchs_structured_trace_has_plan_and_graphs(tmp_path: Path) -> None:
-    """What TORCH_TRACE writes and tlparse shows."""
+    """The trace that TORCH_TRACE writes and tlparse shows."""
     script = """
         import torch, fcdp_compile
         model = fcdp_compile.shard(torch.nn.Linear(3, 3))

@@ -1,4 +1,4 @@
-"""The size of a bucket that costs least, against trying sizes."""
+"""The bucket size with the least cost, compared with other sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fcdp_compile.cluster.bucket_size import MAX_BYTES, MIN_BYTES, bucket_bytes
 
 
 def cost_s(size: float, total: int, latency_s: float, bytes_per_s: float) -> float:
-    """What depends on the size: a start for each message, and the one that nothing hides."""
+    """The cost that depends on the size: each message's latency, and the one message that nothing hides."""
     return latency_s * total / size + size / bytes_per_s
 
 
@@ -24,7 +24,7 @@ def test_no_size_within_the_limits_costs_less(
     assert MIN_BYTES <= size <= MAX_BYTES
     other = min(max(size * 2**exponent, MIN_BYTES), MAX_BYTES)
     link = (latency_s, bytes_per_s)
-    # Rounding to KiB costs less than a thousandth of the size, and far less of the cost near its minimum.
+    # Rounding to KiB changes the size by less than a thousandth, and the cost near its minimum far less.
     assert cost_s(size, total, *link) <= cost_s(other, total, *link) * (1 + 1e-5)
 
 

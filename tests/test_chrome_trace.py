@@ -1,4 +1,4 @@
-"""A plan as a trace: every step on its lane, when the simulation has it, with arrows that are anchored."""
+"""A plan as a trace: every step on its lane at its simulated time, with anchored arrows."""
 
 from __future__ import annotations
 

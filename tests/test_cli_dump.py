@@ -1,4 +1,4 @@
-"""`fcdp dump`: what it prints for good folders, what it says about bad ones."""
+"""`fcdp dump`: its output for good folders, and its messages about bad ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[s
 def test_sizes_are_those_of_each_buckets_strategy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Home shards of mics are cut over a node alone, and what a rank has of ddp is all there is."""
+    """Home shards of mics are split over a node alone, and ddp's are whole parameters."""
     elements = 2**20 // 4
     shards = {"zero3": (2, 2), "mics": (1, 2), "ddp": (1, 1)}
     buckets = [
@@ -99,7 +99,7 @@ def test_table_of_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     main(["dump", str(folder)])
     out = capsys.readouterr().out
     plan = make_plan()
-    # A graph's variant is named where it has two: here the forward's, not the backward's.
+    # A variant is named only if a graph has two: the forward has, the backward has not.
     titles = ["forward cold", "forward warm", "backward"]
     assert [s.direction.value for s in plan.schedules] == [t.split()[0] for t in titles]
     starts = [out.index(f"\n{title}\n") for title in titles]
@@ -212,7 +212,7 @@ def test_json_of_several_plans_is_a_list(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_the_passes_explain_themselves(capsys: pytest.CaptureFixture[str]) -> None:
-    """Read from the source; here compared with the value itself."""
+    """The command reads the text from the source; the test compares it with the value itself."""
     assert passes() == {one.__name__: inspect.getdoc(one) for one in PASSES}
     assert main(["dump", "--passes"]) == 0
     out = capsys.readouterr().out
@@ -317,7 +317,7 @@ def test_a_plan_that_is_a_folder(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_tables_fit_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """120 letters, with the names and reasons that models with adapters have."""
+    """Lines have at most 120 letters, with the names and reasons of models with adapters."""
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight"
     bucket = make_bucket(0, [(name.format(i), (8, 8)) for i in range(12)])
     bucket = dataclasses.replace(bucket, why="3 x 14 parameters that repeat; " * 9)
@@ -375,7 +375,7 @@ def test_a_terminal_that_cannot_show_a_name(tmp_path: Path) -> None:
     assert r"strategy Gr\xf6\xdfe," in done.stdout
 
 
-@pytest.mark.parametrize("layers", [1, 300])  # less and more than what a pipe holds
+@pytest.mark.parametrize("layers", [1, 300])  # less and more than a pipe holds
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path, layers: int) -> None:
     plan = make_plan(layers=layers)
     write_plan(tmp_path / "graph-000.plan.json", plan)

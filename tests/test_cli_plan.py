@@ -1,4 +1,4 @@
-"""`fcdp plan` and `fcdp simulate`: what they print, their exit codes, and what they say about bad input."""
+"""`fcdp plan` and `fcdp simulate`: output, exit codes, and messages about bad input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG = {
     "n_embd": 48,
     "n_head": 4,
     "vocab_size": 199,
-    "n_positions": 8,  # fewer than are planned for
+    "n_positions": 8,  # fewer than the planned sequence length
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
@@ -175,7 +175,7 @@ def test_help_tells_every_default(command: str, capsys: pytest.CaptureFixture[st
 
 
 def test_json(run: Run, place: Path) -> None:
-    """Of a configuration whose trace is kept: the second plan finds it."""
+    """The trace of a configuration is kept: the second plan finds it."""
     code, out, _ = run("plan", "--format", "json", "--strategy", "zero3,fcdp", model="gpt.json")
     found = json.loads(out)
     assert code == 0

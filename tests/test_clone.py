@@ -1,4 +1,4 @@
-"""A clone in an empty place is complete: its tests and its benchmark look for no file outside of it."""
+"""A clone in an empty folder is complete: its tests and its benchmark need no file outside of it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _MAY_BE_MISSING = (
     "needs transformers",
     "compiler",
 )
-"""What a machine may lack, or be asked for: parts of the reasons of all skips."""
+"""Parts of the allowed reasons of skips: a machine may lack these, or a test runs only on request."""
 
 
 def test_nothing_is_missing_in_a_clone(tmp_path: Path) -> None:

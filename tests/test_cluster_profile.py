@@ -1,4 +1,4 @@
-"""Cluster profiles survive the way to a file and back; what is no profile is refused with its field."""
+"""Cluster profiles survive a file; a bad profile is refused with the name of the bad field."""
 
 from __future__ import annotations
 

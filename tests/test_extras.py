@@ -1,4 +1,4 @@
-"""A library of an extra that is missing: one sentence with what to install, wherever it is needed."""
+"""If a library of an extra is missing, one sentence says what to install, wherever it is needed."""
 
 from __future__ import annotations
 

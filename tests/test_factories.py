@@ -1,4 +1,4 @@
-"""Every tensor of ours says its device: else `torch.set_default_device` moves it."""
+"""Our code names the device of every tensor that it makes: else `torch.set_default_device` moves it."""
 
 from __future__ import annotations
 

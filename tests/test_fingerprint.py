@@ -71,7 +71,7 @@ def test_exchanged_elements_count(count: int, data: st.DataObject) -> None:
 @quick
 @given(st.integers(2, 6000), st.data())
 def test_exchanged_signs_count(count: int, data: st.DataObject) -> None:
-    """Numbers that differ in their top bit alone, which a plain sum of words loses."""
+    """Swapped numbers that differ only in the top bit: a plain sum of words would not notice."""
     i, j = data.draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True))
     numbers = torch.ones(count)
     numbers[i] = -1
@@ -89,7 +89,7 @@ def test_permutations_count(count: int) -> None:
 
 
 def test_permutations_of_few_values_count() -> None:
-    """Same sum and same weighted sum: 0 1 1 0 against 1 0 0 1, in bytes, words, rows and columns."""
+    """Equal sums and equal weighted sums: 0 1 1 0 and 1 0 0 1, in bytes, words, rows and columns."""
     for size, shape in [(1, (-1,)), (8, (-1,)), (2048, (-1,)), (4096, (-1,))]:
         patterns = [[1, 2, 2, 1], [2, 1, 1, 2], [1, 1, 2, 2], [2, 2, 1, 1], [1, 2, 1, 2]]
         tensors = [
@@ -178,7 +178,7 @@ def test_zeros() -> None:
 
 
 class _Kernels(TorchDispatchMode):
-    """Counts what would be launched on a device."""
+    """Counts the kernels that a device would launch."""
 
     _VIEWS = (
         "view",
@@ -204,7 +204,7 @@ class _Kernels(TorchDispatchMode):
 
 @pytest.mark.parametrize("tensors", [1, 30, 300])
 def test_how_many_kernels(tensors: int) -> None:
-    """On a device that is no CPU."""
+    """On a device other than a CPU."""
     shards = [[torch.empty(5000 + i, device="meta")] for i in range(tensors)]
     fingerprints(shards)  # positions and weights are made once
     with _Kernels() as kernels:

@@ -1,4 +1,4 @@
-"""Costs in symbols: equal to the arithmetic of the byte tests, and to what the papers say."""
+"""Costs in symbols: equal to the arithmetic of the byte tests, and to the papers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_they_are_what_the_tests_of_bytes_count(
     )
 
     def sent(moved: list[Mapping[str, int]], link: str) -> int:
-        """By all ranks of a node."""
+        """Bytes that all ranks of a node send."""
         links = {"flat_all_gather": "inter", "flat_all_gather_within": "intra"}
         kinds = [(k, n) for each in moved for k, n in each.items()]
         return sum(n for kind, n in kinds if links.get(kind, kind).startswith(link))

@@ -1,4 +1,4 @@
-"""What is found out of GPUs and their process groups, without a GPU."""
+"""Detection of GPUs and their process groups, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_make_mesh_initialises_for_gpus_waits_as_nccl_does(
 
 
 class _Ranks:
-    """Ranks whose GPUs are known; what each says is what the real function says of its own."""
+    """Ranks with given GPUs; each rank's message is made by the real function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, int]]) -> None:
         self._texts: list[str] = []

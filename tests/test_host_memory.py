@@ -1,4 +1,4 @@
-"""What a machine leaves to a process, on made-up /proc and /sys trees."""
+"""The memory that a process may use, from made-up /proc and /sys trees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fcdp_compile.cluster.free_memory import (
 )
 
 GIB = 2**30
-NO_LIMIT = 9223372036854771712  # what version 1 says
+NO_LIMIT = 9223372036854771712  # in version 1 of control groups
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 
 
@@ -47,7 +47,7 @@ def group(folder: str, limit: object, used: int, droppable: int = 0) -> dict[str
     ("mount", "line"), [(V1, "4:cpu,memory:/a/b"), (V2, "0::/a/b")], ids=["v1", "v2"]
 )
 class TestGroups:
-    """Both versions."""
+    """Both versions of control groups."""
 
     @pytest.mark.parametrize(("own", "parent", "left"), [(8, 9, 6), (9, 5, 3), (5, 5, 3)])
     def test_the_least_of_the_group_and_those_above(
@@ -109,7 +109,7 @@ def test_available_memory(tmp_path: Path) -> None:
 def test_all_memory(
     tmp_path: Path, total: int, limits: tuple[object, object], expected: int
 ) -> None:
-    """The machine's, or what a group may have; what is in use does not matter."""
+    """All memory of the machine, or a group's limit, however much is in use."""
     own, parent = (limit if limit == "max" else int(str(limit)) * GIB for limit in limits)
     files = {"proc/meminfo": f"MemTotal: {total * 2**20} kB\nMemAvailable: 5 kB"}
     files |= {"proc/self/cgroup": "0::/a/b"}
@@ -126,7 +126,7 @@ def test_all_memory_of_an_unknown_system(tmp_path: Path) -> None:
     [
         ("8388608", "0000000000000000", 8388608),
         ("8388608", "0000000000004000", None),  # CAP_IPC_LOCK alone
-        ("8388608", "000001ffffffbfff", 8388608),  # all but that
+        ("8388608", "000001ffffffbfff", 8388608),  # all but CAP_IPC_LOCK
         ("unlimited", "0000000000000000", None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Who may import whom, read off the source: the arrows of the design hold.
+"""The allowed imports between modules, checked in the source.
 
 Looks at import statements, at `importlib.import_module("...")` and at dotted uses such as
 `torch._dynamo.reset()` after `import torch`.
@@ -26,7 +26,7 @@ ROOMS = (
     *("probe", "sharding", "backend", "deferred", "report", "pretrained", "checkpointing"),
     *("planner", "integrations", "cli.tables", "cli"),
 )
-"""Folders of `fcdp_compile` and modules at its root, lowest first: a room imports from those before it."""
+"""Folders of `fcdp_compile` and modules at its root, lowest first: a room imports only from earlier rooms."""
 
 DATA = (
     "plan",
@@ -38,7 +38,7 @@ DATA = (
     "simulator",
     "view",
 )
-"""What works on a laptop: neither GPU nor process group, neither passes nor runtime."""
+"""Modules that work on a laptop: without GPU or process group, passes or runtime."""
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "fcdp_compile.passes": ("torch.distributed", "fcdp_compile.runtime", "fcdp_compile.backend"),
@@ -53,7 +53,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     )
     for name in DATA
 }
-"""What may not be imported, by the module or package that may not do it."""
+"""Forbidden imports, by the module or package that must not have them."""
 
 LATE = {
     ("fcdp_compile.cli.probe", "fcdp_compile.probe.measure"): (
@@ -65,10 +65,10 @@ LATE = {
         "what saves reads models that shard has made, and needs packages that training does without"
     ),
 }
-"""The imports of ours that may stand in a function, with the reason: made when it is known what is wanted."""
+"""Imports of our own modules that may be inside a function, with the reason."""
 
 MOST_FILES = 15
-"""Of a source folder."""
+"""Most files in a source folder."""
 
 PRIVATE_ALLOWED_IN = "fcdp_compile.torch_compat"
 PRIVATE_OF = ("torch", "functorch")
@@ -76,7 +76,7 @@ PRIVATE_OF = ("torch", "functorch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Import:
-    """One use of another module: who, whom, where, and whether inside a function."""
+    """One use of another module: importer, target, line, and whether inside a function."""
 
     importer: str
     target: str
@@ -111,7 +111,7 @@ def imports_of(module: str, source: str, *, is_package: bool = False) -> list[Im
 
 
 def _bound_names(tree: ast.AST) -> dict[str, str]:
-    """What the names that absolute imports bind stand for: {"dist": "torch.distributed"}."""
+    """The modules of the names that absolute imports bind: {"dist": "torch.distributed"}."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -147,7 +147,7 @@ def _targets(node: ast.AST, package: str, bound: dict[str, str]) -> Iterator[str
 
 
 def _dotted(node: ast.AST) -> str:
-    """`a.b.c` of a chain of names, else nothing."""
+    """`a.b.c` for a chain of names, else an empty text."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
@@ -189,7 +189,7 @@ def is_within(name: str, package: str) -> bool:
 def has_private_torch_name(target: str) -> bool:
     """Whether a dotted name goes through an underscore below torch or functorch.
 
-    Operators are no private names, whatever they are called: torch.ops.aten._unsafe_view.
+    Operators are never private names, not even torch.ops.aten._unsafe_view.
     """
     root, *parts = target.split(".")
     if is_within(target, "torch.ops"):
@@ -205,7 +205,7 @@ def room_of(module: str) -> int:
 
 
 def upward(imports: list[Import]) -> list[str]:
-    """Imports of a room from one that comes after it."""
+    """Imports of a room from a later room."""
     return [
         str(found)
         for found in imports
@@ -238,7 +238,7 @@ def private_names(imports: list[Import]) -> list[str]:
 
 
 def hidden_imports(imports: list[Import]) -> list[str]:
-    """Imports of our own modules inside functions; the lazy names of the package itself excepted."""
+    """Imports of our own modules inside functions, except the lazy names of the package itself."""
     return [
         str(found)
         for found in imports
@@ -250,12 +250,12 @@ def hidden_imports(imports: list[Import]) -> list[str]:
 
 
 def is_late(found: Import) -> bool:
-    """Whether an import is one of those that are made late."""
+    """Whether an import is listed in LATE."""
     return found.is_inside_function and (found.importer, found.target) in LATE
 
 
 def reached(start: str, imports: list[Import], modules: set[str]) -> dict[str, str]:
-    """Our modules that importing one brings along, packages too, each with the module that asks for it."""
+    """Our modules and packages that an import of `start` loads, each with the module that imports it."""
     edges: dict[str, list[str]] = {}
     for found in (i for i in imports if not is_late(i)):
         parts = found.target.split(".")
@@ -333,7 +333,7 @@ def test_data_does_not_reach_forbidden_modules_through_others(name: str) -> None
 
 @pytest.mark.parametrize("name", DATA)
 def test_data_and_the_command_need_no_torch(name: str) -> None:
-    """So that a plan can be read, and the command answers, without waiting for torch."""
+    """So that reading a plan, and the command, need not wait for torch."""
     imports, modules = all_imports(), set(sources())
     starts = [m for m in modules if is_within(m, f"fcdp_compile.{name}")]
     all_reached = {m for start in starts for m in [start, *reached(start, imports, modules)]}
@@ -345,7 +345,7 @@ def test_data_and_the_command_need_no_torch(name: str) -> None:
 
 
 def test_what_is_imported_late_is_so_and_needs_it() -> None:
-    """Control: no exception is stale, or for a module that could be imported at once."""
+    """Control: no exception is stale, or for a module that could be imported at the top."""
     imports, modules = all_imports(), set(sources())
     assert {(i.importer, i.target) for i in imports if is_late(i)} == set(LATE)
     for _, target in LATE:
@@ -489,7 +489,7 @@ def test_an_arrow_through_another_module_is_found() -> None:
 
 
 def test_no_public_name_is_a_module_of_the_package_too() -> None:
-    """Whoever imports that module first would find it in the place of the function."""
+    """An import of that module would put the module in the function's place."""
     import fcdp_compile
 
     package = ROOT / "fcdp_compile"

@@ -1,4 +1,4 @@
-"""The arithmetic of shards against torch.chunk itself and against DTensor's own rule."""
+"""The arithmetic of shards, compared with torch.chunk and with DTensor's own rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ rows_and_chunks = st.tuples(st.integers(0, 300), st.integers(1, 40))
 
 
 def cut(tensor: torch.Tensor, dim: int, chunks: int) -> list[torch.Tensor]:
-    """torch.chunk, filled up with empty pieces, which is what DTensor's Shard does."""
+    """Like torch.chunk, filled up with empty pieces, as DTensor's Shard does."""
     pieces = list(torch.chunk(tensor, chunks, dim=dim))
     return pieces + [tensor.narrow(dim, 0, 0)] * (chunks - len(pieces))
 

@@ -30,7 +30,7 @@ def test_exact_times_give_the_link_back(link: Link, sizes: list[int]) -> None:
 
 @given(links)
 def test_what_decides_times_is_found(link: Link) -> None:
-    """The latency where small transfers see it, the bandwidth where large ones do."""
+    """The latency if small transfers show it, the bandwidth if large ones do."""
     found = fit_link(times_of(link))
     if link.latency_s > 0.01 * SIZES[0] / link.bytes_per_s:
         assert found.latency_s == pytest.approx(link.latency_s, rel=1e-4)
@@ -53,7 +53,7 @@ def test_noise_moves_times_little(link: Link, noise: list[float]) -> None:
     times = [
         Timed(t.bytes, t.seconds * factor) for t, factor in zip(times_of(link), noise, strict=True)
     ]
-    if link.latency_s < 10 * SIZES[-1] / link.bytes_per_s:  # else no size has seen the bandwidth
+    if link.latency_s < 10 * SIZES[-1] / link.bytes_per_s:  # else no size shows the bandwidth
         assert worst_deviation(times_of(link), fit_link(times)) < 0.15
 
 

@@ -1,4 +1,4 @@
-"""What torch.compile's options may say, and what it says back."""
+"""The options of torch.compile, and the messages about wrong ones."""
 
 from __future__ import annotations
 

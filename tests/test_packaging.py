@@ -1,4 +1,4 @@
-"""What pip installs: every module in its place, nothing else, and a backend that torch finds unaided.
+"""A pip install has every module in its place, nothing else, and a backend that torch finds by itself.
 
 The wheel and the editable install are made from a copy of the checkout, so that neither an old build
 folder nor the environment that runs the tests can stand in for a missing file.
@@ -68,7 +68,7 @@ def run(python: str | Path, *arguments: str, cwd: Path, path: Path | None = None
 
 
 def python_files() -> list[Path]:
-    """Every Python file of the package, where it lies in site-packages."""
+    """Every Python file of the package, by its path in site-packages."""
     return sorted(
         Path(package, file.relative_to(folder))
         for package, folder in PACKAGES.items()
@@ -78,7 +78,7 @@ def python_files() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of all that setuptools needs, in a folder that nothing was built in."""
+    """A copy of all files that setuptools needs, in a folder without old builds."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -97,7 +97,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the wheel, and nothing else, is installed in."""
+    """A folder with the wheel installed, and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
     run(sys.executable, *PIP, "install", *OFFLINE, "--target", str(folder), str(wheel), cwd=folder)
     return folder
@@ -168,7 +168,7 @@ def test_editable_install_runs_the_checkout(editable: Path, checkout: Path, tmp_
         "fcdp_compile.runtime": checkout / "runtime" / "__init__.py",
         "fcdp_compile.passes.added_later": added_later,
     }
-    # In the checkout, fcdp_compile comes from the current folder and only the rest from the finder.
+    # In the checkout, fcdp_compile comes from the current folder; the finder gives only the rest.
     for cwd in (tmp_path, checkout):
         printed = run(editable, "-c", IMPORT_NAMED, *expected, cwd=cwd)
         assert [Path(line) for line in printed.splitlines()] == list(expected.values())

@@ -1,4 +1,4 @@
-"""Packing against slicing: what two all-gathers make of home shards, and two reduce-scatters of gradients."""
+"""Packing, compared with slicing: two all-gathers of home shards, and two reduce-scatters of gradients."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_sum_of_packed_gradients_is_the_packed_sum(case: Case) -> None:
 
 
 def test_a_single_run_of_slots_of_one_element_gives_a_contiguous_parameter() -> None:
-    # 7 of 16 slots have an element, and each slot has another parameter's behind it.
+    # 7 of 16 slots have an element, and behind it each slot has an element of another parameter.
     layouts = [ParamLayout.of((7,), 16, 1), ParamLayout.of((), 16, 1)]
 
     param, _ = unpack_full(torch.arange(32.0), layouts)
@@ -107,7 +107,7 @@ def test_a_single_run_of_slots_of_one_element_gives_a_contiguous_parameter() -> 
 
 
 def test_slots_of_one_element_give_contiguous_parameters() -> None:
-    """A view of every other element would contradict what tracing was told of the parameter."""
+    """A view of every other element would contradict the strides that tracing has seen."""
     layouts = [ParamLayout.of(s, 1, 2) for s in [(), (2,)]]
     _, param = unpack_full(torch.arange(4.0), layouts)
     assert param.tolist() == [1.0, 3.0]

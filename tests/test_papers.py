@@ -1,7 +1,7 @@
-"""Our closed forms beside what the papers print: equal, or different by a term that is named here.
+"""Our closed forms and the papers' expressions: equal, or different by a term that is named here.
 
-The papers' expressions are written as they are printed, and compared with `costs`, which other tests compare
-with plans and with counted bytes.  Our letters: N nodes of g ranks, G = N g; PaRO's are given in `PARO`.
+The papers' expressions are written as printed, and compared with `costs`, which other tests compare with
+plans and with counted bytes.  Our letters: N nodes of g ranks, G = N g; PaRO's are given in `PARO`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fcdp_compile.strategy.formulas import F, N, T, a, b, costs, g, s
 
 G = N * g
 PSI, K = T, sympy.Symbol("K", positive=True)
-"""PaRO counts elements, all of them trained; what is T bytes here stands for as many elements."""
+"""PaRO counts elements, all of them trained; our T bytes stand for PaRO's Psi elements."""
 
 
 class Sent(NamedTuple):
-    """Of all GPUs together in a mini-batch: between nodes (the daggers of PaRO's table 3) and within them."""
+    """Sent by all GPUs together in a mini-batch, between nodes (daggers in PaRO's table 3) and within."""
 
     between: sympy.Expr
     within: sympy.Expr
@@ -40,7 +40,7 @@ def same(left: sympy.Expr, right: sympy.Expr) -> bool:
 
 
 def in_paros_letters(groups: sympy.Expr, per_group: sympy.Expr) -> dict[str, sympy.Expr]:
-    """PaRO's N is all GPUs, M those of a group, g the number of groups."""
+    """PaRO's N is the number of all GPUs, M that of a group's GPUs, g the number of groups."""
     return {"N": groups * per_group, "M": per_group, "g": groups}
 
 
@@ -63,13 +63,13 @@ def added(*terms: tuple[sympy.Expr | int, Sent]) -> Sent:
 
 
 def test_a_ring_sends_as_much_as_two_levels_but_more_of_it_between_nodes() -> None:
-    """The papers' baselines gather in a ring, ours in two levels: the same total, other links."""
+    """The papers' baselines gather in a ring, ours in two levels: equal totals, different links."""
     levels = added((1, GROUP), (1, ACROSS))
     assert same(RING.total, levels.total)
     assert same(RING.between / levels.between, (G - 1) / (g * (N - 1)))
     gathers = Sent(
         *(x - y for x, y in zip(ours("zero3+ring"), added((s, levels)), strict=True))
-    )  # our reductions are in two levels, whatever the gathers
+    )  # our reductions have two levels with every kind of gather
     assert same(gathers.between, 2 * s * RING.between)
     assert same(gathers.within, 2 * s * RING.within)
 
@@ -96,15 +96,15 @@ def test_paro_table_3(name: str, printed: Sent, missing: sympy.Expr) -> None:
 
 @pytest.mark.parametrize("name", ["paro-iig", "paro-nig"])
 def test_paro_table_3_by_link(name: str) -> None:
-    """Where the paper itself goes in two levels, what crosses between groups is the same, too."""
+    """If the paper itself uses two levels, the bytes between groups are equal, too."""
     assert same(ours(name).between, 2 * ACROSS.between)
 
 
 def test_paro_table_3_mics() -> None:
     """The all-reduce in the update is printed g times too large, and partly within groups.
 
-    Each of M rings has one GPU of every group, so all that it sends crosses; a GPU sends 2 (g - 1)/g of its
-    Psi/M.  As printed, it is 2 (g - 1) of it.
+    Each of M rings has one GPU of every group, so all of its traffic crosses groups; a GPU sends 2 (g - 1)/g
+    of its Psi/M.  The printed factor is 2 (g - 1).
     """
     printed = Sent(
         2 * _g * PSI / _M * (_g - 1),
@@ -115,10 +115,10 @@ def test_paro_table_3_mics() -> None:
 
 
 def test_paro_table_3_igg() -> None:
-    """Two terms of what crosses are printed too large.
+    """Two terms of the traffic between groups are printed too large.
 
-    Reducing Psi/M between g groups sends (g - 1)/g of it a GPU, not g - 1 times it; and the parameters are
-    gathered once in the update, not once for each micro-batch (the row of IIG has it so).
+    In a reduction of Psi/M between g groups each GPU sends (g - 1)/g of Psi/M, not g - 1 times Psi/M; and the
+    parameters are gathered once in the update, not once for each micro-batch (IIG's row is right there).
     """
     reduced, gathered = _N * s * PSI / _M * (_g - 1), _N * s * PSI / _N * (_g - 1)
     assert same(ours("paro-igg").within, 3 * s * GROUP.within)
@@ -126,7 +126,7 @@ def test_paro_table_3_igg() -> None:
 
 
 def test_paro_equation_1() -> None:
-    """What reducing in two steps saves a GPU: zero2 (NGG) against paro-nig differ in nothing else."""
+    """What a reduction in two steps saves each GPU; zero2 (NGG) and paro-nig differ in nothing else."""
     in_one = s * PSI / _N * (_N - 1)
     in_two = s * PSI / _M * (_M - 1) + PSI / _N * (_g - 1)
     saved = PSI * (s - 1) * (_g - 1) / _N
@@ -152,9 +152,9 @@ def test_paro_table_2(
 ) -> None:
     """In units of 2 Psi bytes, K Psi for the optimizer's states.
 
-    more: our home shard stays beside a copy that is kept until it changes; the paper counts it among the K
-    bytes, as the optimizer's own copy.  Gradients that accumulate in another scope than the optimizer's wait
-    beside the shards that it gets: the paper counts the larger of the two alone.
+    more: our home shard stays beside a copy that is kept until it changes; the paper counts the home shard
+    among the K bytes, as the optimizer's own copy.  Gradients that accumulate in another scope than the
+    optimizer's exist beside the gradient shards for the optimizer; the paper counts only the larger.
     """
     strategy = Strategy.parse(name)
     found = costs(strategy)
@@ -173,19 +173,19 @@ UNIT = (N - 1) / N
     ("name", "full", "frozen"),
     [
         ("zero3", 3 * T, 2 * (F + T) + T),
-        ("zero++", 2 * T, (F + T) + T),  # not printed for frozen parameters: it does not know them
+        ("zero++", 2 * T, (F + T) + T),  # not printed for frozen parameters
         ("fcdp", 2 * T, 2 * T),
     ],
 )
 def test_fcdp_section_6(name: str, full: sympy.Expr, frozen: sympy.Expr) -> None:
-    """Totals of an iteration, of which each sends (N - 1)/N between nodes; one micro-batch."""
+    """Totals of an iteration of one micro-batch; (N - 1)/N of each total is sent between nodes."""
     sent = costs(Strategy.parse(name)).inter.subs({s: 1})
     assert same(sent.subs({F: 0}), full * UNIT)
     assert same(sent, frozen * UNIT)
 
 
 def test_fcdp_table_1() -> None:
-    """Parameters on a GPU and on the host, and the gathers of a forward and a backward between nodes."""
+    """Parameters on a GPU and on the host, and the gathers between nodes in a forward and a backward."""
     W = F + T
     memory = {
         name: costs(Strategy.parse(name)) for name in ("zero2", "zero3", "mics", "zero++", "fcdp")
@@ -201,19 +201,19 @@ def test_fcdp_table_1() -> None:
     assert same(memory["fcdp"].gpu, W / G - F / G)
     assert same(memory["fcdp"].host.subs({a: 0}), W)
 
-    # What a gradient's reduction sends is the same for all, so that the rest of a step gathers.
+    # A gradient's reduction sends equal bytes in all strategies, so the rest of a step's bytes are gathers.
     def gathered(name: str) -> sympy.Expr:
         return sympy.expand(costs(Strategy.parse(name)).inter.subs({s: 1}) / UNIT) - T
 
     assert same(gathered("zero3"), 2 * W)
     assert same(gathered("zero++"), W)
-    # Printed W/2: in bf16 eight bits are half, and the scales of their blocks take 1/128 more.
+    # Printed W/2: eight bits are half of bf16, and the scales of the blocks add 1/128 of W.
     assert same(gathered("zero+++w8").subs({b: 2}), W / 2 * (1 + sympy.Rational(1, 64)))
     assert same(gathered("fcdp"), T)
     assert same(gathered("mics"), T), (
         "its own gathers stay in the node; this is half of the all-reduce"
     )
-    # Table I prints W for the backward of ZeRO-2: parameters are whole then, and were gathered in the update.
+    # Table I prints W for the backward of ZeRO-2, but its parameters are whole then, gathered in the update.
     assert same(gathered("zero2"), T)
 
 

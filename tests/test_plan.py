@@ -1,4 +1,4 @@
-"""The digest is what ranks compare; the difference is what they print when it does not match."""
+"""Ranks compare digests of plans, and print the difference if digests do not match."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_digest_and_difference_notice_everything_else(name: str) -> None:
 
 
 def test_the_changes_cover_every_field_of_a_bucket_and_a_plan() -> None:
-    """A field added to the plan must be added above, or declared one that ranks may disagree on."""
+    """A new field of the plan must be added above, or declared as a field that may differ between ranks."""
 
     def changed(cls: type, pairs: list[tuple[object, object]]) -> set[str]:
         names = [f.name for f in dataclasses.fields(cls)]

@@ -1,4 +1,4 @@
-"""Plans survive the way to a file and back; nothing else gets in."""
+"""Plans survive a file; anything else is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def places(value: object, path: Place = ()) -> Iterator[Place]:
 
 
 def refusal(text: str) -> str:
-    """The message that a text is refused with."""
+    """The message of the refusal of a text."""
     with pytest.raises(PlanFormatError) as info:
         from_json(text, source="x.json")
     message = str(info.value)
@@ -48,7 +48,7 @@ def refusal(text: str) -> str:
 
 
 def plan_or_refusal(read: Callable[[], Plan], source: str) -> Plan | None:
-    """What was read, or None after a proper refusal; any other exception passes through."""
+    """The plan that was read, or None after a proper refusal; other exceptions pass through."""
     try:
         return read()
     except PlanFormatError as error:

@@ -1,4 +1,4 @@
-"""Numbers of plans that must not depend on what was traced: graph breaks, batches, folders that are none."""
+"""Numbers of plans that must not depend on the trace: graph breaks, batches, names that are no folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Broken(nn.Module):
 
 
 class _Wide(nn.Module):
-    """A wide table, which decides for few samples, before a layer that decides for many."""
+    """A wide table, which sets the peak for few samples, before a layer that sets the peak for many."""
 
     def __init__(self) -> None:
         super().__init__()

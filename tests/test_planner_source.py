@@ -1,4 +1,4 @@
-"""Models that configurations describe: dtypes of their parameters, adapters, ties."""
+"""Models from configurations: dtypes of their parameters, adapters, ties."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_else_would_be_guessed_is_refused(
 
 
 def test_an_encoder_is_traced_as_it_is_trained(tmp_path: Path) -> None:
-    """Of any batch, and every parameter of it."""
+    """The trace fits any batch and has every parameter."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(BERT | {"architectures": ["BertForMaskedLM"]}))
     source = find_source(str(file), ModelOptions(seq=8, dtype=torch.float32))

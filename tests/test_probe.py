@@ -1,4 +1,4 @@
-"""What `fcdp probe` makes of times, what it refuses, and the whole way in a single process."""
+"""The results of `fcdp probe` from times, its refusals, and a whole run in a single process."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_profile_has_the_links_that_times_are_of() -> None:
     ("ratio", "ranks"), [(0.9, 1), (1.3, 1), (1.6, 2), (2.1, 2), (3.7, 4), (6.0, 8), (9.0, 8)]
 )
 def test_ranks_at_one_link_are_seen_by_one_that_loads_alone(ratio: float, ranks: int) -> None:
-    """The link has all of what each of them gets, so that whoever shares it out gets what was measured."""
+    """The profile has the whole link's bandwidth; each rank's share of it is the rank's measurement."""
     alone_s = FOUND.h2d[-1].seconds / ratio
     profile = profile_of(dataclasses.replace(FOUND, load_alone_s=alone_s), REQUEST)
     assert profile.ranks_per_host_link == ranks
@@ -132,7 +132,7 @@ def test_nodes_on_one_machine_and_cpus_are_told() -> None:
 def test_a_gpu_is_shared_by_those_that_see_the_same(
     monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...], expected: int
 ) -> None:
-    """Each rank may see one GPU only, its own: what it can count is one, whoever has it."""
+    """Each rank may see only its own GPU: it then counts one GPU, even if other ranks share that GPU."""
     collectives: Any = SimpleNamespace(exchange_texts=lambda mine: [mine, *others])
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a")

@@ -1,4 +1,4 @@
-"""What `fcdp probe` prints of a profile: table III is the paper's, and the verdict follows from it."""
+"""The output of `fcdp probe` for a profile: its times equal the paper's table III, and give the verdict."""
 
 from __future__ import annotations
 

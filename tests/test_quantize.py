@@ -1,4 +1,4 @@
-"""Quantised rows: sizes, bounds of the error, and what must survive exactly."""
+"""Quantised rows: sizes, bounds of the error, and values that must survive exactly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def there_and_back(values: Tensor, wire: Format, slots: list[int]) -> Tensor:
 def test_the_error_is_within_the_documented_bound(
     wire: Format, rows: int, slots: list[int], dtype: torch.dtype, magnitude: float, seed: int
 ) -> None:
-    """In each block, none of which spans two parameters."""
+    """In each block; no block spans two parameters."""
     made = torch.Generator().manual_seed(seed)
     values = ((torch.rand(rows, sum(slots), generator=made) * 2 - 1) * magnitude).to(dtype)
     found = there_and_back(values, wire, slots)
@@ -61,7 +61,7 @@ def test_the_error_is_within_the_documented_bound(
 @pytest.mark.parametrize("wire", QUANTISED)
 @pytest.mark.parametrize("slots", [[2 * BLOCK], [BLOCK - 1, BLOCK + 1]])
 def test_what_is_exact(wire: Format, slots: list[int]) -> None:
-    """Zeros, and values that are levels themselves, also in a block beside large ones."""
+    """Zeros, and values on the quantisation levels, also in a block with large values."""
     levels = torch.arange(-LEVELS[wire], LEVELS[wire] + 1, dtype=torch.float32)
     values = torch.zeros(2, 2 * BLOCK)
     values[0, : len(levels)] = levels * 0.5
@@ -85,7 +85,7 @@ def test_what_is_not_finite_stays_visible_and_alone(
 @pytest.mark.parametrize("wire", QUANTISED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_largest_numbers_stay_finite(wire: Format, dtype: torch.dtype) -> None:
-    """As in masks: a scale that is rounded up must not make them infinite."""
+    """Masks contain such numbers: a scale that is rounded up must not make them infinite."""
     largest = torch.finfo(dtype).max
     values = torch.tensor([[largest, -largest, 0.0]], dtype=dtype)
     torch.testing.assert_close(there_and_back(values, wire, [3]), values)
@@ -123,7 +123,7 @@ def test_bytes_of_a_row(wire: Format, slots: list[int], expected: int) -> None:
 @pytest.mark.parametrize("wire", QUANTISED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_kernels_give_the_same_bits(wire: Format, dtype: torch.dtype) -> None:
-    """Those of Inductor, for whole blocks and for a last one that is not."""
+    """Inductor's kernels, for whole blocks and for a last block that is not whole."""
     plain, compiled = Codec(wire, [BLOCK + 44]), Codec(wire, [BLOCK + 44])
     compute = Compute("inductor")
     drawn = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Recordings survive the way to a file and back, and are of the plan that they are shown with."""
+"""Recordings survive a file, and must belong to the plan that they are shown with."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_those_of_another_plan_are_refused() -> None:
 
 
 def test_another_number_of_steps_is_refused_which_a_digest_does_not_see() -> None:
-    """A digest leaves out compute."""
+    """A plan's digest does not cover compute steps."""
     (kind, *rest) = ((s.kind, s.bucket, s.bytes) for s in COLD.steps)
     steps = make_steps([kind, (Kind.COMPUTE, None, 0), *rest])
     changed = dataclasses.replace(COLD, steps=steps)

@@ -1,4 +1,4 @@
-"""Who answers for a key, and for how long."""
+"""The owner of a key, and how long it stays the owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are started again find each other, and nobody of the attempt before, in the same store."""
+"""Restarted ranks find each other in the same store, and no rank of the attempt before."""
 
 from __future__ import annotations
 

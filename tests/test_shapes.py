@@ -1,6 +1,6 @@
-"""How large things may be, and that no two classes share a name, read off the source.
+"""Limits on the sizes of files, functions and classes, and unique class names, checked in the source.
 
-Lines are counted as they stand, docstrings too: who reads a function reads these as well.
+All lines count, docstrings too, as a reader of a function reads them as well.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ CLASS_METHODS = 25
 FILE_LINES = 400
 LONG_FILE_LINES = 450
 WHY_LONG = "[Note: long file]"
-"""What the docstring of a file must have that is longer than FILE_LINES: the reason comes after it."""
+"""The mark in the docstring of a file that is longer than FILE_LINES; the reason comes after it."""
 
 TOO_LARGE: set[str] = set()
-"""What is still larger."""
+"""Exceptions that are still too large."""
 
 SHARED_NAMES = {"Collectives", "Entry", "Rows", "Slot", "Source", "Step"}
 """Names that several classes still have."""
@@ -75,7 +75,7 @@ def test_nothing_is_too_large() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """So that a name in a message, a traceback or a page says which class it is."""
+    """So that a name in a message, a traceback or a page identifies the class."""
     names = Counter(
         node.name
         for path in sources()

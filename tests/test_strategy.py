@@ -93,7 +93,7 @@ def test_other_names_of_a_preset(alias: str, name: str) -> None:
 
 
 def test_the_codes_of_paro() -> None:
-    """Of 27 of three letters 14 are valid, each with the scopes that it says; 13 are ruled out."""
+    """Of the 27 codes of three letters 14 are valid, each with its scopes; 13 are ruled out."""
     scopes = {"n": Scope.NONE, "i": Scope.INTRA, "g": Scope.GLOBAL}
     kept = {"n": Cache.GPU_FULL, "i": Cache.GPU, "g": Cache.NONE}
     valid, ruled_out = [], []
@@ -155,7 +155,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest(name: str, meant: 
     ],
 )
 def test_modifiers(name: str, printed: str, weights: str, gradients: str, host: str) -> None:
-    """In any order; the printed form is found again."""
+    """Modifiers in any order; parsing the printed form gives the strategy again."""
     found = Strategy.parse(name)
     formats = (found.weight_format, found.gradient_format, found.host_format)
     assert (found.name, *(f.value for f in formats)) == (printed, weights, gradients, host)

@@ -1,4 +1,4 @@
-"""safetensors files written tensor by tensor are what safetensors itself reads."""
+"""The safetensors library can read safetensors files written tensor by tensor."""
 
 from __future__ import annotations
 

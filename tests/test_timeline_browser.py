@@ -1,4 +1,4 @@
-"""The page of a plan in a real browser: what is drawn, what a reader can do, and that it stays offline."""
+"""The page of a plan in a real browser: its drawing, its controls, and that it stays offline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BACKWARD = (Direction.BACKWARD, Variant.COLD)
 
 @dataclass
 class Opened:
-    """A page that was opened, and all that it complained of or asked for."""
+    """An opened page, with its errors and its requests."""
 
     page: Any
     complaints: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Opened:
         return float(figure.get_attribute("data-start")), float(figure.get_attribute("data-end"))
 
     def settle(self) -> None:
-        """Until what was asked for is drawn: two frames later."""
+        """Wait until the page has drawn a change: two frames."""
         self.page.evaluate(
             "new Promise(f => requestAnimationFrame(() => requestAnimationFrame(f)))"
         )
@@ -58,7 +58,7 @@ def browser() -> Iterator[Any]:
     if path is None:
         pytest.skip(f"no browser on PATH: none of {', '.join(BROWSERS)}")
     with sync_api.sync_playwright() as playwright:
-        # Without the sandbox, which root has not got; the page is our own and may fetch nothing.
+        # Root cannot use the sandbox; the page is our own and may fetch nothing.
         started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield started
         started.close()
@@ -76,7 +76,7 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def show(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    """Opens plans; when the test is over, nothing may have been complained of or fetched."""
+    """Opens plans; at the end of the test, no page may have reported an error or fetched anything."""
     opened: list[Opened] = []
 
     def open_page(*plans: Plan, scheme: str = "light", **options: Any) -> Opened:
@@ -203,7 +203,7 @@ def test_the_keyboard_reaches_every_lane(show: Any) -> None:
     first = page.locator("#details").inner_text()
     page.keyboard.press("ArrowLeft")
     assert page.locator("#details").inner_text() != first
-    page.locator("#details button").first.click()  # what it waits for
+    page.locator("#details button").first.click()  # the step it waits for
     assert "store" not in page.locator("#details .heading").inner_text()
     page.locator("#figure").focus()
     page.keyboard.press("Escape")
@@ -211,7 +211,7 @@ def test_the_keyboard_reaches_every_lane(show: Any) -> None:
 
 
 def test_the_keyboard_keeps_its_place(show: Any) -> None:
-    """What was pressed is made anew, and the next press must find it; a followed link leads to the lanes."""
+    """A pressed button is made anew, and the next press must find it; a followed link leads to the lanes."""
     opened = show(gpt_plan(4))
     page = opened.page
     for selector in ('[data-variant="forward warm"]', '[data-variant="backward cold"]'):
@@ -257,7 +257,7 @@ def test_of_many_steps_a_pixel_shows_each_kind_once(show: Any) -> None:
         })"""
     )
     assert len(drawn) > 1000
-    # The gap that a bar leaves on its right may put it into the pixel before.
+    # The gap at the right of a bar may move the bar into the pixel before.
     assert max(Counter(drawn).values()) <= 2
 
 
@@ -272,7 +272,7 @@ def test_memory_and_its_limit_are_drawn(show: Any, forty: Plan) -> None:
         page.locator("#plot .curve").first.bounding_box(),
         page.locator("#plot").bounding_box(),
     )
-    assert box["y"] > limit.bounding_box()["y"]  # the made-up curve stays below its limit
+    assert box["y"] > limit.bounding_box()["y"]  # the made-up curve is below its limit
     assert box["x"] == pytest.approx(plot["x"], abs=12)
     page.mouse.move(plot["x"] + 50, plot["y"] + plot["height"] - 20)
     told = {f"{readable_bytes(m)} in use" for s in forty.schedules for m in s.memory_bytes}
@@ -345,7 +345,7 @@ def test_a_plan_without_steps_says_so(browser: Any, tmp_path: Path) -> None:
     page.close()
 
 
-# Contrast, as WCAG 2.2 counts it: 4.5 for text, 3 for what else one has to see.
+# Contrast by WCAG 2.2: 4.5 for text, 3 for other things that one must see.
 
 COLORS = """() => {
   const texts = [];
@@ -419,7 +419,7 @@ def test_a_plan_on_the_gpu_moves_nothing_over_the_bus(show: Any) -> None:
 
 
 def test_a_narrow_screen_and_long_names(show: Any) -> None:
-    """Headings of parts do not overlap; bars are called by what differs, not by what all names begin with."""
+    """Headings of parts do not overlap; labels of bars leave out the common beginning of all names."""
     plan = gpt_plan(6, hidden=1024)
     adapted = [
         replace(b, params=tuple(replace(p, name=f"base_model.model.{p.name}") for p in b.params))

@@ -1,4 +1,4 @@
-"""The page of a plan as text: what it says and holds, and that nothing in it breaks out or calls home."""
+"""The page of a plan as text: its content, its escaping, and that it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_bucket_is_called_as_its_module_or_layers() -> None:
 
 
 def test_memory_follows_the_program() -> None:
-    """What transfers that were started meanwhile take counts for the next compute or wait."""
+    """Memory of transfers started between two steps counts for the next compute or wait."""
     entries = [(Kind.LOAD, 0, 8), (Kind.INTRA_ALL_GATHER, 0, 8), (Kind.WAIT, 0, 0)]
     entries += [(Kind.FREE, 0, 0), (Kind.LOAD, 1, 8), (Kind.WAIT, 1, 0)]
     schedule = Schedule(
@@ -237,7 +237,7 @@ def test_every_step_that_moves_something_belongs_to_a_flow() -> None:
 
 
 def test_cached_on_the_host() -> None:
-    """The point of it all: nothing is gathered between nodes in the backward."""
+    """The main claim: the backward gathers nothing between nodes."""
     plan = gpt_plan(3)
     crossing = readable_bytes(moved(schedule_of(plan, COLD))[Flow.WEIGHTS_BETWEEN])
     kept = readable_bytes(sum(b.node_bytes for b in plan.buckets))
@@ -287,7 +287,7 @@ def test_frozen_weights_never_cross() -> None:
 
 
 def test_only_steps_and_tiers_decide_what_is_said() -> None:
-    """A strategy's name is for people: a plan tells the same under any other."""
+    """A strategy's name is only for people: a plan's page says the same under another name."""
     plan = gpt_plan(3)
     renamed = replace(plan, strategy="zero3")
     for schedule in plan.schedules:

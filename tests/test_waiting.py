@@ -1,4 +1,4 @@
-"""Waiting for a collective that blocks: looking now and then must never change what comes of it."""
+"""Waiting for a collective that blocks: polling must never change its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcdp_compile.ranks.waiting import Wait, finish
 
 
 class Work:
-    """A collective that is done after some looks, in the middle of one or right after it."""
+    """A collective that is done after some polls, during a poll or right after it."""
 
     def __init__(self, looks: int, error: str | None = None, on_look: Callable[[], object] = int):
         self._left = looks
@@ -29,7 +29,7 @@ class Work:
         self._on_look()
         if self._left > 0:
             assert timeout is not None, "it would block"
-            self._left -= 1  # done right after this look, which does not know it
+            self._left -= 1  # done right after this poll, which times out
             raise RuntimeError("Operation timed out!")
         if self._error is not None:
             raise RuntimeError(self._error)
@@ -37,7 +37,7 @@ class Work:
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The groups that were closed; failures of this group say nothing of other ranks."""
+    """The groups that were closed; this group's failures name no other rank."""
     groups: list[str] = []
     monkeypatch.setattr(waiting, "close", groups.append)
     monkeypatch.setattr(

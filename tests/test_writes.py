@@ -43,7 +43,7 @@ def _run(write: Callable[[Tensor], object]) -> Tensor:
     [(lambda w: w.data.clamp_(-0.1, 0.1), "clamp_"), (_add, "data \\+= 1"), (_set, "view.*= 0.0")],
 )
 def test_a_write_in_a_forward_is_refused(write: Callable[[Tensor], object], line: str) -> None:
-    """The message holds the line that writes, not the marks that Python puts below it."""
+    """The message has the line that writes, without the marks that Python puts below the line."""
     why = rf"writes to parameter 'inner\.weight' \([^^]*{line}[^^]*\), which.*would be lost"
     with pytest.raises(Exception, match=why):
         _run(write)

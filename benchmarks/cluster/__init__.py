@@ -4,8 +4,8 @@
                             ├── switch ──┤
     node 2: ranks ── card ──┘            └── card ── ranks: node 3
 
-Each node is a network namespace with one card, a veth pair whose other end is a port of the switch, a bridge
-in a namespace of its own.  So the network of the machine stays as it is, and no packet leaves it.  Ranks of
-one node talk over the node's loopback; ranks of different nodes must cross the cards, whose counters are
-therefore the real bytes between nodes.  The standard library is enough; torch is imported by the job alone.
+Each node is a network namespace with one card: a veth pair, whose other end is a port of the switch, a bridge
+in a namespace of its own.  So the machine's network does not change, and no packet leaves the machine.  Ranks
+of one node talk over the node's loopback; ranks of different nodes must use the cards, whose counters are
+therefore the real bytes between nodes.  Needs only the standard library; only the job imports torch.
 """

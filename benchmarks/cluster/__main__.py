@@ -33,7 +33,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    # A polite kill and a closed terminal unwind the stack like a Ctrl-C, and so remove the nodes.
+    # SIGTERM and a closed terminal unwind the stack like a Ctrl-C, so that the nodes are removed.
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, _end)
     sys.exit(main())

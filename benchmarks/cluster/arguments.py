@@ -17,9 +17,9 @@ PROGRAM = "python -m benchmarks.cluster"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A job, the nodes it runs on, and what happens to them.
+    """A job, the nodes it runs on, and the troubles that come over them.
 
-    command: the script and its arguments, or what else torchrun takes before them.
+    command: the script and its arguments, after any further arguments for torchrun.
     """
 
     command: list[str]
@@ -55,7 +55,7 @@ class Request:
 
 
 def parse(argv: Sequence[str] | None = None) -> Request:
-    """Read the command line; ends the process with 2 and a sentence where it makes no sense."""
+    """Read the command line; ends the process with 2 and a sentence if it makes no sense."""
     parser = _OneLineParser(
         prog=PROGRAM,
         description="Run a torchrun job on several nodes that all live on this machine: network namespaces "
@@ -114,7 +114,7 @@ def parse(argv: Sequence[str] | None = None) -> Request:
 
 
 def _declare_trouble(parser: argparse.ArgumentParser) -> None:
-    """Declare what may happen to nodes while the job runs."""
+    """Declare the options for troubles of nodes while the job runs."""
     add = parser.add_argument
     add(
         "--cut",
@@ -143,7 +143,7 @@ def _declare_trouble(parser: argparse.ArgumentParser) -> None:
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Reports bad usage in one line; argparse would print the usage as well."""
+    """Reports a bad command line in one line; argparse would print the usage as well."""
 
     def error(self, message: str) -> NoReturn:
         """End the process with exit code 2."""
@@ -151,7 +151,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 class _read:
-    """The type of an option that a function reads; argparse shows the message of ArgumentTypeError alone."""
+    """An option's type: calls a function, and raises ArgumentTypeError, whose message argparse shows."""
 
     def __init__(self, function: Callable[[str], Any]) -> None:
         self._function = function

@@ -1,5 +1,5 @@
-"""What the command refuses."""
+"""The error of this package."""
 
 
 class ClusterError(RuntimeError):
-    """Nodes cannot be made here, or were asked for something they do not have; one sentence."""
+    """Nodes cannot be made here, or cannot do what was asked; the message is one sentence."""

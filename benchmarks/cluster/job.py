@@ -1,4 +1,4 @@
-"""One torchrun on each node, from the start of the job to its end."""
+"""Runs one torchrun on each node, from the job's start to its end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.cluster.processes import is_rank
 from benchmarks.cluster.report import Cable, Report
 from benchmarks.cluster.trouble import Timetable
 
-_PORT = 29500  # every cluster is a network of its own, so a fixed port is always free
-_TIMED_OUT = 124  # as of timeout(1)
+_PORT = 29500  # always free: every cluster is a network of its own
+_TIMED_OUT = 124  # as timeout(1) exits
 _LINES_SHOWN = 15
 
 
 def run(request: Request, nodes: Nodes) -> Report:
-    """Run the job to its end, show the ends of the logs if it failed, and return what happened."""
+    """Run the job to its end and return the report; show the ends of the logs if the job failed."""
     logs = request.logs or Path(tempfile.mkdtemp(prefix="fcdp-cluster-"))
     try:
         report = _run(request, nodes, logs)
@@ -66,9 +66,9 @@ def _run(request: Request, nodes: Nodes, logs: Path) -> Report:
 
 
 def _start(request: Request, nodes: Nodes, node: int, logs: Path) -> subprocess.Popen[Any]:
-    """Start the ranks of one node.  The first rank of all prints here, the others into files."""
+    """Start the ranks of one node.  Rank 0 of the job prints here, all other ranks into files."""
     logs.mkdir(parents=True, exist_ok=True)
-    # torchrun writes 3 for stdout and stderr, of every rank or of those that are listed.
+    # For torchrun, 3 means stdout and stderr, of every rank or of the listed ranks.
     to_files = "3"
     if node == 0:
         to_files = ",".join(f"{rank}:3" for rank in range(1, request.ranks_per_node)) or "0"
@@ -94,9 +94,9 @@ def _start(request: Request, nodes: Nodes, node: int, logs: Path) -> subprocess.
 
 
 def _wait(request: Request, nodes: Nodes, jobs: list[subprocess.Popen[Any]], began: float) -> int:
-    """Wait for all nodes, or for one that fails and then for what the others may take; the job's exit code.
+    """Wait until all nodes end, and bring the requested troubles to them meanwhile; returns the exit code.
 
-    What is to happen to the nodes happens here.
+    Once one node has failed, the others have `request.grace_s` to end.
     """
     timetable = Timetable(
         nodes, cuts=request.cuts, slow=request.slow, stragglers=request.stragglers
@@ -126,11 +126,11 @@ def _all_ranks_run(request: Request, nodes: Nodes) -> bool:
 
 def _remove_unasked(request: Request, logs: Path) -> None:
     if request.logs is None:
-        shutil.rmtree(logs, ignore_errors=True)  # a process that is about to end may still write
+        shutil.rmtree(logs, ignore_errors=True)  # an ending process may still write there
 
 
 def _exit_code(code: int) -> int:
-    """As a shell tells it: 128 and the number of the signal for a process that a signal has ended."""
+    """Return the code as a shell does: 128 + the signal's number if a signal ended the process."""
     return 128 - code if code < 0 else code
 
 

@@ -30,14 +30,14 @@ _NAME = re.compile(r"fcdp-(\d+)-(\d+)-[0-9a-f]+-(?:node\d+|switch)")
 
 
 class CardBytes(NamedTuple):
-    """What a node's card has sent to the switch and received from it, with headers."""
+    """The bytes that a node's card has sent to the switch and received from it, with headers."""
 
     sent_bytes: int
     received_bytes: int
 
 
 def why_not() -> str | None:
-    """Why no nodes can be made on this machine, in one sentence, or None; tries it with one namespace."""
+    """Try to make one node; return in one sentence why this machine cannot have nodes, or None if it can."""
     try:
         with Nodes(1, bits_per_s=10**9):
             return None
@@ -46,15 +46,15 @@ def why_not() -> str | None:
 
 
 class Nodes:
-    """Nodes joined by a switch; a context manager that in any case removes what it made.
+    """Nodes joined by a switch; a context manager that always removes everything that it made.
 
-    bits_per_s: what each card sends and what it receives at most; None is no limit.
+    bits_per_s: each card's limit for sending, and for receiving; None is no limit.
 
-    Raises: ClusterError on entry, where the machine cannot have them.
+    Raises: ClusterError on entry if the machine cannot have nodes.
     """
 
     def __init__(self, count: int, *, bits_per_s: int | None = None) -> None:
-        # The names hold this process, so that another one can tell what a crash has left behind.
+        # The names contain this process's id, so that a later launcher can tell leftovers of a crash.
         prefix = f"fcdp-{os.getpid()}-{started_at(os.getpid())}-{secrets.token_hex(2)}"
         self._switch = f"{prefix}-switch"
         self._names = [f"{prefix}-node{i}" for i in range(count)]
@@ -90,7 +90,7 @@ class Nodes:
     def start(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on a node; options are those of Popen.
 
-        Its environment names the card, for the libraries and in CLUSTER_IFNAME for the command itself.
+        The environment names the card: in CLUSTER_IFNAME for the command, and in variables of the libraries.
         """
         own = dict.fromkeys(("CLUSTER_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), CARD)
         environment = {**options.pop("env", os.environ), **own}
@@ -102,12 +102,12 @@ class Nodes:
         return processes_of(self._names[node])
 
     def limit(self, node: int, bits_per_s: int | None) -> None:
-        """From now on, a node's card sends and receives at most so much."""
+        """Limit the rate at which a node's card sends and receives, from now on."""
         for place in self._ends(node):
             _limit(*place, bits_per_s)
 
     def cut(self, node: int) -> None:
-        """Pull a node's cable out; packets are lost, and nobody is told."""
+        """Pull out a node's cable; packets are lost without an error."""
         self._ip(self._switch, "link", "set", _port(node), "down")
 
     def join(self, node: int) -> None:
@@ -115,17 +115,17 @@ class Nodes:
         self._ip(self._switch, "link", "set", _port(node), "up")
 
     def traffic(self, node: int) -> CardBytes:
-        """What has crossed a node's card so far."""
+        """Return the bytes that have crossed a node's card so far."""
         text = self._ip(self._names[node], "-s", "-j", "link", "show", CARD)
         counted = json.loads(text)[0]["stats64"]
         return CardBytes(counted["tx"]["bytes"], counted["rx"]["bytes"])
 
     def end_processes(self) -> None:
-        """End whatever runs on the nodes."""
+        """End all processes on the nodes."""
         end_processes(self._names)
 
     def close(self) -> None:
-        """End the nodes' processes and remove the nodes, and with them cards, switch and limits."""
+        """End the nodes' processes; remove the nodes with their cards and limits, and the switch."""
         with _signals_wait():
             self.end_processes()
             _remove([*self._names, self._switch])
@@ -144,7 +144,7 @@ class Nodes:
         self._ip(name, "link", "set", CARD, "up")
 
     def _ends(self, node: int) -> list[tuple[str, str]]:
-        """Namespace and name of a cable's two ends: by one the node sends, by the other it receives."""
+        """Return namespace and card at both ends of a cable: the node sends by one, receives by the other."""
         return [(self._names[node], CARD), (self._switch, _port(node))]
 
     def _ip(self, namespace: str, *arguments: str) -> str:
@@ -152,7 +152,7 @@ class Nodes:
 
 
 def remove_leftovers() -> None:
-    """Remove the nodes of launchers that were killed before they could do it."""
+    """Remove the nodes of launchers that were killed before they could remove them."""
     if not NAMESPACES.is_dir():
         return
     left = []
@@ -168,7 +168,7 @@ def remove_leftovers() -> None:
 
 def _remove(namespaces: Sequence[str]) -> None:
     for name in namespaces:
-        # One that was never made, or that another launcher has just removed, is no error.
+        # A namespace that was never made, or that another launcher has just removed, is no error.
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
@@ -194,7 +194,7 @@ def _limit(namespace: str, device: str, bits_per_s: int | None) -> None:
 
 
 def _call(*command: str) -> str:
-    """Run a tool and return what it prints; a Ctrl-C at the terminal does not reach it.
+    """Run a tool and return its output; a Ctrl-C at the terminal does not reach the tool.
 
     Raises: ClusterError with the tool's own message.
     """
@@ -209,7 +209,7 @@ def _call(*command: str) -> str:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Let signals that would end this process wait until the block is done, to leave nothing behind."""
+    """Block signals that would end this process until the block is done, so that nothing is left behind."""
     ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
     try:

@@ -1,4 +1,4 @@
-"""The processes of a network namespace, and how they are ended."""
+"""Find and end the processes of a network namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMESPACES = Path("/var/run/netns")
 
 
 def processes_of(namespace: str) -> list[int]:
-    """The ids of the processes whose network is that namespace; a process that has ended has none."""
+    """Return the ids of the running processes in a network namespace."""
     try:
         wanted = (NAMESPACES / namespace).stat()
     except FileNotFoundError:
@@ -22,7 +22,7 @@ def processes_of(namespace: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it ended while we looked
+            with contextlib.suppress(OSError):  # the process has just ended
                 own = (entry / "ns" / "net").stat()
                 if (own.st_dev, own.st_ino) == (wanted.st_dev, wanted.st_ino):
                     found.append(int(entry.name))
@@ -30,7 +30,7 @@ def processes_of(namespace: str) -> list[int]:
 
 
 def is_rank(pid: int) -> bool:
-    """Whether torchrun has started this process as a rank; it tells its ranks their number in LOCAL_RANK."""
+    """Whether torchrun has started this process as a rank: then it has LOCAL_RANK in its environment."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -46,7 +46,7 @@ def send(number: int, pids: Iterable[int]) -> None:
 
 
 def end_processes(namespaces: Iterable[str], *, patience_s: float = 3.0) -> None:
-    """End what runs in the namespaces: SIGTERM, and SIGKILL for what is still there after `patience_s`."""
+    """End the namespaces' processes by SIGTERM, and by SIGKILL if they still run after `patience_s`."""
     names = list(namespaces)
 
     def left() -> set[int]:
@@ -57,21 +57,21 @@ def end_processes(namespaces: Iterable[str], *, patience_s: float = 3.0) -> None
         told: set[int] = set()
         while (pids := left()) and time.monotonic() < until:
             send(number, pids - told)
-            send(signal.SIGCONT, pids - told)  # a stopped process takes SIGTERM once it runs
+            send(signal.SIGCONT, pids - told)  # a stopped process handles SIGTERM only when it runs
             told |= pids
             time.sleep(0.05)
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Whether the process that had this id and began at this tick still runs; ids are used again."""
+    """Whether the process with this id and start tick still runs; the tick matters, as ids are used again."""
     return started_at(pid) == started
 
 
 def started_at(pid: int) -> int | None:
-    """The tick of the machine's clock at which a process began, or None where there is none."""
+    """Return the clock tick at which a process began, or None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The second field is the command in parentheses, which may hold anything; the 22nd is the start.
+    # The second field is the command in parentheses, which may contain spaces; the 22nd is the start.
     return int(text.rpartition(")")[2].split()[19])

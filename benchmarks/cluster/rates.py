@@ -1,4 +1,4 @@
-"""How fast a card sends: rates as people write them, and as the kernel's token bucket filter takes them."""
+"""Rates of cards, as text and as arguments of the kernel's token bucket filter."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _LEAST_BITS_PER_S = 10**4
 _LEAST_BURST_BYTES = 128 * 2**10
-"""More than the largest packet that a card hands over at once (64 KiB), so that none is split."""
+"""More than the largest packet of a card (64 KiB), so that no packet is split."""
 
 
 def read_rate(text: str) -> int | None:
-    """Bits per second of `1gbit`, `12.5mbit`, `500kbit`; None for `none`, which is no limit.
+    """Return the bits per second of `1gbit`, `12.5mbit`, `500kbit`; None for `none`, which is no limit.
 
-    Raises: ValueError.
+    Raises: ValueError for other texts, and below 10kbit.
     """
     if text == "none":
         return None
@@ -29,7 +29,7 @@ def read_rate(text: str) -> int | None:
 
 
 def write_rate(bits_per_s: int | None) -> str:
-    """The shortest text that `read_rate` reads back."""
+    """Return a short text that `read_rate` reads back."""
     if bits_per_s is None:
         return "none"
     unit = max((u for u in _UNITS if _UNITS[u] <= bits_per_s), key=_UNITS.__getitem__)
@@ -37,9 +37,9 @@ def write_rate(bits_per_s: int | None) -> str:
 
 
 def token_bucket(bits_per_s: int) -> list[str]:
-    """The filter as arguments of `tc qdisc`: rate, burst, and 200 ms of queue before packets are dropped.
+    """Return the filter as arguments of `tc qdisc`: rate, burst, and 200 ms of queue until packets drop.
 
-    The burst is what passes in a millisecond: the kernel cannot wake up much more often to refill a bucket.
+    The burst is a millisecond's bytes: the kernel cannot wake up much more often to refill a bucket.
     """
     burst = max(_LEAST_BURST_BYTES, bits_per_s // 8 // 1000)
     return ["tbf", "rate", f"{bits_per_s}bit", "burst", str(burst), "latency", "200ms"]

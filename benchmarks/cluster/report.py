@@ -1,4 +1,4 @@
-"""What a job has done: its exit codes, and the bytes that crossed each link; as a table or as JSON."""
+"""The report of a job: its exit codes, and the bytes that crossed each link, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cable:
-    """One node, and what crossed its cable; headers of packets count, what was dropped on the way does not.
+    """One node, and the bytes that crossed its cable: headers count, dropped packets do not.
 
     exit_code: of the node's torchrun.
     """
@@ -26,7 +26,7 @@ class Cable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One job.  exit_code: of the node that failed first, 124 where time ran out."""
+    """One job.  exit_code: of the node that failed first, or 124 if time ran out."""
 
     nodes: int
     ranks_per_node: int
@@ -36,11 +36,11 @@ class Report:
     links: list[Cable]
 
     def to_json(self) -> str:
-        """The same record for programs."""
+        """Return the report as JSON."""
         return json.dumps(asdict(self))
 
     def to_table(self) -> str:
-        """Each node in a row, and what all of them sent and received."""
+        """Return a table with a row for each node and a row for all nodes."""
         sent = sum(link.sent_bytes for link in self.links)
         received = sum(link.received_bytes for link in self.links)
         rows = [("node", "address", "sent [MiB]", "received [MiB]", "exit")]

@@ -1,6 +1,6 @@
-"""What happens to nodes while a job runs: cut cables, slow cables, slow processors.
+"""Troubles of nodes while a job runs: cut cables, slow cables, slow processors.
 
-Times count from the moment at which the ranks of all nodes have started.
+Times count from the moment when the ranks of all nodes have started.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from benchmarks.cluster.processes import send
 from benchmarks.cluster.rates import read_rate
 
 _PERIOD_S = 0.1
-"""In each period a straggler runs once and is stopped once."""
+"""In each period a straggler runs once and stops once."""
 _TICK_S = 0.1
-"""At most so long between two looks at the time."""
+"""The longest time between two looks at the clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CableCut:
-    """A node's cable is out from at_s on, for for_s seconds or (None) until the end."""
+    """A node's cable is out from at_s on, for for_s seconds; None: until the end."""
 
     node: int
     at_s: float
@@ -43,9 +43,9 @@ class CableCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """From at_s on, or (None) before anything starts, a node's cable carries at most bits_per_s each way.
+    """A node's cable carries at most bits_per_s each way from at_s on.
 
-    bits_per_s: None is no limit.
+    bits_per_s: None for no limit.  at_s: None for a limit from before the start.
     """
 
     node: int
@@ -62,7 +62,7 @@ class Slow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """The processes of a node run for this fraction of the time; for the rest they are stopped."""
+    """The processes of a node run for this fraction of the time, and are stopped for the rest."""
 
     node: int
     fraction: float
@@ -78,9 +78,9 @@ class Straggler:
 
 
 class Timetable:
-    """Brings a job's troubles to its nodes as time passes.
+    """Brings a job's troubles to its nodes at their times.
 
-    slow: those without a time begin when this is made.
+    slow: limits without a time begin when the timetable is made.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class Timetable:
         self._stopped: set[int] = set()
 
     def advance(self, ranks_began_s: float | None) -> float:
-        """Do what is due; returns how long to sleep.
+        """Start the troubles that are due; returns how long to sleep.
 
-        ranks_began_s: when the ranks had started, by `time.monotonic`; None before.
+        ranks_began_s: when all ranks had started, by `time.monotonic`; None before.
         """
         now_s = time.monotonic()
         while ranks_began_s is not None and self._events:
@@ -136,7 +136,7 @@ class Timetable:
 def _split(
     text: str, mark: str, form: str, *, last: str | None = None
 ) -> tuple[str, str, str | None]:
-    """The parts before and after the mark; of the latter what comes behind `last`, if it is there."""
+    """Split a text at `mark`, and the rest at `last`; the third part is None if there is no `last`."""
     first, found, rest = text.partition(mark)
     if not found:
         raise ValueError(f"{text!r} has no {mark!r}; write {form}")

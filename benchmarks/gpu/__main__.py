@@ -1,7 +1,7 @@
-"""What fcdp does on one CUDA GPU, in ten minutes: `python -m benchmarks.gpu`, or `make gpu`.
+"""Measure fcdp on one CUDA GPU in ten minutes: `python -m benchmarks.gpu`, or `make gpu`.
 
-Every part runs in processes of its own, leaves a JSON file, and the page is written again after each of them.
-`--device cpu --quick` tries it out; what it then finds is no finding.
+Every part runs in processes of its own and leaves a JSON file; the page is written again after each part.
+`--device cpu --quick` tries the benchmark out; numbers from a CPU are no findings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.gpu.report import write_page
 from benchmarks.gpu.results import Ending, Outcome
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SECONDS = 570.0  # ten minutes with the start and the end of this process
+_SECONDS = 570.0  # with this process's start and end, ten minutes
 _ASK = """
 import torch
 found = torch.cuda.get_device_properties(0)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _name_of(device: str) -> str | None:
-    """What to call the device; None if there is none.  Another process asks, so this one holds no GPU."""
+    """Return the device's name; None without a device.  Another process asks, so this one uses no GPU."""
     if device == "cpu":
         return "cpu"
     asked = subprocess.run(

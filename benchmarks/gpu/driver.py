@@ -1,7 +1,7 @@
 """Run parts one after the other, each in processes of its own, within one limit of time.
 
-A part gets its share of the time that is left, by its weight among the parts still to come; time that it does
-not need goes to them.  Whatever happens to a part, the next one starts.
+A part gets a share of the time left, by its weight among the parts still to come; time that a part does not
+need goes to the parts after it.  However a part ends, the next part starts.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from benchmarks.gpu.results import Ending, Outcome, read_found, write_outcome
 from benchmarks.running.machine import MachineRecord
 
 Command = Callable[[GpuPart, Path, float], list[str]]
-"""The command of each process of a part, from the file that it is to write and the seconds that it has."""
+"""Makes the command of a part's processes, from the part, the file to write and the seconds to use."""
 
-EXIT_NOT_RUN = 77  # the last line says why
+EXIT_NOT_RUN = 77  # the last line of output says why
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LOOK_S = 0.05
-_PEERS_S = 3.0  # for the other ranks to say why, once one has failed
+_PEERS_S = 3.0  # time for the other ranks to report their errors once one rank has failed
 _KEPT_LINES = 20
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Errors)(: |$)")  # at the end of a traceback
-_OWN_SHARE = 0.8  # of its limit, after which a part leaves out what it can
+_OWN_SHARE = 0.8  # of its limit; after this time a part skips all optional work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ended:
-    """How the processes of a part ended.  code: of the first that failed, None if time ran out."""
+    """How the processes of a part ended.  code: of the first failed rank; None if time ran out."""
 
     code: int | None
     lines: list[str]
@@ -54,9 +54,9 @@ def run_parts(
     device: str,
     ended: Callable[[Outcome], None],
 ) -> list[Outcome]:
-    """Run the parts; each outcome is written to PART.json in the folder and told to `ended` at once.
+    """Run the parts; each outcome is written to PART.json in the folder and passed to `ended` at once.
 
-    device: what to call the hardware in the outcomes.
+    device: the hardware's name in the outcomes.
     """
     until_s = time.monotonic() + budget_s
     machine = MachineRecord.here()
@@ -110,7 +110,7 @@ def _run(part: GpuPart, command: list[str], limit_s: float, scratch: str) -> _En
 def _started(
     part: GpuPart, command: list[str], logs: Sequence[Path]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A process for each rank, in sessions of their own; nothing of them is left afterwards."""
+    """Start a process for each rank, in a session of its own; kill them all on exit."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -145,9 +145,9 @@ def _environment(part: GpuPart, rank: int, port: int) -> dict[str, str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process with all that it started."""
+    """Kill a process and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its session is named after it
+        os.killpg(process.pid, signal.SIGKILL)  # its group has its id
     process.wait()
 
 
@@ -167,7 +167,7 @@ def _told(result: _Ended, limit_s: float) -> tuple[Ending, str]:
 
 
 def _last_lines(log: Path) -> list[str]:
-    """The last lines that say something."""
+    """Return the last lines of a log that are not empty, without torch's prefixes."""
     lines = log.read_text(errors="replace").splitlines()
     told = [re.sub(r"^\[rank\d+\]:\s?", "", line).rstrip() for line in lines]
     return [line for line in told if line and not line.startswith("USDT:")][-_KEPT_LINES:]

@@ -1,4 +1,4 @@
-"""The parts of `make gpu` in the order of their worth: what is lost if time runs out comes last."""
+"""The parts of `make gpu`, the most important first: the last parts are lost if time runs out."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 class GpuPart:
     """One part, which runs in processes of its own.
 
-    weight: its share of the time that is left when it starts, among the parts still to come.  Starting Python
-    with torch alone can take 20 s on a machine that has just come up, so no weight is small.
-    environment: of its processes, besides this one's.
+    weight: its share of the time left when it starts, relative to the weights of the parts still to come.
+    No weight is small: merely starting Python with torch can take 20 s on a machine that has just started.
+    environment: variables for its processes, besides those of this process.
     """
 
     name: str

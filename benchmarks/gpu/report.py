@@ -1,4 +1,4 @@
-"""gpu.md: what was found on one GPU, part by part, and why a part was not run."""
+"""Write gpu.md: the findings on one GPU, part by part, and why a part did not run."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ The benchmark has these parts:
 
 
 def write_page(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Replace the page by what has been found so far."""
+    """Write the page with the findings so far, in place of the older page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(outcomes), encoding="utf-8")
 
 
 def page_before() -> str:
-    """The page as long as nothing has run on a GPU."""
+    """Return the page for the time before the first run on a GPU."""
     return NOT_MEASURED.format(parts="\n".join(f"- {part.title}" for part in PARTS))
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
-    """The page as Markdown; what was tried out on a CPU says so in its first line."""
+    """Return the page as Markdown; its title says if the run was a trial on a CPU."""
     if not outcomes:
         return page_before()
     by_name = {outcome.part: outcome for outcome in outcomes}
@@ -114,7 +114,7 @@ def _ends(by_name: Mapping[str, Outcome]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text within a table."""
+    """Shorten and escape a text for a cell of a table."""
     shown = text if len(text) <= 300 else text[:300] + " …"
     return shown.replace("|", "\\|").replace("<", "&lt;")
 
@@ -125,14 +125,14 @@ def _section(
     kind: type[F],
     write: Callable[[F], list[str]],
 ) -> list[str]:
-    """A part's section; without a finding its row in the first table says why."""
+    """Return a part's section; empty without a finding, as the first table then says why."""
     if outcome is None or not isinstance(outcome.found, kind):
         return []
     return [f"## {title}", *write(outcome.found)]
 
 
 def _printed(outcome: Outcome | None) -> list[str]:
-    """What the processes of a part printed, if it ran."""
+    """Return the output of a part's processes, if the part ran."""
     if outcome is None or outcome.state is Ending.NOT_RUN or not outcome.printed:
         return []
     return [

@@ -1,4 +1,4 @@
-"""What the parts find, as data, and their files; no torch."""
+"""The findings of the parts as data, and their files; needs no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fcdp_compile.files.aside import written_aside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaTests:
-    """How the tests that need a CUDA device ended.  failures: one line for each."""
+    """Results of the tests that need a CUDA device.  failures: one line for each failed test."""
 
     passed: int
     failed: int
@@ -26,10 +26,10 @@ class CudaTests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """Seconds of copies of `copied_bytes` between host and device, our pool's and plain ones in turn.
+    """Seconds of copies of `copied_bytes` between host and device, from our pool and plain ones in turn.
 
-    pool_*: `PinnedPool` slabs by `Tensor.copy_`.  plain_*: memory from cudaHostAlloc by cudaMemcpy.
-    is_pinned: whether CUDA could register the slab.
+    pool_*: `PinnedPool` slabs, copied by `Tensor.copy_`.  plain_*: memory from cudaHostAlloc, copied by
+    cudaMemcpy.  is_pinned: whether CUDA could register the slab.
     """
 
     copied_bytes: int
@@ -42,9 +42,9 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneRun:
-    """One kind of task on a lane: whether its result is right, and what starting it takes.
+    """One kind of task on a lane, and whether its result is right.
 
-    issue_us: of the Python thread, the median of many.
+    issue_us: the Python thread's time to start the task, the median of many.
     """
 
     name: str
@@ -63,12 +63,12 @@ class LaneRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityCase:
-    """Four ranks on one device against each rank's own copy of the model.
+    """Four ranks on one device, compared with each rank's own copy of the model.
 
-    device_memory: the option, empty for the default.  is_checkpointed: with dropout, too.
-    losses, plain_losses: mean over the ranks, step by step.  parameters_off: the largest difference of a
-    parameter at last, relative to the largest value of its tensor.  host_bytes: in slabs of one rank.
-    traffic: "link kind" and the bytes that one rank moved in the last step.
+    device_memory: the option, empty for the default.  is_checkpointed: with activation checkpointing and
+    dropout.  losses, plain_losses: mean over the ranks, by step.  parameters_off: the largest difference of a
+    parameter after the last step, relative to the largest value of its tensor.  host_bytes: in slabs of one
+    rank.  traffic: bytes that one rank moved in the last step, by "link kind".
     """
 
     mode: str
@@ -84,7 +84,7 @@ class ParityCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """As many cases as there was time for, of `planned`."""
+    """The cases that there was time for, of `planned` cases."""
 
     planned: int
     cases: list[ParityCase]
@@ -92,10 +92,11 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gaps:
-    """Where the compute stream had nothing to do in the traced steps.
+    """The idle times of the compute stream in the traced steps.
 
-    forward_start_us: of each step, between the end of the kernel before and the first one that the forward
-    launched.  idle_part: of the time from the first kernel to the last.  kernels: on the compute stream.
+    forward_start_us: by step, the time between the first kernel of the forward and the end of the kernels
+    before it.  idle_part: a share of the time from the first kernel to the last.  kernels: number on the
+    compute stream.
     """
 
     forward_start_us: list[float]
@@ -105,12 +106,12 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Steps of one system on one rank of a group of nodes x ranks_per_node, of which only it exists.
+    """Steps of one system on one rank; the group has nodes x ranks_per_node ranks, but only this one exists.
 
-    parameter_bytes: of the whole model.  first_step_s: compiling included.  peak_bytes: of the device's
-    memory in the steps that were timed; passes_peak_bytes: in a forward and backward, without the optimizer;
-    predicted_peak_bytes: what the plan says.  host_bytes: in slabs; host_buckets, device_buckets: where the
-    plan keeps them.  gaps: None without a trace.
+    parameter_bytes: of the whole model.  first_step_s: with compilation.  peak_bytes: peak of the device's
+    memory in the timed steps.  passes_peak_bytes: peak in a forward and backward, without the optimizer.
+    predicted_peak_bytes: the plan's prediction.  host_bytes: in slabs.  host_buckets, device_buckets: numbers
+    of buckets that the plan keeps there.  gaps: None without a trace.
     """
 
     system: str
@@ -134,9 +135,10 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """Steps under a checker, which found nothing in them.
+    """Steps under a checker, which found no fault in them.
 
-    by: its name.  finds_planted: whether it finds a fault that is made on purpose; None if none is.
+    by: the checker's name.  finds_planted: whether the checker finds a fault made on purpose; None if no
+    fault was made.
     """
 
     by: str
@@ -158,10 +160,10 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one part ended.
+    """The outcome of one part.
 
-    reason: a sentence, where it is not done.  printed: the last lines that it printed.
-    found: everything, or as much as it had written by then.
+    reason: a sentence if the part is not done.  printed: the last lines that the part printed.
+    found: the last findings that the part wrote before it ended.
     """
 
     part: str
@@ -177,17 +179,17 @@ class Outcome:
 
 
 def write_found(path: Path, found: Found) -> None:
-    """Hand what a worker has found so far to the driver; a reader sees all of it or what was before."""
+    """Hand a worker's findings so far to the driver; the file is replaced at once, so none is read half."""
     _replace(path, {"kind": type(found).__name__, **asdict(found)})
 
 
 def read_found(path: Path) -> Found | None:
-    """What a worker has written; None if it has not."""
+    """Read a worker's findings; None if it has written none."""
     return _found(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
-    """Replace the file of a part."""
+    """Write the file of a part."""
     data = asdict(outcome)
     if outcome.found is not None:
         data["found"] = {"kind": type(outcome.found).__name__, **asdict(outcome.found)}
@@ -195,7 +197,7 @@ def write_outcome(path: Path, outcome: Outcome) -> None:
 
 
 def read_outcome(path: Path) -> Outcome:
-    """What `write_outcome` wrote."""
+    """Read the file that `write_outcome` wrote."""
     data = json.loads(path.read_text(encoding="utf-8"))
     found = data.pop("found")
     return Outcome(

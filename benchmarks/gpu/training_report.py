@@ -1,4 +1,4 @@
-"""The section of gpu.md about steps of a large model: fcdp beside other systems, by mode."""
+"""The section of gpu.md on steps of a large model: fcdp and other systems, by mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = {
 
 
 def training(found: Sequence[Trained]) -> list[str]:
-    """The section, empty if no system has trained."""
+    """Return the section; empty if no system has trained."""
     if not found:
         return []
     modes = list(dict.fromkeys(f.mode for f in found))
@@ -68,7 +68,7 @@ def _row(found: Trained, base_s: float | None) -> tuple[str, ...]:
 
 
 def _places(found: Trained) -> str:
-    """Where fcdp kept its buckets, and what its plan said of the peak."""
+    """Return a paragraph on where fcdp kept its buckets, and on the predicted and the measured peak."""
     told = f"fcdp: all {found.host_buckets} buckets on the host, {found.host_bytes / 2**20:.0f} MiB in slabs."
     if found.predicted_peak_bytes is not None:
         ratio = found.passes_peak_bytes / found.predicted_peak_bytes
@@ -85,5 +85,5 @@ def _places(found: Trained) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)

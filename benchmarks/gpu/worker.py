@@ -39,11 +39,11 @@ RUN: dict[str, Callable[[Setting], Found]] = {
     "fsdp2-full": partial(train, "fsdp2", "full"),
     "megatron-full": partial(train, "megatron", "full"),
 }
-"""What runs each part, by its name."""
+"""The function that runs each part, by the part's name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the part; rank 0 writes what it finds."""
+    """Run the part; rank 0 writes the findings."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=sorted(RUN))
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget(found: Found) -> None:
-    """What a rank other than the first finds, the first finds too."""
+    """Drop the findings of a rank other than 0: rank 0 has equal findings."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The plots of the report: step times on each network, and bytes sent, one file for each mode."""
+"""The report's plots: step times on each network and bytes sent; one file for each mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLOURS = {"unlimited": "#9ecae1", "1gbit": "#4292c6", "100mbit": "#08306b"}
 
 def draw(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
     """Draw one SVG for each mode that was measured; returns their paths."""
-    # The same rows give the same file, so that a rerun shows no difference where there is none.
+    # A fixed salt: equal rows give an equal file.
     mpl.rcParams["svg.hashsalt"] = "fcdp"
     cells = summarise(rows)
     files = []
@@ -83,13 +83,13 @@ def _measured(cells: Mapping[Cell, Summary], mode: str, k: int) -> list[str]:
 
 
 def _scale(axis: Axes, names: Sequence[str]) -> None:
-    """Systems downwards, and a logarithmic scale to the right: points, as a bar would have no foot."""
+    """Set the axes: systems on y, logarithmic x.  Hence points: a bar would have no zero to start from."""
     titles = {s.name: s.title for s in SYSTEMS}
     axis.set_yticks(range(len(names)), [titles[name] for name in names])
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    # 2 and 5 of each decade: all of them would run into each other.
+    # Only the ticks 2 and 5 of each decade have labels: the labels of all ticks would overlap.
     axis.xaxis.set_minor_formatter(
         FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     )

@@ -1,4 +1,4 @@
-"""What is kept about a run besides its rows, and its file."""
+"""The record of a run, kept besides its rows, and the record's file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.systems.shape import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """date: of the last row.  elapsed_s: of all launches together."""
+    """Facts about a run.  date: time of the last row.  elapsed_s: of all launches together."""
 
     shape: Shape
     nodes: int
@@ -27,12 +27,12 @@ class Record:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Replace the file."""
+    """Write the record, in place of an older one."""
     path.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
 
 
 def read_record(path: Path) -> Record | None:
-    """What `write_record` wrote, None if there is nothing.
+    """Read the record that `write_record` wrote; None if there is no file.
 
     Raises: ValueError if the file holds something else.
     """

@@ -1,6 +1,6 @@
-"""The report: every table of docs/benchmarks.md, written from rows alone.
+"""The report: every table of docs/benchmarks.md, made from the rows alone.
 
-No sentence here claims a result; what is faster than what is read off the rows.
+No fixed sentence claims a result: code compares the systems by their rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NETWORK_TITLES = {"unlimited": "unlimited", "1gbit": "1 Gbit/s", "100mbit": "100
 def write_report(
     rows: Sequence[ResultRow], record: Record, *, plots: Sequence[Path], notes: str
 ) -> str:
-    """The whole page as Markdown.
+    """Return the whole page as Markdown.
 
-    plots: files, relative to the page.  notes: what the authors have to say about these numbers, Markdown.
+    plots: files, relative to the page.  notes: the authors' notes about these numbers, Markdown.
     """
     cells = summarise(rows)
     parts = [
@@ -77,7 +77,7 @@ def _setting(rows: Sequence[ResultRow], record: Record) -> str:
 
 
 def _drift(rows: Sequence[ResultRow]) -> str:
-    """How steady the machine was, by the same compute measured at the start of every launch."""
+    """Say how steady the machine was, judged by equal compute measured at the start of every launch."""
     worst = 0.0
     for mode in MODE_TITLES:
         seconds = [row.compute_s for row in rows if row.mode == mode]
@@ -106,7 +106,7 @@ def _targets(cells: Mapping[Cell, Summary]) -> str:
 
 
 def _advice(cells: Mapping[Cell, Summary]) -> str:
-    """The fastest system for each place that the training state has to fit into."""
+    """Return a table of the fastest systems, by how widely the training state must be sharded to fit."""
     fits = {
         "the whole state fits on every accelerator": (
             ShardedOver.NONE,

@@ -1,4 +1,4 @@
-"""What is measured: one row for each system, mode, accumulation, network and round, and its file."""
+"""Rows of measurements, one for each system, mode, accumulation, network and round, and their file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fcdp_compile.files.aside import written_aside
 
 
 class Cell(NamedTuple):
-    """One entry of the matrix."""
+    """One combination that the benchmark measures."""
 
     system: str
     mode: str
@@ -22,16 +22,16 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """What one launch measured in one cell.
+    """The measurements of one launch in one cell.
 
-    round: which pass over all systems.  date: when, ISO 8601.
-    step_s: of each step, the slowest rank's time.  sent_bytes: of each step, what each node sent.
-    check_losses: mean over the ranks after each step of the fixed beginning that all systems share, up to and
-    with this accumulation.  step_losses: those of the timed steps.
-    first_step_s: of the launch, with compilation.  compute_s: of a step of one micro-batch without any
+    round: number of the pass over all systems.  date: ISO 8601.
+    step_s: for each step, the slowest rank's time.  sent_bytes: for each step, the bytes that each node sent.
+    check_losses: the loss, averaged over the ranks, after each check step up to and with this accumulation;
+    all systems take equal check steps.  step_losses: the losses of the timed steps.
+    first_step_s: the launch's first step, with compilation.  compute_s: a step of one micro-batch without
     communication, on all ranks at once, measured at the beginning of the launch.
-    heap_bytes: of each rank, the peak of the heap in a step, less what it was before the model (`memory`) and
-    less what would be in host memory.  host_bytes: of each rank, parameters kept in host memory.
+    heap_bytes: for each rank, the heap's peak in a step, less the heap before the model was made (`memory`)
+    and less the part of `host_bytes` in the heap.  host_bytes: for each rank, parameters in host memory.
     all_bytes, trained_bytes: of the whole model.
     """
 
@@ -54,7 +54,7 @@ class ResultRow:
 
     @property
     def cell(self) -> Cell:
-        """Where in the matrix it belongs."""
+        """The cell that this row measures."""
         return Cell(self.system, self.mode, self.accumulation, self.network)
 
 
@@ -68,7 +68,7 @@ class Failure:
 
 
 def write_records(path: Path, records: Iterable[ResultRow | Failure]) -> None:
-    """Replace a file by these records, one a line of a JSON list; never leaves half a file behind."""
+    """Replace a file by a JSON list of these records, one on each line; never leaves half a file behind."""
     lines = [json.dumps(asdict(record)) for record in records]
     text = "[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n"
     with written_aside(path) as aside:
@@ -76,9 +76,9 @@ def write_records(path: Path, records: Iterable[ResultRow | Failure]) -> None:
 
 
 def read_rows(path: Path) -> list[ResultRow]:
-    """The rows of a file, none if it does not exist.
+    """Read the rows of a file; an empty list if the file does not exist.
 
-    Raises: ValueError if it holds something else.
+    Raises: ValueError if the file holds something else.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Rows of one cell taken together: medians, spreads, and whether the losses are right."""
+"""Summaries of the rows of one cell: medians, spreads, and whether the losses are right."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One cell.
+    """The measurements of one cell.
 
-    step_s: median; least_s, most_s: its spread over n steps.  sent_bytes: mean of steps and nodes.
-    compute_s: of a step without communication in the same launches.  heap_bytes, host_bytes: the
-    largest rank's.  first_step_s: the largest of the launches, the one that really compiled.
-    loss: after `losses` check steps.  wrong: how it differs from the reference, None if it does not;
+    step_s: median; least_s, most_s: the fastest and the slowest of n steps.  sent_bytes: mean over steps and
+    nodes.  compute_s: a step without communication in the same launches.  heap_bytes, host_bytes: the
+    largest over the ranks.  first_step_s: the longest of the launches: only that launch compiled anew.
+    loss: after `losses` check steps.  wrong: how the losses differ from the reference; None if they agree.
     is_checked: whether there was a reference.
     """
 
@@ -55,17 +55,17 @@ class Summary:
 
     @property
     def accumulated_compute_s(self) -> float:
-        """Compute of the whole step: of as many micro-batches as it accumulates."""
+        """Compute of the whole step: of all accumulated micro-batches."""
         return self.compute_s * self.cell.accumulation
 
     @property
     def transfer_s(self) -> float:
-        """The least time that the network needs for what was sent."""
+        """The least time that the network needs for the bytes sent."""
         return NETWORKS[self.cell.network].transfer_s(self.sent_bytes)
 
 
 def summarise(rows: Sequence[ResultRow]) -> dict[Cell, Summary]:
-    """One summary for each cell that has rows, in the order of the rows."""
+    """Return one summary for each cell that has rows, in the order of the rows."""
     references = {
         (row.mode, row.accumulation): row.check_losses for row in rows if row.system == REFERENCE
     }
@@ -105,11 +105,11 @@ def _summarise(cell: Cell, rows: Sequence[ResultRow], reference: Sequence[float]
 def _difference(
     losses: Sequence[float], reference: Sequence[float], tolerance: float
 ) -> str | None:
-    """How losses differ from the reference's, None if within the tolerance."""
+    """Say how the losses differ from the reference's; None if they are within the tolerance."""
     if len(losses) != len(reference):
         return f"{len(losses)} losses where {REFERENCE} has {len(reference)}"
     for number, (loss, right) in enumerate(zip(losses, reference, strict=True), start=1):
-        # Written so that NaN is wrong.
+        # `not <=` instead of `>`: NaN is wrong, too.
         if not abs(loss - right) <= tolerance * abs(right):
             return f"loss {loss:.5f} after step {number}, {REFERENCE} has {right:.5f}"
     return None

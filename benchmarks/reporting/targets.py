@@ -1,4 +1,4 @@
-"""What fcdp set out to reach on the 2 x 2 machine, and whether the numbers show it."""
+"""fcdp's performance targets on the 2 x 2 machine, and whether the measurements meet them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _EQUAL_MEMORY = [s.name for s in SYSTEMS if s.state is ShardedOver.GLOBAL and no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetVerdict:
-    """A target: `found` must not exceed `limit`, both ratios; found is None where a number is missing.
+    """A target: `found` must not exceed `limit`; both are ratios.
 
-    detail: the figures behind `found`, or which are missing.
+    found: None if a measurement is missing.  detail: the figures behind `found`, or which ones are missing.
     """
 
     target: str
@@ -28,7 +28,7 @@ class TargetVerdict:
 
     @property
     def text(self) -> str:
-        """Met, missed by how much, or not measured."""
+        """Whether the target is met, missed (and by how much) or not measured."""
         if self.found is None:
             return "not measured"
         if self.found <= self.limit:
@@ -37,7 +37,7 @@ class TargetVerdict:
 
 
 def judge(cells: Mapping[Cell, Summary]) -> list[TargetVerdict]:
-    """Every target on what was measured; losses that are wrong count as not measured."""
+    """Judge every target; cells with wrong losses count as not measured."""
     right = {cell: summary for cell, summary in cells.items() if summary.is_right}
     accumulations = sorted({cell.accumulation for cell in cells})
     verdicts = []

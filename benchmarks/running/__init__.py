@@ -1,1 +1,1 @@
-"""What runs a benchmark: arguments, the matrix of cells, jobs, workers, networks."""
+"""Running a benchmark: arguments, the matrix of cells, jobs, workers, networks."""

@@ -17,7 +17,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to measure, for how long, and where the results go."""
+    """The parsed command line."""
 
     systems: list[str]
     modes: list[str]
@@ -33,7 +33,7 @@ class Arguments:
 
 
 def parse(argv: Sequence[str] | None = None) -> Arguments:
-    """Read the command line; exits with 2 and a sentence where it makes no sense."""
+    """Read the command line; exits with 2 and a sentence if it makes no sense."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Train one small GPT with fcdp and its peers on two simulated nodes, and write a report.",
@@ -101,7 +101,7 @@ def _shape(given: argparse.Namespace, default: Shape) -> Shape:
 
 
 class _list:
-    """The type of an option that takes some of a few known names, separated by commas."""
+    """The argparse type of an option that takes known names, separated by commas."""
 
     def __init__(self, known: Iterable[str]) -> None:
         self._known = list(known)

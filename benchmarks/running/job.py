@@ -1,4 +1,4 @@
-"""What one launch has to do, handed from the driver to the workers as a JSON file."""
+"""The job of one launch, which the driver hands to the workers as a JSON file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.systems.shape import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedSteps:
-    """So many timed steps with that accumulation on that network."""
+    """A number of timed steps with one accumulation on one network."""
 
     accumulation: int
     network: str
@@ -27,8 +27,8 @@ class BenchmarkJob:
     """One system in one mode, trained by a fresh set of processes.
 
     nodes: N, with ranks_per_node ranks each.
-    check_steps: steps at each accumulation, 1 among them, before anything is timed, on the uncapped network.
-    All systems take the same, so their losses must agree; the first one compiles.
+    check_steps: by accumulation (always with 1), the steps on the uncapped network before anything is timed.
+    All systems take equal check steps, so their losses must agree; the first step compiles.
     """
 
     system: str
@@ -41,16 +41,16 @@ class BenchmarkJob:
     timed: list[TimedSteps]
 
     def cells(self) -> list[Cell]:
-        """The cells that it measures."""
+        """The cells that this job measures."""
         return [Cell(self.system, self.mode, t.accumulation, t.network) for t in self.timed]
 
     def to_json(self) -> str:
-        """Write it down."""
+        """Return the job as JSON."""
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> BenchmarkJob:
-        """Read what `to_json` wrote."""
+        """Read a job from the JSON of `to_json`."""
         data = json.loads(text)
         data["shape"] = Shape(**data["shape"])
         data["timed"] = [TimedSteps(**entry) for entry in data["timed"]]

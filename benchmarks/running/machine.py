@@ -1,4 +1,4 @@
-"""What the numbers were measured on: hardware, versions, and which state of this repository."""
+"""The machine that the numbers come from: hardware, versions, and the commit of this repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRecord:
-    """versions: "name version" of each package; commit: of this repository, empty if unknown."""
+    """A machine.  versions: "name version" of each package.  commit: of this repository, empty if unknown."""
 
     processor: str
     cores: int
@@ -27,7 +27,7 @@ class MachineRecord:
 
     @staticmethod
     def here() -> MachineRecord:
-        """The machine that this runs on."""
+        """Describe this machine."""
         return MachineRecord(
             processor=_match(Path("/proc/cpuinfo"), r"model name\s*:\s*(.+)") or platform.machine(),
             cores=len(os.sched_getaffinity(0)),
@@ -51,7 +51,7 @@ def _version(package: str) -> str:
 
 
 def commit() -> str:
-    """What git calls the state of this repository; empty if it is none."""
+    """Return `git describe` of this repository; empty if this is no git repository."""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,8 +1,8 @@
-"""Which cells are measured, in which order, with how many steps: arithmetic on estimates, ahead of any run.
+"""The plan of a benchmark: its cells, their order and their numbers of steps, from estimates before any run.
 
-Every cell gets the same share of time: many steps where a step is short, one where it takes minutes.  The
-share is the largest with which all fits into the budget.  If even one step each does not fit, the dearest
-cells are left out, those of twins first, and the report lists them with their price.
+Every cell gets an equal share of time: many steps if a step is short, one if a step takes minutes.  The share
+is the largest that fits into the budget.  If not even one step of each cell fits, the dearest cells are left
+out, twins' cells first, and the report lists them with their expected time.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from benchmarks.systems.shape import Shape
 MODES = ("lora", "full")
 ACCUMULATIONS = (1, 8)
 CHECK_STEPS = {1: 3}
-"""Steps of the fixed beginning, by accumulation; one of each other accumulation."""
+"""Number of check steps, by accumulation; one for every other accumulation."""
 
 MAX_STEPS = 7
-_SHORT_S = 4.0  # a step that is cheap enough to be repeated always
-_LORA_SHARE = 0.0075  # of the parameters of the default shape; an estimate for planning only
+_SHORT_S = 4.0  # a step up to this long is always repeated
+_LORA_SHARE = 0.0075  # of the default shape's parameters; an estimate for planning only
 _SHARES_S = (240, 120, 80, 60, 45, 35, 28, 22, 18, 14, 11, 8, 6, 4, 3, 2, 1, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """What things take on this machine, in seconds; starting values for two cores and 2 x 2 ranks.
+    """Expected durations on this machine; the defaults are for two cores and 2 x 2 ranks.
 
     launch_s: start of a job until training can begin.  micro_batch_s: compute of one micro-batch of every
     rank, full fine-tuning; LoRA takes two thirds.
@@ -43,12 +43,12 @@ class Durations:
 
     @cached_property
     def micro_batch_s(self) -> float:
-        """Six operations for each parameter and token, all ranks on the same cores."""
+        """Seconds for six operations per parameter and token; all ranks share the cores."""
         values = self.shape.approximate_bytes / 4
         return 6 * values * self.shape.tokens * self.ranks / self.flops_per_s
 
     def step_s(self, cell: Cell) -> float:
-        """Expected time of one step: compute, and after it the network."""
+        """Return the expected time of one step: compute, then the network."""
         system = BY_NAME[cell.system]
         all_bytes = self.shape.approximate_bytes
         trained = all_bytes if cell.mode == "full" else int(_LORA_SHARE * all_bytes)
@@ -59,7 +59,7 @@ class Durations:
         return 0.05 + compute + NETWORKS[cell.network].transfer_s(sent)
 
     def job_s(self, job: BenchmarkJob) -> float:
-        """Expected time of a whole launch."""
+        """Return the expected time of a whole launch."""
         total = self.launch_s + BY_NAME[job.system].compile_s
         for accumulation, steps in job.check_steps.items():
             cell = Cell(job.system, job.mode, accumulation, "unlimited")
@@ -72,7 +72,7 @@ class Durations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A cell that does not fit into the time, and what one step of it would take."""
+    """A cell that does not fit into the time; step_s: how long one of its steps would take."""
 
     cell: Cell
     step_s: float
@@ -94,7 +94,7 @@ def all_cells(
     accumulations: Sequence[int] = ACCUMULATIONS,
     networks: Sequence[str] = tuple(NETWORKS),
 ) -> list[Cell]:
-    """The cells of the matrix that make sense: what differs only in accumulating needs some."""
+    """Return the matrix's cells; systems that differ only in accumulating get no cell at accumulation 1."""
     return [
         Cell(system.name, mode, accumulation, network)
         for system in SYSTEMS
@@ -118,8 +118,8 @@ def plan(
 ) -> JobOrder:
     """Fit the cells into the budget.
 
-    rounds: passes over all systems, fewer if that makes everything fit.  The steps of a cell are spread over
-    them; a cell with fewer steps than rounds is measured in the first ones only.
+    rounds: passes over all systems; fewer if only then everything fits.  The steps of a cell are spread over
+    the rounds; a cell with fewer steps than rounds is measured in the first rounds only.
 
     Raises: ValueError if there is nothing to plan.
     """
@@ -146,11 +146,11 @@ def plan(
             schedule = fit(tried, share_s)
             if schedule.expected_s <= budget_s:
                 return schedule
-    return fit(1, 0.0)  # a single cell, whatever it takes
+    return fit(1, 0.0)  # a single cell, however long it takes
 
 
 def _dearness(system: System, step_s: float) -> float:
-    # What a twin sends, and so what a slow network makes of it, is measured with its sibling.
+    # A twin sends as much as its sibling, whose measurement on a slow network holds for both.
     return step_s * (4 if system.is_twin else 1)
 
 
@@ -194,11 +194,11 @@ def _jobs(
 
 
 def _share(count: int, number: int, rounds: int) -> int:
-    """How many of `count` steps a round takes, the first rounds the odd ones."""
+    """Return how many of `count` steps a round takes; the first rounds take the remainder."""
     return count // rounds + (number < count % rounds)
 
 
 def _check_steps(timed: Sequence[TimedSteps]) -> dict[int, int]:
-    # Accumulation 1 always: it compiles, and it is the beginning that all launches share.
+    # Accumulation 1 always: it compiles, and all launches begin with it.
     needed = {1, *(t.accumulation for t in timed)}
     return {accumulation: CHECK_STEPS.get(accumulation, 1) for accumulation in sorted(needed)}

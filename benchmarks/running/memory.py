@@ -1,7 +1,7 @@
-"""The peak of a process's heap: what malloc has handed out, which is where torch's CPU tensors live (glibc).
+"""The peak of a process's heap: the bytes that malloc has handed out, torch's CPU tensors among them (glibc).
 
-Not the resident set: it keeps what was freed and what compilers loaded, three times the tensors of a small
-model.  Memory that is mapped past malloc, as the slabs of fcdp's host cache are, is not in it.
+The resident set is not used: it includes freed memory and modules that compilers loaded, three times the
+tensors of a small model.  Memory mapped without malloc, such as the slabs of fcdp's host cache, is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _INTERVAL_S = 0.001
 
 
 class _Mallinfo2(ctypes.Structure):
-    """mallinfo(3): uordblks are bytes in use, hblkhd those of large blocks, mapped one by one."""
+    """The struct of mallinfo(3): uordblks are bytes in use, hblkhd the bytes of blocks mapped one by one."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS.split()]
 
@@ -38,15 +38,15 @@ _mallinfo2 = _find_mallinfo2()
 
 
 def heap_bytes() -> int:
-    """Bytes that malloc has handed out and not got back, in all threads."""
+    """Return the bytes that malloc has handed out and not got back, over all threads."""
     info = _mallinfo2()
     return int(info.uordblks + info.hblkhd)
 
 
 class HeapPeak:
-    """The largest `heap_bytes` while it is entered, looked at every millisecond by a thread of its own.
+    """The largest `heap_bytes` within a `with` block; a thread of its own looks every millisecond.
 
-    It slows down what it watches a little, so nothing is timed inside.
+    The thread slows down the block a little, so no block is timed.
     """
 
     def __init__(self) -> None:

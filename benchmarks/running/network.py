@@ -1,9 +1,9 @@
-"""The networks between the nodes: their names, speeds, and how a running node is put on another one.
+"""The networks between the nodes: their names and speeds, and how a running node changes its network.
 
 `benchmarks.cluster` limits links for a whole job.  Here a job starts uncapped and changes the cap between
-steps, so that the same processes are measured on every network in turn: no second start, no second
-compilation, and whatever else slows the machine slows all networks alike.  With two nodes, what one sends is
-what the other receives, so capping the senders caps both ways.
+steps, so that one set of processes is measured on every network in turn: there is no second start and no
+second compilation, and other load on the machine slows all networks alike.  With two nodes, each receives
+what the other sends, so capping the senders caps both ways.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from benchmarks.cluster.rates import token_bucket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """A speed between nodes; bits_per_s is None where nothing is capped."""
+    """A speed between nodes; bits_per_s: None for no cap."""
 
     name: str
     bits_per_s: int | None
 
     def transfer_s(self, sent_bytes: float) -> float:
-        """The least time that a node needs to send so much."""
+        """Return the least time that a node needs to send these bytes."""
         return 0.0 if self.bits_per_s is None else 8 * sent_bytes / self.bits_per_s
 
 
@@ -39,7 +39,7 @@ NETWORKS = {
 
 
 def card() -> str:
-    """The name of this node's network card.
+    """Return the name of this node's network card.
 
     Raises: RuntimeError on a machine that is no node of `benchmarks.cluster`.
     """
@@ -52,14 +52,14 @@ def card() -> str:
 
 
 def sent_bytes() -> int:
-    """What this node has sent to other nodes so far, by the counter of its card."""
+    """Return the bytes that this node has sent to other nodes so far, as its card counts them."""
     return int(Path(f"/sys/class/net/{card()}/statistics/tx_bytes").read_text())
 
 
 def cap(network: Network) -> None:
-    """Cap what this node sends; to be called by one rank of each node."""
+    """Cap the rate at which this node sends; to be called by one rank of each node."""
     device = ["dev", card(), "root"]
-    # `del` fails where nothing is capped; what follows is the same either way.
+    # `del` fails if nothing is capped, which is fine.
     subprocess.run(["tc", "qdisc", "del", *device], capture_output=True, check=False)
     if network.bits_per_s is not None:
         limit = token_bucket(network.bits_per_s)

@@ -2,8 +2,8 @@
 
     worker.py JOB.json ROWS.json
 
-Rank 0 writes the rows.  The order is fixed: compute alone, baseline of the memory, build, the check steps
-of every accumulation, then the timed steps, one step on each network in turn.
+Rank 0 writes the rows.  The order is fixed: time the compute alone, take the memory's baseline, build the
+system, take the check steps of every accumulation, then the timed steps, one on each network in turn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rank:
     def __init__(self, job: BenchmarkJob) -> None:
         self.job = job
         dist.init_process_group("gloo")
-        # A group of our own, so that barriers and sums stay out of the systems' groups.
+        # A group apart, so that the benchmark's own barriers and sums do not use the systems' groups.
         self.control = dist.new_group(backend="gloo")
         self.place = RankOfNodes(
             rank=dist.get_rank(), nodes=job.nodes, ranks_per_node=job.ranks_per_node
@@ -56,19 +56,19 @@ class Rank:
         self.peaks: dict[int, int] = {}
 
     def measure_compute(self) -> float:
-        """Seconds of a step without communication; the first one warms up."""
+        """Return the seconds of a step without communication, the least of three; the first warms up."""
         model = make_model(self.job.shape, self.job.mode)
         self.trainer = make_compute_trainer(model, self.place)
         return min(self.train(1)[0] for _ in range(3))
 
     def run(self) -> list[ResultRow]:
-        """Do the job; returns the rows, on every rank the same."""
+        """Do the job; returns the rows, which are equal on every rank."""
         first_step_s, first_loss = self.train(1)
         losses = [first_loss]
         check_losses: dict[int, list[float]] = {}
         for accumulation, steps in sorted(self.job.check_steps.items()):
             with memory.HeapPeak() as peak:
-                # The first of all steps has compiled, and what that takes is not what training takes.
+                # The very first step, which compiles, was taken above: its memory is not training's.
                 for _ in range(steps - (accumulation == 1)):
                     losses.append(self.train(accumulation)[1])
             self.peaks[accumulation] = peak.bytes
@@ -124,7 +124,7 @@ class Rank:
         ]
 
     def train(self, accumulation: int) -> tuple[float, float]:
-        """One optimizer step: the slowest rank's seconds, and the loss averaged over the ranks."""
+        """Take one optimizer step; returns the slowest rank's seconds and the mean loss of the ranks."""
         batches = [
             make_batch(self.job.shape, rank=self.place.rank, number=i) for i in range(accumulation)
         ]
@@ -140,33 +140,33 @@ class Rank:
         return max(self.gather(seconds)), sum(self.gather(loss)) / self.place.ranks
 
     def sent(self) -> list[int]:
-        """What each node has sent so far; read when nothing is in flight."""
+        """Return the bytes that each node has sent so far; read when nothing is in flight."""
         dist.barrier(self.control)
         own = network.sent_bytes()
         return self.gather(own)[:: self.job.ranks_per_node]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Gather a value of every rank."""
         values: list[Any] = [None] * self.place.ranks
         dist.all_gather_object(values, value, group=self.control)
         return values
 
 
 def _builder(name: str) -> Callable[..., SystemTrainer]:
-    # By name, so that a worker imports DeepSpeed only where it is measured.
+    # Imported by name, so that a worker imports DeepSpeed only to measure it.
     module = importlib.import_module(f"benchmarks.{BY_NAME[name].family}")
     make: Callable[..., SystemTrainer] = module.make_trainer
     return make
 
 
 def _load_compiler() -> None:
-    """Load what torch.compile loads at first use, so that it does not count as a system's memory."""
+    """Load the modules that torch.compile loads at first use, lest they count as a system's memory."""
     torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(1, requires_grad=True))
     torch.compiler.reset()
 
 
 def main(job_file: Path, rows_file: Path) -> None:
-    """Do the job in a file."""
+    """Do the job that a file describes."""
     torch.set_num_threads(1)
     rank = Rank(BenchmarkJob.from_json(job_file.read_text(encoding="utf-8")))
     rows = rank.run()

@@ -1,6 +1,6 @@
-"""The model and the data of the benchmark: a small GPT, LoRA on its attention, random tokens by seed.
+"""The model and the data of the benchmark: a small GPT, LoRA on its attention, random tokens.
 
-The same weights and batches come out on every rank of every system, because both are drawn from seeds.
+Weights and batches are drawn from seeds: weights are equal on every rank, and both are equal in all systems.
 There is no dropout, so losses can be compared between systems.
 """
 
@@ -23,8 +23,8 @@ class LoraLinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.down = nn.Linear(base.in_features, LORA_RANK, bias=False)
         self.up = nn.Linear(LORA_RANK, base.out_features, bias=False)
-        # Not zero, as is usual: with zeros the first step would train only half of the adapter, and a
-        # wrong gradient of the other half would not show in the loss.
+        # Zero is usual, but would train only half of the adapter in the first step, and a wrong gradient of
+        # the other half would not show in the loss.
         nn.init.normal_(self.up.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,14 +78,14 @@ class Gpt(nn.Module):
         return self.loss_of(x, labels)
 
     def loss_of(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The loss from what the last block makes; systems that compile by blocks compile it besides."""
+        """Return the loss from the last block's output; systems that compile by blocks compile this, too."""
         logits = self.head(self.norm(x))
         loss: Tensor = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         return loss
 
 
 def make_model(shape: Shape, mode: str) -> Gpt:
-    """The model of a mode, "full" or "lora", with weights that depend on nothing but the shape."""
+    """Make the model of a mode, "full" or "lora"; its weights depend on nothing but shape and mode."""
     torch.manual_seed(0)
     model = Gpt(shape)
     if mode == "lora":
@@ -97,7 +97,7 @@ def make_model(shape: Shape, mode: str) -> Gpt:
 
 
 def make_batch(shape: Shape, *, rank: int, number: int) -> Tensor:
-    """Ids [batch, length + 1] of one rank's micro-batch with that number."""
+    """Return the ids [batch, length + 1] of the micro-batch `number` of one rank."""
     generator = torch.Generator().manual_seed(1 + 10_000 * number + rank)
     size = (shape.batch, shape.length + 1)
     return torch.randint(0, shape.vocabulary, size, generator=generator)

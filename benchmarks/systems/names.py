@@ -1,7 +1,7 @@
-"""The systems that the benchmark compares, as data: names, and what each is expected to send.
+"""The systems that the benchmark compares, as data: names, and the bytes that each is expected to send.
 
-The expected traffic serves only to plan how many steps fit into the time (`matrix`); what the report shows is
-measured.  No torch here: the driver reads this without waiting for it.
+The expected bytes serve only to plan how many steps fit into the time (`matrix`); the report shows measured
+bytes.  Nothing here imports torch, so that the driver starts quickly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class ShardedOver(Enum):
-    """Over which ranks parameters, gradients and optimizer state are sharded between their uses."""
+    """How widely parameters, gradients and optimizer state are sharded between their uses."""
 
     GLOBAL = "all ranks"
     INTRA = "a node"
@@ -22,9 +22,9 @@ class ShardedOver(Enum):
 class ExpectedBytes:
     """Expected bytes sent per node, 2 x 2 ranks on Gloo, in multiples of W (all) and T (trained parameters).
 
-    Per optimizer step: step_t * T, and per micro-batch: micro_w * W + micro_t * T.
-    Source: Gloo sends 0.75 S for a flat all-gather of S, 0.5 S for one between the nodes, and 1.5 S for a
-    flat reduce-scatter or all-reduce; the factors of DeepSpeed were measured with `--quick`.
+    A node sends step_t * T per optimizer step, and micro_w * W + micro_t * T per micro-batch.
+    Source: Gloo sends 0.75 S for a flat all-gather of S, 0.5 S for an all-gather between the nodes, and 1.5 S
+    for a flat reduce-scatter or all-reduce; the factors of DeepSpeed were measured with `--quick`.
     """
 
     micro_w: float = 0.0
@@ -32,7 +32,7 @@ class ExpectedBytes:
     step_t: float = 0.0
 
     def step_bytes(self, *, all_bytes: int, trained_bytes: int, accumulation: int) -> float:
-        """Bytes that a node sends in one optimizer step of `accumulation` micro-batches."""
+        """Return the bytes that a node sends in one optimizer step of `accumulation` micro-batches."""
         micro = self.micro_w * all_bytes + self.micro_t * trained_bytes
         return accumulation * micro + self.step_t * trained_bytes
 
@@ -41,11 +41,11 @@ class ExpectedBytes:
 class System:
     """One way to train the model.
 
-    name: what --only takes.  title, about: for the report.  family: module of benchmarks/ that trains it.
-    state: see State.  is_ours: no peer.
-    accumulating_only: differs from another system only when gradients accumulate.
-    is_twin: sends what another system sends; the first to go where time is short.
-    loss_tolerance: relative, by which its losses may differ from the reference's.
+    name: a value of --only.  title, about: for the report.  family: the module `train_*` that trains it.
+    is_ours: fcdp, not a peer.
+    accumulating_only: the system differs from another system only when gradients accumulate.
+    is_twin: the system sends as much as another system; its cells are left out first if time is short.
+    loss_tolerance: how much its losses may differ from the reference's, relative.
     compile_s: rough time that compilation adds to the first step, on two cores.
     """
 

@@ -1,4 +1,4 @@
-"""Sizes of the benchmark's model and batches, and what follows from them by arithmetic; no torch."""
+"""Sizes of the benchmark's model and batches, and numbers computed from them, without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BYTES_PER_VALUE = 4  # everything is fp32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """layers x width; a rank's micro-batch is `batch` sequences of `length` tokens."""
+    """The sizes of a GPT of layers x width; a rank's micro-batch is `batch` sequences of `length` tokens."""
 
     layers: int = 8
     width: int = 512
@@ -42,11 +42,11 @@ class Shape:
 
     @property
     def approximate_bytes(self) -> int:
-        """About how many bytes the parameters take; the worker reports the exact number."""
+        """The size of the parameters, approximately; the worker reports the exact number."""
         per_layer = 12 * self.width**2 + 13 * self.width
         values = self.layers * per_layer + (2 * self.vocabulary + self.length + 2) * self.width
         return BYTES_PER_VALUE * values
 
 
 QUICK = Shape(layers=2, width=320, vocabulary=96, batch=1, length=16)
-"""For trying things out.  Not smaller: DeepSpeed does not shard tensors below 100,000 elements."""
+"""For a trial.  A smaller width does not do: DeepSpeed does not shard tensors below 100,000 elements."""

@@ -1,4 +1,4 @@
-"""Training with DeepSpeed on the CPU: ZeRO-3, with hpZ, and with parameters offloaded.
+"""Training with DeepSpeed on the CPU: ZeRO-3, hpZ, and hpZ with parameters offloaded.
 
 DeepSpeed reads the environment at import, so the driver sets DS_ACCELERATOR=cpu before it starts a worker.
 """
@@ -16,7 +16,7 @@ from benchmarks.systems.trainer import ParametersOnHost, RankOfNodes
 
 
 class DeepspeedTrainer:
-    """DeepSpeed's engine with the boundary of accumulation set by hand, so that one engine does for all."""
+    """DeepSpeed's engine; one engine serves every accumulation, as the trainer sets the boundary itself."""
 
     def __init__(self, engine: Any, *, is_offloaded: bool) -> None:
         self.engine = engine
@@ -39,7 +39,7 @@ class DeepspeedTrainer:
 
 
 def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> DeepspeedTrainer:
-    """Give the model to the variant of ZeRO-3 of that name."""
+    """Shard the model with the named variant of ZeRO-3."""
     deepspeed.init_distributed(dist_backend="gloo")
     is_offloaded = name == "ds-hpz-offload"
     engine, *_ = deepspeed.initialize(
@@ -54,9 +54,9 @@ def make_config(name: str, place: RankOfNodes, *, block_elements: int) -> dict[s
     """DeepSpeed's configuration.
 
     gradient_clipping: the default of 1.0 changes the losses.  stage3_max_live_parameters and
-    stage3_max_reuse_distance: with the defaults, a model below a billion parameters is never resharded, and
-    would be compared as ZeRO-3 while it holds everything.  reduce_bucket_size: a buffer of that size is
-    allocated whatever the model needs, 2 GB by default; one layer is what FSDP2 reduces at once.
+    stage3_max_reuse_distance: with the defaults, a model below a billion parameters is never resharded, so
+    its ZeRO-3 would hold all parameters.  reduce_bucket_size: DeepSpeed allocates a buffer of this size, by
+    default 2 GB, however small the model is; FSDP2 reduces one layer at a time, so this does, too.
     """
     zero: dict[str, Any] = {
         "stage": 3,

@@ -22,7 +22,7 @@ STRATEGIES = {
     "fcdp-zero2": "zero2",
     "fcdp-zero3": "zero3",
 }
-"""What strategy the systems of these names train with."""
+"""The strategy of each system, by the system's name."""
 
 
 class FcdpTrainer(TorchTrainer):
@@ -41,6 +41,6 @@ class FcdpTrainer(TorchTrainer):
 
 
 def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> FcdpTrainer:
-    """Shard and compile the model with the strategy of the system of that name."""
+    """Shard and compile the model with the strategy of the named system."""
     mesh = fcdp_compile.make_mesh(nodes=place.nodes)
     return FcdpTrainer(fcdp_compile.shard(model, mesh, strategy=STRATEGIES[name]))

@@ -1,4 +1,4 @@
-"""Training with what PyTorch ships: DDP, FSDP2 and HSDP, and without communication."""
+"""Training with PyTorch's own DDP, FSDP2 and HSDP, and without communication."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from benchmarks.systems.trainer import LEARNING_RATE, WEIGHT_DECAY, ParametersOn
 
 
 def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
-    """The optimizer of every system; DeepSpeed gets this object too."""
+    """Make the optimizer that every system uses, DeepSpeed included."""
     trained = [p for p in parameters if p.requires_grad]
     return torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 
 class TorchTrainer:
-    """The plain loop; systems differ in the model they bring and in how they accumulate."""
+    """The plain loop; systems differ in the model and in how they accumulate."""
 
-    # torch says neither of a compiled module nor of a fully sharded one that it is a module.
+    # Any: torch types neither a compiled nor a fully sharded module as a module.
     def __init__(self, model: Any, parameters: list[nn.Parameter]) -> None:
         self.model = model
         self.optimizer = make_adamw(parameters)
@@ -47,14 +47,14 @@ class TorchTrainer:
 
 
 class DdpTrainer(TorchTrainer):
-    """Gradients cross in the last micro-batch only; DDP holds them whole anyway."""
+    """All-reduces gradients in the last micro-batch only; DDP holds them whole anyway."""
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self.model.no_sync()
 
 
 class HsdpTrainer(TorchTrainer):
-    """Gradients are reduced within the node every time, between nodes in the last micro-batch."""
+    """Reduces gradients within the node in every micro-batch, between nodes in the last."""
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         self.model.set_requires_all_reduce(is_last)
@@ -62,7 +62,7 @@ class HsdpTrainer(TorchTrainer):
 
 
 class NoSyncTrainer(TorchTrainer):
-    """Gradients are reduced in the last micro-batch only, and whole until then."""
+    """Reduces gradients in the last micro-batch only; until then they are whole."""
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         self.model.set_requires_gradient_sync(is_last)
@@ -70,16 +70,16 @@ class NoSyncTrainer(TorchTrainer):
 
 
 def make_compute_trainer(model: Gpt, place: RankOfNodes) -> TorchTrainer:
-    """Train without communication: the compute that all systems share.
+    """Make a trainer without communication, to time the compute that all systems share.
 
-    The optimizer has the rank's share of the parameters, as where optimizer state is sharded.
+    The optimizer has only this rank's share of the parameters, as with sharded optimizer state.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     return TorchTrainer(model, parameters[place.rank :: place.ranks])
 
 
 def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> TorchTrainer:
-    """Give the model to the system of that name."""
+    """Wrap the model in the named system."""
     if name == "ddp":
         return DdpTrainer(DistributedDataParallel(model), list(model.parameters()))
     if name == "hsdp":

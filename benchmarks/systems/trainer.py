@@ -1,4 +1,4 @@
-"""What the worker asks of a system that trains: one interface, and where a rank stands."""
+"""The interface between the worker and the systems that train."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-# High enough that a step with LoRA moves the loss by many times the tolerance (`check`).
+# High enough that a step with LoRA moves the loss by many times `LOSS_TOLERANCE`.
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOfNodes:
-    """Rank of all, N nodes of g ranks."""
+    """A rank among N nodes of g ranks."""
 
     rank: int
     nodes: int
@@ -33,9 +33,9 @@ class RankOfNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParametersOnHost:
-    """Parameters on one rank that would be in host memory if there were an accelerator.
+    """Parameters of one rank that would be in host memory if there were an accelerator.
 
-    heap_bytes: taken from malloc, as all tensors on a CPU.  mapped_bytes: mapped past it.
+    heap_bytes: from malloc, as all tensors on a CPU.  mapped_bytes: mapped without malloc.
     """
 
     heap_bytes: int = 0
@@ -43,7 +43,7 @@ class ParametersOnHost:
 
 
 class SystemTrainer(Protocol):
-    """A model that has been given to one system."""
+    """A model wrapped in one system."""
 
     def micro_batch(self, ids: Tensor, *, is_last: bool, accumulation: int) -> Tensor:
         """Forward and backward of one of `accumulation` micro-batches; returns its loss, detached."""
@@ -54,5 +54,5 @@ class SystemTrainer(Protocol):
         ...
 
     def host_memory(self) -> ParametersOnHost:
-        """What it keeps of the parameters in host memory."""
+        """Return how much of the parameters is in host memory."""
         ...

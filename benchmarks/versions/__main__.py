@@ -1,7 +1,7 @@
 """Try each supported torch on each supported Python: `make versions`, python -m benchmarks.versions --help.
 
-One part at a time, each result written to docs/versions/results.json at once; what has a result is not run
-again.  docs/versions.md is written from that file and docs/versions/notes.md after every part.
+Each part's result is written to docs/versions/results.json at once; a part with a result does not run again.
+After every part, docs/versions.md is written from that file and docs/versions/notes.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what has no result; 1 if something failed or no Python was found."""
+    """Run all parts that have no result; returns 1 if a part failed or a Python was not found."""
     args = parse(arguments)
     folder = args.environments.resolve()
     fine = True

@@ -1,11 +1,11 @@
-"""One environment for each pair of a Python and a torch, and one copy of what all of them share.
+"""One environment for each pair of a Python and a torch, and one copy of the packages that they share.
 
     FOLDER/libraries                 NVIDIA's libraries, without which a CUDA build of torch does not load
     FOLDER/python3.12                what the tests need besides torch
     FOLDER/python3.12-torch2.15.0    torch, Triton and fcdp; borrows the two above
 
-A CUDA build of torch also runs on a machine without a card.  Its libraries are gigabytes, and those of one
-CUDA major version serve every torch that was built for it, so the newest of each is installed once.
+A CUDA build of torch also runs on a machine without a card.  Its libraries take gigabytes.  The libraries of
+one CUDA major version serve every torch built for that version, so the newest of each is installed once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PythonAndTorch:
 
 
 def make(cell: PythonAndTorch, newest: str, folder: Path) -> Path:
-    """Make a cell's environment unless it is there; its Python.
+    """Make a cell's environment unless it exists; returns the path of its Python.
 
     newest: the newest torch of all cells.
     """
@@ -67,20 +67,20 @@ def make(cell: PythonAndTorch, newest: str, folder: Path) -> Path:
         libraries = _libraries(cell.python, (build, newest), folder)
         (site / "nvidia").symlink_to(libraries / "nvidia")
     _pip(python, "--no-cache-dir", *_pins({name: pins[name] for name in _OWN if name in pins}))
-    _pip(python, "setuptools>=77")  # Python 3.11 puts an older one in front of what is borrowed
+    _pip(python, "setuptools>=77")  # else Python 3.11's own older setuptools hides the borrowed one
     _pip(python, "--no-build-isolation", "--editable", str(ROOT))
     (mine / "complete").touch()
     return python
 
 
 def _torch(cell: PythonAndTorch) -> str:
-    """The version to install: a CPU build if pip sees one."""
+    """Return the version to install: a CPU build if pip sees one."""
     builds = [b for b in cpu_builds(cell.python) if b.partition("+")[0] == cell.torch]
     return builds[0] if builds else cell.torch
 
 
 def _base(python: str, newest: str, folder: Path) -> Path:
-    """The environment of a Python with everything but torch."""
+    """Make the environment of a Python with everything but torch, unless it exists."""
     base = folder / Path(python).name
     if not (base / "complete").exists():
         pins = _resolve(python, f"torch=={newest}", folder, f"{ROOT}[test]")
@@ -95,7 +95,7 @@ def _base(python: str, newest: str, folder: Path) -> Path:
 
 
 def _libraries(python: str, builds: tuple[str, ...], folder: Path) -> Path:
-    """The folder of NVIDIA's libraries, with every one that these builds of torch ask for."""
+    """Install the NVIDIA libraries that these builds of torch need; returns their folder."""
     libraries = folder / "libraries"
     wanted: dict[str, str] = {}
     for build in builds:
@@ -104,7 +104,7 @@ def _libraries(python: str, builds: tuple[str, ...], folder: Path) -> Path:
     listed = libraries / "installed.json"
     have = json.loads(listed.read_text(encoding="utf-8")) if listed.exists() else {}
     if missing := {name: version for name, version in wanted.items() if name not in have}:
-        # pip does not add to a folder that another install has made, so the files are moved in one by one.
+        # pip does not add to the folder of an earlier install, so the files are moved there one by one.
         fresh = folder / "fresh"
         _pip(
             python,
@@ -120,7 +120,7 @@ def _libraries(python: str, builds: tuple[str, ...], folder: Path) -> Path:
 
 
 def _resolve(python: str, requirement: str, folder: Path, *more: str) -> dict[str, str]:
-    """What pip would install for a requirement: version by name.  Asked once and kept in a file."""
+    """Ask pip which packages a requirement installs: version by name.  A file keeps the answer."""
     kept = (
         folder / f"{Path(python).name}-{requirement.replace('==', '')}{'-test' * bool(more)}.json"
     )

@@ -1,8 +1,8 @@
-"""How much of a first step's gradients is bitwise equal between Inductor's kernels and ATen's.
+"""Compare the gradients of a first step between Inductor's and ATen's kernels: how many are bitwise equal.
 
     [TORCHINDUCTOR_NUMERICS=strict] python -m benchmarks.versions.numerics fp32|bf16
 
-One process on the CPU.  torch knows the variable from 2.14 on.
+Runs one process on the CPU.  torch knows TORCHINDUCTOR_NUMERICS from 2.14 on.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NumericsGpt(nn.Module):
 
 
 def gradients(compute: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The gradients of one step, by name."""
+    """Return the gradients of one step, by name."""
     torch.manual_seed(0)
     model = fcdp_compile.shard(NumericsGpt().to(dtype), fcdp_compile.make_mesh())
     tokens = torch.randint(_WORDS, (4, 33))
@@ -67,7 +67,7 @@ def gradients(compute: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def main(dtype: str) -> None:
-    """Print one line."""
+    """Compare and print one line."""
     eager, compiled = (gradients(compute, _DTYPES[dtype]) for compute in ("eager", "inductor"))
     pairs = [(compiled[name], eager[name]) for name in eager]
     equal = sum(int((a == b).sum()) for a, b in pairs) / sum(b.numel() for _, b in pairs)

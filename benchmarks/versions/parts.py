@@ -1,4 +1,4 @@
-"""What is tried on each torch: groups of tests and the demo, each in a process of its own."""
+"""The parts to try on each torch: groups of tests, and the demo, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.versions.environments import ROOT
 from benchmarks.versions.results import Result
 
 _DISTRIBUTED = "tests/distributed/test_"
-# What depends on torch little (documents, reports, packaging) or takes long (examples, the zoo).
+# Tests that depend little on torch (documents, reports, packaging) or take long (examples, the zoo).
 _ELSEWHERE = (
     "docs",
     "benchmarks",
@@ -30,7 +30,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionsPart:
-    """A name, what it is for the reader, and the arguments for Python."""
+    """A part: its name, a description for the report, and the arguments for Python."""
 
     name: str
     about: str
@@ -88,7 +88,7 @@ PARTS = (
 
 
 def run(part: VersionsPart, python: Path, logs: Path) -> Result:
-    """Run a part in an environment; its output goes to a file in `logs`."""
+    """Run a part with an environment's Python; the output goes to a file in `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{part.name}.log"
     environment = os.environ | {
@@ -130,7 +130,7 @@ def run(part: VersionsPart, python: Path, logs: Path) -> Result:
 
 
 def _count(text: str, outcome: str) -> int:
-    """Out of pytest's last line: 8 passed, 2 skipped in 3.1s."""
+    """Read a count from pytest's last line, such as: 8 passed, 2 skipped in 3.1s."""
     found = re.findall(rf"(\d+) {outcome}\b.* in [\d.:]+", text)
     return int(found[-1]) if found else 0
 

@@ -1,4 +1,4 @@
-"""Write docs/versions.md out of what ran, and of what docs/versions/notes.md says by hand."""
+"""Write docs/versions.md from the results and from the notes in docs/versions/notes.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ran on which torch and Python, kept in a file that is written after every part."""
+"""The results of the parts, by torch and Python, in a file that is written after every part."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fcdp_compile.files.aside import written_aside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One part on one pair.
+    """The result of one part with one Python and one torch.
 
-    torch: with its local label, as the build says: 2.13.0+cpu.
-    failures: names of tests, or the last line of what failed as a whole.
+    torch: with the build's local label, such as 2.13.0+cpu.
+    failures: names of tests, or the last line of output if no test is named.
     """
 
     python: str
@@ -28,12 +28,12 @@ class Result:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Python's minor version, torch without its label, and the part: one result each."""
+        """Python's minor version, torch without its label, and the part; each key has one result."""
         return self.python.rpartition(".")[0], self.torch.partition("+")[0], self.part
 
 
 def read(file: Path) -> dict[tuple[str, str, str], Result]:
-    """The results so far, by key."""
+    """Read the results so far, by key."""
     if not file.exists():
         return {}
     rows = json.loads(file.read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ def read(file: Path) -> dict[tuple[str, str, str], Result]:
 
 
 def add(file: Path, result: Result) -> None:
-    """Write a result down, in the place of an older one of the same key."""
+    """Write a result, in place of an older result with an equal key."""
     results = read(file) | {result.key: result}
     rows = [asdict(results[key]) for key in sorted(results)]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -51,5 +51,5 @@ def add(file: Path, result: Result) -> None:
 
 
 def numbers(version: str) -> list[int]:
-    """The numbers of a version, by which versions have an order."""
+    """Return the numbers of a version, to sort versions by."""
     return [int(n) for n in version.split(".")]

@@ -1,10 +1,10 @@
-"""Install torch: a build for CPUs where there is no card and pip sees such a build.
+"""Install torch: a CPU build if there is no card and pip sees a CPU build.
 
     python -m benchmarks.versions.torch_build [REQUIREMENT]
 
-The Makefile runs this in a fresh environment before it installs anything else, hence the standard library
-alone.  REQUIREMENT is whatever pip takes: torch==2.13.0, a wheel, an address.  Without it, a torch in the
-range of pyproject.toml that is already installed stays.
+The Makefile runs this in a fresh environment before it installs anything else, so this needs only the
+standard library.  REQUIREMENT is anything that pip takes: torch==2.13.0, a wheel, an address.  Without
+REQUIREMENT, an installed torch stays if it is in the range of pyproject.toml.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HOW = (
 
 
 def supported_range() -> str:
-    """The requirement for torch in pyproject.toml, such as torch>=2.11,<2.16."""
+    """Return the requirement for torch in pyproject.toml, such as torch>=2.11,<2.16."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (found,) = (d for d in project["dependencies"] if re.match(r"torch\W", d))
     return str(found)
@@ -54,9 +54,9 @@ def has_card(root: Path = Path("/")) -> bool:
 
 
 def cpu_builds(python: str) -> list[str]:
-    """The CPU builds of torch that pip sees for a Python, newest first: versions such as 2.13.0+cpu."""
+    """Return the CPU builds of torch that pip sees for a Python, newest first, such as 2.13.0+cpu."""
     command = [python, "-m", "pip", "--disable-pip-version-check", "index", "versions", "torch"]
-    # What is asked for is the output, also where pip is told to be quiet.
+    # The output is needed even if pip is configured to be quiet.
     environment = os.environ | {"PIP_QUIET": "0"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     listed = re.search(r"^Available versions: (.*)$", done.stdout, re.MULTILINE)
@@ -64,12 +64,12 @@ def cpu_builds(python: str) -> list[str]:
 
 
 def install(python: str, given: str = "", *, card: bool) -> int:
-    """Let pip install torch for a Python; pip's exit code."""
+    """Let pip install torch for a Python; returns pip's exit code."""
     supported = supported_range()
-    # The narrowest requirement first: pip loads the best wheel for the first, then looks at the others.
+    # The narrowest requirement comes first: pip downloads the best wheel for it before it reads the others.
     wanted = [supported]
     if given:
-        wanted = [given, supported]  # no other torch works
+        wanted = [given, supported]  # refuses a torch outside of the range
     elif not card and not in_range(_installed(python), supported):
         builds = [f"torch=={v}" for v in cpu_builds(python) if in_range(v, supported)]
         wanted = builds[:1] or wanted
@@ -79,7 +79,7 @@ def install(python: str, given: str = "", *, card: bool) -> int:
 
 
 def _installed(python: str) -> str:
-    """The torch that a Python has, or 0."""
+    """Return the version of torch that a Python has, or 0."""
     code = "import importlib.metadata as m; print(m.version('torch'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "0"

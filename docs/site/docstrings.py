@@ -4,7 +4,7 @@
     name: what it is; its default                   * `name`: what it is; its default
     Raises: ValueError if …                         **Raises:** ValueError if …
 
-griffe knows the styles of Google, NumPy and Sphinx; ours is none of them.  `mkdocs.yml` names this file.
+griffe knows the styles of Google, NumPy and Sphinx, but not ours.  `mkdocs.yml` names this file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CROSS_REFERENCE = re.compile(r"\[Note: ([^\]]*)\]")
 
 
 class HouseDocstrings(griffe.Extension):
-    """Rewrites each docstring once, when its object has been read."""
+    """Rewrites each docstring once, when griffe has read its object."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring is not None:

@@ -2,7 +2,7 @@
 
     python -m docs.site.rooms
 
-A room stands above all rooms that it imports from.  An arrow that follows from two others is left out.
+A room is drawn above all rooms that it imports from.  An arrow that follows from two others is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.test_layers import ROOMS, all_imports, is_late, room_of
 PICTURE = Path(__file__).resolve().parents[1] / "pictures" / "rooms.svg"
 _WIDTH, _THIN, _HEIGHT, _GAP, _BETWEEN, _WIDE = 108, 4, 30, 20, 46, 760
 _PLAIN = ("errors", "suggestion", "extras", "torch_compat")
-"""Modules that everything may use; their arrows say nothing."""
+"""Modules that every room may use; their arrows would say nothing."""
 _STYLE = """
 text { font: 13px system-ui, sans-serif; text-anchor: middle; fill: #1c2330 }
 rect { fill: #eef1f8; stroke: #7a86a8 } .core { fill: #ffe7c7; stroke: #c98a2b }
@@ -30,7 +30,7 @@ path { stroke: #8f9bbd } marker path { fill: #8f9bbd } }
 
 @cache
 def arrows() -> dict[str, set[str]]:
-    """Which rooms each room imports from; the rooms within passes, runtime and cli count as one."""
+    """Return which rooms each room imports from; passes, runtime and cli count as one room each."""
     found: dict[str, set[str]] = {}
     for each in all_imports():
         user, used = room_of(each.importer), room_of(each.target)
@@ -54,7 +54,7 @@ def _reached(room: str) -> frozenset[str]:
 
 
 def _ways() -> list[list[str]]:
-    """Each arrow as the places it passes, one a level; between two rooms these are `user>used@level`."""
+    """Return each arrow as its places, one for each level; a place between two rooms is `user>used@level`."""
     of = arrows()
     return [
         [room, *(f"{room}>{r}@{n}" for n in range(_depth(room) - 1, _depth(r), -1)), r]
@@ -65,7 +65,7 @@ def _ways() -> list[list[str]]:
 
 
 def _places(ways: list[list[str]]) -> dict[str, tuple[float, float]]:
-    """The middle of the upper edge of each room, and where arrows pass between rooms."""
+    """Return the middle of each room's upper edge, and the points where arrows pass between rooms."""
     rows: dict[int, set[str]] = {}
     for way in ways:
         for n, name in enumerate(way):
@@ -77,7 +77,7 @@ def _places(ways: list[list[str]]) -> dict[str, tuple[float, float]]:
             beside.setdefault(above, []).append(below)
             beside.setdefault(below, []).append(above)
     places: dict[str, tuple[float, float]] = {}
-    for _ in range(24):  # each row by the average place of its neighbours, until that settles
+    for _ in range(24):  # sort each row by the average place of its neighbours, until that settles
         for level in sorted(rows):
 
             def middle(name: str) -> float:
@@ -94,7 +94,7 @@ def _places(ways: list[list[str]]) -> dict[str, tuple[float, float]]:
 
 
 def svg() -> str:
-    """The picture of rooms and their arrows."""
+    """Return the picture of the rooms and their arrows."""
     ways = _ways()
     places = _places(ways)
     lines = []

@@ -1,4 +1,4 @@
-"""HO-Ring beside the hierarchical collectives on simulated lanes: equal bytes, and equal times in a row."""
+"""HO-Ring and the hierarchical collectives on simulated lanes: equal bytes, and equal times in a row."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_every_link_carries_the_same_bytes(add):  # type: ignore[no-untyped-def]
 def test_in_a_row_lanes_overlap_what_ho_ring_overlaps(
     inter_bytes_per_s: float, intra_bytes_per_s: float
 ) -> None:
-    """Up to 100 Gbit/s a row of either takes the same: the links between nodes are never idle.
+    """Up to 100 Gbit/s a row takes equal time with both, as the links between nodes are never idle.
 
     Alone, HO-Ring's reduce-scatter sends to other nodes while the node's own part is summed, so it can save
-    up to 1/N of the time within the node.  That is the control: the model does see the overlap.
+    up to 1/N of the time within the node.  This is the control: the model does see the overlap.
     """
     machine = _machine(inter_bytes_per_s, intra_bytes_per_s)
     for add in (_add_gather, _add_reduction):

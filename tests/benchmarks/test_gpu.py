@@ -238,7 +238,7 @@ def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process lives; one that nobody has waited for yet does not."""
+    """Whether a process runs; an ended process that nobody has waited for (a zombie) does not."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -261,7 +261,7 @@ def test_the_other_ranks_of_an_echo_group_do_what_this_one_does() -> None:
     gathered = torch.empty(6)
     group.all_gather_single(gathered, mine)
     assert gathered.tolist() == [5, 6] * 3
-    within = torch.tensor([0.0, 0.0, 5.0, 6.0, 0.0, 0.0])  # what is sent is a part of the output
+    within = torch.tensor([0.0, 0.0, 5.0, 6.0, 0.0, 0.0])  # the input is a part of the output
     group.all_gather_single(within, within[2:4])
     assert within.tolist() == [5, 6] * 3
     options = dist.ReduceScatterOptions()
@@ -371,7 +371,7 @@ print(steps, attention)
 
 @pytest.mark.distributed
 def test_a_checker_sees_the_operators_of_our_programs() -> None:
-    """Under a mode around the whole step Dynamo would run the model as if it were not compiled."""
+    """A mode around the whole step would make Dynamo run the model uncompiled."""
     ran = subprocess.run(
         [sys.executable, "-c", WATCHED],
         cwd=ROOT,
@@ -397,7 +397,7 @@ def test_every_part_runs_on_a_cpu_or_says_why_not(tmp_path: Path) -> None:
     found = {part.name: read_outcome(folder / f"{part.name}.json") for part in PARTS}
     assert code == 0, [(o.part, o.printed) for o in found.values() if o.state is not Ending.DONE]
     not_run = {name for name, o in found.items() if o.state is Ending.NOT_RUN}
-    # What this fcdp or machine may have after all is done, not left out.
+    # `streams` and `megatron-full` run if this machine has what they need.
     assert {"tests", "sanitizer"} <= not_run <= {"tests", "sanitizer", "streams", "megatron-full"}
     assert all(found[name].reason for name in not_run)
     text = (tmp_path / "gpu.md").read_text()

@@ -1,4 +1,4 @@
-"""The whole way of a job: processes on two nodes, training, rows; and what happens where that fails."""
+"""A whole job: processes on two nodes, training, rows; and failures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_two_systems_on_two_nodes_agree(tmp_path: Path) -> None:
     ]
     assert all(s.is_right for s in cells.values()), [s.wrong for s in cells.values()]
     for summary in cells.values():
-        # Both send W in one step, gradients or gathers and gradients; and a few messages of the control.
+        # Both send about W in one step (gradients, or gathers and gradients), and a few control messages.
         assert 1.0 <= summary.sent_bytes / summary.all_bytes <= 1.5
         assert summary.heap_bytes > summary.all_bytes / 2
         assert 0 < summary.compute_s < summary.first_step_s + 60

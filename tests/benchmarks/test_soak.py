@@ -1,4 +1,4 @@
-"""The soak runs, for a few steps: what thousands of them show is read by people."""
+"""The soak runs for a few steps; people read the results of thousands of steps."""
 
 from __future__ import annotations
 

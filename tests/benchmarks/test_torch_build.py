@@ -1,4 +1,4 @@
-"""Which torch the Makefile installs: the real pip, and a folder of empty wheels as the registry."""
+"""The torch that the Makefile installs, tested with the real pip and a folder of empty wheels as registry."""
 
 import os
 import shutil
@@ -36,11 +36,11 @@ def fake_torch(folder: Path, version: str) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with our pip and nothing else."""
+    """An environment with only our pip."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    # Imported or merely looked for, pip would keep setuptools from being imported by later tests.
+    # Importing or merely finding pip here would keep later tests from importing setuptools.
     (site / "pip").symlink_to(Path(str(distribution("pip").locate_file("pip"))))
     return folder
 

@@ -1,4 +1,4 @@
-"""What `make versions` keeps and writes; the environments themselves are gigabytes, and made by hand."""
+"""The results and the page of `make versions`; its environments take gigabytes, so no test makes them."""
 
 import sys
 from dataclasses import replace

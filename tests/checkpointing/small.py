@@ -56,7 +56,7 @@ class Small:
         )
 
     def state(self) -> dict[str, Any]:
-        """Everything that a load may change, as text that tells bits apart."""
+        """Everything that a load may change, as text that differs if any bit does."""
         tensors = {n: t.detach() for n, t in self.model.state_dict().items()}
         for i, of_one in self.optimizer.state_dict()["state"].items():
             tensors |= {f"{i} {key}": value for key, value in of_one.items()}

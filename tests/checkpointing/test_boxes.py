@@ -1,4 +1,4 @@
-"""Rows that one layout wrote, read by another: every rank gets its own, whatever N, g, strategy and shape."""
+"""Rows written by one layout and read by another: every rank gets its rows, for any N, g, strategy, shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ shapes = st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 8, 12]), max_size=3)
 
 def spec_at(shape: list[int], strategy: str, here: Home) -> ParamSpec:
     if strategy == "mics" and here.nodes == 1:
-        strategy = "zero3"  # it is refused there, and the same
+        strategy = "zero3"  # the strategy is refused there; zero3 has equal shards
     fitting = fit_strategy(Strategy.parse(strategy), here)
     return param_spec(
         "k", "p", shape=tuple(shape), dtype=torch.float32, strategy=fitting, mesh=here
@@ -50,7 +50,7 @@ def home_shard(whole: Tensor, spec: ParamSpec, here: Home) -> Tensor:
 def written(
     whole: Tensor, strategy: str, mesh: tuple[int, int]
 ) -> tuple[CutTensor, dict[int, Tensor]]:
-    """What ranks write of a tensor: the cut that they agree on, and the part in each file."""
+    """The parts of a tensor that ranks write: the split that they agree on, and the part in each file."""
     cuts, parts = [], {}
     for rank, here in enumerate(places(*mesh)):
         spec = spec_at(list(whole.shape), strategy, here)
@@ -115,7 +115,7 @@ def test_only_the_rows_that_are_needed_are_read() -> None:
 
 
 def test_copies_are_written_by_all_in_turn() -> None:
-    """Of 8 tensors that 2 x 2 ranks all have, each writes two."""
+    """All of 2 x 2 ranks have 8 tensors, and each rank writes two."""
     here = places(2, 2)[0]
     spec = spec_at([4, 4], "ddp", here)
     files = [cut("p", "float32", spec, here, i).files for i in range(8)]

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is refused, its file named, and changes nothing; or loads what was saved."""
+"""A damaged checkpoint is refused with its file's name and changes nothing, or loads the saved values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _missing(folder: Path, data: st.DataObject) -> None:
 
 
 def _of_another(folder: Path, data: st.DataObject) -> None:
-    """The same model, sizes and header, other values."""
+    """An equal model, with equal sizes and header, but other values."""
     other = Small(9)
     other.train(2)
     other.save(folder.parent / "other")
@@ -130,7 +130,7 @@ def test_damage_is_refused_or_harmless(
 
 
 def _rewrite(folder: Path, change: Callable[[CheckpointRecord], CheckpointRecord]) -> None:
-    """Forge a record with a checksum that is right."""
+    """Forge a record with a correct checksum."""
     record = change(read_record(folder))
     (folder / "checkpoint.json").write_text(FORMAT.to_json(seal(record)))
 
@@ -178,7 +178,7 @@ def test_a_record_that_claims_the_impossible_is_refused(
 def test_a_header_that_claims_more_than_the_file_has_allocates_nothing(
     saved: tuple[Path, Small], tmp_path: Path
 ) -> None:
-    """Also with checksums that are right: a tensor of the optimizer of 2**60 elements."""
+    """Also with correct checksums: a tensor of 2**60 elements in the optimizer's state."""
     shutil.copytree(saved[0], tmp_path / "forged")
     path = data_file(tmp_path / "forged")
     raw = path.read_bytes()
@@ -211,7 +211,7 @@ def test_a_record_that_says_something_twice_is_refused(
 def test_a_huge_record_is_refused_without_looking_at_its_values(
     saved: tuple[Path, Small], tmp_path: Path
 ) -> None:
-    """25 MB of empty lists, which used to take two minutes; also where the checksum is right."""
+    """25 MB of empty lists, which once took two minutes; also with a correct checksum."""
     shutil.copytree(saved[0], tmp_path / "huge")
     path = tmp_path / "huge/checkpoint.json"
     lists = "[" + "[], " * 6_250_000 + "[]]"

@@ -1,4 +1,4 @@
-"""A process that is killed at any point of a save leaves the checkpoint before or the new one, whole."""
+"""A process that is killed at any point of a save leaves the old or the new checkpoint, whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcdp_compile.errors import CheckpointError
 
 
 class Watched(Disk):
-    """Notes each point, and ends the process at the one with a number."""
+    """Records each point of a save, and kills the process at the point with a given number."""
 
     def __init__(self, kill_at: int = -1) -> None:
         self.points: list[str] = []
@@ -28,7 +28,7 @@ class Watched(Disk):
 
 
 def _die_while_saving(job: Small, folder: Path, kill_at: int) -> None:
-    """In a child, as a killed process runs no `finally`."""
+    """Save and die in a child process, as a killed process runs no `finally`."""
     if (child := os.fork()) == 0:
         try:
             job.save(folder, disk=Watched(kill_at), step=2)
@@ -41,7 +41,7 @@ def _die_while_saving(job: Small, folder: Path, kill_at: int) -> None:
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[list[Small]]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a fork has none of the others
+    torch.set_num_threads(1)  # a forked process has only one of the threads
     old, new = Small(1), Small(2)
     old.train(1)
     new.train(3)
@@ -68,7 +68,7 @@ def test_a_save_killed_at_any_point(jobs: list[Small], tmp_path: Path, over: boo
         if over:
             jobs[0].save(folder)
         _die_while_saving(jobs[1], folder, number)
-        # Points come after what they tell of: at "renamed" the new one is there.
+        # A point comes after its action: at "renamed" the new checkpoint is there.
         is_new = number >= renamed
         if over or is_new:
             loaded = reader.load(folder)
@@ -83,7 +83,7 @@ def test_a_save_killed_at_any_point(jobs: list[Small], tmp_path: Path, over: boo
 
 
 def test_what_a_record_names_is_on_the_disk_before_it(jobs: list[Small], tmp_path: Path) -> None:
-    """Of a machine that crashes only what was synced is left, which a killed process does not show."""
+    """After a crash of the machine only synced files are left; killing a process does not show that."""
     points = _points(jobs, tmp_path, over=True)
     kinds = [p for i, p in enumerate(points) if i == 0 or points[i - 1] != p]
     assert kinds == [
@@ -157,7 +157,7 @@ def test_a_record_that_could_not_be_read_again_is_not_written(
 
 
 def test_a_record_that_is_there_keeps_its_data(jobs: list[Small], tmp_path: Path) -> None:
-    """The rename was done, and then something failed: neither checkpoint's data may go."""
+    """If something fails after the rename, neither checkpoint's data may be deleted."""
     jobs[0].save(tmp_path)
     with pytest.raises(CheckpointError, match=r"No space"):
         jobs[1].save(tmp_path, disk=Failing("renamed record"), step=2)

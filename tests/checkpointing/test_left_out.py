@@ -1,4 +1,4 @@
-"""Frozen parameters whose values a checkpoint leaves out, and the marks that tell them from others."""
+"""Frozen parameters whose values a checkpoint leaves out, and their fingerprints."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_is_frozen_is_left_out_and_compared(tmp_path: Path) -> None:
     fcdp_compile.load(tmp_path, model=again)
     assert again.scale.item() == 7.0
     assert torch.equal(again.first.weight, model.first.weight)
-    # Frozen then, trained now: the values are the same, whatever is done with them.
+    # Frozen at the save, trained at the load: the values are equal, so the load works.
     again.first.requires_grad_()
     fcdp_compile.load(tmp_path, model=again)
 

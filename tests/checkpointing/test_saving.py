@@ -1,4 +1,4 @@
-"""save and load in one process: what is refused, what comes back, and saves that go on beside training."""
+"""Save and load in one process: refusals, loaded values, and saves that go on beside training."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 
 
 class Slow(Disk):
-    """Writes once it may."""
+    """A disk that writes once it may."""
 
     def __init__(self) -> None:
         self.may = threading.Event()
@@ -325,7 +325,7 @@ def test_what_failed_beside_training_is_raised_by_wait(
         with pytest.raises(CheckpointError, match=r"No space left on device"):
             pending.wait()
     assert "No space left" in caplog.text, "whoever does not wait hears of it too"
-    job.save(tmp_path)  # and the next one is not held up
+    job.save(tmp_path)  # the next save works
     assert Small(2).load(tmp_path).step == 1
 
 

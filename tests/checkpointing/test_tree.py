@@ -1,4 +1,4 @@
-"""Values come back from JSON as they were, bit by bit, or are refused by name."""
+"""Values come back from JSON unchanged, bit by bit, or are refused by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _given(encoded: Encoded, name: str, dtype: torch.dtype, shape: tuple[int, ..
 
 
 def same(a: Any, b: Any) -> bool:
-    """Of the same types and bits all the way down."""
+    """Whether both have equal types and bits, recursively."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float):

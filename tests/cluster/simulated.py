@@ -1,4 +1,4 @@
-"""Nodes that live on this machine: how a job is started on them, and whether this machine can have them."""
+"""Simulated nodes on this machine: start jobs on them, and skip tests if the machine cannot have nodes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def command(*arguments: object) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's, for jobs that import the checkout from any folder."""
+    """This process's environment, extended so that jobs import the checkout from any folder."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def run_on_nodes(arguments: Sequence[object]) -> subprocess.CompletedProcess[str]:
     """Run a job to its end.
 
-    It needs a --timeout of its own: killing the launcher outright would leave its nodes behind.
+    The arguments need a --timeout: killing the launcher outright would leave its nodes behind.
     """
     return subprocess.run(
         command(*arguments), env=environment(), capture_output=True, text=True, check=False

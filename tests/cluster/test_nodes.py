@@ -1,4 +1,4 @@
-"""Nodes on one machine: what their links carry, what happens to them, and that nothing is left of them."""
+"""Nodes on one machine: the bytes on their links, troubles, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.cluster.trouble import Straggler, Timetable
 from tests.cluster.simulated import ROOT, command, environment, needs_nodes, run_on_nodes
 
 _SIZE = 2**20
-_BURST = 2 * 128 * 2**10  # both ends of a cable let one pass
+_BURST = 2 * 128 * 2**10  # a burst at both ends of a cable
 _MBIT = 10**6 / 8  # bytes/s
 _PATIENCE_S = 60.0
 
@@ -70,7 +70,7 @@ def _runs(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"  # it has ended, and nobody has asked how
+    return state != "Z"  # a zombie has ended
 
 
 @_on_nodes
@@ -101,7 +101,7 @@ def test_links_count_limit_and_break() -> None:
         _wait_for(lambda: nodes.traffic(1).received_bytes > before + 2**17)
         nodes.cut(1)
         cut = nodes.traffic(1).received_bytes
-        time.sleep(0.5)  # all could cross in this time
+        time.sleep(0.5)  # without the limit all bytes could cross in this time
         assert nodes.traffic(1).received_bytes == cut
         assert sender.poll() is None
         nodes.join(1)
@@ -148,7 +148,7 @@ while True:
 
 @_on_nodes
 def test_a_cut_link_ends_the_job_with_an_error(tmp_path: Path) -> None:
-    """The report is there all the same, alone on stdout; so is the end of the failed rank's log."""
+    """Yet the report is printed, alone on stdout, and the end of the failed rank's log on stderr."""
     script = tmp_path / "worker.py"
     script.write_text(_CUT_OFF)
     job = ["--bandwidth", "20mbit", "--cut", "1@2", "--slow", "0=10mbit@1", "--timeout", 120]
@@ -165,7 +165,7 @@ def test_a_cut_link_ends_the_job_with_an_error(tmp_path: Path) -> None:
 @_on_nodes
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_nothing_is_left_behind(number: str, tmp_path: Path) -> None:
-    """Neither of a launcher that is asked to end, nor of an earlier one that was killed outright."""
+    """Neither by a launcher that is asked to end, nor by an earlier launcher that was killed outright."""
     crash = """
 import os, subprocess
 from benchmarks.cluster.nodes import Nodes

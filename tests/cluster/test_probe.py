@@ -1,4 +1,4 @@
-"""The network that `fcdp probe` finds between simulated nodes is the one that was made."""
+"""`fcdp probe` finds the speed that was set between simulated nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIMIT_BYTES_PER_S = 200e6 / 8
 
 
 def test_a_limited_card_is_found(tmp_path: Path) -> None:
-    """A token bucket lets no more pass; headers, and messages that peers wait for, take a tenth of it."""
+    """The token bucket is the upper limit; headers, and messages that peers wait for, take up to a tenth."""
     path = tmp_path / "cluster.json"
     job = ["--nodes", 2, "--ranks-per-node", 2, "--bandwidth", "200mbit", "--timeout", 200, "--"]
     job += ["-m", "fcdp_compile.cli", "probe", "--output", path]

@@ -18,7 +18,7 @@ pytestmark = needs_nodes
 
 _NODES, _RANKS_PER_NODE = 2, 2
 _SLACK = 64 * 2**10
-"""What barriers and agreements may cost on top, per step and node."""
+"""Extra bytes allowed for barriers and agreements, per step and node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Wire:
 
 @pytest.fixture(scope="module")
 def wire(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Wire]]:
-    """Train in one mode under the cluster and return what each node sent; each mode once."""
+    """Returns a function that trains in a mode (each mode once) and returns the bytes that each node sent."""
     found: dict[str, list[Wire]] = {}
 
     def measure(mode: str) -> list[Wire]:
@@ -61,13 +61,13 @@ def _report(what: str, sent: int, limit: float) -> None:
 
 
 def test_every_strategy_sends_what_the_formula_says(tmp_path: Path) -> None:
-    """In every step of full fine-tuning after the first; 2 % are for headers."""
+    """In every step of full fine-tuning after the first, with 2 % for headers."""
     for node, found in enumerate(_reports("strategies", tmp_path)):
         shapes = {n: tuple(s) for n, s in found["shapes"].items()}
         model = formulas.Model(
             shapes=shapes,
             trainable=frozenset(shapes),
-            # The first layer's input needs no gradient, and biases none of their values.
+            # The first layer's input needs no gradient, and the backward does not read biases.
             backward=frozenset(n for n in shapes if "weight" in n and n != "layers.0.weight"),
             buckets=[(n,) for n in shapes],
         )

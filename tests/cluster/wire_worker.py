@@ -1,8 +1,8 @@
-"""Train on a simulated cluster and report what really crossed this node's card; started by torchrun.
+"""Train on a simulated cluster and report the bytes that crossed this node's card; started by torchrun.
 
     wire_worker.py FOLDER full|lora|strategies
 
-Every step's `tx_bytes` is written by place 0 of each node to FOLDER/<mode>-<node>.json.
+Place 0 of each node writes the `tx_bytes` of every step to FOLDER/<mode>-<node>.json.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ STRATEGIES = (
     ("fcdp", 8),
     ("fcdp+w8+g4", 1),
 )
-"""Strategies that are compared, with the number of micro-batches."""
+"""The compared strategies, with the number of micro-batches."""
 
 
 class Layers(nn.Module):
-    """Square layers: bytes without much arithmetic."""
+    """Square layers: many bytes with little arithmetic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Layers(nn.Module):
 
 
 def _sent() -> int:
-    """What this node has sent so far, read between two barriers so that nothing is in flight."""
+    """The bytes that this node has sent so far, read between two barriers so that nothing is in flight."""
     dist.barrier()
     card = os.environ["CLUSTER_IFNAME"]
     sent = int(Path(f"/sys/class/net/{card}/statistics/tx_bytes").read_text())
@@ -62,7 +62,7 @@ def _sent() -> int:
 
 
 def _steps_of(strategy: str, micro_batches: int, mesh: DeviceMesh) -> list[int]:
-    """What this node sends in each of some optimizer steps after the first."""
+    """The bytes that this node sends in each of some optimizer steps after the first."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = fcdp_compile.shard(Layers(), mesh, strategy=strategy)

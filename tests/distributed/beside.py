@@ -17,13 +17,13 @@ from fcdp_compile.sharding.shard import state_of
 from tests.distributed.models import Case, batch
 
 TOLERANCE = 2e-5
-"""Relative; both sides add the same fp32 numbers, in another order."""
+"""Relative; both sides add the same fp32 numbers in different orders."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of most cases: unlike Adam's its steps do not magnify rounding where gradients vanish."""
+    """The optimizer of most cases: unlike Adam, it does not magnify the rounding of gradients near zero."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
@@ -58,7 +58,7 @@ class Beside:
 
     @property
     def counters(self) -> Any:
-        """What the sharded model has counted on this rank."""
+        """The sharded model's counters on this rank."""
         return state_of(self.model).counters
 
     def compiled(self, model: nn.Module) -> Any:
@@ -66,7 +66,7 @@ class Beside:
         return torch.compile(model, backend="fcdp", options=self.options)
 
     def use(self, optimizer: MakeOptimizer) -> None:
-        """Go on with new optimizers."""
+        """Replace both optimizers by new ones."""
         self.optimizer, self.plain_optimizer = (
             optimizer([p for p in m.parameters() if p.requires_grad]) for m in self.both
         )
@@ -76,7 +76,7 @@ class Beside:
         return batch(self.case, step=step, rank=self.rank if rank is None else rank)
 
     def losses(self, step: int) -> tuple[float, float]:
-        """This rank's loss by the training graph, and the plain model's, without a backward."""
+        """This rank's loss from the training graph, and the plain model's loss, without a backward."""
         loss = self.case.loss(self.net, self.data(step)).item()
         with torch.no_grad():
             return loss, self.case.loss(self.plain, self.data(step)).item()
@@ -114,7 +114,7 @@ class Beside:
             assert_close(whole(parameter), expected[name].detach(), name)
 
     def forget_rounding(self) -> None:
-        """Copy the sharded values, found right, to the plain model: rounding adds up over many steps."""
+        """Copy the sharded values, once checked, to the plain model, as rounding adds up over many steps."""
         expected = dict(self.plain.named_parameters())
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -143,7 +143,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def assert_close(found: Tensor | float, expected: Tensor | float, what: str) -> None:
-    """Equal within TOLERANCE of the largest value: elements that cancel out have no digits of their own."""
+    """Both must agree within TOLERANCE of the largest value, as even elements near zero have its rounding."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
     assert a.shape == b.shape, f"{what}: shape {tuple(a.shape)}, expected {tuple(b.shape)}"
     if not a.numel():

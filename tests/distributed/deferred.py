@@ -1,4 +1,4 @@
-"""Models to build on meta, what they must come to, and the memory that materialize takes."""
+"""Models to build on meta, the values that they must get, and the memory that materialize takes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TiedHead(nn.Module):
         self.attention = nn.MultiheadAttention(7, 1)
         self.head = nn.Linear(7, 17, bias=False)
         self.head.weight = self.embedding.weight
-        self.embedding.weight.note = "kept"  # type: ignore[attr-defined]  # as frameworks leave marks
+        self.embedding.weight.note = "kept"  # type: ignore[attr-defined]  # a mark such as frameworks leave
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embedding(ids).transpose(1, 2)
@@ -74,7 +74,7 @@ SAME: dict[str, Make] = {
         peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[]),
     ),
 }
-"""Models whose values after materialize are an unsharded build's, bit for bit."""
+"""Models whose values after materialize equal those of an unsharded build, bit for bit."""
 
 
 def built(make: Make, mesh: DeviceMesh | None, seed: int = 0, **options: Any) -> nn.Module:
@@ -97,13 +97,13 @@ def expect(model: nn.Module, plain: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
         assert buffer.dtype == buffers[name].dtype
-    assert set(model.state_dict()) == set(plain.state_dict())  # what is persistent, too
+    assert set(model.state_dict()) == set(plain.state_dict())  # with persistent buffers
 
 
 class Live(DispatchMode):
-    """Bytes of the storages that ops made and that somebody still holds; the most that there were.
+    """Counts the bytes of storages that ops made and that are still held, and their peak.
 
-    older: tensors that are not to be counted.
+    older: tensors not to count.
     """
 
     def __init__(self, older: Iterable[Tensor]) -> None:
@@ -141,7 +141,7 @@ def layers() -> nn.Module:
 
 
 def memory(mesh: DeviceMesh | None, make: Make = layers) -> None:
-    """Beyond the home shards there is never more than the parameters of the largest module."""
+    """Besides the home shards, materialize never holds more than the largest module's parameters."""
     with torch.device("meta"):
         model = make()
     largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in model.modules())
@@ -151,8 +151,8 @@ def memory(mesh: DeviceMesh | None, make: Make = layers) -> None:
     with live:
         fcdp_compile.materialize(model)
     buffers = sum(b.nbytes for b in model.buffers())
-    small = 2**16  # states of generators
+    small = 2**16  # the states of generators
     if mesh is not None:
-        small += 2**19  # what fingerprints work on at a time, whatever the size
+        small += 2**19  # the working memory of fingerprints, independent of the model
     assert largest <= live.peak <= largest + buffers + small, (live.peak, largest)
     assert live.peak < whole_bytes / 8, "the control: the whole model is much larger"

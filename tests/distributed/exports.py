@@ -1,4 +1,4 @@
-"""Models to export, what their own `save_pretrained` writes, and how folders compare."""
+"""Models to export, exports by their own `save_pretrained`, and comparisons of folders."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ ADAPTED: dict[str, Callable[[], Any]] = {
         ),
     ),
 }
-"""By what is special about the adapters."""
+"""Adapted models, named by what is special about the adapters."""
 
 PROMPTS = ("prompt", "prefix")
 
 
 def make(model: Callable[[], Any]) -> Any:
-    """The model with values of its own: equal biases or norms would hide a mistaken name."""
+    """Build the model with random values: equal biases or norms would hide a mistaken name."""
     torch.manual_seed(0)
     made = model()
     with torch.no_grad():
@@ -142,7 +142,7 @@ def ids() -> Tensor:
 
 
 def train(model: Any, plain: Any) -> None:
-    """Two steps on every rank's same batch, then the trained values to the plain model."""
+    """Train two steps, with an equal batch on every rank; then copy the trained values to the plain model."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     for _ in range(2):
         model(input_ids=ids(), labels=ids()).loss.backward()
@@ -155,9 +155,9 @@ def train(model: Any, plain: Any) -> None:
 
 
 def same_logits(model: Any, expected: Any) -> None:
-    """Two models whose files are equal compute the same, but for rounding.
+    """Two models with equal files must compute equal logits, except for rounding.
 
-    Weights that were read begin elsewhere in memory, and kernels go by that on some CPUs.
+    Loaded weights have other addresses, and on some CPUs the choice of kernels depends on addresses.
     """
     with torch.no_grad():
         found, wanted = (m.eval()(input_ids=ids()).logits for m in (model, expected))
@@ -170,7 +170,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     for path in sorted(folder.rglob("*.safetensors")):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}, path
-            for name in file.keys():  # noqa: SIM118  # it is no dictionary
+            for name in file.keys():  # noqa: SIM118  # not a dictionary
                 found[f"{path.relative_to(folder)}: {name}"] = file.get_tensor(name)
     return found
 
@@ -213,6 +213,6 @@ def compare_tensors(folder: Path, expected: Path) -> None:
 
 
 def saved(plain: Any, folder: Path, **options: Any) -> Path:
-    """What the library's own `save_pretrained` writes."""
+    """Save with the library's own `save_pretrained`."""
     copy.deepcopy(plain).save_pretrained(folder, **options)
     return folder

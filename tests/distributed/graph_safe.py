@@ -1,7 +1,7 @@
-"""Let random operators of a CPU be recomputed as torch recomputes those of a GPU: with generators as inputs.
+"""Make torch recompute random operators on a CPU as it does on a GPU: with generators as graph inputs.
 
-A GPU's generators can be pointed at the state of another one, and AOTAutograd gives graphs such states as
-inputs.  A CPU's cannot, so stand-ins do it.  Torch is told for good: only for processes of their own.
+A GPU's generator can be pointed at another generator's state, and AOTAutograd gives graphs such states as
+inputs.  A CPU's generator cannot, so stand-ins do.  Torch stays changed: use it only in separate processes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch._prims import rng_prims
 
 
 class State(torch.Generator):
-    """The state of a generator that others may be pointed at."""
+    """A generator's state, at which other generators can be pointed."""
 
-    # With a number, as a GPU's has.
+    # With an index, like a GPU's.
     device: Any = SimpleNamespace(type="cpu", index=0)
 
     def clone_state(self) -> State:
@@ -32,7 +32,7 @@ class State(torch.Generator):
 
 
 class Default:
-    """torch's own generator, and the state that it is pointed at."""
+    """torch's default generator, and the state that it is pointed at."""
 
     def __init__(self) -> None:
         self._at = State.of(torch.default_generator)
@@ -52,12 +52,12 @@ class Default:
 
 
 def is_possible() -> bool:
-    """Whether torch lets devices other than CUDA's take part (2.13 does)."""
+    """Whether this torch allows it for devices other than CUDA's (2.13 does)."""
     return hasattr(rng_prims, "register_graphsafe_rng_dispatch")
 
 
 def enable() -> Default:
-    """From now on; returns what counts how often a recomputed operator was run."""
+    """Enable it for the rest of the process; the returned object counts the recomputed operators."""
     default = Default()
     cpu: Any = torch.cpu
     cpu.default_generators = [default]

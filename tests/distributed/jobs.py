@@ -1,4 +1,4 @@
-"""Several jobs in one group of ranks, each a test of its own, and what a job that must fail raises."""
+"""Several jobs in one group of ranks, each a test of its own, and the message of a job that must fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.distributed.ranks import run
 
 Job = Callable[[DeviceMesh], Any]
-"""A module-level function; what it returns is dropped."""
+"""A module-level function; its result is dropped."""
 
 WORKS = "works"
 Verdicts = list[dict[str, str]]
@@ -20,7 +20,7 @@ Verdicts = list[dict[str, str]]
 
 
 def run_jobs(jobs: Mapping[str, Job], *, nodes: int, ranks_per_node: int) -> Verdicts:
-    """Run one after the other on the same ranks, as starting ranks takes longer than most jobs.
+    """Run jobs one after the other on the same ranks, as starting ranks takes longer than most jobs.
 
     A job that fails must fail on every rank alike: the others would wait for it.
     """
@@ -35,7 +35,7 @@ def _verdicts(mesh: DeviceMesh, jobs: Mapping[str, Job]) -> dict[str, str]:
             job(mesh)
         except (
             Exception
-        ) as error:  # whatever it is, it is this job's verdict, and the next one runs
+        ) as error:  # whatever the error is, it is this job's verdict, and the next job runs
             verdicts[name] = f"{type(error).__name__}: {error}"
         else:
             verdicts[name] = WORKS
@@ -44,7 +44,7 @@ def _verdicts(mesh: DeviceMesh, jobs: Mapping[str, Job]) -> dict[str, str]:
 
 
 def message_of(error: type[Exception], function: Callable[[], Any]) -> str:
-    """Call the function; what the error of this type says that it should raise."""
+    """Call the function, which must raise this error; returns the error's message."""
     try:
         function()
     except error as raised:

@@ -14,7 +14,7 @@ from tests.distributed.parity import compile_with, fresh, rank_and_ranks, whole
 
 
 class Position:
-    """A data loader's: how many batches it gave, and in which order a rank shuffles them."""
+    """A data loader's position: the number of batches so far, and this rank's order of batches."""
 
     def __init__(self, rank: int) -> None:
         self.given = 0
@@ -32,7 +32,7 @@ class Position:
 
 
 class Noisy(nn.Module):
-    """Sizes that divide by nothing, a scalar, an empty parameter, dropout, a batch norm with its buffers."""
+    """Sizes that ranks do not divide, a scalar, an empty parameter, dropout, a batch norm with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Noisy(nn.Module):
 
 
 class Job:
-    """compile: with the backend; without a mesh one process.  Ranks draw their own dropout."""
+    """A training job; without a mesh it runs in one process.  Each rank draws its own dropout."""
 
     def __init__(
         self, mesh: DeviceMesh | None, *, strategy: str = "fcdp", compiled: bool = False
@@ -119,7 +119,7 @@ class Job:
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Bit by bit."""
+    """Both must be equal, bit by bit."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         same = torch.equal(found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))

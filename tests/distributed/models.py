@@ -15,7 +15,7 @@ VOCABULARY = 199
 
 
 class Odd(nn.Module):
-    """Sizes that divide by nothing, a scalar, an empty parameter, and a weight that is used twice."""
+    """Sizes that ranks do not divide, a scalar, an empty parameter, and a weight that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Odd(nn.Module):
 
 
 class Broken(Odd):
-    """A graph break in the middle, with parameters that are used on both sides of it."""
+    """A graph break in the middle; some parameters are used on both sides of it."""
 
     def block(self, hidden: Tensor) -> Tensor:
         hidden = super().block(hidden)
@@ -50,7 +50,7 @@ class Broken(Odd):
 
 
 class Floats(nn.Module):
-    """Floating point inputs, and a buffer, which keeps its dtype whatever the parameters are cast to."""
+    """Floating point inputs, and a buffer that keeps its dtype if parameters are cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,6 +161,6 @@ CASES: dict[str, Case] = {
 
 
 def batch(case: Case, *, step: int, rank: int, size: int = 2, length: int = 16) -> Tensor:
-    """The ids that `rank` trains on in `step`; the same wherever they are made."""
+    """The ids that `rank` trains on in `step`; equal in every process."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(0, case.vocabulary, (size, length), generator=generator)

@@ -1,14 +1,14 @@
-"""Train a sharded model beside plain replicated ones, in every rank's process, and compare.
+"""Train a sharded model and a plain replicated one in every rank's process, and compare.
 
-The reference owes nothing to fcdp: each rank holds an unsharded copy of the model, runs every rank's batch
-through it and averages the gradients itself.
+The reference uses no code of fcdp: each rank holds an unsharded copy of the model, runs every rank's batch
+through the copy and averages the gradients itself.
 
 [Note: tolerances]
-fp32: 1e-5 relative.  A loss is compared to itself; a gradient or parameter elementwise to the tensor's
-largest element, because sums in another order err by a fraction of their largest terms.  The floors say
-below which largest element a tensor counts as zero: gradients that are zero in exact arithmetic (a bias
-that softmax cancels) are rounding noise of about 1e-9.  For the same reason AdamW's eps is not its default
-of 1e-8: that would blow such noise up to full steps.
+fp32: 1e-5 relative.  The error of a loss is relative to the loss; the error of each element of a gradient or
+parameter is relative to the tensor's largest element, because sums in another order err by a fraction of
+their largest terms.  If the largest element is below the floor, the error is relative to the floor: gradients
+that are zero in exact arithmetic (a bias that softmax cancels) are rounding noise of about 1e-9.  For the
+same reason AdamW's eps is not its default of 1e-8, which would magnify such noise to full steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BUCKET_MB = 0.05  # several buckets even in these small models
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One training run: compute None is the uncompiled model."""
+    """One training run.  compute: None for the uncompiled model."""
 
     case: str
     compute: str | None = "eager"
@@ -50,7 +50,7 @@ class Trial:
 
 
 class Sharded:
-    """`model` of a trial sharded, `net` compiled, its `optimizer`; `plain` is what it was before."""
+    """A trial's model: `model` is sharded, `net` compiled, `plain` a copy from before the sharding."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Sharded:
         self.optimizer = adamw(self.model)
 
     def batches(self, step: int, **more: Any) -> list[Tensor]:
-        """Every rank's, in order."""
+        """Every rank's batch, in order."""
         return [batch(self.case, step=step, rank=r, **more) for r in range(self.ranks)]
 
     def loss(self, ids: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def build(trial: Trial) -> nn.Module:
 
 
 def compile_with(model: nn.Module, compute: str | None, **options: Any) -> Any:
-    """The model compiled, which torch says of it is a function; None: itself."""
+    """The compiled model, which torch types as a function; with compute None, the model itself."""
     if compute is None:
         return model
     return torch.compile(
@@ -123,7 +123,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def history(mine: Sharded, steps: int) -> dict[str, Tensor]:
-    """Everything a run computes: losses and gradients of every step, and the last parameters."""
+    """Train; returns the losses and gradients of every step, and the parameters after the last."""
     found: dict[str, Tensor] = {}
     for step in range(steps):
         loss = mine.loss(mine.batches(step)[mine.rank])
@@ -181,19 +181,19 @@ def check_trial(mesh: DeviceMesh | None, trial: Trial) -> None:
 
 
 def check_trials(mesh: DeviceMesh | None, trials: Iterable[Trial]) -> None:
-    """One process group and one warm interpreter for many trials: starting them takes longer."""
+    """Run many trials in one process group, as starting ranks takes longer than a trial."""
     for trial in trials:
         check_trial(mesh, trial)
 
 
 def fresh() -> None:
-    """Forget compiled code and what it held."""
+    """Drop compiled code and the objects that it holds."""
     torch._dynamo.reset()
     gc.collect()
 
 
 class Difference(NamedTuple):
-    """How far two tensors are apart, in parts of the largest element; infinite or NaN if one is."""
+    """How far two tensors are apart, relative to the largest element; infinite or NaN if an element is."""
 
     relative: float
     name: str
@@ -226,7 +226,7 @@ def worst(
             continue
         error = (actual[name] - value).abs().max().item()
         one = error / max(value.abs().max().item(), floor)
-        if not one <= found.relative:  # NaN is the worst
+        if not one <= found.relative:  # so that NaN counts as the worst
             found = Difference(one, name)
         if math.isnan(one):
             break
@@ -234,7 +234,7 @@ def worst(
 
 
 def check_equal(about: str, actual: Any, expected: Any) -> None:
-    """Bitwise."""
+    """Both must be equal bitwise."""
     assert actual.keys() == expected.keys(), f"{about}: {actual.keys() ^ expected.keys()}"
     different = [n for n in expected if not torch.equal(actual[n], expected[n])]
     assert not different, f"{about}: {different} differ"

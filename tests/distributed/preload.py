@@ -1,7 +1,7 @@
-"""What every rank would import or look through anew, done once in the server that ranks are forked from.
+"""Import everything that every rank needs once, in the server that ranks are forked from.
 
-torch imports much of it when something is first compiled.  What is frozen no collection looks at again: with
-a small model collections of the modules' half a million objects took a third of a rank's time.
+torch imports many modules only when it first compiles.  The modules' half a million objects are frozen, so
+that garbage collections skip them: with a small model, collecting them took a third of a rank's time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ import fcdp_compile.sharding.shard  # noqa: F401
 import tests.distributed.models
 import tests.distributed.parity  # noqa: F401
 
-torch._dynamo.list_backends()  # imports them all, as does the first use of one
+torch._dynamo.list_backends()  # imports all backends, as the first use of a backend would
 gc.collect()
 gc.freeze()

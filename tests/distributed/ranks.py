@@ -22,10 +22,10 @@ import fcdp_compile
 
 _PRELOAD = ["tests.distributed.preload"]
 TIMEOUT_S = 900.0
-"""Only hangs take so long: a machine may have ten times its load."""
+"""Only hangs take so long, even on a machine with ten times its load."""
 
 REST_TIMEOUT_S = 60.0
-"""What other ranks have to say something after one has failed."""
+"""How long the other ranks have to report after one rank has failed."""
 
 
 class RankError(AssertionError):
@@ -39,10 +39,10 @@ def run(
     ranks_per_node: int,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
-    """Call `function(mesh, *args)` on every rank and return what each returned (picklable).
+    """Call `function(mesh, *args)` on every rank and return the result of each (picklable).
 
     Function and arguments must be picklable: module-level functions.  Each rank is a fresh process with one
-    thread, a gloo group and a mesh of nodes x ranks_per_node; all are killed when one fails or is late.
+    thread, a gloo group and a mesh of nodes x ranks_per_node; all are killed if one fails or is late.
     """
     processes, pipes = start(function, *args, nodes=nodes, ranks_per_node=ranks_per_node)
     try:
@@ -68,7 +68,7 @@ def start(
 ) -> tuple[list[BaseProcess], list[Connection]]:
     """Start the ranks of `run`; each sends one pair: whether it raised, and its traceback or its result.
 
-    wait_s: how long they wait for each other.
+    wait_s: how long the ranks wait for each other.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -99,7 +99,7 @@ def start(
 
 
 def kill(processes: list[BaseProcess]) -> None:
-    """End ranks, whatever they are doing."""
+    """Kill the ranks."""
     for process in processes:
         process.kill()
         process.join(10)
@@ -108,7 +108,7 @@ def kill(processes: list[BaseProcess]) -> None:
 def _collect(
     pipes: list[Connection], timeout_s: float
 ) -> tuple[dict[int, Any], dict[int, str], list[int]]:
-    """What each rank returned, the traceback of each that raised, and which said nothing in time."""
+    """Return the results by rank, the tracebacks by rank, and the ranks that did not answer in time."""
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
@@ -116,7 +116,7 @@ def _collect(
         ready = wait(list(open_pipes), timeout=REST_TIMEOUT_S if errors else timeout_s)
         if not ready:
             break
-        for pipe in cast(list[Connection], ready):  # `wait` takes and is typed for other things too
+        for pipe in cast(list[Connection], ready):  # `wait` is typed for other objects, too
             rank = open_pipes.pop(pipe)
             try:
                 is_error, value = pipe.recv()

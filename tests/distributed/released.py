@@ -1,4 +1,4 @@
-"""Models whose frozen shards leave the device, and which of them are there."""
+"""Models whose frozen shards leave the device, and which shards are on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.models import CASES, Case
 
 OPTIONS = {"bucket_mb": 300 / 2**20}  # several buckets
 NAMES = ("first.base_layer.weight", "first.base_layer.bias", "scale", "embedding.weight")
-"""Evenly and unevenly cut, a scalar, a tied one."""
+"""A parameter that is split evenly, one that is not, a scalar, and a tied one."""
 
 
 def frozen_of(model: nn.Module) -> dict[str, HomeShard]:
@@ -30,7 +30,7 @@ def held_bytes(parameter: HomeShard) -> int:
 
 
 def there(model: nn.Module) -> list[str]:
-    """The frozen parameters whose shards take memory on this rank; comparing parameters brings them back."""
+    """The frozen parameters whose shards take memory on this rank.  Comparing parameters loads all shards."""
     return [n for n, p in frozen_of(model).items() if held_bytes(p)]
 
 
@@ -47,7 +47,7 @@ def make_pair(mesh: DeviceMesh, case: str | Case = "odd-lora", **more: Any) -> B
 
 @contextmanager
 def counting_fingerprints() -> Iterator[list[str]]:
-    """The fingerprints that are taken inside: as a seal breaks, and of what is compared."""
+    """Record each fingerprint of the block: "broken" if a seal breaks, "compared" for a comparison."""
     taken: list[str] = []
     one, several = seal.fingerprint, validity.fingerprints
     seal.fingerprint = lambda tensors: (taken.append("broken"), one(tensors))[1]  # type: ignore[attr-defined]

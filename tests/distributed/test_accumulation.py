@@ -1,4 +1,4 @@
-"""`no_sync`: micro-batches whose gradients stay within the node come to what they come to without it."""
+"""`no_sync`: micro-batches whose gradients stay within the node give the same result as without it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS, MICRO_BATCHES = 3, 3
 
 
 def _micro_batches(pair: Beside, count: int = MICRO_BATCHES) -> None:
-    """Accumulate the gradients of so many micro-batches on both sides."""
+    """Accumulate the gradients of `count` micro-batches on both sides."""
     for i in range(count):
         last = i == count - 1
         with nullcontext() if last else fcdp_compile.no_sync(pair.net):
@@ -35,7 +35,7 @@ def _micro_batches(pair: Beside, count: int = MICRO_BATCHES) -> None:
 
 
 def _train(mesh: DeviceMesh, case: str, strategy: str, gradient_on: str) -> dict[str, int]:
-    """Returns what an optimizer step but the first has moved, by kind."""
+    """Returns the bytes, by kind, that an optimizer step after the first has moved."""
     pair = Beside(mesh, CASES[case], strategy=strategy, gradient_on=gradient_on)
     for _ in range(STEPS):
         _micro_batches(pair)
@@ -63,7 +63,7 @@ TRIALS = [
     ("broken", "fcdp", "auto"),
     ("broken", "zero3", "auto"),
 ]
-"""A model, a strategy, and where its gradients wait."""
+"""A model, a strategy, and where its gradients accumulate."""
 
 
 @pytest.fixture(scope="module")
@@ -82,25 +82,25 @@ _ELSEWHERE = {
 def test_gradients_and_parameters_are_those_of_replicated_training(
     nodes: int, ranks_per_node: int
 ) -> None:
-    """Away from 2 x 2, whose runs the other tests read."""
+    """Sizes other than 2 x 2, whose runs the other tests read."""
     trials = _ELSEWHERE[nodes, ranks_per_node]
     run(_train_all, trials, nodes=nodes, ranks_per_node=ranks_per_node)
 
 
 def test_what_crosses_between_nodes(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
-    """An optimizer step gathers once and reduces once, whatever the number of its micro-batches."""
+    """An optimizer step gathers once and reduces once, for any number of micro-batches."""
     for (case, strategy, place), mine in moved.items():
         if strategy not in ("fcdp", "zero1"):
             continue
         every = moved[case, "zero3", "auto"]
         where = f"{case}, {strategy}, {place}"
         assert mine["inter_reduce_scatter"] * MICRO_BATCHES == every["inter_reduce_scatter"], where
-        if case != "broken":  # its two graphs share what is gathered, and reduce on their own
+        if case != "broken":  # its two graphs share gathers, but each reduces
             assert mine["inter_all_gather"] == mine["inter_reduce_scatter"], where
 
 
 def test_what_crosses_between_copies(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
-    """Where every node has a copy, gradients are all-reduced once and nothing is gathered between nodes."""
+    """If every node has a copy, gradients are all-reduced once and nothing is gathered between nodes."""
     for (case, strategy, _), mine in moved.items():
         if strategy not in ("ddp", "mics", "paro-nni"):
             continue
@@ -112,14 +112,14 @@ def test_what_crosses_between_copies(moved: dict[tuple[str, str, str], dict[str,
 
 
 def test_what_stays_within_a_node(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
-    """Every micro-batch is reduced there with fcdp; where whole gradients wait, only their sum is."""
+    """With fcdp every micro-batch is reduced within the node; with whole gradients only their sum is."""
     every = moved["odd", "zero3", "auto"]["intra_reduce_scatter"]
     assert moved["odd", "fcdp", "auto"]["intra_reduce_scatter"] == every
     assert moved["odd", "zero1", "auto"]["intra_reduce_scatter"] * MICRO_BATCHES == every
 
 
 def test_what_waits_on_the_host(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
-    """It goes there after every micro-batch but the last, and comes back for every one but the first."""
+    """Gradients are stored after every micro-batch but the last, and loaded for every one but the first."""
     node_shard = moved["odd", "fcdp", "host"]["intra_reduce_scatter"]  # g - 1 = 1 of them each time
     for kind in ("accumulate", "collect"):
         assert moved["odd", "fcdp", "host"][kind] * MICRO_BATCHES == node_shard * (
@@ -136,12 +136,12 @@ def _train_by_inductor(mesh: DeviceMesh) -> None:
 
 @pytest.mark.skipif(bool(why_no_inductor("cpu")), reason=f"{why_no_inductor('cpu')}")
 def test_variants_that_are_lowered_later_are_lowered_for_inductor_too() -> None:
-    """It decomposes what pads gradients into ops that depend on no tensor."""
+    """Inductor decomposes the padding of gradients into ops that depend on no tensor."""
     run(_train_by_inductor, nodes=2, ranks_per_node=1)
 
 
 def _short_of_host_memory(mesh: DeviceMesh) -> dict[int, dict[str, int]]:
-    """What an optimizer step moves with room for the cache, and all or some of the gradients."""
+    """The bytes of an optimizer step with room for the cache, and for all or some of the gradients."""
     found = {}
     for waiting in (2, 1):
         options = {"bucket_mb": 0.1 / 2**20, "host_memory": _NODE_BYTES * (2 + waiting)}
@@ -156,7 +156,7 @@ def _short_of_host_memory(mesh: DeviceMesh) -> dict[int, dict[str, int]]:
 
 
 def _recompile_on_one_rank(mesh: DeviceMesh) -> None:
-    """Gradients that found a place have it in every graph: other ranks wait for what is reduced."""
+    """Gradients with a place keep it in every graph: other ranks wait for their reductions."""
     options = {"bucket_mb": 0.1 / 2**20, "host_memory": _NODE_BYTES * 4}
     pair = Beside(mesh, CASES["odd"], strategy="fcdp", options=options)
 
@@ -172,7 +172,7 @@ def _recompile_on_one_rank(mesh: DeviceMesh) -> None:
 
 
 _NODE_BYTES = 776
-"""Of each rank's node shards of "odd", and of its gradients in fp32."""
+"""Bytes of each rank's node shards of "odd", and of its gradients in fp32."""
 
 
 def test_gradients_that_host_memory_has_no_room_for_are_reduced_every_time() -> None:
@@ -227,13 +227,13 @@ def _cleared(mesh: DeviceMesh, place: str) -> None:
             with fcdp_compile.no_sync(pair.model):
                 _backward(pair)
             check(f"cleared {only}, set_to_none={set_to_none}")
-            # What was synchronised before is there, and is cleared too.
+            # Gradients synchronised before are cleared, too.
             _backward(pair)
             with fcdp_compile.no_sync(pair.model):
                 _backward(pair)
             clear(set_to_none=set_to_none, only=only)
             check(f"cleared {only} after a synchronised one, set_to_none={set_to_none}")
-    # Cleared, and none of it left: a step has nothing to refuse.
+    # All is cleared, so the step is not refused.
     with fcdp_compile.no_sync(pair.model):
         _backward(pair)
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""`no_sync` with everything that comes between micro-batches: right in the end, or refused by every rank."""
+"""`no_sync` with anything between micro-batches: the result is right, or every rank refuses."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 class Tiny(Odd):
-    """With fewer elements of one parameter than ranks, two halves of which a forward uses one, and a graph
-    break at which a backward may fail.
+    """One parameter has fewer elements than ranks, a forward uses one of two halves, and a backward may fail
+    at a graph break.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def _fail(grad: Tensor) -> None:
 
 
 class Nested(nn.Module):
-    """Tied at both ends, with a compiled piece between them whose backward is nested in that of the ends."""
+    """Two tied ends, and between them a compiled part whose backward is nested in the ends' backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def _each(pair: Beside, act: Callable[[Any], object]) -> None:
 
 
 def _parts_used_in_turn(mesh: DeviceMesh, place: str) -> None:
-    """What the last micro-batch does not use is synchronised too."""
+    """Parameters that the last micro-batch does not use are synchronised, too."""
     one_node = mesh.size(0) == 1
     for strategy in (
         "zero1" if place == "host" else "fcdp",
@@ -160,7 +160,7 @@ def _nested(mesh: DeviceMesh, place: str) -> None:
 
 
 def _in_and_outside_at_once(mesh: DeviceMesh, place: str) -> None:
-    """Also what is not compiled, which adds to `.grad` every time."""
+    """Code that is not compiled adds to `.grad` in every micro-batch, too."""
     pair = _pair(mesh, CASES["odd"], place)
     for order in (1, -1):
         with fcdp_compile.no_sync(pair.model):
@@ -241,7 +241,7 @@ def _all(mesh: DeviceMesh, cases: list[Callable[..., None]]) -> None:
     for i, case in enumerate(cases):
         try:
             case(mesh, ("gpu", "host")[i % 2])
-        except Exception as error:  # any: it is raised again, with the name of its case
+        except Exception as error:  # any error is raised again, with the name of its case
             raise AssertionError(case.__name__.replace("_", " ")) from error
 
 
@@ -258,7 +258,7 @@ def test_also_with_one_rank_a_node_or_one_node(nodes: int, ranks_per_node: int) 
 
 
 def _refused(pair: Beside, act: Callable[[], object]) -> str:
-    """The message; and that all is well again once gradients are cleared."""
+    """Return the message of the refusal; after gradients are cleared, all must work again."""
     with pytest.raises(FcdpError) as caught:
         act()
     for optimizer in (pair.optimizer, pair.plain_optimizer):
@@ -288,7 +288,7 @@ def _refusals(mesh: DeviceMesh) -> dict[str, str]:
     bystander = torch.optim.SGD([nn.Parameter(torch.ones(()))])
     if dist.get_rank() == 1:
         pair.model.scale.grad.to_local().add_(1)
-        bystander.step()  # asks nobody
+        bystander.step()  # its step asks no other rank
     found["changed on one rank"] = _refused(pair, lambda: _backward(pair, synchronises=True))
 
     pair.model.scale.register_post_accumulate_grad_hook(lambda parameter: None)

@@ -1,4 +1,4 @@
-"""Ranks that disagree stop with a readable difference, on every rank, and do not hang."""
+"""If ranks disagree, every rank stops with a readable difference, and none hangs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _different_plans(mesh: DeviceMesh) -> list[str]:
         net = torch.compile(model, backend="fcdp", options=options)
         ids = batch(case, step=0, rank=rank)
         messages.append(message_of(PlanMismatchError, lambda: case.loss(net, ids).backward()))  # noqa: B023
-    # The ranks are still in step: the next collective finds every one of them.
+    # The ranks are still in step: the next collective works.
     dist.barrier()
     return messages
 
@@ -115,7 +115,7 @@ def test_rank_0_has_the_values() -> None:
 
 
 class _Branches(nn.Module):
-    """Two ways of the same shapes, of which the data choose."""
+    """Two branches with equal shapes; the data choose one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _Branches(nn.Module):
 
 
 class _Both(_Branches):
-    """Two ways that are both taken, of which the loss uses one."""
+    """Both branches run, and the loss uses one."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = self.left(inputs), self.right(inputs)
@@ -134,7 +134,7 @@ class _Both(_Branches):
 
 
 class _PartlyCompiled(_Branches):
-    """One of the two ways is left to Python."""
+    """One of the two branches is not compiled."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if inputs.sum() > 0:

@@ -274,7 +274,7 @@ def _one_sentence(error: type[Exception], call: Callable[[], Any], what: str) ->
 
 
 def _messages(mesh: DeviceMesh) -> dict[str, str]:
-    """What rank 0 is told, with rank 1 waiting far away: no collective can have been started."""
+    """Rank 0's messages, while rank 1 waits elsewhere: no collective can have been started."""
     flat = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     nameless = init_device_mesh("cpu", (2, 1))
     swapped = init_device_mesh("cpu", (2, 1), mesh_dim_names=("intra", "inter"))

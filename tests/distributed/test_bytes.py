@@ -1,4 +1,4 @@
-"""The counters equal the plan equal the formulas, exactly."""
+"""The counters, the plan and the formulas are exactly equal."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ STRATEGIES = tuple(formulas.POINTS)
 MICRO_BATCHES = 4
 MOVING = {k.value for k in Kind if k not in (Kind.COMPUTE, Kind.WAIT, Kind.FREE)} | {FLAT_WITHIN}
 _TOGETHER, _ALONE = 25.0, 0.1 / 2**20
-"""bucket_mb: all parameters of a kind in one bucket, or every one in its own."""
+"""bucket_mb: all parameters of a kind in one bucket, or each in a bucket of its own."""
 
-# What the backward of `Odd` reads again, by hand: the factors of the products it differentiates.  Biases
-# are not among them, but for the norm's: the partitioner computes the norm's result again rather than save
-# it.  With adapters what stands before the first of them is not needed either.
+# The parameters that the backward of `Odd` reads again, by hand: the factors of the products that it
+# differentiates.  Biases are not among them, except the norm's: the partitioner recomputes the norm's result
+# instead of saving it.  With adapters, parameters before the first adapter are not needed either.
 _BACKWARD = {
     "odd": {
         "embedding.weight",
@@ -59,9 +59,9 @@ _BACKWARD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one rank counted in the first three steps and read from its plan.
+    """One rank's counts in the first three steps, and numbers from its plan.
 
-    crosses: whether the next rank in a ring is on another node.  accumulated: in a fourth step, of
+    crosses: whether the next rank in a ring is on another node.  accumulated: counts of a fourth step, of
     MICRO_BATCHES with `no_sync`.
     """
 
@@ -148,7 +148,7 @@ def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **mor
     dist.barrier()
     (path,) = Path(folders[0]).glob("*.plan.json")
     plan = read_plan(path)
-    # Only the warm forward exists where nothing that changes has a place in the cache.
+    # Only the warm forward exists if no bucket that changes has a place in the cache.
     forwards = [s.variant for s in plan.schedules if s.direction is Direction.FORWARD]
     variants = (Direction.FORWARD, forwards[0]), (Direction.BACKWARD, Variant.COLD)
     first = _planned(plan, *variants, refresh=True)
@@ -176,7 +176,7 @@ def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **mor
 
 
 def _check_layout(parameter: Any, grad: Any) -> None:
-    """A gradient that is laid out in another way is copied, which some versions of torch gather it for."""
+    """A gradient with another layout would be copied, and some versions of torch gather it for the copy."""
     assert (grad.placements, grad.stride()) == (parameter.placements, parameter.stride())
 
 
@@ -190,7 +190,7 @@ def _sum(parts: list[formulas.Moved]) -> formulas.Moved:
 
 
 def _on_this_rank(planned: formulas.Moved, *, crosses: bool) -> formulas.Moved:
-    """A plan says what a ring sends, but not over which link that is."""
+    """A plan counts a ring's bytes, but does not say over which link the ring sends them."""
     flat = Kind.FLAT_ALL_GATHER.value
     here = {flat: flat if crosses else FLAT_WITHIN}
     return formulas.Moved(
@@ -200,7 +200,7 @@ def _on_this_rank(planned: formulas.Moved, *, crosses: bool) -> formulas.Moved:
 
 
 def _check_traffic(pair: Beside, last: formulas.Moved) -> None:
-    """What users see is what was counted."""
+    """The traffic that users see agrees with the counters."""
     shown = fcdp_compile.traffic(pair.net)
     assert shown.steps == 3
     links = [("inter", "all_gather"), ("inter", "reduce_scatter")]
@@ -234,7 +234,7 @@ def _measure_all(mesh: DeviceMesh, keys: list[Key]) -> dict[Key, Measured]:
 
 _CASES = ("odd", "odd-lora")
 _EACH: list[Key] = [(_CASES[i % 2], strategy, i % 3 == 0) for i, strategy in enumerate(STRATEGIES)]
-"""Every strategy with one of the models and one bucketing."""
+"""Every strategy, with one of the models and one bucket size."""
 _ALL: list[Key] = [(case, "fcdp", together) for case in _CASES for together in (True, False)]
 _QUANTISED: list[Key] = [
     ("odd", "fcdp+w8+g4", True),
@@ -252,7 +252,7 @@ _FEW: list[Key] = [
     ("odd-lora", "zero1", True),
     ("odd", "fcdp", False),
 ]
-# Away from 2 x 2 one bucketing each: one kind of group is missing, and nothing else is new.
+# Sizes other than 2 x 2 lack one kind of group and have nothing else new, so one bucket size is enough.
 _SIZES: dict[tuple[int, int], list[Key]] = {
     (2, 2): list(dict.fromkeys(_EACH + _ALL + _QUANTISED + _ALGORITHMS)),
     (4, 1): _FEW,
@@ -266,7 +266,7 @@ _SIZES: dict[tuple[int, int], list[Key]] = {
 def measured(request: Any) -> tuple[int, int, list[dict[Key, Measured]]]:
     nodes, ranks_per_node = request.param
     keys = _SIZES[request.param]
-    # At 2 x 2 some 25 models are trained, which takes a busy machine long.
+    # At 2 x 2 some 25 models are trained, which takes long on a busy machine.
     results = run(_measure_all, keys, nodes=nodes, ranks_per_node=ranks_per_node)
     return nodes, ranks_per_node, results
 
@@ -274,7 +274,7 @@ def measured(request: Any) -> tuple[int, int, list[dict[Key, Measured]]]:
 def test_counters_plan_and_formula_agree(
     measured: tuple[int, int, list[dict[Key, Measured]]],
 ) -> None:
-    """Bytes and numbers of messages, of the first step and of those after it, on every rank."""
+    """Bytes and numbers of messages, in the first step and in later steps, on every rank."""
     nodes, g, results = measured
     for ranks in results:
         for (case, strategy, together), found in ranks.items():
@@ -307,7 +307,7 @@ def test_counters_plan_and_formula_agree(
 def test_no_backward_gathers_between_nodes_what_is_cached(
     measured: tuple[int, int, list[dict[Key, Measured]]],
 ) -> None:
-    """Asserted on the plan and on the printed graph; the control is zero3, which does."""
+    """Asserted on the plan and on the printed graph; the control is zero3, whose backward gathers."""
     nodes, _, results = measured
     for (_, strategy, _), found in results[0].items():
         assert found.plan is not None
@@ -343,7 +343,7 @@ def test_a_frozen_bucket_that_stays_has_no_step_between_nodes(
 
 
 def test_adapters_travel_in_one_gather_and_one_reduction() -> None:
-    """Of each level, whatever the number of adapters: small messages cost their number."""
+    """One per level, however many adapters there are: each small message costs a latency."""
     for found in run(_measure, "llama-lora", "fcdp", _TOGETHER, nodes=2, ranks_per_node=2):
         for step in found.steps[1:]:
             assert step.calls["inter_all_gather"] == 1
@@ -354,7 +354,7 @@ def test_adapters_travel_in_one_gather_and_one_reduction() -> None:
 
 
 _BUDGETS: dict[str, int] = {"odd": 300, "odd-lora": 750}
-"""Bytes a rank that about half of the buckets fit in, when every parameter has its own."""
+"""Bytes per rank that hold about half of the buckets, if every parameter has a bucket of its own."""
 
 _LINEAR = ["weight", "bias"]
 _LORA = [f"base_layer.{n}" for n in _LINEAR] + ["lora_A.default.weight", "lora_B.default.weight"]

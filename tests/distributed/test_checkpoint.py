@@ -1,4 +1,4 @@
-"""save and load at 2 x 2: bitwise resumption, ranks that differ, fail or end, saves beside training."""
+"""Save and load at 2 x 2: bitwise resumption, ranks that differ, fail or die, saves beside training."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _resumes_bitwise(mesh: DeviceMesh) -> None:
         wanted, buffers = job.train(3), job.local_values()
         values = job.values()
         again = Job(mesh, compiled=True)
-        again.train(1)  # so that caches are warm and must go stale
+        again.train(1)  # so that caches are warm, and the load must make them stale
         loaded = again.load(folder)
         assert loaded.step == again.position.given == 3
         assert loaded.extra["best"] == float("inf")
@@ -65,7 +65,7 @@ def _copies_are_written_once(mesh: DeviceMesh) -> None:
             fcdp_compile.save(folder, model=model)
             files = Path(folder).glob("data-*/*")
             sizes[strategy] = sum(f.stat().st_size for f in files)
-            dist.barrier()  # before the next one takes them away
+            dist.barrier()  # before the next save removes them
         whole = 4 * 640 * 65
         assert all(whole < size < whole + 60_000 for size in sizes.values()), sizes
 
@@ -127,7 +127,7 @@ def _ranks_that_differ(mesh: DeviceMesh) -> None:
             lambda: fcdp_compile.save(f"{folder}/of-{rank % 2}", model=job.model),
         )
         assert "save to a folder that all nodes share" in error, error
-        dist.barrier()  # rank 0 tidies up when the others know already
+        dist.barrier()  # rank 0 tidies up after the others have raised
         assert not list(Path(folder).glob("**/data-*")), "what was begun is gone"
         dist.barrier()
         job.save(folder)
@@ -139,7 +139,7 @@ def _ranks_that_differ(mesh: DeviceMesh) -> None:
 
 
 class Full(Disk):
-    """On one rank only."""
+    """A disk that is full on one rank only."""
 
     def __init__(self, rank: int) -> None:
         self._is_full = dist.get_rank() == rank
@@ -173,7 +173,7 @@ def _a_full_disk(mesh: DeviceMesh) -> None:
 
 
 def _one_damaged_file(mesh: DeviceMesh) -> None:
-    """Rank 3's alone: the others need not read it, and must not go on without rank 3."""
+    """Only rank 3's file: the others need not read it, but must not go on without rank 3."""
     with shared_folder() as folder:
         job = Job(mesh)
         job.train(1)
@@ -242,7 +242,7 @@ def _released_shards_stay_away(mesh: DeviceMesh) -> None:
         fcdp_compile.load(folder, model=other)
         wanted = {n: p.to_local().clone() for n, p in pair.model.named_parameters()}
         assert_same({n: p.to_local() for n, p in other.named_parameters()}, wanted)
-        # Values that were released are overwritten as others are.
+        # Loading overwrites released values as it does others.
         pair.train(1)
         assert len(there(pair.model)) == len(before)
         fcdp_compile.load(folder, model=pair.model, optimizer=pair.optimizer)
@@ -289,7 +289,7 @@ def _with_a_rank_that_dies(mesh: DeviceMesh, folder: str) -> None:
         lambda: save_on(Deadly(), Path(folder, "saved"), job.model, _given(job), 9),
     )
     Path(folder, f"rank-{dist.get_rank()}").write_text(error)
-    os._exit(0)  # the group is no longer one that could be taken down in order
+    os._exit(0)  # with a dead rank the group cannot be destroyed in order
 
 
 def test_a_rank_that_dies_stops_the_others_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A job is saved on one layout and loaded on another: every value is there, and it trains on."""
+"""A job saved on one layout and loaded on another has every value, and trains on."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PLACES: dict[str, tuple[int, int, list[str]]] = {
     "1x1": (1, 1, ["zero3"]),
     "3x1": (3, 1, ["fcdp", "ddp"]),
 }
-"""N, g and the strategies, one after the other; each loads what the one before has saved."""
+"""N, g and a sequence of strategies; each loads the checkpoint that the strategy before it saved."""
 
 
 def _chain(mesh: DeviceMesh | None, folder: str, strategies: list[str], start: bool) -> Any:
-    """Continue the job under each strategy; the whole values that the last has saved, by rank."""
+    """Continue the job under each strategy; returns the whole values that the last one saved."""
     wanted: Whole = torch.load(f"{folder}/wanted.pt") if not start else {}
     for i, strategy in enumerate(strategies):
         job = Job(mesh, strategy=strategy)
@@ -52,7 +52,7 @@ def _chain(mesh: DeviceMesh | None, folder: str, strategies: list[str], start: b
 
 
 def _leaves_frozen_out(mesh: DeviceMesh | None, folder: str, strategy: str, *, start: bool) -> None:
-    """The matrices are frozen, and as every job makes them; the rest is trained and travels."""
+    """The matrices are frozen, and equal in every job; the rest is trained, saved and loaded."""
     job = Job(mesh, strategy=strategy)
     matrices = {n: p for n, p in job.model.named_parameters() if p.ndim > 1}
     for parameter in matrices.values():

@@ -1,4 +1,4 @@
-"""torch's own tools on a sharded model at 2 x 2, with sizes that divide by nothing."""
+"""torch's own tools on a sharded model at 2 x 2, with sizes that ranks do not divide."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _full_state_dict(mesh: DeviceMesh) -> None:
         assert_close(value, expected[name], name)
     expected = {n: v.clone() for n, v in expected.items()}
     changed = {n: v * 0.5 + 0.1 for n, v in expected.items()}
-    pair.plain.load_state_dict(changed)  # first: torch puts shards in the dictionary it is given
+    pair.plain.load_state_dict(changed)  # first: torch replaces the dictionary's values by shards
     set_model_state_dict(pair.model, changed if dist.get_rank() == 0 else {}, options=_FROM_RANK_0)
     pair.compare_parameters()
     pair.train(2)
@@ -90,7 +90,7 @@ def _full_state_dict(mesh: DeviceMesh) -> None:
 
 
 def _compiled_state_dict(mesh: DeviceMesh) -> None:
-    """Names of the compiled model are those of the model, as torch's tools see them."""
+    """The compiled model has the model's names for torch's tools."""
     pair = _pair(mesh)
     assert list(get_model_state_dict(pair.net)) == list(pair.plain.state_dict())
 
@@ -105,7 +105,7 @@ def _dcp(mesh: DeviceMesh) -> None:
     wanted = {n: whole(p) for n, p in pair.model.named_parameters()}
 
     again = _pair(mesh)
-    again.train(3)  # elsewhere, and more often
+    again.train(3)  # other values, and more steps
     weights, moments = get_state_dict(again.model, again.optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folders[0])
     set_state_dict(again.model, again.optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -118,7 +118,7 @@ def _dcp(mesh: DeviceMesh) -> None:
 
 
 def _optimizer_state(mesh: DeviceMesh) -> None:
-    """Of whole tensors, a scalar's among them, by torch's tool and by the optimizer's own method."""
+    """The state as whole tensors, also a scalar's, by torch's tool and by the optimizer's own method."""
     pair = _pair(mesh)
     found = get_optimizer_state_dict(pair.model, pair.optimizer, options=_FULL)
     expected = get_optimizer_state_dict(pair.plain, pair.plain_optimizer, options=_FULL)
@@ -135,7 +135,7 @@ def _optimizer_state(mesh: DeviceMesh) -> None:
         state["exp_avg"] *= 3
     for again in (False, True):
         if not again:
-            pair.use(_adamw)  # which have not stepped
+            pair.use(_adamw)  # new optimizers, which have not stepped
         for optimizer in (pair.plain_optimizer, pair.optimizer):
             optimizer.load_state_dict(copy.deepcopy(given))
         pair.train(1)
@@ -175,7 +175,7 @@ def _swapping(model: nn.Module, values: dict[str, torch.Tensor], **options: Any)
 
 
 def _some_cut(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """Half of the values as DTensors already."""
+    """Replace half of the values by DTensors."""
     own = model.state_dict()
     mixed: dict[str, Any] = dict(values)
     for name in list(own)[::2]:
@@ -212,7 +212,7 @@ _CHANGES: dict[str, Change] = {
 
 
 def _whole_tensors(mesh: DeviceMesh) -> None:
-    """Each rank takes its part of what it is given; the home shards stay, and copies of them go stale."""
+    """Each rank takes its part of the given tensors; the home shards stay, and their copies become stale."""
     pair = _pair(mesh)
     before = [(p, p.requires_grad, p.dtype) for p in pair.model.parameters()]
     for i, (name, change) in enumerate(_CHANGES.items()):
@@ -260,7 +260,7 @@ def _whole_tensors_on_meta(mesh: DeviceMesh) -> None:
 
 
 def _whole_adapters(mesh: DeviceMesh) -> None:
-    """As PEFT loads them."""
+    """Load adapters as PEFT loads them."""
     torch.manual_seed(0)
     plain = CASES["odd-lora"].model()
     values = {n: v * 2 + 1 for n, v in peft.get_peft_model_state_dict(plain).items()}
@@ -303,7 +303,7 @@ def _loads_that_are_refused(mesh: DeviceMesh) -> None:
 
 
 def _default_device(mesh: DeviceMesh) -> None:
-    """What fcdp makes for itself is on the CPU, whatever device a user builds another model on."""
+    """The tensors of fcdp are on the CPU even if a user sets another default device."""
     pair = _pair(mesh)  # torch's optimizer takes the default device for its counts of steps
     torch._dynamo.reset()
     pair.net = pair.compiled(pair.model)

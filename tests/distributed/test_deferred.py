@@ -1,4 +1,4 @@
-"""Models built on meta in one process: nothing runs without values, materialize gives those of a build."""
+"""Models built on meta in one process: none runs without values, and materialize gives those of a build."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_values_are_those_of_an_unsharded_build(name: str) -> None:
     after = torch.get_rng_state()
     model = built(SAME[name], None)
     expect(model, plain)
-    if name != "ia3":  # whose constructor draws what it then overwrites
+    if name != "ia3":  # IA3's constructor draws values and then overwrites them
         assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -93,7 +93,7 @@ class _Attribute(nn.Linear):
 )
 def test_what_cannot_be_materialized(make: Make, what: str) -> None:
     if "olora" in what:
-        # PEFT itself cannot take apart a matrix without values.
+        # PEFT itself cannot factorise a matrix without values.
         with torch.device("meta"):
             model = adapted(llama, lora())
         model.peft_config["default"].init_lora_weights = "olora"
@@ -131,7 +131,7 @@ def test_values_of_modules_below_are_set_too(how: str) -> None:
 
 
 class _SetsBeside(nn.Linear):
-    """Sets what is another module's, if a value says so."""
+    """Sets another module's values if one of its own values says so."""
 
     beside: nn.Linear
 
@@ -194,7 +194,7 @@ def test_what_has_values_keeps_them() -> None:
 
 
 class TestLoading:
-    """load_state_dict gives values to what it loads, of the model or of a part of it."""
+    """load_state_dict gives values to the parameters that it loads, of the model or of a part."""
 
     def _pair(self) -> tuple[Any, nn.Module]:
         with torch.device("meta"):
@@ -212,7 +212,7 @@ class TestLoading:
         torch.testing.assert_close(model(inputs), plain(inputs))
 
     def test_with_assign_writes_to_the_parameters(self) -> None:
-        """As on several ranks; torch would put others in their places, which no optimizer has."""
+        """As on several ranks; torch would replace the parameters by others that no optimizer has."""
         model, plain = self._pair()
         before = list(model.parameters())
         model.load_state_dict({k: v.double() for k, v in plain.state_dict().items()}, assign=True)
@@ -252,7 +252,7 @@ def test_no_more_memory_than_the_largest_module() -> None:
 
 
 def test_gpt2_is_initialised_as_its_config_says() -> None:
-    """Its constructor draws on its own, so other values; of the same distributions."""
+    """Its constructor draws in another order: the values differ, but have equal distributions."""
     torch.manual_seed(0)
     plain = gpt2()
     model = built(gpt2, None)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.distributed
 def _same(mesh: DeviceMesh, name: str, **options: Any) -> None:
     torch.manual_seed(7)
     plain = SAME[name]()
-    # Every rank stands elsewhere with its random numbers, and does so afterwards.
+    # Ranks have different states of random numbers, before and after.
     with torch.device("meta"):
         model = SAME[name]()
     model = fcdp_compile.shard(model, mesh, **options)
@@ -51,7 +51,7 @@ def _same(mesh: DeviceMesh, name: str, **options: Any) -> None:
 
 
 def _train(mesh: DeviceMesh) -> None:
-    """A materialised model trains as one built with its values does, and nothing ran before."""
+    """A materialised model trains like a model built with values; before, no forward runs."""
     torch._dynamo.reset()
     case = CASES["llama"]
     with torch.device("meta"):
@@ -81,7 +81,7 @@ def _train(mesh: DeviceMesh) -> None:
 
 
 def _loaded(mesh: DeviceMesh) -> None:
-    """DCP's tools give values; what they leave out is still awaited, on every rank alike."""
+    """DCP's tools give values; parameters that they leave out still lack values, on every rank alike."""
     torch.manual_seed(3)
     plain = llama()
     with torch.device("meta"):
@@ -100,7 +100,7 @@ def _loaded(mesh: DeviceMesh) -> None:
 
 
 def _loaded_on_one(mesh: DeviceMesh) -> None:
-    """Values on one rank alone: every rank says so, and nobody waits."""
+    """Values on one rank alone: every rank raises, and none waits."""
     with torch.device("meta"):
         model = nn.Linear(6, 6)
     model = fcdp_compile.shard(model, mesh)

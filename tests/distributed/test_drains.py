@@ -1,4 +1,4 @@
-"""The Python thread does not wait for the device in an ordinary step, and notices every way to the values."""
+"""In an ordinary step the Python thread does not wait for the device; it notices every access to values."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.distributed.ranks import run
 pytestmark = pytest.mark.distributed
 
 _READERS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
-"""What of a tensor makes the Python thread wait for a device."""
+"""Methods of a tensor that make the Python thread wait for a device."""
 
 _OF_THE_HOST = {
     ("word_of_all.py", "finish"),  # words of an agreement
-    ("program.py", "_stamped"),  # what a forward leaves to its backward
+    ("program.py", "_stamped"),  # the generations that a forward hands to its backward
 }
-"""Where tensors are read that are on the host wherever the model is."""
+"""Functions that read only tensors that are always on the host."""
 
 _READ = ("validity.py", "read")
 
@@ -42,7 +42,7 @@ _OURS = [Path(fcdp_compile.__file__).parent, Path(fcdp_compile.__file__).parent.
 
 @contextmanager
 def _reads() -> Iterator[Counter[tuple[str, str]]]:
-    """Where fcdp reads numbers of tensors inside, by file and function; and waits for the device's copies."""
+    """Count where fcdp reads tensors within the block, by file and function; also waits for copies."""
     found: Counter[tuple[str, str]] = Counter()
 
     def counted(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,8 +106,8 @@ def _counts(mesh: DeviceMesh, case: str, strategy: str) -> dict[str, dict[tuple[
             with _reads() as reads:
                 act()
             seen.append(dict(reads))
-        # Whoever gathers a bucket of one shard sends the shard itself, and if it is still held when the next
-        # forward looks, that cannot be told from a user who holds it: then there is one read.
+        # A gather of a bucket with one shard sends the shard itself.  If the lane still holds the shard when
+        # the next forward looks, that looks like a user's alias: then there is one read.
         assert all(reads in ({}, {_READ: 1}) for reads in seen), seen
         found[act.__name__] = min(seen, key=len)
     _backward(pair)
@@ -208,7 +208,7 @@ def _captured(mesh: DeviceMesh) -> None:
 
 
 class _Two(nn.Module):
-    """Two layers of one size, each of them a bucket."""
+    """Two layers of equal size, each in a bucket of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def _write_to_the_other(model: _Two, teacher: _Two) -> None:
 
 
 def _places(mesh: DeviceMesh, *, strategy: str, is_frozen: bool) -> None:
-    """After each change the sharded model computes what the plain one does; nothing else looks at values."""
+    """After each change the sharded model computes the same as the plain model; only changes read values."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain, plain_teacher = (_Two().requires_grad_(not is_frozen) for _ in range(2))

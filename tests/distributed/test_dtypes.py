@@ -1,4 +1,4 @@
-"""param_dtype and reduce_dtype against a replica that makes the same casts by hand.
+"""param_dtype and reduce_dtype, compared with a replica that makes the same casts by hand.
 
 fp32 home shards are cast for the forward and backward, gradients are averaged in the reduce dtype within
 nodes and then between them, and AdamW steps the fp32 values.
@@ -36,20 +36,20 @@ from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
 
-# Both sides run the same kernels on the same low precision values; what differs is the order in which
-# gradients of a value with two uses are added, at most a rounding or two of the dtype.  Under AOTAutograd
-# with activation checkpointing, gradients of the residual stream are added in another order in every block:
-# plain `aot_eager` differs from eager there by up to 1.3e-2 too (this Llama, bf16).  Inductor keeps in fp32
-# what it fuses.  Both are given four times as much.
+# Both sides run equal kernels on equal low precision values; only the order differs in which gradients of a
+# value with two uses are added: at most a rounding or two of the dtype.  Under AOTAutograd with activation
+# checkpointing, gradients of the residual stream are added in another order in every block: there plain
+# `aot_eager` also differs from eager by up to 1.3e-2 (this Llama, bf16).  Inductor keeps fused values in
+# fp32.  In these two cases the tolerance is four times as large.
 RELATIVE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
-# Of the distance that AdamW moved a parameter: it magnifies a rounding where a gradient is small.  Stepping
-# in bf16 instead of fp32 errs by more than half: it resolves 5e-4 in a weight of 0.1, AdamW moves by 1e-3.
+# Relative to the distance that AdamW moved a parameter: AdamW magnifies the rounding of small gradients.
+# Steps in bf16, not fp32, err by more than half: bf16 resolves 5e-4 in a weight of 0.1, AdamW moves by 1e-3.
 MOVED_RELATIVE = 0.25
 STEPS = 5
 
 
 class _Cast:
-    """What `Case.loss` calls instead of the model: runs it with parameters and inputs cast."""
+    """Takes the model's place in `Case.loss`: runs the model with parameters and inputs cast."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._model = model
@@ -113,7 +113,7 @@ def _check(
         about = f"{name} in {param_dtype}, {reduce_dtype}, {compute}, step {step}"
         assert abs(loss.item() - expected[mine.rank]) <= relative * abs(expected[mine.rank]), about
         assert all(g.dtype is torch.float32 for g in gradients(model).values()), about
-        if step == 0:  # later the parameters differ by roundings too, which `_check_moved` bounds
+        if step == 0:  # later the parameters differ by roundings, too: `_check_moved` bounds these
             check_close(
                 about, gradients(model), gradients(plain), floor=GRADIENT_FLOOR, relative=relative
             )
@@ -129,7 +129,7 @@ def _check_moved(
     actual: dict[str, Tensor],
     expected: dict[str, Tensor],
 ) -> None:
-    """Root mean squares, of the error and of the distance moved."""
+    """Compares the root mean squares of the error and of the distance moved."""
     moved = 0
     for name, value in expected.items():
         if not value.numel():
@@ -177,9 +177,9 @@ BATCHES = 6
 def _error(
     mesh: DeviceMesh, case: str, reduce_dtype: torch.dtype | None, place: GradientOn | None
 ) -> tuple[float, float]:
-    """How far gradients in bf16 of some batches are from those in fp32, and the norm of these.
+    """The distance of some batches' bf16 gradients from the fp32 gradients, and the norm of the latter.
 
-    place: where gradients of all batches but the last wait; None: they do not.
+    place: where the gradients of all batches but the last accumulate; None: no `no_sync`.
     """
     strategy = Strategy.parse("fcdp")
     if place is not None:
@@ -204,9 +204,9 @@ def _compare_errors(mesh: DeviceMesh) -> None:
         for reduce_dtype in (None, torch.float32):
             each, norm = _error(mesh, case, reduce_dtype, None)
             mine, _ = _error(mesh, case, reduce_dtype, place)
-            # A sum is rounded where it leaves the node and where it arrives, by 2**-9 of itself each.  That
-            # may be more than what its parts lose that are rounded one by one: their errors are as many, of
-            # parts as much smaller, and half of them cancel.
+            # A sum is rounded when it leaves the node and when it arrives, by 2**-9 of itself each time.
+            # Rounding its parts one by one may lose less: the parts are smaller, and half of the errors
+            # cancel.
             rounding = 2 * 2**-9 * norm if reduce_dtype is None else 1e-6 * norm
             assert mine <= each + rounding, f"{case}, {place}, {reduce_dtype}: {mine} after {each}"
             assert 0 < each < 2**-5 * norm, "the control: there is an error, and not a large one"

@@ -1,4 +1,4 @@
-"""Evaluation between training steps: it uses what is cached, and training goes on as if it had not been."""
+"""Evaluation between training steps: it uses the cache, and training goes on as if without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.distributed.test_bytes import MOVING, formula_model
 
 pytestmark = pytest.mark.distributed
 
-# One of each kind of cache, and home shards that are cut over a node alone.
+# One strategy for each kind of cache, and one whose home shards are split over a node alone.
 STRATEGIES = ("zero2", "zero3", "zero++", "paro-igg", "paro-nii", "fcdp")
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
@@ -32,7 +32,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """What each of three batches moved, and how many graphs there were after them."""
+    """The bytes that each of three batches moved, and the number of graphs after them."""
 
     batches: tuple[formulas.Moved, ...]
     graphs: int
@@ -97,7 +97,7 @@ def evaluated(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Eval
 def test_the_second_batch_moves_nothing_between_nodes(
     evaluated: list[dict[tuple[str, str], Evaluated]],
 ) -> None:
-    """Where what is gathered stays; the first one does, training having changed parameters."""
+    """If gathered parameters are kept; the first batch gathers, as training has changed parameters."""
     for rank in evaluated:
         for (_, strategy), found in rank.items():
             first, *others = (b.bytes.get("inter_all_gather", 0) for b in found.batches)

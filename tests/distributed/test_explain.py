@@ -1,4 +1,4 @@
-"""`explain` says what was planned, which is what moves, and what no graph has."""
+"""`explain` tells the plan, which agrees with the bytes moved, and the parameters that no graph has."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ raise SystemExit(3) if leaves == "exits" else ValueError("the user's")
     ],
 )
 def test_it_ends_with_its_own_exit_code(leaves: str, code: int, peer_lives: bool) -> None:
-    """While its peer lives; and when that one goes too, just then."""
+    """While its peer lives, and also if the peer ends at that moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

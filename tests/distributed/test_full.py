@@ -1,4 +1,4 @@
-"""Parameters that the training loop uses outside of the model's forward, against a replicated run."""
+"""Parameters that the training loop uses outside of the model's forward, compared with a replicated run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _torch_full(parameter: Tensor) -> Tensor:
 Loss = Callable[[_Net, Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 LOSSES: dict[str, Loss] = {
-    # The same on every rank, and each rank's data multiplied by a parameter; `whole` is full or full_tensor.
+    # Losses equal on every rank, and losses of a rank's data times a parameter; `whole`: full, full_tensor.
     "full": lambda m, out, whole: out.mean() + 0.1 * whole(m.head.weight).norm(),
     "local data": lambda m, out, whole: (out @ whole(m.head.weight).T).square().mean(),
     "frozen": lambda m, out, whole: (out.T @ out @ whole(m.base.weight)[:5]).mean(),
@@ -107,7 +107,7 @@ def _losses(mesh: DeviceMesh | None) -> None:
 
 
 def _averages(mesh: DeviceMesh) -> None:
-    """Values that are kept beside the parameters, and what is written to them and to parameters."""
+    """Averages kept beside the parameters, with writes to both."""
     torch.manual_seed(0)
     plain = _Net()
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
@@ -131,7 +131,7 @@ def _averages(mesh: DeviceMesh) -> None:
 
 
 def _reads(mesh: DeviceMesh) -> dict[str, int]:
-    """What a read of a cached frozen parameter sends between nodes, and what is refused."""
+    """The bytes that a read of a cached frozen parameter sends between nodes, and refused reads."""
     torch.manual_seed(0)
     plain = _Net()
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)

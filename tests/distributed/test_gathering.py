@@ -1,4 +1,4 @@
-"""However a bucket is gathered, it is the same bits: hierarchical, HO-Ring, flat ring."""
+"""Hierarchical, HO-Ring and flat-ring gathers give a bucket's exact bits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.distributed.ranks import run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-SLOT = 300  # more than a block of what is quantised
+SLOT = 300  # more than one block of quantised values
 
 
 def _gather(mesh: DeviceMesh, numbering: str) -> tuple[dict[str, int], int]:
-    """Gather a slot in every way; returns the bytes counted and where this rank is."""
+    """Gather a slot in every way; returns the counted bytes and this rank's place."""
     if numbering != "forwards":
         ranks = {"backwards": mesh.mesh.flip(0, 1), "across": torch.arange(6).view(2, 3).T}
         mesh = DeviceMesh("cpu", ranks[numbering], mesh_dim_names=mesh.mesh_dim_names)
@@ -99,11 +99,11 @@ def _compare(mesh: DeviceMesh) -> None:
 
 
 _EVEN = {"bytes_per_s": 1e9, "latency_s": 0.0}
-"""Links on which, within and between three nodes of two, a bucket by itself is fastest in one ring."""
+"""Links within and between three nodes of two on which one ring gathers a lone bucket fastest."""
 
 
 def _choose(mesh: DeviceMesh) -> None:
-    """The cost model's choice, also for what fcdp finds no host memory for."""
+    """The cost model's choice, also for buckets without room in host memory."""
     for strategy, more in (("zero3", {}), ("fcdp", {"host_memory": 600})):
         options: dict[str, object] = {"bucket_mb": 1e-7, **more}
         options |= {"machine": {"inter": _EVEN, "intra": _EVEN, "memory_bytes_per_s": 1e15}}
@@ -141,12 +141,12 @@ def test_two_nodes_of_two() -> None:
 
 
 def _ring_over_a_part(world: DeviceMesh) -> list[bool]:
-    """Train on two of three ranks; whether each new group could have been split off that of all ranks."""
+    """Train on two of three ranks; returns for each new group whether it could be split off the world."""
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("inter", "intra"))
-    if dist.get_rank() == 2:  # knows nothing of what the others do
+    if dist.get_rank() == 2:  # takes no part
         return []
     everyone: Any = dist.group.WORLD
-    # As by init_process_group's device_id on GPUs; Gloo takes no notice.
+    # As init_process_group's device_id does on GPUs; Gloo ignores it.
     everyone.bound_device_id = torch.device("cuda", 0)
     bound = []
 

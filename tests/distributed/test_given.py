@@ -1,4 +1,4 @@
-"""Compiled functions that are given other values than the model's own."""
+"""Compiled functions that get other values than the model's own parameters."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _times(model: nn.Module, factor: float) -> Values:
 
 
 def _mine_and_others(mesh: DeviceMesh, strategy: str) -> None:
-    """Values that come in, change, and go back to the model's own, which the cache has."""
+    """Given values that change from call to call, in turn with the model's own values, which are cached."""
     plain, model = _pair(mesh, strategy)
     given = torch.compile(lambda v, x: functional_call(model, v, (x,)), backend="fcdp")
     own = torch.compile(model, backend="fcdp")
@@ -64,7 +64,7 @@ def _mine_and_others(mesh: DeviceMesh, strategy: str) -> None:
 
 
 def _made_inside(mesh: DeviceMesh, strategy: str) -> None:
-    """Values that the graph computes, beside the model's own in one graph; both have gradients."""
+    """One graph uses values that it computes and the model's own values; both have gradients."""
     plain, model = _pair(mesh, strategy)
 
     def loss_of(net: nn.Module, x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _changed_before_backward(mesh: DeviceMesh, strategy: str) -> None:
 
 
 def _some_given(mesh: DeviceMesh, strategy: str) -> None:
-    """Values with a history in the place of some parameters only."""
+    """Values with a history replace some of the parameters."""
     plain, model = _pair(mesh, strategy)
     given = torch.compile(lambda v, x: functional_call(model, v, (x,)), backend="fcdp")
     x = _batch(torch.distributed.get_rank())

@@ -1,7 +1,7 @@
 """Every preset in every size: bytes as the formulas say, and numbers as plain training's.
 
-What differs from one size to the next is arithmetic that other tests cover; all of it takes a quarter of an
-hour, so it runs when asked for: FCDP_GRID=1.
+Sizes differ only in arithmetic that other tests cover.  The whole grid takes a quarter of an hour, so it runs
+only with FCDP_GRID=1.
 """
 
 from __future__ import annotations

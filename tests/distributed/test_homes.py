@@ -1,4 +1,4 @@
-"""Home shards that are cut over a node alone, or not at all: every node, or rank, has a copy."""
+"""Home shards that are split over a node alone, or not at all: every node, or every rank, has a copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACEMENTS = {
 
 
 def _copies_are_equal(model: nn.Module) -> None:
-    """Bit by bit on all ranks that hold the same part; every rank must call it."""
+    """All ranks that hold the same part must have equal bits; every rank must call this."""
     for name, parameter in model.named_parameters():
         mine = parameter.detach().to_local().clone()
         replicated = [
@@ -43,7 +43,7 @@ def _copies_are_equal(model: nn.Module) -> None:
 
 
 def _clip(pair: Beside) -> None:
-    """Gradients clipped to the same norm on both sides."""
+    """Clip the gradients of both sides to one norm."""
     norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in pair.both]
     assert_close(whole(norms[0]), norms[1], "norm of the gradients")
 
@@ -80,7 +80,7 @@ def _train(mesh: DeviceMesh, strategy: str, case: str) -> None:
 
 
 def _through_a_checkpoint(pair: Beside) -> None:
-    """Saved as shards, changed, loaded."""
+    """Save shards, change the parameters, load the shards."""
     model_state, optimizer_state = copy.deepcopy(get_state_dict(pair.model, pair.optimizer))
     with torch.no_grad():
         for parameter in pair.model.parameters():
@@ -94,7 +94,7 @@ def _through_a_checkpoint(pair: Beside) -> None:
 
 
 def _refuse(mesh: DeviceMesh, strategies: tuple[str, ...]) -> None:
-    """An optimizer between a forward and its backward, which autograd would not notice."""
+    """Refuse an optimizer step between a forward and its backward, which autograd would not notice."""
     for strategy in strategies:
         pair = Beside(mesh, CASES["odd"], strategy=strategy)
         pair.train(1)
@@ -106,7 +106,7 @@ def _refuse(mesh: DeviceMesh, strategies: tuple[str, ...]) -> None:
 
 
 def _reshard(mesh: DeviceMesh) -> None:
-    """FSDP's option: the same numbers, and within the node a backward gathers nothing that stayed."""
+    """FSDP's option: equal numbers, and a backward does not gather again what stayed on the device."""
     gathered = {}
     for option in (True, False, 2):
         pair = Beside(mesh, CASES["odd"], strategy="fsdp", reshard_after_forward=option)
@@ -125,7 +125,7 @@ def _run_all(mesh: DeviceMesh) -> None:
     _reshard(mesh)
     for strategy in PLACEMENTS:
         _train(mesh, strategy, "floats")
-    _refuse(mesh, ("ddp", "mics"))  # paro-nii still has what the forward used
+    _refuse(mesh, ("ddp", "mics"))  # paro-nii still has the parameters that the forward used
 
 
 def test_training_saving_and_writing() -> None:
@@ -133,7 +133,7 @@ def test_training_saving_and_writing() -> None:
 
 
 def _one_rank_a_node(mesh: DeviceMesh) -> None:
-    """Each has whole parameters at home, and nothing else of what a forward used."""
+    """Each rank's home shards are whole parameters, and nothing else is kept of a forward."""
     _refuse(mesh, ("mics", "paro-nii", "paro-nni"))
     pair = Beside(mesh, CASES["odd"], strategy="paro-nii", optimizer=sgd)
     pair.train(3)

@@ -1,4 +1,4 @@
-"""Host memory that does not suffice costs bytes between nodes, and not a bit of the result."""
+"""Too little host memory costs bytes between nodes, but changes no bit of the result."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.distributed.ranks import run
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 _HALF = {"odd": 2 * 300, "odd-lora": 2 * 750}
-"""Bytes a node that about half of the buckets fit in, when every parameter has its own."""
+"""Bytes per node that hold about half of the buckets, if every parameter has a bucket of its own."""
 
 
 def _model(case: str, mesh: DeviceMesh, **options: Any) -> tuple[Any, nn.Module]:
-    """Compiled and sharded, with a bucket for every parameter."""
+    """A model, compiled and sharded, with a bucket for every parameter."""
     fresh()
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def _model(case: str, mesh: DeviceMesh, **options: Any) -> tuple[Any, nn.Module]
 
 
 def _history(mesh: DeviceMesh, case: str, node_bytes: int | None) -> tuple[dict[str, Tensor], int]:
-    """All that a run with accumulation, evaluation, freezing and unfreezing computes, and its host bytes."""
+    """All results of a run with accumulation, evaluation, freezing and unfreezing, and its host bytes."""
     net, model = _model(case, mesh, host_memory=node_bytes)
     loss_of, optimizer = CASES[case].loss, adamw(model)
     found: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ def _history(mesh: DeviceMesh, case: str, node_bytes: int | None) -> tuple[dict[
         optimizer.step()
         found |= {f"{n} after step {step}": _local(p) for n, p in model.named_parameters()}
         optimizer.zero_grad()
-        if step == 0:  # a write that leaves no trace, to frozen ones too
+        if step == 0:  # a write past the version counters, to frozen parameters, too
             with torch.no_grad():
                 found["evaluation"] = loss_of(net, ids)
             for parameter in model.parameters():
@@ -68,7 +68,7 @@ def _history(mesh: DeviceMesh, case: str, node_bytes: int | None) -> tuple[dict[
 
 
 def _local(parameter: Any) -> Tensor:
-    """This rank's shard; of a parameter because Adam's state is in it, and so every gradient."""
+    """This rank's shard of a parameter, which shows Adam's state and so every gradient."""
     return parameter.to_local().detach().clone()  # type: ignore[no-any-return]
 
 
@@ -142,7 +142,7 @@ def _misuse(mesh: DeviceMesh) -> tuple[str, str]:
 
 
 def test_misuse_is_found_on_every_rank() -> None:
-    """A change between a forward and its backward, which gathers again; another option on one rank."""
+    """A change between a forward and a backward that gathers again, and a different option on one rank."""
     for stale, different in run(_misuse, nodes=2, ranks_per_node=2):
         assert "changed between the forward and its backward" in stale
         assert different.startswith("ranks 0 and 3 compiled different plans")

@@ -1,4 +1,4 @@
-"""Segments compiled by Inductor, with what changes how a model is traced."""
+"""Segments compiled by Inductor, with features that change how a model is traced."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _check_lengths(mesh: DeviceMesh | None, checkpointed: bool, dynamic: bool) -
 
 
 def _check_masks(mesh: DeviceMesh | None) -> None:
-    """Dropout drops the same when a backward recomputes: its gradients are those of one that does not."""
+    """Dropout drops the same elements if a backward recomputes: the gradients equal those without."""
     fresh()
     torch.manual_seed(0)
     kept, recomputed = Model(LAYERS, 0.3), Model(LAYERS, 0.3, checkpointed=True)
@@ -88,7 +88,7 @@ def _check_autocast(mesh: DeviceMesh | None) -> None:
     model = Model(LAYERS, 0.0)
     plain = copy.deepcopy(model)
     net = _sharded(model, mesh)
-    ids = _batch(0, 0)  # on every rank, so that the average is the plain model's
+    ids = _batch(0, 0)  # equal on every rank, so that the average is the plain model's
     dtypes = []
     losses = []
     for one, autocast in ((net, True), (plain, True), (plain, False)):

@@ -1,4 +1,4 @@
-"""A checkpoint loaded in parts is, bit for bit, what `from_pretrained` makes of it on every rank."""
+"""A checkpoint loaded in parts equals the result of `from_pretrained`, bit for bit, on every rank."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ QWEN = Qwen2MoeConfig(
 
 
 def _write(folder: Path) -> None:
-    """Every checkpoint of the tests."""
+    """Write every checkpoint of the tests."""
     torch.manual_seed(1)
     for name, made in {
         "untied": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
@@ -110,7 +110,7 @@ def _check_equal(model: nn.Module, expected: dict[str, Tensor]) -> None:
 
 
 def _on_meta(kind: type[PreTrainedModel], folder: Path, **options: Any) -> PreTrainedModel:
-    # Not on the checkpoint's dtype, but on the one that the test asks for.
+    # With the dtype that the test asks for, not the checkpoint's.
     config = kind.config_class.from_pretrained(folder, **options)
     with torch.device("meta"):
         return kind(config)
@@ -134,7 +134,7 @@ def _as_from_pretrained(
         model = kind(kind.config_class.from_pretrained(folder)).to(dtype)
     fcdp_compile.shard(model, mesh, strategy=strategy)
     fcdp_compile.load_pretrained(model, folder / target, head=head)
-    # What no checkpoint has: buffers that the modules compute.
+    # Checkpoints lack only the buffers that modules compute.
     waiting = state_of(model).unset.names()
     assert set(waiting).isdisjoint(expected), waiting
     _check_equal(model, expected)
@@ -201,10 +201,10 @@ def _stale_caches(mesh: DeviceMesh, *, folder: Path) -> None:
 
 
 def _from_disk(mesh: DeviceMesh, *, folder: Path, change: str) -> None:
-    """The first forward of what is frozen reads it on each node, unless values or files have changed."""
+    """Each node reads frozen parameters from disk in the first forward, unless values or files changed."""
     names: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(names, group=mesh.get_group("intra"), group_src=0)
-    copy = Path(names[0])  # each node's own
+    copy = Path(names[0])  # each node has its own copy
     if mesh.get_local_rank("intra") == 0:
         shutil.copytree(folder, copy, dirs_exist_ok=True)
     dist.barrier()
@@ -239,7 +239,7 @@ def _from_disk(mesh: DeviceMesh, *, folder: Path, change: str) -> None:
 
 
 def _fails_midway(mesh: DeviceMesh, *, folder: Path) -> None:
-    """A rank that cannot read any more: all ranks hear of it, and that the model is half loaded."""
+    """One rank cannot read on: all ranks raise, and say that the model is half loaded."""
     from fcdp_compile.pretrained import source
 
     model = fcdp_compile.shard(LlamaForCausalLM(LlamaConfig(**SIZES)), mesh)
@@ -267,7 +267,7 @@ def _bert_with_a_new_head(mesh: DeviceMesh, *, folder: Path) -> None:
     told = message_of(CheckpointError, lambda: fcdp_compile.load_pretrained(model, folder))
     assert "'classifier.weight'" in told
     assert "unexpected tensors 'cls." in told
-    # The masked model has no pooler, which is no head.
+    # The masked model lacks the pooler, which is not a head.
     told = message_of(
         CheckpointError, lambda: fcdp_compile.load_pretrained(model, folder, head=False)
     )

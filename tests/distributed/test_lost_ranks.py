@@ -1,7 +1,7 @@
 """Ranks that stop, die or come late: every other rank raises in time and names the rank and the step.
 
-All cases run at the same time, as their ranks mostly wait.  Limits are generous: they are to hold on a busy
-machine, and what must not happen takes ten minutes or half an hour.
+All cases run at the same time, as their ranks mostly wait.  Limits are generous, so that they hold on a busy
+machine: the faults that the tests look for would take ten minutes or half an hour.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ WAIT_S = 5.0
 FAR_S = 600.0
 LATE_BY_S = 4.0
 LIMIT_S = 120.0
-"""For all of it: to start, to compile, to find out."""
+"""For a whole case: start, compile and notice the lost rank."""
 
-_STEP = 2  # the third; before it everything is compiled
+_STEP = 2  # the third step, when everything is compiled
 
 
 def _trains(mesh: DeviceMesh, case: Case, folder: str) -> tuple[str, float]:
-    """Train until something happens to one rank; what the others raise, and how long they waited for it."""
+    """Train until one rank is lost; returns the error of another rank, and how long that rank waited."""
     step, began_s, rank = 0, 0.0, dist.get_rank()
 
     def here(place: str) -> None:
@@ -91,7 +91,7 @@ def _be_late(mark: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What happens to which rank, and where; how long the others wait, and what they say."""
+    """A trouble of one rank; how long the others wait, and what they say."""
 
     rank: int
     place: str
@@ -110,7 +110,7 @@ CASES = {
         act=_stop,
         ranks_per_node=2,
         compiled=True,
-        # Rank 0 hosts the store, and may have left when a later one asks who is missing.
+        # Rank 0 hosts the store, and may have left when a later rank asks who is missing.
         says=r"LostRankError: the backward pass of step 3, \w+ of bucket 0 \(0.weight, …\): "
         r"(rank 3 did not|rank 0 is gone)",
     ),
@@ -156,7 +156,7 @@ Started = dict[str, tuple[list[BaseProcess], list[Connection], Path]]
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    """The ranks of every case."""
+    """Start the ranks of every case."""
     jobs: Started = {}
     try:
         for name, case in CASES.items():
@@ -259,9 +259,9 @@ _NCCLS, _GLOOS, _USERS, _GIVEN = (timedelta(seconds=s) for s in (600, 1800, 10, 
         (None, _GLOOS, None, _GLOOS),
         (None, _USERS, None, _USERS),
         (None, _USERS, _USERS, _USERS),
-        (None, None, _NCCLS, None),  # nobody chose: torch's own for each backend
+        (None, None, _NCCLS, None),  # no timeout chosen: torch's default for each backend
         (None, None, _USERS, _USERS),
-        (None, None, None, None),  # a backend that says nothing
+        (None, None, None, None),  # a backend that does not tell its timeout
         (_GIVEN, _USERS, _USERS, _GIVEN),
         (_GIVEN, None, _NCCLS, _GIVEN),
     ],

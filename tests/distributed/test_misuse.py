@@ -1,4 +1,4 @@
-"""Ways to get another shard, tie or parameter into a sharded model: loud, or right."""
+"""Ways to put another shard, tie or parameter into a sharded model: they raise or work."""
 
 from __future__ import annotations
 

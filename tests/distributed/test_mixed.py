@@ -1,4 +1,4 @@
-"""Other strategies for some modules of a model, and parameters that no strategy has."""
+"""Other strategies for some modules of a model, and parameters without a strategy."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _leave_alone(mesh: DeviceMesh) -> None:
         out = either(inputs)
         out.sum().backward()
         assert left.grad is not None
-        # Its own gradient, which nobody averaged: outputs are multiples of it.
+        # The rank's own gradient, not averaged: outputs are multiples of the parameter.
         assert_close(left.grad.sum() * left.item(), out.sum(), "gradient")
         model.zero_grad()
     assert left in set(model.parameters())
@@ -200,7 +200,7 @@ def _ignore(mesh: DeviceMesh) -> None:
         fcdp_compile.shard(
             model, mesh, ignored_params=[model.first.weight], buffer_dtype=torch.int8
         )
-    in_any_order = left if dist.get_rank() else left[::-1]  # as sets have
+    in_any_order = left if dist.get_rank() else left[::-1]  # sets have no order
     fcdp_compile.shard(model, mesh, ignored_params=in_any_order)
     assert [n for n, p in model.named_parameters() if not isinstance(p, DTensor)] == [
         "scale", "norm.weight", "norm.bias",
@@ -220,7 +220,7 @@ def test_what_is_ignored_follows_from_this_call_alone() -> None:
 
 
 def _write_between_forwards(mesh: DeviceMesh) -> None:
-    """All that outlives the backward is frozen: no forward stores anything for the next one."""
+    """Only frozen buckets outlive the backward, so no forward stores anything for the next forward."""
     pair = Beside(mesh, CASES["odd"], strategy="zero++", module_strategies={"second": "fcdp"})
     for model in pair.both:
         model.second.requires_grad_(False)
@@ -243,7 +243,7 @@ def test_a_write_between_two_forwards_that_only_load() -> None:
 
 
 class _Halves(nn.Module):
-    """Two graphs, the second one on demand."""
+    """Two graphs; the second runs on demand."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizers, norms and gathers of sharded parameters against one rank's, on uneven rows."""
+"""Optimizers, norms and gathers of sharded parameters, compared with one rank's, on uneven rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 
 
 class _Warnings(logging.Handler):
-    """The warnings of torch and fcdp in this process."""
+    """Collects the warnings of torch and fcdp in this process."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -51,7 +51,7 @@ def _build() -> nn.Sequential:
 
 
 def _pair(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A sharded model and the same on one rank, both with the gradients of one batch."""
+    """A sharded model and an equal unsharded one, both with the gradients of one batch."""
     model, plain = fcdp_compile.shard(_build(), mesh, **options), _build()
     batch = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     plain(batch).square().mean().backward()
@@ -86,7 +86,7 @@ def _collect(mesh: DeviceMesh) -> None:
                 one, other = function(sharded.detach()), function(whole.detach())
                 assert one.item() == pytest.approx(other.item(), rel=1e-5), (function, options)
             assert float((sharded * sharded).sum()) == pytest.approx(float(whole.norm()) ** 2)
-        # Gradients of a norm and of gathered values are those of one rank.
+        # Gradients of a norm and of gathered values equal those of one rank.
         for sharded, whole in pairs:
             sharded.grad = whole.grad = None
             (2 * sharded.norm()).backward()
@@ -100,7 +100,7 @@ def _collect_quietly(mesh: DeviceMesh) -> None:
 
 
 def _lists(mesh: DeviceMesh) -> None:
-    """The fast implementation has the loop's bits, is used, and leaves nothing behind."""
+    """The fast implementation is used, gives the loop's bits, and leaves nothing behind."""
     model, other = _pair(mesh)[0], _pair(mesh)[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loop = torch.optim.AdamW(other.parameters(), lr=0.1, foreach=False)
@@ -115,7 +115,7 @@ def _lists(mesh: DeviceMesh) -> None:
         assert torch.equal(
             _whole(optimizer.state[one]["exp_avg_sq"]), _whole(loop.state[two]["exp_avg_sq"])
         )
-    # Who reads the state needs no fcdp.
+    # The state can be read without fcdp.
     file = io.BytesIO()
     torch.save(copy.deepcopy(optimizer.state_dict()), file)
     file.seek(0)
@@ -146,7 +146,7 @@ def _outcomes(mesh: DeviceMesh) -> None:
 
 
 def _views(mesh: DeviceMesh) -> None:
-    """A flat view of uneven rows can be read, and a write to it is refused: it would be lost."""
+    """A flat view of uneven rows can be read; a write to the view would be lost and is refused."""
     parameter = next(_pair(mesh)[0].parameters()).detach()
     flat = parameter.view(-1)
     assert torch.equal(_whole(flat), next(_build().parameters()).flatten())

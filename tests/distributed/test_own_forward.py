@@ -1,4 +1,4 @@
-"""A model whose forward was replaced on the instance, as TRL and Liger do."""
+"""A model whose instance has a replaced forward, as TRL and Liger do it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 def _own_forward(model: nn.Linear) -> nn.Linear:
     def forward(inputs: Tensor) -> Tensor:
         weight: Tensor = model.weight
-        # What somebody writes who knows FSDP2; it would give a gradient that is not averaged.
+        # A user of FSDP2 writes this; the gradient would not be averaged.
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
         return inputs @ weight.t()

@@ -1,4 +1,4 @@
-"""The strategies differ in where a parameter waits, not in a single bit of the result."""
+"""The strategies differ in where they keep a parameter, not in a single bit of the result."""
 
 from __future__ import annotations
 

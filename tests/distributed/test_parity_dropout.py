@@ -1,4 +1,4 @@
-"""With dropout: the same random numbers as the same model under torch's own `aot_eager`."""
+"""With dropout, the model draws the same random numbers as under torch's own `aot_eager`."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_one_process(is_checkpointed: bool) -> None:
 
 
 def _check_both_ways_to_recompute(mesh: DeviceMesh) -> bool:
-    """As on CPUs, where graphs are given random states, and as on GPUs, where they are given generators.
+    """Check as on CPUs, where graphs take random states, and as on GPUs, where they take generators.
 
-    Returns whether this torch can do the second on a CPU.
+    Returns whether this torch can take generators on a CPU.
     """
     compiled: list[int] = []
 
@@ -96,6 +96,6 @@ def _check_both_ways_to_recompute(mesh: DeviceMesh) -> bool:
 
 
 def test_two_nodes() -> None:
-    """Of one rank: what more of them would add, gathers within a node, draws nothing."""
+    """Nodes of one rank: more ranks would only add gathers within a node, which draw no random numbers."""
     if not all(run(_check_both_ways_to_recompute, nodes=2, ranks_per_node=1)):
         pytest.skip("without generators as inputs, which this torch has for GPUs alone")

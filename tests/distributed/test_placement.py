@@ -1,4 +1,4 @@
-"""Node shards on the device or the host, as memory allows: the same numbers, and the predicted memory."""
+"""Node shards on the device or the host, as memory allows: equal numbers, and the predicted memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BUCKET_MB = 300 / 2**20  # several buckets
 
 
 class Trained:
-    """A model on a device of so many bytes, after a few steps, and what was seen on the way."""
+    """A model trained for a few steps on a device with limited memory, with observations of the steps."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Trained:
                 self.plans.append(plan)
                 super().__init__(plan, model)
 
-        # A CPU does not say how much of it is used.
+        # A CPU does not tell how much memory is used.
         DeviceMemory.of = staticmethod(of)  # type: ignore[method-assign, assignment]
         placement.predict = predict  # type: ignore[assignment]
         compilation.CompiledPlan = Bound  # type: ignore[misc]
@@ -160,7 +160,7 @@ def _peak_without_full(step: StepMemory) -> int:
 
 
 def _spread_bytes(plan: Plan) -> int:
-    """What a run of `Trained` gathers within the node: 3 steps of 2 micro-batches, of which one is cold."""
+    """Bytes that a run of `Trained` gathers within the node: 3 steps of 2 micro-batches, one of them cold."""
     per_run = {
         (s.direction, s.variant): s.bytes_by_kind().get(Kind.INTRA_ALL_GATHER, 0)
         for s in plan.schedules
@@ -173,7 +173,7 @@ def _spread_bytes(plan: Plan) -> int:
 
 
 def _full_device(mesh: DeviceMesh, name: str, expected: Trained, plenty: Trained) -> None:
-    """Planned for the device, which turns out to be full: to the host, on one rank or all."""
+    """Buckets planned for the device go to the host if the device is full, on one rank or on all."""
     rank, _ = rank_and_ranks(mesh)
     for used in (_PLENTY, _PLENTY if rank == 0 else 0):
         found = Trained(mesh, name, _PLENTY, used=used, tau=0.9)
@@ -187,14 +187,14 @@ def _full_device(mesh: DeviceMesh, name: str, expected: Trained, plenty: Trained
             assert found.host_bytes == expected.host_bytes
         else:
             assert found.memory.fallbacks == found.host_bytes == 0
-        # It shows in the first forward, from the second one on nothing is kept in full.
+        # The first forward notices it; from the second forward on no bucket is kept in full.
         spread = found.moved.bytes("intra", "all_gather")
         assert plenty.moved.bytes("intra", "all_gather") < spread
         assert spread < expected.moved.bytes("intra", "all_gather")
 
 
 def _own_affairs(mesh: DeviceMesh, name: str, expected: Trained) -> list[str]:
-    """Ranks of different memory work together; whole buckets are kept by all or none."""
+    """Ranks with different memory work together; whole buckets are kept by all ranks or by none."""
     rank, _ = rank_and_ranks(mesh)
     found = Trained(mesh, name, [1, _PLENTY, None, _PLENTY][rank])
     assert found.losses == expected.losses
@@ -217,7 +217,7 @@ def test_tiers_change_bytes_and_no_number(name: str) -> None:
 
 
 def _two_plans(mesh: DeviceMesh, name: str) -> None:
-    """Two compilations of one model, of which one keeps whole buckets, taking turns in every order."""
+    """Two compilations of one model, one of which keeps whole buckets, take turns in every order."""
     seen = []
     for capacity in (None, _PLENTY):
         fresh()
@@ -260,7 +260,7 @@ def test_plans_of_different_tiers_share_a_model(name: str) -> None:
 
 
 def _measured(mesh: DeviceMesh, name: str) -> tuple[int, int]:
-    """Peak of what a step allocates, the least that the profiler saw of a few, and the predicted one."""
+    """The lowest peak of a few profiled steps, and the predicted peak."""
     untrained = Trained(mesh, name, 1, steps=0)
     case = CASES[name]
     tops = []
@@ -271,7 +271,7 @@ def _measured(mesh: DeviceMesh, name: str) -> tuple[int, int]:
         tops.append(_peak_seen(profiled))
         untrained.optimizer.step()
         untrained.optimizer.zero_grad()
-    return min(tops[2:]), max(untrained.steps[-1].alive_bytes)  # the first ones allocate for good
+    return min(tops[2:]), max(untrained.steps[-1].alive_bytes)  # the first steps allocate for good
 
 
 def _peak_seen(profiled: profile) -> int:
@@ -285,9 +285,9 @@ def _peak_seen(profiled: profile) -> int:
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-lora"])
 def test_the_predicted_peak_is_near_the_measured_one(name: str) -> None:
-    """Gloo's staging is in no graph: a reduction's parts and their sum, on the lane's thread.
+    """No graph contains Gloo's staging: a reduction's parts and their sum, on the lane's thread.
 
-    The least of all ranks and a few steps: Gloo's threads let go of buffers when they get to it.
+    The lowest peak of all ranks and a few steps counts, as Gloo's threads free buffers late.
     """
     found = run(_measured, name, nodes=2, ranks_per_node=2)
     (predicted,) = {p for _, p in found}

@@ -1,4 +1,4 @@
-"""`fcdp probe` on several ranks: one speaks and writes, all leave together, whatever happens."""
+"""`fcdp probe` on several ranks: one rank prints and writes, and all ranks always end together."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
 
 
 def check_samples(profile: ClusterProfile) -> None:
-    """What one rank sends of a gather between two nodes of two ranks is half of what its node does."""
+    """In a gather between two nodes of two ranks, each rank sends half of its node's bytes."""
     sizes = [4 * KIB, 16 * KIB, 64 * KIB]
     for of, ranks_counted in (
         (Measured.INTER_ALL_GATHER, 2),
@@ -118,7 +118,7 @@ def _probe(mesh: DeviceMesh, request: ProbeRequest) -> ProbeOutcome:
 
 
 def test_all_ranks_find_the_same() -> None:
-    """Within a job that has groups already, and keeps them."""
+    """Within a job that already has groups and keeps them."""
     found = ranks.run(_probe, REQUEST, nodes=1, ranks_per_node=3)
     assert [outcome.is_first for outcome in found] == [True, False, False]
     profile = found[0].profile
@@ -160,7 +160,7 @@ def _probe_other_nodes(mesh: DeviceMesh) -> ProbeOutcome:
 def test_what_goes_wrong_on_one_rank_ends_all(
     probing: Callable[[DeviceMesh], ProbeOutcome], expected: str
 ) -> None:
-    """None waits for another that measures something else, or nothing."""
+    """No rank waits for a rank that measures something else, or nothing."""
     found = ranks.run(probing, nodes=1, ranks_per_node=2)
     assert all(expected in each.refusal for each in found), found
     assert [each.is_first for each in found] == [True, False]
@@ -184,7 +184,7 @@ def _slowdown(mesh: DeviceMesh) -> list[float]:
 
 
 def test_gathers_beside_loads_and_loads_of_one_rank() -> None:
-    """On a GPU they tell which links are shared; here that the ranks come through, with one result."""
+    """On a GPU the times tell which links are shared; here all ranks must end with equal results."""
     first, second = ranks.run(_slowdown, nodes=1, ranks_per_node=2)
     assert first == second
     assert min(first) > 0

@@ -1,4 +1,4 @@
-"""Weights and gradients in fewer bits between nodes: the same for every cache, close to exact training."""
+"""Quantised weights and gradients between nodes: equal for every cache, and close to exact training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OTHERS = {"odd": ("zero2+w8+g8", "zero+++w8+g8"), "odd-lora": ("fcdp+c8+g8",)}
 
 
 def _compare(mesh: DeviceMesh, case: str) -> tuple[float, float]:
-    """Bitwise among strategies that gather the same; returns how far the first step is from exact."""
+    """Strategies with equal gathers must agree bitwise; returns how far the first step is from exact."""
     exact = _history(mesh, case, "fcdp", 1)
     first = _history(mesh, case, "fcdp+w8+g8", 2)
     for other in _OTHERS[case]:
@@ -49,7 +49,7 @@ def _compare(mesh: DeviceMesh, case: str) -> tuple[float, float]:
 
 
 def _compare_buckets(mesh: DeviceMesh) -> None:
-    """Parameters of a few elements come to the same values alone and among others."""
+    """Parameters of a few elements get equal values alone in a bucket and among others."""
     few, many = (
         _history(mesh, "odd", "zero3+w8+g8", 1, bucket_mb=b, param_dtype=torch.bfloat16)
         for b in (BUCKET_MB, 1e-7)
@@ -63,7 +63,7 @@ def _compare_all(mesh: DeviceMesh) -> dict[str, tuple[float, float]]:
 
 
 def test_strategies_agree_to_the_bit_and_stay_close_to_exact() -> None:
-    """A control that something was quantised: no result is exact."""
+    """The control: no result is exact, so something was quantised."""
     for found in run(_compare_all, nodes=2, ranks_per_node=2):
         for loss_apart, gradient_apart in found.values():
             assert 0 < loss_apart < 5e-3
@@ -71,7 +71,7 @@ def test_strategies_agree_to_the_bit_and_stay_close_to_exact() -> None:
 
 
 def _compiled(mesh: DeviceMesh) -> tuple[float, int, int]:
-    """How far losses with compiled kernels are from those with ATen's, and how many kernels there are."""
+    """How far losses with compiled kernels are from those with ATen's, and the number of kernels."""
     losses, counts = [], []
     for compute in ("eager", "inductor"):
         trial = Trial(case="floats", compute=compute, strategy="fcdp+w8+g4")
@@ -91,7 +91,7 @@ def test_kernels_are_compiled_where_the_rest_is() -> None:
 
 
 def _frozen(mesh: DeviceMesh) -> tuple[int, int]:
-    """Frozen weights on the host in 8 bits; returns the bytes that the cache has, without and with it."""
+    """Keep frozen weights on the host in 8 bits; returns the cache's bytes, without and with the 8 bits."""
     sizes = []
     for strategy in ("fcdp", "fcdp+c8"):
         mine = Sharded(mesh, Trial(case="llama-lora", strategy=strategy))
@@ -104,7 +104,7 @@ def _frozen(mesh: DeviceMesh) -> tuple[int, int]:
         frozen = {n for n, p in mine.model.named_parameters() if not p.requires_grad}
         check_equal(
             strategy, {n: after[n] for n in frozen}, {n: before[n] for n in frozen}
-        )  # released or not, what is saved is exact
+        )  # released or not, the saved values are exact
     return sizes[0], sizes[1]
 
 
@@ -115,7 +115,7 @@ def test_frozen_weights_take_a_quarter_of_the_host_memory_and_stay_what_they_are
 
 
 def _markov(step: int, rank: int) -> Tensor:
-    """Sequences whose next token is mostly known: losses go to their entropy, not to zero."""
+    """Sequences whose next token is mostly predictable: losses approach the entropy, not zero."""
     made = torch.Generator().manual_seed(1000 * step + rank)
     ids = torch.randint(VOCABULARY, (8, 24), generator=made)
     for i in range(1, ids.shape[1]):
@@ -125,7 +125,7 @@ def _markov(step: int, rank: int) -> Tensor:
 
 
 def _train(mesh: DeviceMesh, strategy: str, steps: int) -> float:
-    """The loss of the last 30 steps, on all ranks."""
+    """The mean loss of the last 30 steps on all ranks."""
     mine = Sharded(mesh, Trial(case="llama", strategy=strategy))
     for group in mine.optimizer.param_groups:
         group["lr"] = 3e-3
@@ -145,7 +145,7 @@ def _converge(mesh: DeviceMesh) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_300_steps_come_to_the_same_loss() -> None:
-    """Of int8 weights and int4 gradients, within 1 %; a control that something was learnt."""
+    """With int8 weights and int4 gradients, within 1 %; a control shows that the model learnt."""
     for losses in run(_converge, nodes=2, ranks_per_node=1):
         assert losses["fcdp"] < 4.0
         assert abs(losses["fcdp+w8+g4"] / losses["fcdp"] - 1) < 0.01, losses

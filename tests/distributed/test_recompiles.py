@@ -1,4 +1,4 @@
-"""Sequence lengths vary, evaluation comes between, models die: what fcdp compiles, and what it leaves."""
+"""Varying sequence lengths, evaluations, deleted models: what fcdp compiles, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.distributed
 
 LENGTHS = [[16, 16, 16, 16], [24, 24, 24, 24], [9, 9, 9, 9], [31, 31, 31, 31]]
 UNEQUAL_LENGTHS = [[16, 16, 16, 16], [16, 24, 16, 16], [9, 24, 16, 31], [31, 9, 9, 12], [20] * 4]
-"""By step and rank: rank 1 meets a second length before the others do."""
+"""By step and rank: rank 1 gets a second length before the others."""
 
 
 def _plans(folder: Path) -> int:
@@ -42,7 +42,7 @@ def _plans(folder: Path) -> int:
 def _train(
     mesh: DeviceMesh | None, name: str, lengths: list[list[int]], folder: Path, strategy: str
 ) -> list[int]:
-    """Train with these lengths and compare; the graphs there were after each step and evaluation."""
+    """Train with these lengths and compare; returns the graphs after each step and evaluation."""
     dump = folder / f"{name}-{strategy}"
     mine = Sharded(mesh, Trial(case=name, strategy=strategy), options={"dump": dump})
     model, case, rank = mine.model, mine.case, mine.rank
@@ -98,7 +98,7 @@ def test_ranks_may_recompile_in_different_steps(
 
 
 def _train_and_forget(mesh: DeviceMesh | None, name: str, compute: str | None) -> None:
-    fresh()  # of what earlier tests left in this process
+    fresh()  # drops what earlier tests left in this process
     hooks = len(torch_optimizer._global_optimizer_post_hooks)
     state = _train_once(mesh, name, compute)
     fresh()

@@ -1,4 +1,4 @@
-"""The option `record`: times of some runs of each graph, true to its plan; the same numbers as without."""
+"""The option `record`: times of some runs of each graph, which fit its plan; it changes no numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BACKWARD, ACCUMULATE, COLLECT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a model came to, by the bytes, and which file of times there was after each step."""
+    """A trained model's bits, and the file of times after each step."""
 
     losses: list[float]
     parameters: list[str]
@@ -65,7 +65,7 @@ def _train(mesh: DeviceMesh, strategy: str, folder: Path | None) -> Trained:
 
 
 def _accumulate(mesh: DeviceMesh, folder: Path) -> None:
-    """Some steps without `no_sync`, then some of three micro-batches."""
+    """Train some steps without `no_sync`, then some steps of three micro-batches."""
     pair = Beside(mesh, CASES["odd"], options={"dump": folder, "record": 1})
     for batches in (1, 1, 1, 3, 3, 3):
         for i in range(batches):
@@ -93,7 +93,7 @@ def _all(mesh: DeviceMesh, folder: Path) -> dict[str, tuple[Trained, Trained]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """Where everything was recorded, and what each rank trained, without recording and with."""
+    """The folder of the recordings, and what each rank trained, without and with recording."""
 
     folder: Path
     ranks: list[dict[str, tuple[Trained, Trained]]]
@@ -106,7 +106,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def counts_of(folder: Path) -> dict[ScheduleKey, int]:
-    """How many runs were recorded of each schedule of the only plan, all true to it."""
+    """The number of recorded runs of each schedule of the only plan; all recordings must fit the plan."""
     (found,) = folder.glob("*.recorded.json")
     stem = found.name.removesuffix(".recorded.json")
     plan = read_plan(folder / f"{stem}.plan.json")
@@ -135,7 +135,7 @@ def test_results_are_those_without_a_recording_bit_by_bit(done: Done, strategy: 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nothing_is_written_before_all_is_recorded_nor_after(done: Done, strategy: str) -> None:
-    """The last run's times may be looked up, and written, as the next run begins."""
+    """The last run's times may be read and written only when the next run begins."""
     for plain, timed in (rank[strategy] for rank in done.ranks[:1]):
         assert plain.files == [None] * STEPS
         assert timed.files[:RUNS] == [None] * RUNS
@@ -144,13 +144,13 @@ def test_nothing_is_written_before_all_is_recorded_nor_after(done: Done, strateg
 
 
 def test_variants_that_are_added_later_are_recorded_and_the_others_stay(done: Done) -> None:
-    """The plan's file is written again then, with another digest."""
+    """The plan's file is then written again, with another digest."""
     counts = counts_of(done.folder / "accumulate")
     assert counts == dict.fromkeys([COLD, BACKWARD, WARM, ACCUMULATE, COLLECT], 1)
 
 
 def test_inference(done: Done) -> None:
-    """All batches but the first find everything cached."""
+    """After the first batch everything is cached."""
     assert counts_of(done.folder / "infer") == {(Direction.INFERENCE, Variant.WARM): RUNS}
 
 

@@ -1,4 +1,4 @@
-"""Frozen home shards leave the device once the host has them, and no number changes."""
+"""Frozen home shards leave the device once the host has a copy, and no number changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def _losses(
     mesh: DeviceMesh, name: str, strategy: str
 ) -> tuple[list[float], dict[str, Tensor], list[int]]:
-    """Of a few steps, the parameters after them, and bytes of frozen shards after shard and each forward."""
+    """Losses of a few steps, the last parameters, bytes of frozen shards at first and after each pass."""
     pair = Beside(mesh, CASES[name], options=OPTIONS, strategy=strategy)
     sizes = [sum(map(held_bytes, frozen_of(pair.model).values()))]
     losses = []
@@ -101,18 +101,18 @@ def _evaluation(mesh: DeviceMesh) -> None:
             assert pair.losses(7)[0] == pytest.approx(pair.losses(7)[1], rel=1e-5)
             assert not there(pair.model)
             for parameter in frozen_of(pair.model).values():
-                parameter.full_tensor()  # comes back inside
+                parameter.full_tensor()  # loads the shard again within the block
             pair.losses(8)
         pair.train(2)
         assert not there(pair.model)
         pair.compare_parameters()
-    eager = pair.case.loss(pair.model, pair.data(9))  # gathers every shard itself
+    eager = pair.case.loss(pair.model, pair.data(9))  # gathers shard by shard
     assert eager.item() == pytest.approx(forward(pair, 9).item(), rel=1e-5)
     assert not there(pair.model)
 
 
 class _Reading(nn.Module):
-    """Reads a frozen parameter past its property, in the graph, and keeps a function of it for backward."""
+    """Reads a frozen parameter in the graph without its property, and saves a function of it for backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def _read_in_a_graph(mesh: DeviceMesh) -> None:
 
 
 def _compiled_caller(mesh: DeviceMesh) -> None:
-    """The guards of a compiled function around the model look before the model is called."""
+    """The guards of a compiled function around the model look at shards before the model is called."""
     pair = make_pair(mesh)
 
     def loss(ids: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def _unfreezing(mesh: DeviceMesh) -> None:
 
 def _two_models(mesh: DeviceMesh) -> None:
     first = make_pair(mesh)
-    second = make_pair(mesh)  # resets Dynamo: the first one's graphs compile again
+    second = make_pair(mesh)  # resets Dynamo: the first model's graphs compile again
     for pair in (first, second, first):
         pair.train(1)
         assert not there(pair.model)
@@ -184,13 +184,13 @@ def _two_models(mesh: DeviceMesh) -> None:
     del second, pair
     parameter = named(first.model, "first.base_layer.weight")
     expected = named(first.plain, "first.base_layer.weight")
-    del first  # the parameter still comes back, from what its model had on the host
+    del first  # the parameter's shard is still loaded from its model's host copy
     assert not held_bytes(parameter)
     assert torch.equal(whole(parameter), expected)
 
 
 def _of_less_precision(mesh: DeviceMesh) -> None:
-    """What travels in bf16 is no copy of an fp32 shard."""
+    """A bucket gathered in bf16 has no copy of an fp32 shard."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = fcdp_compile.shard(CASES["odd-lora"].model(), mesh, param_dtype=torch.bfloat16)

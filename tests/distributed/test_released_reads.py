@@ -1,4 +1,4 @@
-"""A released shard comes back for who reads or writes it, and goes again with the next forward."""
+"""A released shard is loaded again for a read or a write, and released again by the next forward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.distributed.released import (
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 Read = Callable[[Any], Tensor]
-"""Of one shard: to its whole value."""
+"""Computes a parameter's whole value from its shard."""
 
 
 def _pickled(p: Any) -> Tensor:
@@ -45,13 +45,13 @@ def _pickled(p: Any) -> Tensor:
 
 def _computed(p: Any) -> Tensor:
     (one,) = torch._foreach_norm([p])
-    for norm in (p.norm(), one):  # of parts, so not bitwise
+    for norm in (p.norm(), one):  # a sum over parts, so not bitwise
         assert_close(whole(norm), whole(p).norm(), "norm")
     return whole(p)
 
 
 def _compiled_read(p: Any) -> Tensor:
-    """Another backend's graph takes shards as they are."""
+    """Another backend's graph takes shards, not whole values."""
     return whole(torch.compile(lambda q: q * 1.0, backend="aot_eager")(p))
 
 
@@ -100,7 +100,7 @@ def _reads(mesh: DeviceMesh) -> None:
 
 
 def _kept_aliases(mesh: DeviceMesh) -> None:
-    """What somebody holds on to stays readable, and writes to it count."""
+    """An alias that a user keeps stays readable, and writes to the alias count."""
     pair = make_pair(mesh)
     parameter, plain = (named(m, "first.base_layer.weight") for m in pair.both)
     for way, read in LOCAL_READS.items():
@@ -157,7 +157,7 @@ def _state_dicts(mesh: DeviceMesh) -> None:
     pair.plain.load_state_dict(expected)
     pair.train(2)
     pair.compare_parameters()
-    # Nothing but the trained parameters: the rest stays on the host, of an older generation.
+    # Only the trained parameters: the others stay on the host, with an older generation.
     pair.model.load_state_dict({n: pair.model.state_dict()[n] for n in trained}, strict=False)
     forward(pair)
     assert not there(pair.model)

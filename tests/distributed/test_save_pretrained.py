@@ -1,4 +1,4 @@
-"""`save_pretrained` writes what Transformers and PEFT would write, bit by bit, and they read it."""
+"""`save_pretrained` writes the files of Transformers and PEFT, bit by bit, and both can read them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.distributed
 
 
 def _shared_folder(mesh: DeviceMesh | None) -> Path:
-    """A new folder that all ranks know."""
+    """Make a folder; returns its path on all ranks."""
     told = [tempfile.mkdtemp(prefix="fcdp-") if _rank() == 0 else ""]
     if mesh is not None:
         dist.broadcast_object_list(told, 0)
@@ -79,7 +79,7 @@ def _model(mesh: DeviceMesh | None, name: str, max_shard_bytes: int) -> None:
 
 
 def _same_by_own_method(mesh: DeviceMesh | None, model: Any, folder: Path, **options: Any) -> None:
-    """`model.save_pretrained` writes the same; in one process it is what Transformers or PEFT wrote."""
+    """`model.save_pretrained` writes equal files; in one process Transformers' or PEFT's own bytes."""
     if mesh is not None:
         model.save_pretrained(str(folder / "own"), is_main_process=not _rank(), **options)
         if _rank() == 0:
@@ -87,7 +87,7 @@ def _same_by_own_method(mesh: DeviceMesh | None, model: Any, folder: Path, **opt
 
 
 def _adapter(mesh: DeviceMesh | None, name: str) -> None:
-    """Trained for two steps, written, and read by PEFT into a base of its own."""
+    """Train an adapter two steps and save it; PEFT reads it into a base of its own."""
     folder, plain = _shared_folder(mesh), make(ADAPTED[name])
     base = copy.deepcopy(plain.base_model) if name in PROMPTS else copy.deepcopy(plain).unload()
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
@@ -123,7 +123,7 @@ def _prompts_are_not_merged(mesh: DeviceMesh | None) -> None:
 
 
 def _embeddings_that_were_tied(mesh: DeviceMesh | None) -> None:
-    """A trained copy of the head: the merged base must not be read with the embedding in its place."""
+    """The trained head is a copy: a reader of the merged base must not replace the head by the embedding."""
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
     folder, plain = _shared_folder(mesh), make(lambda: peft.get_peft_model(llama_tied(), config))
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
@@ -147,7 +147,7 @@ def _plain_module(mesh: DeviceMesh | None) -> None:
 
 
 def _own_tie(mesh: DeviceMesh | None) -> None:
-    """A weight that the user, and not the configuration, has tied is there under both names."""
+    """A weight tied by the user, not by the configuration, is saved under both names."""
     folder, plain = _shared_folder(mesh), make(llama)
     plain.lm_head.weight = plain.model.embed_tokens.weight
     fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
@@ -157,7 +157,7 @@ def _own_tie(mesh: DeviceMesh | None) -> None:
 
 
 def _other_homes(mesh: DeviceMesh) -> None:
-    """Parameters that every rank, or every node, has a copy of."""
+    """Parameters with a copy on every rank, or on every node."""
     folder, plain = _shared_folder(mesh), make(llama)
     rules = {"model.embed_tokens": "ddp", "lm_head": "zero3"}
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh, strategy="mics", module_strategies=rules)
@@ -172,7 +172,7 @@ class _Tokenizer:
 
 
 def _compiled_and_released(mesh: DeviceMesh) -> None:
-    """Shards that left the device stay away, and the export has their values all the same."""
+    """Released shards stay on the host, and yet the export has their values."""
     folder, plain = _shared_folder(mesh), make(ADAPTED["lora"])
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
     net: Any = torch.compile(model, backend="fcdp")
@@ -193,7 +193,7 @@ def _compiled_and_released(mesh: DeviceMesh) -> None:
 
 
 class _LiveBytes(DispatchMode):
-    """The most bytes of memory that operations had made and somebody held, besides the model's own."""
+    """Counts the peak bytes of held tensors that operations made, besides the model's own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class _LiveBytes(DispatchMode):
 
 
 def _memory(mesh: DeviceMesh | None) -> None:
-    """The writer has what is written: the model, more where experts are taken apart, or the adapters."""
+    """The writer holds no more than it writes: the model (more if experts are split), or the adapters."""
     for name, build in (("llama", llama), ("mixtral", mixtral), ("lora", ADAPTED["lora"])):
         folder, plain = _shared_folder(mesh), make(build)
         largest = max(p.nbytes for p in plain.parameters())
@@ -226,7 +226,7 @@ def _memory(mesh: DeviceMesh | None) -> None:
         model = fcdp_compile.shard(plain, mesh)
         with _LiveBytes(model) as live:
             fcdp_compile.save_pretrained(model, folder / "ours")
-        # Besides: a piece that arrives, buffers, what ranks tell each other.
+        # Besides: a piece that arrives, buffers, messages between ranks.
         pieces = largest / (2 if mesh is None else mesh.size()) + 2000
         limit = whole_bytes + experts + pieces if _rank() == 0 else pieces
         assert live.peak < limit, (name, live.peak, whole_bytes, experts, limit)
@@ -234,7 +234,7 @@ def _memory(mesh: DeviceMesh | None) -> None:
 
 
 def _disk_full(mesh: DeviceMesh | None) -> None:
-    """The third file of four cannot be written; nobody hangs, and the folder is as it was."""
+    """The third file of four cannot be written; no rank hangs, and the folder is unchanged."""
     folder = _shared_folder(mesh)
     model = fcdp_compile.shard(make(llama), mesh)
     fcdp_compile.save_pretrained(model, folder / "ours")
@@ -266,7 +266,7 @@ def _no_folder(mesh: DeviceMesh | None) -> None:
 
 
 def _one_rank_fails(mesh: DeviceMesh) -> None:
-    """A rank whose shard is not what it was sends zeros, and nobody keeps them."""
+    """A rank whose shard has changed sends zeros, and no rank keeps them."""
     folder = _shared_folder(mesh)
     model = fcdp_compile.shard(make(llama), mesh)
     if _rank() == 1:
@@ -293,7 +293,7 @@ class _OwnFormat(Odd):
 
 
 def _own_methods(mesh: DeviceMesh) -> None:
-    """What libraries offer to save with writes whole values or says what does."""
+    """Libraries' own save methods write whole values, or name a method that does."""
     folder = _shared_folder(mesh)
     model = fcdp_compile.shard(make(llama), mesh)
     for told, save in {
@@ -348,14 +348,14 @@ def _own_methods(mesh: DeviceMesh) -> None:
 
 
 def _loaded_again(mesh: DeviceMesh | None) -> None:
-    """What was written comes back into a sharded model that was built without values."""
+    """A sharded model built without values loads the export."""
     folder, plain = _shared_folder(mesh), make(mixtral)
     fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
     with torch.device("meta"):
         empty = mixtral()
     model = fcdp_compile.shard(empty, mesh)
     fcdp_compile.load_pretrained(model, folder / "ours")
-    fcdp_compile.materialize(model)  # buffers that no checkpoint has
+    fcdp_compile.materialize(model)  # computes buffers that no checkpoint has
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(whole(found), expected), name
     fcdp_compile.save_pretrained(model, folder / "again")
@@ -382,7 +382,7 @@ ANYWHERE: dict[str, Job] = {
     "no folder": _no_folder,
     "values that are not there": _values_that_are_not_there,
 }
-"""What needs no particular layout."""
+"""Jobs that need no particular layout."""
 
 SEVERAL: dict[str, Job] = {
     "compiled and released": _compiled_and_released,
@@ -415,7 +415,7 @@ def test_on_two_nodes(verdicts: list[dict[str, str]], job: str) -> None:
 
 
 def test_on_three_ranks() -> None:
-    """Where nothing divides by the number of ranks."""
+    """No size is divisible by the number of ranks."""
     jobs = {name: JOBS[name] for name in ODD} | ANYWHERE
     for verdict in run_jobs(jobs, nodes=1, ranks_per_node=3):
         assert verdict == dict.fromkeys(jobs, WORKS)
@@ -446,7 +446,7 @@ def test_misuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_model_beside_an_adapter(tmp_path: Path) -> None:
-    """from_pretrained would add the adapter to what it is merged into already."""
+    """Else from_pretrained would add the adapter to a model into which it is already merged."""
     model = fcdp_compile.shard(ADAPTED["lora"]())
     fcdp_compile.save_pretrained(model, tmp_path)
     before = sorted(p.name for p in tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""fp16 with `torch.amp.GradScaler`: what overflows in one element on one rank skips the step on all."""
+"""fp16 with `torch.amp.GradScaler`: an overflow in one element on one rank skips the step on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STRATEGIES = ["fcdp", "zero3", "ddp", "mics", "fcdp+w8+g4", "mixed"]
 
 
 class _Rows(nn.Module):
-    """Two layers whose gradient's rows are as large as the factors say."""
+    """Two layers; the factors set the size of the rows of their gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def _train(mesh: DeviceMesh) -> None:
             before = values(model)
             factors = torch.full((8,), 1e-3)
             if overflows and dist.get_rank() == 1:
-                factors[-1] = 2.0  # times the scale: no number in fp16
+                factors[-1] = 2.0  # times the scale, this overflows in fp16
             scaler.scale(net(torch.ones(2, 4), factors)).backward()
             scaler.step(optimizer)
             scaler.update()

@@ -1,4 +1,4 @@
-"""How many different segments a model has: as many with many layers as with a few."""
+"""The number of different segments of a model does not grow with its layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.ranks import run
 def _count(
     mesh: DeviceMesh | None, layers: int, dropout: float, strategy: str, layers_in_a_bucket: float
 ) -> tuple[int, int]:
-    """Train a step; how many segments were compiled, and how many there are."""
+    """Train a step; returns how many segments were compiled, and how many the model has."""
     fresh()
     compiled: list[int] = []
     asked: list[int] = []
@@ -30,7 +30,7 @@ def _count(
 
     def instead(gm: Any, inputs: Any, settings: Any) -> Any:
         compiled.append(len(gm.graph.nodes))
-        return torch_compat.boxed(gm)  # it is counted, not timed
+        return torch_compat.boxed(gm)  # the count is enough: skip Inductor
 
     def counted(self: Any, gm: Any) -> Any:
         asked.append(1)
@@ -57,7 +57,7 @@ def test_alone(dropout: float) -> None:
     few, _ = _count(None, 6, dropout, "fcdp", 1.0)
     many, segments = _count(None, 20, dropout, "fcdp", 1.0)
     assert many <= few
-    assert segments > 35  # a forward and a backward of each layer
+    assert segments > 35  # a forward and a backward for each layer
 
 
 @pytest.mark.distributed

@@ -1,7 +1,7 @@
-"""Who uses which process group when: lanes, DTensors and several models must never meet in one out of order.
+"""Lanes, DTensors and several models must never use one process group in different orders on different ranks.
 
-Lanes are threads here, and every rank's own get in the way of the others' only by chance; where it is needed,
-one rank's lane is held up on purpose.
+Lanes are threads here, and their order differs between ranks only by chance; where a test needs that, it
+delays one rank's lane.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.distributed.ranks import run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-_FAR_AHEAD = {"bucket_mb": 1e-3, "in_flight_mb": 10}  # a bucket a layer, all of them on their way
+_FAR_AHEAD = {"bucket_mb": 1e-3, "in_flight_mb": 10}  # a bucket for each layer, all in flight
 _WIDTH = 64
 _LAYERS = 6
 
@@ -53,7 +53,7 @@ def _hold_up(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _reads_weights_between_layers(mesh: DeviceMesh) -> None:
-    """DTensor's own collective is compute to a compiled graph, on the Python thread."""
+    """A compiled graph runs DTensor's own collectives as compute, on the Python thread."""
     fresh()
     torch.manual_seed(0)
     plain = _Layers()
@@ -93,7 +93,7 @@ def _reads_weights_between_layers(mesh: DeviceMesh) -> None:
 
 
 def _goes_on_after_an_error(mesh: DeviceMesh) -> None:
-    """What a failed step has started is still under way when the user saves another model, or runs it."""
+    """Transfers of a failed step are still in flight when the user saves or runs another model."""
     fresh()
     torch.manual_seed(0)
     fails, other = _Layers(), _Layers()
@@ -108,7 +108,7 @@ def _goes_on_after_an_error(mesh: DeviceMesh) -> None:
     for net in nets:
         net(ids).sum().backward()
     for attempt in range(4):
-        for model in (fails, other):  # so that all is gathered anew
+        for model in (fails, other):  # so that all buckets are gathered anew
             state_of(model).validity.values_changed()
         _hold_up(fails, mesh)
         with pytest.raises(IndexError):
@@ -136,7 +136,7 @@ def _models_share_groups(mesh: DeviceMesh) -> None:
             )
         )
         del model
-    # No more: a socket of the start may close late.
+    # `<=`: a socket from the start may close late.
     no_more = all(third <= second for second, third in zip(counts[1], counts[2], strict=True))
     assert no_more, f"groups, threads and open files of a second and a third model: {counts}"
 

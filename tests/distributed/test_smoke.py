@@ -22,7 +22,7 @@ def _train(mesh: DeviceMesh, name: str) -> list[float]:
     losses = []
     for step in range(3):
         ids = batch(case, step=step, rank=torch.distributed.get_rank())
-        # A user may be building another model: what fcdp makes says itself where it is.
+        # A user may be building another model, so fcdp names the device of each tensor that it makes.
         torch.set_default_device("meta" if step != 1 else "cpu")
         try:
             loss = case.loss(net, ids)

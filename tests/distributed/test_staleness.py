@@ -1,4 +1,4 @@
-"""Every way to change a parameter: what was gathered before is not trained on afterwards.
+"""Every way to change a parameter: training never goes on with values gathered before the change.
 
 `test_staleness_between` is about changes between a forward and its backward.
 """
@@ -40,7 +40,7 @@ def _each(pair: Beside, change: Callable[[nn.Module], Any]) -> None:
 
 
 def _step_with(make: Callable[..., torch.optim.Optimizer], pair: Beside, **options: Any) -> None:
-    """One optimizer step of this kind; a backward first, which changes no parameter."""
+    """Take one step of this kind of optimizer, after a backward, which changes no parameter."""
     pair.use(lambda parameters: make(parameters, lr=0.05, **options))
     pair.train()
     pair.use(sgd)
@@ -98,7 +98,7 @@ def _data_assigned_whole(pair: Beside, name: str) -> None:
 
 def _local_on_one_rank(pair: Beside, name: str, by_attribute: bool) -> None:
     mine, plain = (named(m, name) for m in pair.both)
-    if pair.rank == 0:  # the first chunk, which is never empty
+    if pair.rank == 0:  # it has the first chunk, which is never empty
         with torch.no_grad():
             (mine._local_tensor if by_attribute else mine.to_local()).mul_(-2.0).add_(1.0)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def _local_on_all_ranks(pair: Beside, name: str) -> None:
 
 
 def _swapped_rows(pair: Beside, name: str) -> None:
-    """A change that leaves every sum of the values as it was."""
+    """A change that leaves every sum of the values unchanged."""
 
     def change(model: nn.Module) -> None:
         p = named(model, name)
@@ -240,11 +240,12 @@ _TWO_ADAPTERS = Case(
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one change did on one rank.
+    """The effects of one change on one rank.
 
-    before, after: loss on one batch.  expected: the plain model's after.  idle_bytes: all-gathered between
-    nodes by a forward without a change.  refreshed_bytes: by change and forward.  expected_bytes: slots of
-    the buckets whose parameters changed; None where a change trains or compiles on the way.
+    before, after: loss on one batch.  expected: the plain model's loss afterwards.  idle_bytes: bytes that a
+    forward without a change gathers between nodes.  refreshed_bytes: the bytes of the change and the next
+    forward.  expected_bytes: slots of the buckets with changed parameters; None if the change trains or
+    compiles.
     """
 
     before: float
@@ -267,7 +268,7 @@ def _inter(pair: Beside) -> int:
 
 
 def _slots_of_changed(pair: Beside, before: dict[str, Tensor]) -> int:
-    """What a rank must send to refresh the buckets of the parameters that differ."""
+    """The bytes that a rank must send to refresh the buckets of the parameters that differ."""
     state = state_of(pair.model)
     changed = [n for n, p in pair.plain.named_parameters() if not torch.equal(p, before[n])]
     keys = {record.spec.name: key for key, record in state.records.items()}
@@ -282,7 +283,7 @@ def _slots_of_changed(pair: Beside, before: dict[str, Tensor]) -> int:
 
 
 def _apply(pair: Beside, change: Callable[[Beside], None]) -> Seen:
-    pair.losses(1000)  # the last change's optimizer steps are refreshed here
+    pair.losses(1000)  # refreshes after the last change's optimizer steps
     sent = _inter(pair)
     before, _ = pair.losses(1000)
     idle = _inter(pair) - sent
@@ -347,7 +348,7 @@ def test_a_changed_parameter_is_gathered_again(full: list[dict[str, Seen]], chan
     _check(seen[change] for seen in full)
 
 
-_SAME_LOSS = {"merge and unmerge"}  # it ends with what it began with, rounding apart
+_SAME_LOSS = {"merge and unmerge"}  # restores the values, except for rounding
 
 
 @pytest.mark.parametrize("change", LORA)

@@ -1,4 +1,4 @@
-"""Changes between a forward and its backward: the gradient is the forward's, or the backward refuses."""
+"""Changes between a forward and its backward: the gradient belongs to the forward's values, or is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPTIONS = {"bucket_mb": 300 / 2**20}  # several buckets
 
 
 def _fresh(pair: Beside) -> None:
-    """Train on: whatever a case left behind must not matter."""
+    """Train on, so that leftovers of a case do not matter."""
     for optimizer in (pair.optimizer, pair.plain_optimizer):
         optimizer.zero_grad()
     pair.train(2)
@@ -49,7 +49,7 @@ def _set_plain(pair: Beside, values: dict[str, Tensor]) -> None:
 
 
 def _backward(pair: Beside, loss: Tensor, step: int, seen: dict[str, Tensor]) -> str:
-    """Of a forward that saw these values; "raised", or "forward" for the forward's gradient."""
+    """Run a backward; returns "raised", or "forward" if the gradient fits `seen`, the forward's values."""
     now = _plain_values(pair)
     try:
         loss.backward()
@@ -114,7 +114,7 @@ def _forward_alone(pair: Beside) -> None:
 
 
 def _older_backward(pair: Beside) -> str:
-    """forward, step, forward, and then the first one's backward."""
+    """Forward, step, forward, and then the first forward's backward."""
     older = _loss(pair, 60)
     _loss(pair, 61).backward()
     pair.plain_backward(61)

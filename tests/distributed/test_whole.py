@@ -1,4 +1,4 @@
-"""Whole parameters for a while: generation, evaluation, surgery, merging, and what must not get lost."""
+"""Temporarily whole parameters: generation, evaluation, surgery, merging, and writes that must last."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _unchanged(model: nn.Module, homes: list[nn.Parameter]) -> None:
 
 
 def _inside(mesh: DeviceMesh | None, case: str = "odd", **options: Any) -> None:
-    """Values, ties, names and forwards are those of the plain model; afterwards training goes on."""
+    """Values, ties, names and forwards equal the plain model's; afterwards training goes on."""
     pair = Beside(mesh, CASES[case], options=EAGER, **options)
     pair.train(1)
     homes = _homes(pair.model)
@@ -58,7 +58,7 @@ def _inside(mesh: DeviceMesh | None, case: str = "odd", **options: Any) -> None:
 
 
 def _generate(mesh: DeviceMesh) -> None:
-    """Ranks generate different lengths, with a cache of keys and values, and wait for nobody."""
+    """Ranks generate different lengths, with a cache of keys and values, and wait for no other rank."""
     torch.manual_seed(0)
     plain: Any = llama()
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def _generate(mesh: DeviceMesh) -> None:
 
 
 def _some(mesh: DeviceMesh) -> None:
-    """Of some modules only: the others stay shards, and both work together in a forward."""
+    """Only some modules are whole: the others stay shards, and both work together in a forward."""
     pair = Beside(mesh, CASES["llama"], options=EAGER)
     pair.train(1)
     model: Any = pair.model
@@ -92,7 +92,7 @@ def _some(mesh: DeviceMesh) -> None:
             assert_close(loss.item(), pair.case.loss(pair.plain, pair.data(5)).item(), "loss")
             optimizer = sgd(model.model.embed_tokens.parameters())
             loss.backward()
-            optimizer.step()  # of others it may step
+            optimizer.step()  # the parameters of other modules may be stepped
             assert "while it is whole" in message_of(FcdpError, pair.optimizer.step)
             optimizer.zero_grad()
             pair.plain.model.embed_tokens.weight.data.copy_(  # type: ignore[operator, union-attr]
@@ -103,7 +103,7 @@ def _some(mesh: DeviceMesh) -> None:
 
 
 def _writeback(mesh: DeviceMesh | None, **options: Any) -> None:
-    """What is written lasts, and only the copies of what was written go stale."""
+    """Writes last, and only copies of written parameters become stale."""
     pair = Beside(mesh, CASES["odd"], options=EAGER, **options)
     pair.train(1)
     homes = _homes(pair.model)
@@ -128,7 +128,7 @@ def _writeback(mesh: DeviceMesh | None, **options: Any) -> None:
 
 
 def _frozen(mesh: DeviceMesh) -> None:
-    """Frozen parameters, cached and released, are gathered right and are refreshed when written."""
+    """Frozen parameters, cached and released, are gathered correctly, and refreshed after writes."""
     case = CASES["llama-lora"]
     pair = Beside(mesh, case, options=EAGER)
     pair.train(2)
@@ -142,7 +142,7 @@ def _frozen(mesh: DeviceMesh) -> None:
 
 
 def _merged(mesh: DeviceMesh) -> None:
-    """PEFT merges adapters in the block; the merged model trains no more but computes the same."""
+    """PEFT merges adapters in the block; the merged model cannot train, but computes the same."""
 
     def adapted() -> nn.Module:
         torch.manual_seed(0)
@@ -158,7 +158,7 @@ def _merged(mesh: DeviceMesh) -> None:
             model.merge_adapter()
         plain.merge_adapter()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-            # Products of matrices that begin elsewhere in memory may be rounded in another way.
+            # Products of matrices at other addresses may be rounded differently.
             torch.testing.assert_close(whole(mine), other)
         assert torch.allclose(model(input_ids=ids).logits, expected, atol=1e-5)
         with fcdp_compile.gathered(model, writeback=True):
@@ -264,7 +264,7 @@ def test_in_a_single_process() -> None:
 
 
 def _param_dtype(mesh: DeviceMesh) -> None:
-    """In a forward the parameters have the dtype that they are gathered in, elsewhere that of their homes."""
+    """In a forward the parameters have the gather's dtype, elsewhere the home shards' dtype."""
     torch.manual_seed(0)
     model: Any = fcdp_compile.shard(CASES["odd"].model(), mesh, param_dtype=torch.bfloat16)
     ids = batch(CASES["odd"], step=0, rank=dist.get_rank())

@@ -1,10 +1,10 @@
-"""The fenced code blocks of a page, and what the page's hidden comments say about running them.
+"""The fenced code blocks of a page, and the page's hidden comments about running them.
 
     <!-- test: setup            Python that runs before the page's blocks and that readers do not see
     config = tiny()
     -->
     <!-- test: ranks 2 x 2 -->  the page's Python runs on every rank of a mesh of N x g
-    <!-- test: append --steps 2 -->   the command below runs with these arguments besides
+    <!-- test: append --steps 2 -->   the command below runs with these further arguments
     <!-- test: prepare COMMANDS -->   run in the shell before the block below
     <!-- test: not run: WHY --> the block below is not run, and why
 
@@ -30,15 +30,15 @@ SHELL = ("bash", "sh", "shell", "console")
 
 
 class BadMark(ValueError):
-    """A hidden comment that says nothing this file knows."""
+    """A hidden comment with an unknown mark, or a mark in a wrong place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """One fenced block.
 
-    line: of its first line of code, from 1.  not_run: why it is not run, if it is not.  append: arguments
-    that its command gets besides.  prepare: what the shell runs before it.
+    line: number of its first line of code, from 1.  not_run: why it does not run; empty if it runs.
+    append: further arguments for its command.  prepare: commands that the shell runs before it.
     """
 
     page: str
@@ -56,7 +56,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page's blocks in order, and how its Python runs: on ranks of a mesh, or (None) in one process."""
+    """A page's blocks in order, and where its Python runs: on ranks of a mesh, or in one process (None)."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -65,7 +65,7 @@ class Page:
 
     @property
     def python(self) -> list[Block]:
-        """What runs as one program: hidden preparations and blocks, as they stand on the page."""
+        """The parts of one program: hidden preparations and blocks, in the order of the page."""
         shown = [b for b in self.blocks if b.language in PYTHON and b.not_run is None]
         return sorted([*self.setup, *shown], key=lambda block: block.line) if shown else []
 
@@ -83,7 +83,7 @@ def pages() -> list[Page]:
 def read_page(name: str, text: str) -> Page:
     """Find a page's blocks and marks.
 
-    Raises: BadMark for a mark that is unknown, gives no reason, or has no block to stand before.
+    Raises: BadMark for a mark that is unknown, gives no reason, or has no block after it.
     """
     blocks: list[Block] = []
     setup: list[Block] = []

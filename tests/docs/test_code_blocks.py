@@ -1,4 +1,4 @@
-"""Every code block of README and docs/ runs, or says in a hidden comment why it does not (`blocks`)."""
+"""Every code block of README and docs/ runs, or a hidden comment says why it does not (`blocks`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.docs.blocks import ROOT, BadMark, Block, Page, pages, read_page
 PAGES = pages()
 LIMIT_S = 900
 SHIMS = {"python": "", "fcdp": "-m fcdp_compile.cli", "torchrun": "-m torch.distributed.run"}
-"""Commands that readers have on PATH and the tests' environment perhaps has not."""
+"""Commands that readers have on PATH, and that may be missing on the tests' PATH."""
 
 
 def execute(page: Page, folder: Path) -> None:
@@ -35,7 +35,7 @@ def execute(page: Page, folder: Path) -> None:
     os.chdir(folder)
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in page.python:
-        # Numbered as on the page, and readable to whoever asks for the source, as Dynamo does.
+        # Line numbers as on the page, and a source that can be read, as Dynamo does.
         source = "\n" * (block.line - 1) + block.code
         linecache.cache[block.where] = (len(source), None, source.splitlines(True), block.where)
         exec(compile(source, block.where, "exec", dont_inherit=True), names)
@@ -79,7 +79,7 @@ def test_python_of_a_page_runs(page: Page, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader's shell sees: the checkout's folders, a place to write to, the commands on PATH."""
+    """A reader's working folder: the checkout's folders, a place to write to, the commands on PATH."""
     folder = tmp_path_factory.mktemp("workplace")
     for name in ("examples", "benchmarks", "docs", "tests", "Makefile"):
         (folder / name).symlink_to(ROOT / name)

@@ -1,4 +1,4 @@
-"""House docstrings, as the API reference shows them."""
+"""Docstrings in house style, as the API reference shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site: it builds strictly, lists every page, asks no other host for anything, quotes what is there."""
+"""The site builds strictly, lists every page, loads nothing from other hosts, and quotes real messages."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_browser_asks_no_other_host(site: Path) -> None:
 
 
 class _Served:
-    """A folder over HTTP on this machine, as long as it is entered."""
+    """Serves a folder over HTTP on this machine, within a `with` block."""
 
     def __init__(self, folder: Path) -> None:
         handler = functools.partial(_Quiet, directory=str(folder))
@@ -193,7 +193,7 @@ NO_FIGURES = {*(f"2.{n}" for n in range(11, 16)), *(f"3.{n}" for n in (11, 12, 1
 
 
 def _messages() -> str:
-    """Every string of the source, what is filled in left out as a NUL, one after the other."""
+    """Every string of the source, one after the other, with a NUL for each inserted value."""
     found: list[str] = []
     for folder in ("fcdp_compile", "passes", "runtime"):
         for file in (ROOT / folder).rglob("*.py"):

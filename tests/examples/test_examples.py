@@ -34,7 +34,7 @@ def run(script: str, *arguments: str | Path, ranks: int = 1) -> subprocess.Compl
 
 
 def succeed(script: str, *arguments: str | Path, ranks: int = 1) -> str:
-    """What a run printed that ended well."""
+    """Run a script, which must succeed; returns its output."""
     done = run(script, *arguments, ranks=ranks)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -50,7 +50,7 @@ def test_full_fine_tuning_saves_exports_and_goes_on(tmp_path: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(first)
     assert whole.config.hidden_size == 64
 
-    # Elsewhere: one process goes on where four ranks stopped.
+    # One process continues from the checkpoint of four ranks.
     out = succeed("full_finetune.py", "--steps=4", *TINY, *saving, "--output", second)
     assert f"going on after step 2 of {checkpoint}" in out
     trained = AutoModelForCausalLM.from_pretrained(second)
@@ -83,7 +83,7 @@ sys.exit(full_finetune.main())
 
 
 def test_torchrun_starts_it_again_when_a_rank_dies(tmp_path: Path) -> None:
-    """It ends with the weights of a run that nobody disturbed, to the bit, and so had its losses."""
+    """Its last weights equal those of an undisturbed run, to the bit, so its losses did, too."""
     script = tmp_path / "job.py"
     script.write_text(DIES)
     runs = {}

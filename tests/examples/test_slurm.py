@@ -1,4 +1,4 @@
-"""The SLURM script: the shell reads it, shellcheck has nothing to say, and torchrun takes what it starts."""
+"""The SLURM script: the shell and shellcheck accept it, and torchrun accepts its command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOB = {
 
 
 def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run it with a SLURM that prints the command instead of starting it."""
+    """Run the script with a fake SLURM that prints the command instead of starting it."""
     commands = {
         "srun": 'printf "%s\\n" "$@"',
         "scontrol": "printf '%s\\n' node7 node8 node9 node10",

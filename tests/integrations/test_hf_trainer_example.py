@@ -1,4 +1,4 @@
-"""examples/hf_trainer.py trains, saves what from_pretrained reads, and goes on from its checkpoints."""
+"""The example hf_trainer.py trains, saves a model that from_pretrained reads, and resumes checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_it_trains_saves_and_goes_on(tmp_path: Path) -> None:
     assert first.count("inter_node_mib_per_step") == 2
     assert first.count("eval_loss") == 2
     LlamaForCausalLM.from_pretrained(tmp_path)
-    # On one process what two have saved; in the step that there is to do.
+    # One process resumes the checkpoint of two, and takes the step that is left.
     again = _example(sys.executable, "--steps", "3", "--output", str(tmp_path), "--resume")
     assert again.count("'loss'") == 1
 

@@ -1,4 +1,4 @@
-"""A Trainer script with one line changed trains as the same script does with DDP."""
+"""A Trainer script with one line changed trains like the unchanged script with DDP."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tests.integrations.trainer_script import run_script
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 2e-5
-"""Relative; both sides add the same fp32 numbers, in another order."""
+"""Relative; both sides add the same fp32 numbers in different orders."""
 BF16_TOLERANCE = 2e-2
-"""Relative; both sides round to 8 bits in another order."""
+"""Relative; both sides round to 8 bits in different orders."""
 
 COMPARED = (
     "loss",
@@ -54,7 +54,7 @@ def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def _both(folder: Path, tolerance: float, **variation: Any) -> Any:
-    """Run the script with DDP and with fcdp and compare logs and parameters; fcdp's Trainer."""
+    """Run the script with DDP and with fcdp, compare logs and parameters; returns fcdp's Trainer."""
     plain: Any = run_script(folder / "plain", changed=False, **variation)["trainer"]
     mine: Any = run_script(folder / "fcdp", changed=True, **variation)["trainer"]
     expected, found = plain.state.log_history, mine.state.log_history
@@ -92,7 +92,7 @@ def _full(mesh: DeviceMesh, folder: Path) -> None:
     state = fcdp_compile.explain(mine.model)
     assert state.uncovered == ()
     assert {p.name.split()[0] for p in state.passes} == {"forward", "backward", "evaluation"}
-    # Weights are gathered and gradients reduced once: W (N - 1) / N each, and what ranks agree on.
+    # Weights are gathered and gradients reduced once: W (N - 1) / N each, plus the agreements.
     moved = 2 * sum(p.numel() * 4 for p in mine.model.parameters()) / 2
     for row in steps:
         assert moved <= row[SENT] * 2**20 <= 1.2 * moved + 2**14
@@ -109,7 +109,7 @@ def _lora_uneven(mesh: DeviceMesh, folder: Path) -> None:
         eval_strategy="steps", eval_steps=3, trainer={"compute_metrics": _accuracy},
     )  # fmt: skip
     rows = [row for row in mine.state.log_history if "loss" in row]
-    # Steps 4 and 5: shapes and caches are settled; only the adapters' bytes cross.
+    # Steps 4 and 5: all shapes are compiled and caches are warm; only the adapters' bytes cross.
     adapters = sum(p.numel() * 4 for p in mine.model.parameters() if p.requires_grad)
     assert rows[-1][SENT] * 2**20 <= 2 * adapters + 2**14
 
@@ -129,7 +129,7 @@ def _resumed(mesh: DeviceMesh, folder: Path) -> None:
     }  # fmt: skip
     once: Any = run_script(folder, **variation)["trainer"]
     saved = folder / "checkpoint-2"
-    # A save that was killed on its way, later than the one to resume from.
+    # A save that was killed midway, later than the save to resume from.
     shutil.rmtree(folder / "checkpoint-4") if dist.get_rank() == 0 else None
     killed = folder / "checkpoint-9"
     killed.mkdir(exist_ok=True)
@@ -151,7 +151,7 @@ def _resumed(mesh: DeviceMesh, folder: Path) -> None:
 
 
 def _adapters_resumed(mesh: DeviceMesh, folder: Path) -> None:
-    """The base is not in the checkpoint, and another one is refused."""
+    """The base is not in the checkpoint, and another base is refused."""
     variation: dict[str, Any] = {
         "changed": True, "lora": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4,
     }  # fmt: skip
@@ -173,7 +173,7 @@ def _numbers(history: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def _best(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
-    """The best evaluation is said to be the one with the largest loss: the first."""
+    """The largest loss is configured to be the best, so the best evaluation is the first."""
     trainer: Any = run_script(
         folder, changed=True, save_strategy="steps", save_steps=1, eval_strategy="steps",
         eval_steps=1, load_best_model_at_end=True, save_total_limit=2, greater_is_better=True,
@@ -186,7 +186,7 @@ def _best(mesh: DeviceMesh, folder: Path) -> list[dict[str, float]]:
 
 
 class _Keeps(TrainerCallback):
-    """The values that training began with."""
+    """Keeps the values that training begins with."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
@@ -200,7 +200,7 @@ def _weights_only(mesh: DeviceMesh, folder: Path, *, lora: bool) -> None:
         "changed": True, "lora": lora, "save_strategy": "steps", "save_steps": 2,
         "save_only_model": True,
     }  # fmt: skip
-    if not lora:  # what another run has left in the same folder must not be taken for this one's
+    if not lora:  # files of another run in the folder must not be mistaken for this run's
         run_script(folder, max_steps=2, **(variation | {"save_only_model": False, "seed": 8}))
     once: Any = run_script(folder, max_steps=2, **variation)["trainer"]
     (saved,) = folder.glob("checkpoint-*")
@@ -221,7 +221,7 @@ def _weights_only(mesh: DeviceMesh, folder: Path, *, lora: bool) -> None:
 
 
 def _sharded_before(mesh: DeviceMesh, folder: Path) -> None:
-    """A model that was built on meta, sharded and filled by its owner."""
+    """A model that the user has built on meta, sharded and filled."""
     config = LlamaConfig(
         vocab_size=31,
         hidden_size=16,
@@ -274,6 +274,6 @@ def _goes_on(mesh: DeviceMesh, folder: Path, history: list[dict[str, float]]) ->
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """Two ranks train on bit by bit where they were, and one goes on where they were."""
+    """Two ranks resume bit by bit, and one rank resumes from their checkpoint."""
     history, _ = run(_saves, tmp_path, nodes=2, ranks_per_node=1)
     run(_goes_on, tmp_path, history, nodes=1, ranks_per_node=1)

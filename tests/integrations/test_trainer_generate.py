@@ -1,4 +1,4 @@
-"""`generate` while a Trainer evaluates, and what the Trainer says of a model that was not compiled."""
+"""`generate` while a Trainer evaluates, and the Trainer's message about a model that is not compiled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 class _Generates(TrainerCallback):
-    """What a user's callback may do: generate with the model, each rank as much as it likes."""
+    """Like a user's callback: generates with the model, a different length on each rank."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""What the Trainer on fcdp refuses, with a sentence, before anything is sharded."""
+"""The refusals of the Trainer on fcdp: one sentence, before anything is sharded."""
 
 from __future__ import annotations
 

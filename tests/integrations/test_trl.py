@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on fcdp by the mixin, against itself with DDP; skipped without trl."""
+"""TRL's SFTTrainer on fcdp by the mixin, compared with SFTTrainer on DDP; skipped without trl."""
 
 from __future__ import annotations
 

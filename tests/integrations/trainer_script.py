@@ -1,6 +1,6 @@
-"""A script as a user of transformers.Trainer writes it, and the same with the one line changed.
+"""A script as a user of transformers.Trainer writes it, and the script with one line changed.
 
-It is text, so that what is changed is what a user would change.
+The script is text, so that the change is the one that a user would make.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ trainer = Trainer(
 )
 trainer.train(resume_from_checkpoint=RESUME)
 """
-"""What it does besides is in the names in capitals (`run_script`)."""
+"""`run_script` sets the names in capitals, which vary the script."""
 
 
 def run_script(
@@ -85,7 +85,7 @@ def run_script(
     trainer: dict[str, object] | None = None,
     **arguments: object,
 ) -> dict[str, object]:
-    """Run the script with these training arguments; returns its names, such as `trainer`.
+    """Run the script with these training arguments; returns its global names, such as `trainer`.
 
     changed: with the one line changed.  lora: train adapters.  uneven: on sentences of different lengths.
     """

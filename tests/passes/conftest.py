@@ -1,4 +1,4 @@
-"""Failed assertions of the checks that several tests share show their values, as those in tests do."""
+"""Make failed assertions of the shared checks show their values, as assertions in tests do."""
 
 import pytest
 

@@ -14,7 +14,7 @@ def nbytes(node: Node) -> int:
 
 
 def gathers_in_flight(nodes: list[Node], ctx: PassContext, *, stores: bool) -> list[int]:
-    """Bytes of node shards and full parameters after each node.  stores: whether these keep them too."""
+    """Bytes of node shards and full parameters after each node.  stores: until their stores end, too."""
     at = {n: i for i, n in enumerate(nodes)}
     alive = [0] * len(nodes)
     for start in (n for n in nodes if n.target in GATHERS):
@@ -24,7 +24,7 @@ def gathers_in_flight(nodes: list[Node], ctx: PassContext, *, stores: bool) -> l
             parts = ctx.nodes if start.target is ops.intra_own_all_gather else ctx.ranks_per_node
             made //= parts
         ends = [at[f] for f in users(wait, ops.free)] or [len(nodes)]
-        # What a gather takes beside the node shard counts as long as that.
+        # The other inputs of the second gather count as long as the node shard.
         beside = [n for u in users(start, *SPREADS) for n in u.all_input_nodes]
         chain = [start, *start.all_input_nodes, *start.users, *beside]
         if stores:
@@ -34,7 +34,7 @@ def gathers_in_flight(nodes: list[Node], ctx: PassContext, *, stores: bool) -> l
 
 
 def gradients_in_flight(nodes: list[Node], ctx: PassContext) -> list[int]:
-    """Bytes of gradients on their way after each node."""
+    """Bytes of gradients in flight after each node."""
     at = {n: i for i, n in enumerate(nodes)}
     alive = [0] * len(nodes)
     for start in (n for n in nodes if n.target in REDUCTIONS):
@@ -49,7 +49,7 @@ def gradients_in_flight(nodes: list[Node], ctx: PassContext) -> list[int]:
 
 
 def left_of(start: Node, ctx: PassContext) -> int:
-    """Bytes of what the first half of a reduction leaves; it may widen what it adds up."""
+    """Bytes of the result of a reduction's first half, which may add up in a wider dtype."""
     if start.target is ops.collect:
         return nbytes(start)
     ranks = ctx.ranks_per_node if start.target is ops.intra_reduce_scatter else ctx.nodes
@@ -76,5 +76,5 @@ def largest_reduction(nodes: list[Node], ctx: PassContext) -> int:
 
 
 def least(before: list[Node], ctx: PassContext) -> int:
-    """What is granted in any case: gathers just in time, and one reduction."""
+    """The bytes that are always allowed: gathers just in time, and one reduction."""
     return max(gathers_in_flight(before, ctx, stores=False)) + largest_reduction(before, ctx)

@@ -1,8 +1,7 @@
 """Run lowered graphs of all ranks in one process, in lockstep, with collectives made of `torch.cat`.
 
-An interpreter of a few lines that shares nothing with the runtime.  It insists that all ranks meet in the
-same collectives, that every pending step is waited for once, and that nothing freed is read again: `free`
-fills buffers with nonsense.
+The interpreter shares no code with the runtime.  It checks that all ranks run the same collectives, that
+every pending step is waited for once, and that no freed buffer is read: `free` fills buffers with nonsense.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NONSENSE = 1e30
 
 
 class Pending:
-    """The result of a started step: compute must wait for it, other lanes may take it as it is."""
+    """The result of a started step: compute must wait for it, other lanes may take it without a wait."""
 
     def __init__(self, result: Tensor, *after: object) -> None:
         self.result = result
@@ -39,7 +38,7 @@ class Pending:
 
     def _note_wait(self) -> None:
         self.is_waited = True
-        for step in self._after:  # what it was made of is done before it
+        for step in self._after:  # its inputs are done before it
             step._note_wait()
 
 
@@ -49,7 +48,7 @@ def _tensor(value: Tensor | Pending) -> Tensor:
 
 @dataclass(slots=True)
 class Rank:
-    """What one rank keeps between graphs: node shards by bucket, gradients by parameters; what it did."""
+    """One rank's state between graphs: node shards by bucket, gradients by parameters, a log of its steps."""
 
     cache: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
@@ -64,7 +63,7 @@ def run(
     nodes: int,
     ranks_per_node: int,
 ) -> list[tuple[Any, ...]]:
-    """Run one graph a rank; ranks are numbered n * g + l."""
+    """Run one graph on each rank; ranks are numbered n * g + l."""
     running = [_steps(*each) for each in zip(graphs, args, memories, strict=True)]
     results: list[Any] = [None] * len(running)
     inbox: list[Tensor | None] = [None] * len(running)
@@ -160,7 +159,7 @@ def _steps(gm: GraphModule, args: list[Any], rank: Rank) -> Generator[Call, Tens
 
 
 def _check_own(full: Tensor, node_shard: Tensor, own: Tensor) -> None:
-    """What is at home on a node is what the whole has in one column."""
+    """A node's own home shards must be one column of the full parameters."""
     if not full.numel():
         return
     per_node = full.numel() // node_shard.numel()
@@ -169,7 +168,7 @@ def _check_own(full: Tensor, node_shard: Tensor, own: Tensor) -> None:
 
 
 def cut(full: Tensor, dim: int | None, nodes: int, per_node: int) -> list[Tensor]:
-    """The home shards of every rank n * g + l: cut over places, then over nodes, as torch.chunk cuts."""
+    """The home shards of every rank n * g + l: split over places, then over nodes, by torch.chunk's rule."""
     if dim is None:
         return [full.clone() for _ in range(nodes * per_node)]
 

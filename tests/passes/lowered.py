@@ -1,4 +1,4 @@
-"""Graphs before and after `lower`, and what holds for every one, computed from the graph alone."""
+"""Graphs before and after `lower`, and checks that hold for every graph, computed from the graph alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STARTS = (
 
 
 def lowered(build: Callable[[GraphBuilder], GraphModule], params: dict[str, Shape], **more: Any):
-    """A graph of one's own as a forward of zero3, before and after."""
+    """Lower a hand-made graph as a forward of zero3; returns it before and after."""
     specs = make_specs(params, WHERE)
     ctx = make_context(specs, WHERE, strategy="zero3", **more)
     before = choose_sources(bucket(build(GraphBuilder(specs)), ctx), ctx)
@@ -67,11 +67,11 @@ CONTINUES: dict[Callable[..., Any], set[Callable[..., Any]]] = {
     ops.intra_reduce_scatter: {ops.collect, ops.inter_reduce_scatter},
     ops.inter_reduce_scatter: set(),
 }
-"""The steps that may take a step's result while it is on its way."""
+"""The steps that may take a step's result before a wait for it."""
 
 
 def check(gm: GraphModule, unlowered: GraphModule) -> None:
-    """Everything that holds for any lowered graph."""
+    """Check everything that holds for any lowered graph."""
     gm.graph.lint()
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     assert not calls(gm, UNSHARD)

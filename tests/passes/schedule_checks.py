@@ -1,4 +1,4 @@
-"""What holds for every schedule, computed from the order of the nodes alone."""
+"""Checks that hold for every schedule, computed from the order of the nodes alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STARTS = (*GATHERS, *REDUCTIONS, ops.store)
 
 
 def check_nodes(done: Scheduled) -> None:
-    """The same nodes with the same inputs, each after its inputs, compute in the order it had."""
+    """Nodes and inputs are unchanged, each node comes after its inputs, and compute keeps its order."""
     done.gm.graph.lint()
     after = done.after
     added = [n for n in after if n not in done.inputs]
@@ -44,7 +44,7 @@ def check_nodes(done: Scheduled) -> None:
 
 
 def check_waits(after: list[Node]) -> None:
-    """Every started step is waited for, by itself or by what continues it, and never twice."""
+    """Every started step is waited for, directly (at most once) or by a wait for a step that continues it."""
     for start in (n for n in after if n.target in STARTS):
         waits = users(start, ops.wait)
         assert len(waits) <= 1
@@ -56,11 +56,11 @@ def check_waits(after: list[Node]) -> None:
     at = {n: i for i, n in enumerate(after)}
     for wait in (n for n in after if n.target is ops.wait):
         onward = users(wait.all_input_nodes[0], *REDUCTIONS)
-        assert all(at[wait] < at[last_wait(n)] for n in onward)  # else it is one too many
+        assert all(at[wait] < at[last_wait(n)] for n in onward)  # else this wait is superfluous
 
 
 def check_frees(done: Scheduled) -> None:
-    """Every gathered buffer is freed once, after whatever reads its memory, unless it is returned."""
+    """Every gathered buffer is freed once, after all readers of its memory, unless it is returned."""
     after = done.after
     at = {n: i for i, n in enumerate(after)}
     memory = storages(done.gm)
@@ -77,7 +77,7 @@ def check_frees(done: Scheduled) -> None:
 
 
 def runs(after: list[Node]) -> Iterator[list[Node]]:
-    """What stands between two pieces of compute."""
+    """Yields the explicit nodes between two pieces of compute."""
     run: list[Node] = []
     for node in after:
         if is_compute(node):
@@ -89,7 +89,7 @@ def runs(after: list[Node]) -> Iterator[list[Node]]:
 
 
 def check_order(after: list[Node]) -> None:
-    """Where several things happen at once: frees, gathers, reductions, and then the wait."""
+    """Between two pieces of compute the order is: frees, gathers, reductions, and then the wait."""
     for run in runs(after):
         reductions = [i for i, n in enumerate(run) if n.target in REDUCTIONS]
         gathers = [i for i, n in enumerate(run) if n.target in GATHERS]

@@ -76,7 +76,7 @@ def users(node: Node, *targets: Callable[..., Any]) -> list[Node]:
 
 
 def last_wait(start: Node) -> Node:
-    """The wait that a started step is covered by: its own, or that of what continues it."""
+    """The wait for a started step: its own, or the wait of the step that continues it."""
     onward = users(start, *GATHERS, *REDUCTIONS)
     if onward:
         return last_wait(onward[0])

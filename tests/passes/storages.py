@@ -1,4 +1,4 @@
-"""Which tensors of a lowered graph share memory, told by running it on zeros."""
+"""Which tensors of a lowered graph share memory, found by running the graph on zeros."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fcdp_compile import ops
 
 
 def storages(gm: GraphModule) -> dict[Node, int]:
-    """A number of the memory that each tensor lies in; what an explicit node gives is fresh."""
-    # Not on fake tensors: with torch 2.13 a view of an empty one sometimes has memory of its own.
+    """A number for each tensor's storage; results of explicit nodes have storages of their own."""
+    # Not on fake tensors: with torch 2.13 a view of an empty fake tensor sometimes has its own storage.
     env: dict[Node, Any] = {}
     for node in gm.graph.nodes:
         val = node.meta.get("val")

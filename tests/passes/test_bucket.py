@@ -1,4 +1,4 @@
-"""Which parameters travel together, and under which number."""
+"""Buckets: which parameters are in one bucket, and which number the bucket has."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class TestHostBudget:
             (143, "a f b"),
             (112, "a f b"),
             (96, "a f"),
-            (95, "a b c"),  # a later one may fit where an earlier one does not
+            (95, "a b c"),  # a later bucket may fit although an earlier one does not
             (79, "a b"),
             (31, "b"),
             (15, ""),
@@ -259,7 +259,7 @@ class TestHostBudget:
             (2, Tier.NONE),
             (3, Tier.HOST),
         ]
-        # f would fit now, but a rank that compiles again must not find anything else.
+        # f would fit now, but a rank that compiles again must get the earlier result.
         known = known_after(second, known)
         placements = placements | placements_of(second)
         roomy = self.context(1000, known=known, placements=placements, next_bucket=4)
@@ -284,7 +284,7 @@ class TestHostBudget:
         ]
 
     def test_a_part_of_what_has_no_place_is_a_bucket_of_its_own(self) -> None:
-        """It cannot be loaded, and this graph lacks the rest."""
+        """The bucket cannot be loaded, and this graph lacks the bucket's other parameters."""
         ctx = make_context(self.specs, WHERE, host_bytes=0)
         first = bucket(toy_forward(self.specs, uses=["a", "b"]), ctx)
         (made,) = buckets_of(first)
@@ -303,7 +303,7 @@ class TestHostBudget:
 def test_host_memory_is_never_exceeded_and_never_refused_where_it_fits(
     graphs: list[list[int]], data: st.DataObject
 ) -> None:
-    """Graph after graph of one model; each uses some of ten parameters, each in a bucket of its own."""
+    """Several graphs of one model; each uses some of ten parameters, each in a bucket of its own."""
     drawn = data.draw(st.lists(shapes, min_size=10, max_size=10))
     where = Where(nodes=2, ranks_per_node=3)
     specs = make_specs({f"p{i}": s for i, s in enumerate(drawn)}, where)
@@ -413,9 +413,9 @@ def test_without_a_size_the_link_decides() -> None:
 @pytest.mark.parametrize(
     ("latency_s", "bytes_per_s", "expected"),
     [
-        (0.0, (1e9, 1e9), "ring"),  # 5 slots over each link, not 4 and then 2 or 3
-        (1e-3, (1e9, 1e9), "ho_ring"),  # small buckets: from rank to rank there are more hops
-        (0.0, (1e8, 1e9), "ho_ring"),  # the network is slow: what goes on beside it is for nothing
+        (0.0, (1e9, 1e9), "ring"),  # 5 slots over each link; two levels: 4, then 2 or 3
+        (1e-3, (1e9, 1e9), "ho_ring"),  # small buckets: a ring has more hops
+        (0.0, (1e8, 1e9), "ho_ring"),  # the network is slow and hides the gathers beside it
     ],
 )
 def test_the_fastest_algorithm_is_chosen(

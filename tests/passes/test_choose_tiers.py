@@ -1,4 +1,4 @@
-"""Which node shards stay on the device: never above the limit, and never fewer for more memory."""
+"""Node shards kept on the device: never above the memory limit, and never fewer with more memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_entry_counts_only_while_it_is_there() -> None:
 
 
 def test_short_lives_and_busy_buckets_come_first() -> None:
-    """Of equal sizes the one that is used last in the forward, and so first in the backward."""
+    """Of equal buckets, the one used last in the forward, and so first in the backward, comes first."""
     first, last = entry(0, 10, (0, 8)), entry(1, 10, (3, 5))
     assert kept(choose([first, last], [0] * 8, 19)) == [1]
     rare, often = entry(0, 10, (0, 4), moved=10), entry(1, 10, (0, 4), moved=30)
@@ -143,7 +143,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Entry], list[int], int]:
 def peak_of(
     entries: list[Entry], alive: list[int], static: int, chosen: set[int], full: set[int]
 ) -> int:
-    """From scratch, position by position."""
+    """Compute the peak from scratch, position by position."""
     return max(
         static
         + size

@@ -1,4 +1,4 @@
-"""The schedule says what the graph does, step by step."""
+"""The schedule describes the graph, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where buckets begin and end: at the same places in every layer."""
+"""Bucket boundaries: at the same places in every layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def split(word: str, target: int) -> list[str]:
         (1000, ["enamnamnamnamh"]),
         (100, ["enamnamnamnamh"]),
         (40, ["e", "namnamnamnam", "h"]),  # four layers of 10 fill it exactly
-        (39, ["e", "namnam", "namnamh"]),  # three fit; two divide four
+        (39, ["e", "namnam", "namnamh"]),  # three layers fit, but two divide four evenly
         (20, ["e", "namnam", "namnam", "h"]),
         (12, ["e", "nam", "nam", "nam", "namh"]),
         (9, ["e", "na", "m", "na", "m", "na", "m", "na", "mh"]),
@@ -70,7 +70,7 @@ def test_every_item_is_in_one_group_of_no_more_than_it_may_hold(
     assert [g.items[0] for g in groups] == sorted(g.items[0] for g in groups)
     for g in groups:
         assert list(g.items) == sorted(g.items)
-        # Whole layers may fill it exactly and end in something empty.
+        # Whole layers may fill a group exactly and end in an empty item.
         total = sum(sizes[i] for i in g.items)
         assert len(g.items) == 1 or total <= target or total - sizes[g.items[-1]] < target
         assert len(g.items) == 1 or max(sizes[i] for i in g.items) < target
@@ -99,4 +99,4 @@ def test_layers_are_cut_alike_whatever_stands_around(
         shared = [g for n, cut in cuts.items() for g in cut if 0 < n < count and len(g) > 2]
         assert (
             len(set(shared)) <= 3
-        )  # as many layers as fit, what is left of them, the last and more
+        )  # groups of as many layers as fit, of the rest, and of the last layer with the head

@@ -1,4 +1,4 @@
-"""What a function does, as nodes; equal functions are traced once."""
+"""A function's operations as nodes; equal functions are traced once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules in time, on simulated lanes: how much of the transfers is left exposed.
+"""The times of schedules on simulated lanes: how much of the transfers compute does not hide.
 
     time of the schedule / max(compute, inter, intra, H2D, D2H)
 
@@ -19,7 +19,7 @@ BACKWARD = (Direction.BACKWARD, Variant.COLD)
 
 
 def machine(schedule: Schedule, **relative: float) -> Machine:
-    """One on which compute takes a second, and each lane that many times as long (0.3 if not named)."""
+    """A machine on which compute takes a second, and each lane `relative` seconds (0.3 if not named)."""
     moved = dict.fromkeys(Lane, 0)
     for step in schedule.steps:
         moved[step.lane] += step.bytes * (WHERE.ranks_per_node if step.lane is Lane.INTER else 1)
@@ -53,7 +53,7 @@ BALANCES = [
 
 
 def busiest_s(time: Timeline) -> float:
-    """No order of the same steps is faster than the busiest lane."""
+    """The time of the busiest lane, a lower bound for any order of the steps."""
     return max(time.busy_s.values())
 
 
@@ -79,7 +79,7 @@ def test_a_frozen_backbone_is_hidden_behind_compute() -> None:
 
 
 def test_just_in_time_is_not() -> None:
-    """The control: what the bound would say of a graph that `schedule` has not seen."""
+    """The control: a graph without `schedule` exceeds the bound."""
     schedule = gpt(40, scheduled=False)[BACKWARD]
     time = simulate(schedule, machine(schedule, inter=0.9, intra=0.9), WHERE.ranks_per_node)
     assert time.total_s > 1.5 * busiest_s(time)
@@ -88,6 +88,6 @@ def test_just_in_time_is_not() -> None:
 def test_the_work_of_a_layer_is_counted() -> None:
     flops = sum(s.flops for s in gpt(2)[FORWARD].steps)
     weights = VOCABULARY * HIDDEN + 2 * 12 * HIDDEN * HIDDEN
-    assert flops == 2 * (2 * TOKENS * weights)  # there and back
+    assert flops == 2 * (2 * TOKENS * weights)  # forward and backward
     kinds = {s.kind for s in gpt(2)[FORWARD].steps if s.flops}
     assert kinds == {Kind.COMPUTE}

@@ -1,4 +1,4 @@
-"""Layers are found in compute by what repeats, and cut where the least crosses."""
+"""Layers are found in compute by repetition, and cut where the fewest values cross."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explicit nodes: which, how many, in what order, and of how many bytes."""
+"""Explicit nodes: their kinds, numbers, order and bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WARM = Variant.WARM
 
 
 def steps(gm: GraphModule) -> list[str]:
-    """The explicit nodes in order, a wait with what it waits for, bookkeeping left out."""
+    """The explicit nodes in order, without bookkeeping; a wait names the step it waits for."""
     found = []
     for n in gm.graph.nodes:
         if n.target is ops.wait:

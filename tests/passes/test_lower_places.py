@@ -1,4 +1,4 @@
-"""Where explicit nodes stand: gathers and reductions beside what uses them, frees behind the last reader."""
+"""Positions of explicit nodes: gathers and reductions beside their uses, frees behind the last reader."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.passes.lowered import SHAPES, WHERE, check, known, lowered
 def test_a_gather_stands_right_before_the_first_use() -> None:
     def build(b: GraphBuilder) -> GraphModule:
         shard, x = b.shard("w"), b.input("x", (4,))
-        full = b.unshard(shard, "w")  # far above its use, as a recomputed one is
+        full = b.unshard(shard, "w")  # far above its use, as in recomputed code
         early = b.call(aten.relu.default, x)
         return b.finish(b.call(aten.mul.Tensor, full, b.call(aten.neg.default, early)))
 
@@ -51,7 +51,7 @@ def test_what_lines_up_the_shards_is_marked() -> None:
         assert packing
         assert {n.meta[META] for n in packing} == {Packing(bucket=gather.kwargs["bucket"])}
     marked = [n for n in made.backward.graph.nodes if isinstance(n.meta.get(META), Packing)]
-    assert not marked  # it loads: gradients are lined up among other compute
+    assert not marked  # it loads; gradients are lined up among other compute
 
 
 def _sources(node: Node) -> list[Node]:
@@ -147,7 +147,7 @@ def test_a_parameter_that_is_returned_is_not_freed(viewed: bool) -> None:
 def test_a_returned_one_is_a_copy_where_it_might_be_the_shard_or_cached(
     strategy: str, per_node: int, copies: int, views: int
 ) -> None:
-    """Also a view of it, which is then the same view of the copy."""
+    """A returned view of the parameter becomes an equal view of the copy."""
     where = Where(ranks_per_node=per_node)
     specs = make_specs({"w": (4, 4)}, where)
     b = GraphBuilder(specs)

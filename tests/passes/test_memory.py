@@ -35,7 +35,7 @@ def test_a_value_lives_from_its_node_to_its_last_use() -> None:
     added = b.call(aten.add.Tensor, twice, x)
     total = b.call(aten.add.Tensor, added, 1.0)
     result = b.call(aten.sum.default, total)
-    # y is used by nobody and goes at once; x goes after `added`, `twice` too.
+    # Nothing uses y, which is freed at once; x is freed after `added`, and so is `twice`.
     assert of(b.finish(result)) == [
         (twice.name, 80),
         (added.name, 120),
@@ -84,7 +84,7 @@ def test_several_results_of_one_node() -> None:
 def test_a_started_gather_holds_its_input_until_its_wait() -> None:
     lowered = lower_toy({"w": (8,)}, WHERE, strategy="zero3").forward()
     alive = {a.step: a for a in timeline(lowered, elsewhere=NONE, device_type="cpu")}
-    shard, x, stamps = 8, 4, 24  # of this rank: 2 of 8 elements; the forward's result comes later
+    shard, x, stamps = 8, 4, 24  # this rank has 2 of 8 elements; the forward's result comes later
     assert alive["inter_all_gather"].bytes == shard + x + 16 + stamps
     assert alive["intra_all_gather"].bytes == shard + x + 16 + 32 + stamps
     assert alive["intra_all_gather"].bucket == 0
@@ -115,7 +115,7 @@ def _waits(node: Node) -> list[Node]:
 
 
 def alive_from_scratch(gm: GraphModule, elsewhere: frozenset[int]) -> list[int]:
-    """For each place ask of every storage whether it exists by then and somebody still wants it."""
+    """At each position, count every storage that exists and is still needed."""
     nodes = list(gm.graph.nodes)
     sizes = {storage_id(v): v.untyped_storage().nbytes() for v in _values(nodes)}
     found = []
@@ -132,7 +132,7 @@ def alive_from_scratch(gm: GraphModule, elsewhere: frozenset[int]) -> list[int]:
             wanted = has([node, *_waits(node)]) or any(
                 has(later.all_input_nodes) for later in nodes[i:]
             )
-            # Started before, and nothing that comes after it was waited for yet: it is held.
+            # The lane holds a started step until a wait for it, or for a step that follows it.
             done = {
                 step
                 for wait in nodes[:i]
@@ -158,7 +158,7 @@ def _lane(node: Node) -> Lane | None:
 
 
 def _before(step: Node, nodes: Sequence[Node]) -> set[Node]:
-    """What is surely done once a step is: what it read, and what its lane did before."""
+    """The steps that must be done once a step is: those it read, and earlier steps of its lane."""
     if _lane(step) is None:
         return set()
     earlier = nodes[: nodes.index(step)]
@@ -214,7 +214,7 @@ def test_a_reduction_of_few_bits_takes_the_parts_of_others_besides() -> None:
         return {step: total - known for step, total, known in besides if total != known}
 
     assert during(torch.float32) == {}
-    # What a rank sends, and the sum of a part in fp32.
+    # The bytes that a rank sends, and the sum of one part in fp32.
     first = {"intra_reduce_scatter": 2 * 64 + 4 * 16}
     second = {"inter_reduce_scatter": 2 * 16 + 4 * 8}
     assert during(torch.bfloat16) == first | second

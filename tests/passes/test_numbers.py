@@ -1,4 +1,4 @@
-"""Lowered graphs of all ranks against the plain computation, exactly.
+"""Lowered graphs of all ranks, compared with the plain computation, exactly.
 
 Whole numbers in float64 leave nothing to rounding: tangents are multiples of G, so averages are whole too.
 """
@@ -87,7 +87,7 @@ class Cluster:
                     assert torch.equal(got, expected[r])
 
     def accumulate(self, micro_batches: int) -> None:
-        """Micro-batches of which only the last one synchronises, compared with the sum of their averages."""
+        """Micro-batches, of which only the last synchronises, compared with the sum of their averages."""
         ranks = len(self.places)
         params = {n: w.clone().requires_grad_() for n, w in self.full.items()}
         for i in range(micro_batches):
@@ -118,7 +118,7 @@ def _whole_numbers(shape: Shape) -> Tensor:
 
 
 def fill_caches(cluster: Cluster) -> None:
-    """What the runtime does before a forward that loads: gather every bucket between nodes."""
+    """Gather every bucket between nodes, as the runtime does before a forward that loads."""
     for r, where in enumerate(cluster.places):
         peers = [p for p, other in enumerate(cluster.places) if other.place == where.place]
         for bucket in cluster.lowered[0].buckets.values():

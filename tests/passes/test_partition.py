@@ -1,4 +1,4 @@
-"""What is saved for backward: shards, never what is made of gathered parameters alone."""
+"""The forward saves shards for the backward, never values computed from gathered parameters alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Function = Callable[..., Tensor]
 
 
 class Owner:
-    """Parameters on one rank: gathering is copying."""
+    """Owns parameters on one rank, where a gather is a copy."""
 
     def __init__(self, specs: dict[str, ParamSpec]) -> None:
         self.specs = specs
@@ -76,7 +76,7 @@ class Split:
 def compiled(
     function: Function, *args: Any, dynamic: bool = False
 ) -> tuple[Split, list[Tensor], list[Tensor]]:
-    """Compile through AOTAutograd with our partition; the graphs, and the gradients with and without."""
+    """Compile by AOTAutograd with our partition; returns graphs, and gradients with and without it."""
     splits: list[Split] = []
 
     def spy(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
@@ -112,7 +112,7 @@ def compiled(
 
 
 def made_of_parameters(graph: torch.fx.Graph) -> set[Node]:
-    """By definition: reachable from unshards, and from nothing else that varies."""
+    """Find by definition the nodes that depend on unshards and on no other varying input."""
     varying: dict[Node, bool] = {}
     gathered: set[Node] = set()
     for n in graph.nodes:
@@ -122,7 +122,7 @@ def made_of_parameters(graph: torch.fx.Graph) -> set[Node]:
             varying[n] = False
             gathered.add(n)
         else:
-            drawn = (getattr(op, "tags", ()) for op in (n.target, *n.args))  # one may run another
+            drawn = (getattr(op, "tags", ()) for op in (n.target, *n.args))  # ops may run ops
             random = any(torch.Tag.nondeterministic_seeded in tags for tags in drawn)
             varying[n] = random or any(varying[i] for i in n.all_input_nodes)
             if not varying[n] and any(i in gathered for i in n.all_input_nodes):
@@ -131,7 +131,7 @@ def made_of_parameters(graph: torch.fx.Graph) -> set[Node]:
 
 
 def check(split: Split) -> None:
-    """The invariant, and agreement of what is saved with what the backward takes."""
+    """The invariant holds, and the backward takes exactly the saved values."""
     check_saved(split.fw, split.num_fwd_outputs)
     made = made_of_parameters(split.fw.graph)
     assert made
@@ -313,11 +313,11 @@ def test_symbols_are_saved_where_they_are_read() -> None:
 
 
 MESHES_ARE_INPUTS = torch.__version__ >= (2, 12)
-"""Whether graphs are given the meshes of DTensors; torch 2.11 keeps them out of graphs, with the subclass."""
+"""Whether graphs take the meshes of DTensors as inputs; torch 2.11 keeps both out of graphs."""
 
 
 class TestMeshes:
-    """DTensor parameters: each mesh is an opaque input, which RNG states must not get behind."""
+    """DTensor parameters: each mesh is an opaque input, and RNG states must not come behind it."""
 
     @pytest.fixture(autouse=True)
     def group(self) -> Iterator[None]:
@@ -361,7 +361,7 @@ class TestMeshes:
         assert has_mesh == MESHES_ARE_INPUTS
         assert len(calls(split.fw, UNSHARD)) == len(calls(split.bw, UNSHARD)) == 2
         assert len(calls(split.bw, REDUCE_GRAD)) == 2
-        if random == "none":  # random numbers are drawn in another order than eagerly
+        if random == "none":  # graphs draw random numbers in another order than eager code
             for mine, theirs in zip(got, expected, strict=True):
                 torch.testing.assert_close(mine, theirs)
         assert owner.specs
@@ -390,14 +390,14 @@ class TestMeshes:
 
 
 def joint(build: Callable[[GraphBuilder, Node], tuple[Node, Node]]) -> GraphModule:
-    """A joint graph around the gradient that `build` makes of a tangent."""
+    """A joint graph around the gradient that `build` computes from a tangent."""
     b = GraphBuilder(make_specs({"w": (3, 3), "v": (3, 3)}, ALONE))
     tangent = b.input("tangents_1", (3, 3))
     return b.finish(*build(b, tangent))
 
 
 def merged(gm: GraphModule) -> GraphModule:
-    """What `partition` makes of a joint graph before it is cut; the partitioner is not asked."""
+    """A joint graph as `partition` changes it before the partitioner splits it."""
     fw, _ = partition(gm, (), num_fwd_outputs=2, partitioner=lambda *a, **k: (gm, gm))
     return fw
 

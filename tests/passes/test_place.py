@@ -1,4 +1,4 @@
-"""How each graph comes by a bucket: the whole table."""
+"""How each graph gets a bucket: the whole table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOME, GATHER, STORE, LOAD = (
 
 
 def sources(strategy: str, where: Where = WHERE, **more) -> list[Source | None]:
-    """Of the trainable parameter and the frozen one."""
+    """The sources of the trainable and of the frozen parameter."""
     specs = make_specs(SHAPES, where)
     ctx = make_context(specs, where, strategy=strategy, frozen=["frozen"], **more)
     # A backward's buckets are its forward's.
@@ -72,7 +72,7 @@ def test_table(
 def test_what_has_no_place_on_the_host_is_gathered_at_every_use(
     direction: Direction, variant: Variant, host_bytes: int, cached: int
 ) -> None:
-    """Whether trainable or frozen."""
+    """Trainable or frozen."""
     more = {"direction": direction, "variant": variant, "backward_buckets": (0, 1)}
     kept = sources("fcdp", **more)
     assert GATHER not in kept

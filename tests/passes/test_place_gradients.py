@@ -1,4 +1,4 @@
-"""Where accumulated gradients wait: on the GPU while there is room, in order."""
+"""The placement of accumulated gradients: on the GPU while there is room, in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FCDP, ZERO1, ZERO3 = (Strategy.parse(name) for name in ("fcdp", "zero1", "zero3"
 
 
 def made(number: int, elements: int, *, reduces: tuple[str, int] = ("bfloat16", 2)) -> Bucket:
-    """A bucket of as many elements a slot, with gradients that may wait on either side."""
+    """A bucket with `elements` elements per slot, whose gradients may be on the GPU or the host."""
     bucket = make_bucket(number, [("w", (elements * N * G,))], nodes=N, ranks_per_node=G)
     dtype, itemsize = reduces
     return replace(bucket, reduce_dtype=dtype, reduce_itemsize=itemsize)
@@ -71,7 +71,7 @@ SIZES = [80, 240, 40]  # fp32 sums of node shards
         (None, "ggg"),
         (sum(SIZES), "ggg"),
         (sum(SIZES) - 1, "ggh"),
-        (80 + 240 - 1, "ghg"),  # a later one that fits takes what is left
+        (80 + 240 - 1, "ghg"),  # a later bucket that fits takes the rest of the room
         (120, "ghg"),
         (119, "ghh"),
         (40, "hhg"),
@@ -110,7 +110,7 @@ def test_gradients_that_do_not_wait_have_no_place_and_take_no_room() -> None:
 def test_what_host_memory_has_no_room_for_never_waits(
     host_bytes: int, expected: str, gpu: bool
 ) -> None:
-    """On every rank alike, whatever one has room for on its GPU."""
+    """On every rank alike, however much room one rank has on its GPU."""
     placed = waiting(Tier.GPU, *BUCKETS) if gpu else PLACED
     assert fits(placed, host_bytes) == [letter == "h" for letter in expected]
     assert fits(waiting(Tier.NONE, *BUCKETS), sum(SIZES)) == [False] * 3
@@ -121,7 +121,7 @@ def test_gradients_that_wait_on_the_gpu_alone_need_no_host_memory() -> None:
 
 
 def test_gradients_that_have_no_choice_take_room_from_those_that_have() -> None:
-    """Modules of one model may have other strategies."""
+    """Modules of one model may have different strategies."""
     mixed = [BUCKETS[0], replace(BUCKETS[1], strategy=ZERO1), BUCKETS[2]]
     before = {p.bucket: p for _, p in PLACED}
     before[1] = replace(before[1], gradient_tier=Tier.GPU)

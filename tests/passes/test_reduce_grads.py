@@ -1,4 +1,4 @@
-"""What a backward does with gradients: reduce them, let them wait, or take up what waits; exactly."""
+"""A backward reduces gradients, accumulates them, or adds accumulated ones; exactly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EXPECTED: dict[tuple[str, tuple[int, int], Variant], list[str]] = {
     (INTRA, (2, 1), COLD): [BETWEEN],
     (INTRA, (2, 1), ACCUMULATE): WAITS,
     (INTRA, (2, 1), COLLECT): ["collect", BETWEEN],
-    (INTRA, (1, 2), COLD): [WITHIN],  # there is nothing to avoid
+    (INTRA, (1, 2), COLD): [WITHIN],  # one node has no traffic between nodes to avoid
     (NONE, (2, 2), COLD): [WITHIN, BETWEEN],
     (NONE, (2, 2), ACCUMULATE): WAITS,
     (NONE, (2, 2), COLLECT): ["collect", WITHIN, BETWEEN],
@@ -117,7 +117,7 @@ def test_a_backward_that_synchronises_does_not_depend_on_where_gradients_wait() 
 
 @pytest.mark.parametrize("variant", [ACCUMULATE, COLLECT])
 def test_every_step_says_whose_gradients_they_are(variant: Variant) -> None:
-    """The trained parameters of the bucket in its order, also where the graph reduces them in another."""
+    """Steps name the trained parameters in the bucket's order, even if the graph reduces them otherwise."""
     made = lowered(INTRA)
     (trained,) = {b.id for b in made.buckets.values() if not b.frozen}
     for node in reductions(backward(made, variant)):
@@ -127,7 +127,7 @@ def test_every_step_says_whose_gradients_they_are(variant: Variant) -> None:
 @pytest.mark.parametrize("variant", [ACCUMULATE, COLLECT])
 @pytest.mark.parametrize(("strategy", "ranks"), [(INTRA, 2), (NONE, 4)])
 def test_bytes_that_go_to_the_host_and_back(strategy: str, ranks: int, variant: Variant) -> None:
-    """A slot is one of w's three columns, which the last rank pads, and the scalar; sums are fp32."""
+    """A slot has one of w's three columns (the last rank's is padding) and the scalar; sums are fp32."""
     held_bytes = ranks * (5 + 1) * 4
     for on, expected in (("host", held_bytes), ("gpu", 0)):
         gm = backward(lowered(strategy, on=on), variant)
@@ -147,7 +147,7 @@ DTYPES = (
 def test_what_waits_is_of_fp32_or_wider(
     strategy: str, reduced: torch.dtype, wide: torch.dtype
 ) -> None:
-    """And in bytes too; what the last micro-batch sends is of the reduce dtype again."""
+    """Bytes agree, too; the last micro-batch sends the reduce dtype again."""
     made = lowered(strategy, on="host", reduces=reduced)
     for variant in VARIANTS:
         for node in reductions(backward(made, variant)):
@@ -188,7 +188,7 @@ def test_an_accumulating_backward_gives_negative_zeros(strategy: str, home: torc
 def test_schedules(
     strategy: str, size: tuple[int, int], in_flight: int | None, variant: Variant
 ) -> None:
-    """In buckets of one, so that several reductions are under way."""
+    """One parameter in a bucket, so that several reductions are under way."""
     made = lowered(strategy, size, bucket_bytes=1)
     if (key := (Direction.BACKWARD, variant)) not in made.graphs:
         assert (strategy, size) == (INTRA, (1, 2))

@@ -1,4 +1,4 @@
-"""What repeats in a sequence, against trying every start and period."""
+"""Repetitions in a sequence, compared with trying every start and period."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_layers_are_found_between_any_prologue_and_epilogue(
         ("abcd", None),
         ("aa", (0, 1, 2)),
         ("enamamamnh", (2, 2, 3)),
-        ("abababa", (0, 2, 3)),  # six of seven: only whole periods count
+        ("abababa", (0, 2, 3)),  # six of the seven items: only whole periods count
         ("aabaab", (0, 3, 2)),
         ("xaaay", (1, 1, 3)),
     ],

@@ -1,4 +1,4 @@
-"""Transfers start early, and within the budget; nothing else changes: see `test_schedule_invariants`."""
+"""Transfers start early, within the budget; `test_schedule_invariants` checks that nothing else changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.passes.scheduled import (
 
 
 def order(done: Scheduled, *skipped: Callable[..., Any]) -> list[str]:
-    """Explicit nodes as `kind bucket`, a wait with what it waits for, and `compute` for each run of it."""
+    """Explicit nodes as `kind bucket`, waits with their step's name, and `compute` for each run of it."""
     found: list[str] = []
     for node in done.after:
         if node.target in BOOKKEEPING or node.target in skipped:
@@ -118,7 +118,7 @@ def test_by_default_the_next_bucket_starts_before_compute_waits_for_this_one(
     fetches = [n.all_input_nodes[0] for n in intra]
     for this, later in zip(intra, fetches[2:], strict=False):
         assert at[later] < at[last_wait(this)]  # node shards further ahead
-    assert at[intra[2]] > at[last_wait(intra[0])]  # and no more than that
+    assert at[intra[2]] > at[last_wait(intra[0])]  # only one bucket ahead
 
 
 def test_stores_run_beside_compute_and_are_waited_for_when_the_bucket_is_freed() -> None:

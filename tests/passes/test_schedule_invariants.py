@@ -1,4 +1,4 @@
-"""Nothing but the times of transfers changes, for models, uses and budgets of every kind."""
+"""Scheduling changes only when transfers run, for models, uses and budgets of every kind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STRATEGIES = ("zero3", "zero++", "fcdp", "zero3+ring", "zero3+ho_ring", "fcdp+ho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, how it is used and how it is sharded; ranks differ in their place alone."""
+    """A model, how it is used and how it is sharded; ranks differ only in their place."""
 
     params: dict[str, Shape]
     nodes: int
@@ -62,7 +62,7 @@ class Case:
     budget: int | None
 
     def lower(self, node: int = 0, place: int = 0) -> Lowered:
-        """Every graph of one rank, just in time."""
+        """Every graph of one rank, with gathers just in time."""
         where = Where(nodes=self.nodes, ranks_per_node=self.ranks_per_node, node=node, place=place)
         specs = make_specs(self.params, where)
         ctx = make_context(
@@ -171,7 +171,7 @@ def swapped_compute(after: list[Node]) -> None:
 
 
 def reduction_first(after: list[Node]) -> None:
-    """The second half of a run's reduction in front of its gathers."""
+    """Move the second half of a reduction in front of the gathers of its run."""
     for run in runs(after):
         gathers = [n for n in run if n.target in GATHERS]
         reductions = [n for n in run if n.target in REDUCTIONS]

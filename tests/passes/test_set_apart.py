@@ -1,4 +1,4 @@
-"""Parameters that a graph reads with other values than the model's own."""
+"""Parameters for which a graph reads other values than the model's own."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_it_stands_behind_tensors_and_before_symbols() -> None:
     specs = make_specs({"a": (4, 4)}, WHERE)
     ctx = make_context(specs, WHERE)
     with FakeTensorMode():
-        number = torch.empty(()).numel()  # what a symbol's value is: not a tensor
+        number = torch.empty(()).numel()  # a symbol's value: a number, not a tensor
     f = GraphBuilder(specs)
     shard, size = f.shard("a"), f.input("size")
     size.meta["val"] = number

@@ -1,4 +1,4 @@
-"""What plans come to, counted, is what the closed forms of strategies say; whole numbers, exactly."""
+"""Bytes counted in plans equal the closed forms of strategies, exactly, in whole numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.formulas import Costs, F, N, T, a, b, costs, g, s
 
 SIZES = [(2, 2), (4, 8), (3, 5)]
-EVEN = 480 * 256  # whole blocks of what is quantised on every rank of all sizes
+EVEN = 480 * 256  # whole quantisation blocks on every rank, for all sizes
 UNEVEN = 1009
 ITEMSIZE = 4
 _MORE = ["fcdp+w8+g4", "fcdp+c8+g8", "zero3+w8+g8", "zero3+ring", "fcdp+ho_ring", "zero+++w8"]
@@ -52,7 +52,7 @@ def squares(size: int, is_frozen: bool) -> TracedModel:
 def _planned(
     name: str, nodes: int, ranks_per_node: int, micro_batches: int, *, size: int, is_frozen: bool
 ) -> Estimate:
-    """On devices so small that all that may wait on the host does."""
+    """Plan for devices so small that everything that may be on the host is there."""
     job = make_job(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -63,7 +63,7 @@ def _planned(
 
 
 def _expected(found: Estimate) -> Costs:
-    """The closed forms with numbers for symbols; F and T with their padding."""
+    """The closed forms with numbers for symbols; F and T include padding."""
     full = {
         frozen: sum(x.full_bytes for x, _ in _placed(found) if x.frozen is frozen)
         for frozen in (True, False)
@@ -73,7 +73,7 @@ def _expected(found: Estimate) -> Costs:
         N: job.nodes,
         g: job.ranks_per_node,
         s: job.accumulate,
-        a: 1 if job.accumulate > 1 else 0,  # in fp32, as the parameters
+        a: 1 if job.accumulate > 1 else 0,  # gradients accumulate in fp32, the parameters' dtype
         b: ITEMSIZE,
         F: full[True],
         T: full[False],
@@ -88,7 +88,7 @@ def _placed(found: Estimate) -> list[tuple[Bucket, Placement]]:
 
 
 def _kept_bytes(bucket: Bucket, placement: Placement) -> int:
-    """On the device between uses: the home shard, unless the host has it, and what is cached."""
+    """Bytes on the device between uses: the home shard, unless the host has it, and the cached shard."""
     on_host = placement.tier is Tier.HOST and bucket.frozen and bucket.wire is Format.FULL
     leaves = on_host and bucket.strategy.is_resident
     cached = {Tier.GPU: bucket.node_bytes, Tier.GPU_FULL: bucket.full_bytes}
@@ -119,7 +119,7 @@ def test_bytes_are_those_of_the_closed_forms(
 @pytest.mark.parametrize("name", [n for n, x in PRESETS.items() if x.home is Scope.GLOBAL])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_with_padding(name: str, is_frozen: bool) -> None:
-    """Slots that are not full count as if they were."""
+    """Slots count as full even if they are not."""
     found = _planned(name, 3, 5, 4, size=UNEVEN, is_frozen=is_frozen)
     _check(found)
     parameters = 5 * UNEVEN * ITEMSIZE
@@ -127,7 +127,7 @@ def test_with_padding(name: str, is_frozen: bool) -> None:
 
 
 def test_the_model_is_what_the_closed_forms_are_of() -> None:
-    """Control: zero3 gathers everything twice, and frozen parameters are no small part."""
+    """Control: zero3 gathers everything twice, and frozen parameters are a large part."""
     found = _planned("zero3", 2, 2, 1, size=EVEN, is_frozen=True)
     frozen, trained = 3 * EVEN * ITEMSIZE, 2 * EVEN * ITEMSIZE
     assert found.inter_bytes_per_step == (2 * frozen + 3 * trained) // 2

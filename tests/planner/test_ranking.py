@@ -1,4 +1,4 @@
-"""Which strategy is recommended: the one that wins, whichever it is, and why in one sentence."""
+"""The recommended strategy wins, whichever strategy that is, and one sentence says why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = ("ddp", "mics", "zero3", "zero++", "fcdp")
 
 
 class Stack(nn.Module):
-    """Square matrices, of which all or only the last are trained."""
+    """Square matrices; all of them or only the last are trained."""
 
     def __init__(self, *, is_frozen: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_ddp_wins_where_memory_is_no_matter_and_messages_are() -> None:
 
 
 def test_mics_wins_where_whole_copies_fit_a_node_but_no_device() -> None:
-    # With ddp gradients and Adam's moments come to 16 bytes a parameter, which a node of eight shares.
+    # Parameters, gradients and moments take 16 bytes a parameter: on each device with ddp, 1/8 with mics.
     profile = _profile(latency_s=0.05, bytes_per_s=1e11, device_memory_bytes=4 * MODEL_BYTES)
     found = _rank(make_job(ranks_per_node=8, profile=profile), is_frozen=False)
     assert found.recommended == "mics"
@@ -142,7 +142,7 @@ def test_the_only_one_that_fits() -> None:
 
 
 def test_sensible_strategies_differ() -> None:
-    """Each does something else; none needs nodes that are not there."""
+    """All of them differ, and none needs more nodes than there are."""
     several = [x.name for x in sensible(make_job(accumulate=4))]
     assert {"ddp", "zero1", "zero2", "zero3", "zero++", "mics", "fcdp"} <= set(several)
     assert "zero2" not in [x.name for x in sensible(make_job())], "zero1 without micro-batches"

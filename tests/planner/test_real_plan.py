@@ -1,4 +1,4 @@
-"""The plan for a cluster that is not there is the plan that a run on one compiles."""
+"""The planner's plan for a cluster equals the plan that a run on such a cluster compiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACCUMULATE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is planned and run; memory in bytes, of a device and of a node."""
+    """A case to plan and to run; memory in bytes, of a device and of a node."""
 
     case: str
     strategy: str
@@ -50,7 +50,7 @@ TRIALS = [
     Trial(case="odd-lora", strategy="fcdp", device=20_000, host=1500),
     Trial(case="broken", strategy="fcdp", device=20_000, host=3000),
 ]
-"""Strategies, models and amounts of memory, each at least once."""
+"""Each strategy, model and amount of memory at least once."""
 
 
 def _plans(mesh: DeviceMesh, trial: Trial, machine: str, host_memory: int) -> list[Plan]:
@@ -99,7 +99,7 @@ def _moves(schedule: Schedule, *, exactly: bool) -> list[tuple[Kind, int | None,
 
 
 def _places(plan: Plan, *, exactly: bool) -> list[tuple[object, ...]]:
-    """Without the reason, which says whether the user or the machine limits the host's memory."""
+    """Placements without their reason, which says whether the user or the machine limits host memory."""
     return [
         (p.bucket, *((p.tier, p.gradient_tier) if exactly else (p.is_cached, p.accumulates)))
         for p in plan.placements
@@ -108,13 +108,13 @@ def _places(plan: Plan, *, exactly: bool) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize("trial", TRIALS, ids=[t.name for t in TRIALS])
 def test_they_are_the_same(trial: Trial, real: dict[str, list[Plan]]) -> None:
-    """Where a model has several graphs, in what ranks agree on.
+    """For a model with several graphs, plans must be equal only in the parts that ranks agree on.
 
-    The planner counts what earlier graphs save for their backwards and leaves that much less to the cache; a
-    run knows it when it gets there.
+    The planner subtracts the bytes that earlier graphs save for their backwards from the cache's room; a run
+    knows these bytes only later.
     """
     compiled = real[trial.name]
-    planned = [plan for plan in _estimate(trial).plans if plan.buckets]  # a loss has none
+    planned = [plan for plan in _estimate(trial).plans if plan.buckets]  # a loss has no buckets
     assert len(planned) == len(compiled)
     exactly = len(planned) == 1
     for mine, theirs in zip(planned, compiled, strict=True):

@@ -1,4 +1,4 @@
-"""Traces: of any batch, of several graphs, kept for the next plan and trusted only if one made them."""
+"""Traces: for any batch, of several graphs, kept for the next plan, and trusted only if fcdp made them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL = make_profile(device_memory_bytes=50_000)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where traces are kept in these tests."""
+    """The folder that keeps traces in these tests."""
     monkeypatch.setenv("FCDP_CACHE", str(tmp_path / "kept"))
     return tmp_path / "kept"
 
@@ -56,7 +56,7 @@ def _refuse(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
 
 
 class Insists(nn.Module):
-    """Works with one batch size only, which it asks for."""
+    """Works with one batch size only, which it checks."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def _insisting(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
 
 @pytest.mark.parametrize(("case", "batch"), [("odd", 1), ("odd", 64), ("broken", 5)])
 def test_a_trace_is_of_any_batch(case: str, batch: int) -> None:
-    """Peaks are those of a trace whose batch was that number."""
+    """Peaks equal those of a trace with that batch size."""
     mine = _estimate(traced(case), "zero2", batch=batch)
     fixed = trace(build_with_batch(case, batch), seq=LENGTH, param_dtype=None)
     theirs = _estimate(fixed, "zero2", batch=batch)
@@ -162,7 +162,7 @@ def test_the_second_plan_does_not_trace() -> None:
 
 
 def test_functions_are_traced_every_time() -> None:
-    """Nothing tells whether their code has changed."""
+    """Nothing shows whether the code of a function has changed."""
     calls = []
 
     def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_written(folder: Path, caplog: pytest.LogCapture
 
 
 class Peeks(nn.Module):
-    """Asks for a value, which there is none of."""
+    """Reads a value, but a trace has no values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def test_a_model_that_needs_data() -> None:
 
 
 class Invents(nn.Module):
-    """Goes on with something that only values tell, without asking what it is."""
+    """Computes with a number that depends on values, without reading it."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -291,14 +291,14 @@ def _inventing(how: str) -> TracedModel:
 
 @pytest.mark.parametrize("how", ["factor", "size", "choice"])
 def test_values_are_not_invented(how: str) -> None:
-    """The rest of such a model would be planned for the traced batch, or for a size that is none."""
+    """Else the rest of the model would be planned for the traced batch, or for an invalid size."""
     with pytest.raises(FcdpError, match=r"cannot be traced without data.*values of inputs"):
         _inventing(how)
     assert _inventing("constant").graphs, "control: a constant has a value"
 
 
 def test_what_runs_outside_of_graphs_fixes_the_batch() -> None:
-    """The graph after it is of the traced batch, and must not stand for others."""
+    """The graph after it is traced for one batch, and must not be used for other batches."""
     found = _inventing("outside")
     assert len(found.graphs) == 2
     assert found.graphs[0].sizes(1) != found.graphs[0].sizes(2), (
@@ -356,7 +356,7 @@ def test_a_model_without_a_loss() -> None:
 
 
 def test_models_can_be_cast_and_moved() -> None:
-    """As `fcdp plan --lora` does, and build functions."""
+    """`fcdp plan --lora` and build functions do this."""
 
     def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
         model = nn.Sequential(nn.Linear(13, 17), nn.Linear(17, 1)).to("cpu", torch.bfloat16)

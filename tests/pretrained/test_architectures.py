@@ -1,4 +1,4 @@
-"""Checkpoints whose names and tensors Transformers changes as it loads them, each in its own way."""
+"""Checkpoints whose names and tensors Transformers changes on loading, each in its own way."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _deepseek() -> PreTrainedModel:
 
 
 def _llava() -> PreTrainedModel:
-    """Models in a model, each with a prefix that checkpoints write otherwise."""
+    """Models within a model; checkpoints have other prefixes for them."""
     vision = CLIPVisionConfig(**{**SIZES, "vocab_size": None}, image_size=16, patch_size=8)
     return LlavaForConditionalGeneration(
         LlavaConfig(vision_config=vision, text_config=LlamaConfig(**SIZES, num_key_value_heads=1))

@@ -15,7 +15,7 @@ from fcdp_compile.pretrained.exporting.aside import Aside
 
 INDEX = "model.safetensors.index.json"
 Files = Mapping[str, str]
-"""Texts by name, in the place of tensors."""
+"""Texts by name, in place of tensors."""
 
 
 def _single(values: str, config: str = "c") -> Files:
@@ -34,7 +34,7 @@ def _adapter(values: str, config: str = "c") -> Files:
 
 
 def _read(folder: Path) -> str | None:
-    """What a reader takes, with the configuration: the single file before an index; None if it is refused."""
+    """The texts that a reader takes: configuration, and single file or else index; None if refused."""
     for config, entry in (
         ("config.json", "model.safetensors"),
         ("adapter_config.json", "adapter_model.safetensors"),
@@ -55,7 +55,7 @@ class _Killed(BaseException):
 
 @contextmanager
 def _killed_after(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[list[str]]:
-    """Let the process end before the change number `count` to a file system; gives the changes made."""
+    """End the process before change number `count` to the file system; yields the changes made."""
     made: list[str] = []
 
     def counted(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +116,7 @@ def test_killed_at_every_change(
             finished = False
         seen.add(_read(folder))
         assert seen <= {"cold", config + "new", None}, f"after {count} changes"
-        # Whatever was left behind, the next export is complete and leaves nothing of it.
+        # The next export is complete and removes all that was left behind.
         _export(folder, new)
         assert {p.name: p.read_text() for p in folder.iterdir()} == {**new, "notes.txt": "mine"}
         if finished:

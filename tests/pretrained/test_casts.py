@@ -1,4 +1,4 @@
-"""Which dtypes of a checkpoint a model takes."""
+"""The dtypes of checkpoints that a model accepts."""
 
 from __future__ import annotations
 

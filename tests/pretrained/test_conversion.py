@@ -1,4 +1,4 @@
-"""Conversions done to sources give what Transformers' own converters make of tensors."""
+"""Conversions of sources equal the results of Transformers' own converters on tensors."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_conversion_is_transformers_own(case: str, tmp_path: Path) -> None:
     for key, source in sources.items():
         whole = theirs[key][0] if isinstance(theirs[key], list) else theirs[key]
         assert source.shape == tuple(whole.shape)
-        # The second half along each dimension, as a rank would have it.
+        # The second half along each dimension, as a rank would read it.
         for dim in range(whole.ndim):
             start = whole.shape[dim] // 2
             part = whole.narrow(dim, start, whole.shape[dim] - start)

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is refused with its file named, or loads exactly what the file now says."""
+"""A damaged checkpoint is refused with its file's name, or loads exactly the file's new values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def _damages(draw: st.DrawFn) -> tuple[str, str, float, int]:
-    """File, kind of damage, where as a fraction of the class of bytes, and a byte or a number of bytes."""
+    """File, kind of damage, position as a fraction of that kind's bytes, and a byte or a number of bytes."""
     kinds = ["truncate", "extend", "flip length", "flip header", "flip data", "flip any"]
     where = draw(st.floats(0, 1, exclude_max=True))
     return (

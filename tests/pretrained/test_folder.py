@@ -1,4 +1,4 @@
-"""Which files a checkpoint is made of, and what is wrong with them, all told at once."""
+"""The files of a checkpoint, and their faults, all reported at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_one_file_goes_before_an_index_and_each_can_be_named(tmp_path: Path) -> 
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
-    """As the hub's cache keeps its files."""
+    """The hub's cache keeps files as links."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
     save_file({"x": torch.zeros(2)}, tmp_path / "blobs" / "0123")

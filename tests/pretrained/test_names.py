@@ -1,4 +1,4 @@
-"""What a checkpoint calls the tensors of models that PEFT has wrapped, and of such that look like it."""
+"""A checkpoint's names for the tensors of models that PEFT has wrapped, and of models that only look so."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_wrapped_models(config: peft.PeftConfig, some: dict[str, tuple[str, Role
 
 
 class Misleading(nn.Module):
-    """Its names are PEFT's, its classes are not."""
+    """A model with PEFT's names, but not PEFT's classes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which checkpoints are worth reading in place of gathering: those on a disk of this machine."""
+"""Checkpoints are read in place of gathers only if they are on a disk of this machine."""
 
 from __future__ import annotations
 

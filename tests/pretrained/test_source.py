@@ -1,4 +1,4 @@
-"""Sources are read in parts as the tensors that they stand for would be."""
+"""Reading a part of a source gives the same part of the tensor that the source describes."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ HOST = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4), why="host")
 GPU = replace(HOST, why="gpu")
 FULL = replace(HOST, why="gpu-full")
 OTHER = make_bucket(1, [("v", (8,))], dtype=("float32", 4), why="host")
-"""One bucket as three plans place it, each of which says so as the reason; and another one."""
+"""One bucket in three placements, whose `why` names the placement; and another bucket."""
 
 SHARD_BYTES = 8 * 4
 CPU = torch.device("cpu")
 
 
 class Cache(NodeShardCache):
-    """Follows the plan of the bucket that it is given."""
+    """A cache that takes each bucket's placement from the bucket."""
 
     def __init__(self, counters: Counters, pool: PinnedPool, lanes: Lanes) -> None:
         self.plan: dict[int, Placement] = {}
@@ -46,7 +46,7 @@ class Cache(NodeShardCache):
 
 
 def until_backward(bucket: Bucket) -> Bucket:
-    """The bucket with a strategy that keeps it no longer."""
+    """The bucket with a strategy that keeps it only until the backward."""
     strategy = replace(bucket.strategy, life=Life.UNTIL_BACKWARD)
     return replace(bucket, strategy=strategy)
 

@@ -28,7 +28,7 @@ from tests.passes.lockstep import cut
 
 
 class Collectives:
-    """2 x 2 ranks of which every other one holds and sends what this one does; on real lanes."""
+    """2 x 2 ranks on real lanes; all other ranks hold and send the same as this rank."""
 
     def __init__(self, counters: Counters, lanes: Lanes) -> None:
         self._counters = counters
@@ -74,7 +74,7 @@ class Collectives:
 
 
 class Placements(dict[int, Placement]):
-    """Every bucket where its strategy wants it, or in one tier."""
+    """Places every bucket as its strategy wants, or in one tier."""
 
     def __init__(self, strategy: str, tier: Tier | None) -> None:
         caches = {Cache.NONE: Tier.NONE, Cache.GPU: Tier.GPU}
@@ -117,7 +117,7 @@ def program(
 
 
 def same_on_all_ranks() -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Parameters of which every rank owns the same shard, and that shard."""
+    """Parameters whose shards are equal on every rank, and these shards."""
     full = {"w": torch.full((8, 4), 3.0), "b": torch.full((4,), 2.0)}
     homes = [cut(w, choose_dim(w.shape, 2, 2), 2, 2)[0] for w in full.values()]
     return full, homes

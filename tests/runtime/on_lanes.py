@@ -12,11 +12,11 @@ from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.pending import Pending
 
-LONG_S = 30.0  # far more than anything here takes
+LONG_S = 30.0  # far longer than any task of the tests
 
 
 class Gate:
-    """A task that begins and then does not go on before it is told to."""
+    """A task that begins and then waits until `open` is called."""
 
     def __init__(self) -> None:
         self._begun = threading.Event()

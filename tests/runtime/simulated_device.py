@@ -1,8 +1,8 @@
-"""A device's streams, events and allocator without a card, as asynchronous as they may be.
+"""A device's streams, events and allocator without a card, as asynchronous as a device can be.
 
-What is launched is queued on the current stream and runs when `advance` picks that stream; a queued wait
-holds its stream up until the event was recorded.  Memory belongs to the compute stream: whatever is freed
-is overwritten by what comes next there, as if the allocator had handed it to the next kernel.
+A launched kernel is queued on the current stream and runs when `advance` picks that stream; a queued wait
+stops its stream until the event is recorded.  Memory belongs to the compute stream: the next kernel there
+overwrites freed memory, as if the allocator had given the memory to that kernel.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Stream:
 
 
 class Memory:
-    """What a buffer's address stands for: kernels have this, and nothing keeps it from being reused."""
+    """The memory at a buffer's address: kernels hold it, and that does not prevent its reuse."""
 
     def __init__(self) -> None:
         self.value = math.nan
@@ -127,11 +127,11 @@ class SimulatedDevice(Device):
         self.current_stream().queue.append(kernel)
 
     def free(self, memory: Memory) -> None:
-        """Take memory back: the next kernel of the compute stream gets it."""
+        """Free memory: the next kernel of the compute stream overwrites it."""
         self.compute.queue.append(lambda: setattr(memory, "value", math.nan))
 
     def advance(self, kernels: int) -> None:
-        """Run up to so many kernels, of any streams that can go on."""
+        """Run up to `kernels` kernels of any streams that can go on."""
         for _ in range(kernels):
             ready = [s for s in self.streams if self._is_ready(s)]
             if not ready:
@@ -140,7 +140,7 @@ class SimulatedDevice(Device):
             self.time += 1
 
     def synchronize_all(self) -> None:
-        """Run everything."""
+        """Run all queued kernels."""
         self.advance(1 << 30)
         assert not any(s.queue for s in self.streams), "streams wait for each other"
 

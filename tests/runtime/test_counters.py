@@ -1,4 +1,4 @@
-"""What was moved, in all and in the last step."""
+"""The bytes moved, in all and in the last step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_totals_by_kind() -> None:
 
 
 class Optimizer:
-    """Who steps; told apart by identity."""
+    """An optimizer; the counters tell optimizers apart by identity."""
 
 
 A, B = Optimizer(), Optimizer()

@@ -29,7 +29,7 @@ def test_few_looks_answer_many_questions_while_there_is_room() -> None:
     assert looks == [20]
     used[0] = 95
     assert [memory.is_short() for _ in range(3)] == [True] * 3
-    used[0] = 50  # what was asked about has gone
+    used[0] = 50  # the memory in question is free again
     assert not memory.is_short()
     assert looks == [24]
 

@@ -1,4 +1,4 @@
-"""Gradients that wait: sums, clearing, failures; within real backwards of autograd, on real lanes."""
+"""Accumulated gradients: sums, clearing, failures; in real backwards of autograd, on real lanes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.torch_compat import backward_number
 
 CPU = torch.device("cpu")
-NODE = 1  # of two, with two ranks each; this one is at place 0 and has nothing of `tiny`
+NODE = 1  # of two nodes with two ranks each; this rank is at place 0 and has no element of `tiny`
 
 BUCKET = make_bucket(0, [("w", (8, 2)), ("tiny", (2,)), ("s", ())])
 OTHER = make_bucket(1, [("v", (4,))])
@@ -41,7 +41,7 @@ both = pytest.mark.parametrize("tier", TIERS)
 
 
 class Peers:
-    """The other ranks: they send what this one does, and say of gradients what a test lets them say."""
+    """The other ranks: they send what this rank sends; a test sets their flags about gradients."""
 
     def __init__(self) -> None:
         self.agreed = 0
@@ -64,7 +64,7 @@ class Peers:
 
 @dataclass
 class Record:
-    """A parameter and its spec; what of a ParamRecord is used."""
+    """A parameter and its spec: the part of a ParamRecord that is used here."""
 
     spec: Any
     parameter: nn.Parameter
@@ -117,7 +117,7 @@ class Rank:
         bucket: int = 0,
         then: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """A loss of whose gradients every element is `value`; `then` is called at the end of its backward."""
+        """A loss whose gradients are `value` in every element; its backward calls `then` at its end."""
         chosen = self.buckets[bucket]
         params = [self.records[p.name].parameter for p in chosen.params]
 
@@ -155,7 +155,7 @@ class Rank:
         self.loss(value, accumulates=False).backward()
 
     def check(self, expected: float | dict[str, float]) -> None:
-        """Every element of every gradient."""
+        """Compare every element of every gradient."""
         for name in NAMES:
             grad = self.grad(name)
             value = expected if isinstance(expected, float | int) else expected[name]
@@ -171,7 +171,7 @@ class Rank:
 
 
 def _only(number: int) -> list[bool]:
-    """Flags of which one is raised."""
+    """Flags with only one set."""
     return [i == number for i in range(2 * len(NAMES))]
 
 
@@ -183,7 +183,7 @@ def _record(layout: Any, name: str) -> Record:
 
 
 class TestSums:
-    """What comes of several micro-batches."""
+    """Sums over several micro-batches."""
 
     @both
     def test_every_micro_batch_counts_once(self, tier: Tier) -> None:
@@ -245,7 +245,7 @@ class TestSums:
 
     @both
     def test_what_waits_is_nobody_elses(self, tier: Tier) -> None:
-        """Gradients that no lane has made may be the user's own."""
+        """Gradients that no lane has made may belong to the user."""
         rank = Rank(tier)
         bucket = rank.buckets[0]
         own = torch.ones(2 * bucket.slot_elements)
@@ -272,13 +272,13 @@ class TestSums:
 
 
 class TestClearing:
-    """Whoever clears `.grad` means what waits too."""
+    """Clearing `.grad` clears accumulated gradients, too."""
 
     @both
     @pytest.mark.parametrize("set_to_none", [True, False])
     @pytest.mark.parametrize("had", [None, 0.0, 5.0])
     def test_all(self, tier: Tier, set_to_none: bool, had: float | None) -> None:
-        """had: what `.grad` was before."""
+        """had: the value of `.grad` before."""
         rank = Rank(tier)
         # All that is gone here, and "tiny" too.
         rank.peers.say = lambda flags: [flags[0]] * len(NAMES) + [False] * len(NAMES)
@@ -288,7 +288,7 @@ class TestClearing:
         rank.clear(*NAMES, set_to_none=set_to_none)
         assert rank.accumulation.settle() == []
         assert not rank.accumulation.waits_for([0])
-        for _ in range(2):  # from negative zeros, and from positive ones
+        for _ in range(2):  # first from negative zeros, then from positive zeros
             rank.accumulate(10)
             rank.clear(*NAMES, set_to_none=set_to_none)
         rank.accumulate(20)
@@ -308,7 +308,7 @@ class TestClearing:
 
     @both
     def test_exactly_its_slots(self, tier: Tier) -> None:
-        """Of every node: its shard there is another rank's."""
+        """The slots of every node: another node's shard belongs to another rank."""
         rank = Rank(tier)
         rank.accumulate(1)
         rank.clear("w", set_to_none=True)
@@ -339,7 +339,7 @@ class TestClearing:
         rank.check(1)
 
     def test_so_is_one_that_another_rank_changed(self) -> None:
-        """Or else that rank alone would raise, and this one wait for it."""
+        """If only the other rank raised, this rank would wait for it."""
         rank = Rank(Tier.GPU)
         rank.accumulate(1)
         rank.peers.say = lambda flags: _only(len(NAMES) + NAMES.index("tiny"))
@@ -363,7 +363,7 @@ def _fail() -> None:
 
 
 class TestBackwards:
-    """Nothing is sure before the end of a backward."""
+    """Any backward may fail until its end."""
 
     @both
     @pytest.mark.parametrize("accumulates", [True, False])
@@ -414,7 +414,7 @@ class TestBackwards:
 
     @both
     def test_one_nested_in_another(self, tier: Tier) -> None:
-        """As of reentrant checkpointing: what waits for the outer one's `.grad` was not cleared."""
+        """As in reentrant checkpointing: gradients on their way to the outer `.grad` were not cleared."""
         rank = Rank(tier)
 
         def nested() -> None:

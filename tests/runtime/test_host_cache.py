@@ -59,7 +59,7 @@ def test_a_slab_is_written_again_and_not_allocated_again() -> None:
 
 
 def test_only_what_is_on_the_host_counts_as_host_memory() -> None:
-    """Though on a CPU device a node shard "on the GPU" is host memory too."""
+    """On a CPU device a node shard "on the GPU" is in host memory, too, but does not count."""
     cache, _ = make()
     cache.store(GPU, shard(1), 1).wait()
     assert cache.host_bytes() == 0
@@ -69,7 +69,7 @@ def test_only_what_is_on_the_host_counts_as_host_memory() -> None:
 
 @pytest.mark.parametrize("life", Life)
 def test_slabs_are_given_back(life: Life) -> None:
-    """By `drop`, and by the last load of what lives until the backward."""
+    """By `drop`, and by the last load of a node shard that lives until the backward."""
     pool = PinnedPool(Cpu())
     cache = Cache(Counters(), pool, Lanes(Cpu(), is_blocking=True))
     mine = until_backward(HOST) if life is Life.UNTIL_BACKWARD else HOST
@@ -127,7 +127,7 @@ BRIEF = [until_backward(HOST), until_backward(GPU)]
 
 
 class TestUntilBackward:
-    """Life ends with the last backward that wants it."""
+    """A node shard lives until the last backward that needs it."""
 
     def test_one_backward_takes_it(self) -> None:
         cache, _ = make()
@@ -190,7 +190,7 @@ def test_training_then_evaluation_then_training() -> None:
 
 
 class Gather:
-    """A node shard that arrives when it is told to, on a lane of its own."""
+    """A node shard that arrives when a test says so, on a lane of its own."""
 
     def __init__(self, value: float, error: Exception | None = None) -> None:
         self._lanes = Lanes(Cpu(), is_blocking=True)
@@ -238,7 +238,7 @@ def test_a_gather_that_failed_is_never_loaded(bucket) -> None:
 
 
 def test_the_gpu_tier_leaves_the_gather_to_those_who_wait_for_it() -> None:
-    """Each gets a pending result of its own: one may be waited for once."""
+    """Each reader gets a pending result of its own, as a result may be waited for only once."""
     cache, _ = make()
     gather = Gather(4)
     gather.arrive()

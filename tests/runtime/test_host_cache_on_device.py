@@ -1,4 +1,4 @@
-"""What the cache keeps on the device: node shards and whole buckets, while there is room."""
+"""The cache on the device: node shards and whole buckets, while there is room."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _memory = partial(DeviceMemory, serves=1)
 
 
 class TestWhenTheDeviceIsFull:
-    """What was planned for the device goes to the host, and is where it really is."""
+    """Buckets planned for the device go to the host, and the cache reports their real tier."""
 
     @staticmethod
     def cache(used: list[int]) -> tuple[NodeShardCache, Counters]:
@@ -162,7 +162,7 @@ class TestInFull:
 
 
 class TestMemoryThatBecomesShort:
-    """After a bucket was stored, as frozen ones are before the first forward."""
+    """Memory runs short after a bucket was stored, as frozen buckets are before the first forward."""
 
     @pytest.mark.parametrize("bucket", [GPU, FULL])
     def test_a_node_shard_falls_back_when_room_is_made(self, bucket) -> None:

@@ -36,7 +36,7 @@ def make(*, nodes: int = 2, ranks_per_node: int = 4, place: int = 0) -> HostMemo
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What this rank finds, and how many ranks it says share it."""
+    """The memory that this rank finds, and the number of ranks that share it."""
     found = SimpleNamespace(bytes=100, limit=Limit.AVAILABLE, lockable=None, sharing=())
 
     def detect(*, ranks_on_machine: int, ranks_in_group: int) -> HostBudget:
@@ -52,7 +52,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def agree(
     memory: HostMemory, *others: list[int], pool_bytes: int = 0, pinned: bool = False
 ) -> None:
-    """Together with ranks that found other numbers; registering works up to `pool_bytes`."""
+    """Agree with ranks that found other numbers; registering works up to `pool_bytes`."""
     collectives: Any = SimpleNamespace(agree=lambda words, what: [words, *others])
     pool: Any = SimpleNamespace(can_register=lambda size: size <= pool_bytes, slab_bytes=0)
     memory.agree(collectives, pool, is_pinned=pinned)
@@ -91,7 +91,7 @@ def test_who_shares_the_memory(
     ("lockable", "works_up_to", "expected"),
     [
         (8 * MIB, 0, (8 * MIB, Limit.LOCKED)),
-        (8 * MIB, UNLIMITED, (GIB, Limit.AVAILABLE)),  # the driver does not count
+        (8 * MIB, UNLIMITED, (GIB, Limit.AVAILABLE)),  # the driver does not count memory as locked
         (512 * MIB, UNLIMITED, (512 * MIB, Limit.LOCKED)),  # too much to try
         (None, 0, (GIB, Limit.AVAILABLE)),
     ],
@@ -109,7 +109,7 @@ def test_locked_memory_counts_where_it_is_enforced(
 
 
 def test_models_on_one_mesh_share_what_is_free(machine: SimpleNamespace) -> None:
-    """Whether the other one's plan was made, or came true, before or after this one looked."""
+    """Whether the other model planned or used its memory before or after this model looked."""
     machine.bytes = 1000
     topology: Any = _Topology(2, 1, 0, 0)
     first, second = HostMemory(topology), HostMemory(topology)
@@ -120,7 +120,7 @@ def test_models_on_one_mesh_share_what_is_free(machine: SimpleNamespace) -> None
     agree(second)  # nothing is in use yet
     assert budget(second) == (400, Limit.AVAILABLE)
     machine.bytes = 500
-    first._pool.slab_bytes = 500  # most of the plan has come true
+    first._pool.slab_bytes = 500  # most of the planned memory is in use
     agree(second)
     assert budget(second) == (400, Limit.AVAILABLE)
     second.planned_bytes = 300

@@ -1,4 +1,4 @@
-"""Lanes on threads: order, chains, errors, what they hold and for how long, and how they end."""
+"""Lanes on threads: order, chains, errors, the buffers they hold and for how long, and their end."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class TestErrors:
         start(lanes, Lane.INTER, lambda: None).wait()
 
     def test_it_holds_no_buffers(self, lanes: Lanes) -> None:
-        """Else those of a failed step would be there until the garbage collector comes."""
+        """Else the buffers of a failed step would live until the garbage collector runs."""
         read, out = torch.ones(2), torch.zeros(2)
         alive = [weakref.ref(read), weakref.ref(out)]
         gc.disable()
@@ -171,7 +171,7 @@ class TestErrors:
 
 
 class TestBegun:
-    """Tasks that only begin something, and leave the rest to another thread."""
+    """Tasks that only begin work, and leave the rest to another thread."""
 
     def test_the_next_begins_before_the_first_is_finished(self, lanes: Lanes) -> None:
         first, second, order = Gate(), Gate(), list[str]()
@@ -305,7 +305,7 @@ def ended(threads: list[threading.Thread]) -> bool:
 
 @pytest.fixture
 def new_threads() -> Callable[[], list[threading.Thread]]:
-    """The threads of lanes that are younger than the test."""
+    """Returns the lanes' threads that were started since the test began."""
     before = set(threading.enumerate())
     return lambda: [t for t in threading.enumerate() if t not in before]
 
@@ -348,7 +348,7 @@ class TestThreads:
 
 
 def test_evaluation_and_training_share_lanes(lanes: Lanes) -> None:
-    """Buffers are made outside of inference mode, what is read may come from inside."""
+    """Buffers are made outside of inference mode; tensors to read may come from inference mode."""
     out, again = torch.zeros(2), torch.zeros(2)
     with torch.inference_mode():
         read = torch.ones(2) + 1

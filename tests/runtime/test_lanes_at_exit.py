@@ -76,7 +76,7 @@ def test_what_has_begun_gives_up_too() -> None:
 
 
 def test_what_takes_its_time_is_waited_for() -> None:
-    """In C++, from where a thread must not come back when the interpreter is gone."""
+    """The task runs in C++; its thread must not come back to Python after the interpreter has ended."""
     done = run("""
         matrix = torch.rand(1500, 1500)
 

@@ -29,7 +29,7 @@ ALL = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
 class Program:
     """Random tasks that read each other's results and compute's; waited for or not, in any order.
 
-    Every result is one more than the sum of what it is made of.
+    Every result is one more than the sum of its inputs.
     """
 
     def __init__(self, device: SimulatedDevice, seed: int, *, is_blocking: bool) -> None:
@@ -41,14 +41,14 @@ class Program:
         self.seen: list[tuple[float, float]] = []
 
     def run(self, steps: int) -> None:
-        """Then `seen` has what compute read, and what it should have read."""
+        """Run tasks; `seen` gets the values that compute read, each with the expected value."""
         for _ in range(steps):
             self._random.choice([self._start, self._start, self._wait, self._compute, self._drop])()
             self._device.advance(self._random.randrange(4))
         while self._started:
             self._wait()
         self._computed(self._ready)
-        for lane in ALL:  # a thread may still issue what nobody waited for
+        for lane in ALL:  # a thread may still issue tasks that are not waited for
             self._lanes.start(
                 lane, lambda: None, out=Buffer(self._device), reads=[], name=""
             ).wait()
@@ -88,7 +88,7 @@ class Program:
         return out, 1 + sum(expected)
 
     def _drop(self) -> None:
-        """Give up what others may be reading, and what nobody will wait for."""
+        """Drop tensors that other tasks may still read, and results that are never waited for."""
         self._ready = self._ready[-1:]
         if self._started and self._random.random() < 0.3:
             self._started.pop(0)
@@ -98,7 +98,7 @@ class Program:
 
 
 def run(seed: int, *, is_blocking: bool = False) -> list[tuple[float, float]]:
-    """What the compute of a random program read, and should have read."""
+    """The values that the compute of a random program read, each with the expected value."""
     program = Program(SimulatedDevice(seed), seed, is_blocking=is_blocking)
     program.run(40)
     return program.seen
@@ -164,7 +164,7 @@ def test_a_task_that_fails_leaves_what_it_had_begun_its_buffers() -> None:
 
 
 class Alive:
-    """Buffers made so far that are still held."""
+    """Counts the buffers that are still held."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device

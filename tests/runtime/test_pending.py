@@ -1,4 +1,4 @@
-"""Started steps: waited for once, and holding nothing after."""
+"""Started steps: they are waited for once, and hold nothing afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 
 
 class Task:
-    """A task that ends when somebody wants to come after it."""
+    """A task that ends when a wait for it begins."""
 
     def __init__(self, out: torch.Tensor, error: Exception | None = None) -> None:
         self._out = out

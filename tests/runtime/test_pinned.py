@@ -1,4 +1,4 @@
-"""Slabs: exact sizes, apart from each other, alive as long as somebody looks at them."""
+"""Slabs: exact sizes, apart from each other, alive as long as a tensor uses them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_sizes_are_rounded_to_pages_and_no_further(elements: int, slab_bytes: in
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.one_of(st.integers(0, 5 * PAGE), st.none()), max_size=25), st.randoms())
 def test_slabs_never_overlap_and_bytes_add_up(takes: list[int | None], random: Any) -> None:
-    """Numbers are bytes to take, None gives one back."""
+    """takes: bytes to take; None gives a slab back."""
     pool = PinnedPool(Cpu())
     held: list[torch.Tensor] = []
     for size in takes:
@@ -103,7 +103,7 @@ def test_only_slabs_are_given_back_and_once() -> None:
 
 
 class Cudart:
-    """Notes what is registered; refuses more than `limit` bytes in all."""
+    """Records registered memory; refuses more than `limit` bytes in all."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -127,7 +127,7 @@ class Cudart:
 
 @pytest.fixture
 def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
-    """A GPU's runtime as far as the pool looks."""
+    """The part of a GPU's runtime that the pool uses."""
     made = Cudart(3 * PAGE)
     cuda = SimpleNamespace(
         cudart=lambda: made, device=contextlib.nullcontext, synchronize=lambda device: None

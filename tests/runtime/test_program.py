@@ -1,4 +1,4 @@
-"""The loop over a lowered graph: right values, dropped right after their last use."""
+"""The loop over a lowered graph: values are right, and dropped just after their last use."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_full_parameters_die_before_the_next_bucket_is_unpacked(scheduled: bool)
             stamps = torch.zeros(2 + 3, dtype=torch.int64)
             args = [X, *homes, stamps, T]
         model = fake_model("zero3")
-        model.collectives.is_instant = True  # else a gradient lives until its lane comes to it
+        model.collectives.is_instant = True  # else a gradient lives until its lane handles it
         running.run(model, args)
         assert len(watch.alive) > 2
         assert max(watch.alive) <= 1
@@ -179,14 +179,14 @@ def test_a_step_that_fails_fails_the_run_before_compute_sees_its_result(kind: Ki
     homes = same_on_all_ranks()[1]
     with pytest.raises(RuntimeError, match=rf"fcdp::{kind.value} 0 failed"):
         program(made, Direction.FORWARD, wrap=wrap).run(model, [*homes, X])
-    assert ran == [len(homes)]  # what packs the shards, and nothing else
+    assert ran == [len(homes)]  # only the packing of the shards
     model.collectives.fails = set()
     y, *_ = program(made, Direction.FORWARD).run(model, [*homes, X])
     assert torch.isfinite(y)
 
 
 def test_the_error_of_a_run_holds_none_of_its_values() -> None:
-    """Whoever catches it may want the memory, with the error still at hand."""
+    """A handler that still holds the error may need the memory."""
     made = lower_toy(EVEN, WHERE, strategy="zero3", segmented=True)
     model = fake_model("zero3")
     model.collectives.fails = {Kind.INTRA_ALL_GATHER}

@@ -1,4 +1,4 @@
-"""Times of steps: which runs are recorded, what is a start and an end, when what goes to the file."""
+"""Times of steps: which runs are recorded, when steps start and end, and when the file is written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 class Clock:
-    """Ticks at every look; what it marks is past once it says so."""
+    """A clock that ticks at every look; its marks are over once it says so."""
 
     def __init__(self) -> None:
         self._ticks = count()
@@ -54,7 +54,7 @@ class Clock:
 
 
 class Written:
-    """What a recorder writes, in place of a file."""
+    """Takes what a recorder writes, in place of a file."""
 
     def __init__(self) -> None:
         self.times: list[tuple[Plan, dict[ScheduleKey, Recording]]] = []
@@ -64,7 +64,7 @@ class Written:
 
     @property
     def counts(self) -> list[dict[ScheduleKey, int]]:
-        """How many runs of which schedule, each time."""
+        """The number of runs of each schedule, for each write."""
         return [{key: len(r.runs) for key, r in found.items()} for _, found in self.times]
 
 
@@ -168,7 +168,7 @@ def test_a_step_without_a_task_is_over_when_what_it_waits_for_is() -> None:
         if kind is Kind.INTER_ALL_GATHER:
             toy.model.lanes.start(Lane.INTER, gate, out=torch.zeros(1), reads=[], name="before")
         elif kind is Kind.INTRA_ALL_GATHER:
-            gate.open()  # what comes after the store has been called
+            gate.open()  # the step after the store has been called
         return real(kind, *args, **more)
 
     toy.model.collectives.all_gather = slow
@@ -191,7 +191,8 @@ def test_nothing_is_written_while_another_program_has_runs_to_record() -> None:
     for _ in range(3):
         toy.run(FORWARD, [*toy.homes, X])
         seen = len(toy.written.times)
-    # Its own are complete with the third, but the backward is under way: until a run that is not recorded.
+    # The forward's runs are complete with the third, the backward's are not: no write before a run that is
+    # not recorded.
     assert seen == 1
     assert toy.written.counts == [{FORWARD: 2}]
     _, *saved = toy.run(FORWARD, [*toy.homes, X])
@@ -264,7 +265,7 @@ Calls = Sequence[tuple[Step, Callable[[], object]]]
 
 
 class Steps:
-    """A program of steps that do what they are told; runs as a `Program` does."""
+    """A program whose steps a test defines; runs as a `Program` does."""
 
     def __init__(self, lanes: Lanes, calls: Calls) -> None:
         self._lanes = lanes
@@ -287,7 +288,7 @@ def _call(call: Callable[[], object], values: list[Any]) -> object:
 
 
 def test_a_task_that_has_begun_lasts_until_it_is_finished() -> None:
-    """The next one begins meanwhile, and lets it go on."""
+    """The next task begins meanwhile, and lets the first go on."""
     lanes = Lanes(Cpu(), is_blocking=True)
     gates = [Gate(), Gate()]
     pending: list[Pending] = []
@@ -326,7 +327,7 @@ STARTED = (Kind.LOAD, Kind.STORE, Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER)
 
 
 def random_steps(chance: random.Random) -> list[Step]:
-    """Tasks that read what others leave, compute, and waits for tasks; compute's in one order with all."""
+    """Tasks that read other tasks' results, compute, and waits for tasks; all follow the earlier compute."""
     steps: list[Step] = []
     unread: list[int] = []
     for index in range(14):
@@ -345,7 +346,7 @@ def random_steps(chance: random.Random) -> list[Step]:
 
 
 class OnDevice:
-    """Random steps on the lanes of a fake device, each of some kernels, which note when they run."""
+    """Random steps on the lanes of a fake device; each has some kernels, which record when they run."""
 
     def __init__(self, simulated: SimulatedDevice, seed: int, *, is_blocking: bool) -> None:
         self._simulated = simulated
@@ -358,11 +359,11 @@ class OnDevice:
         self._running = Steps(self._lanes, calls)
 
     def run(self, recorder: Recorder) -> None:
-        """Issue all of it; the device has not come to the end of that."""
+        """Issue all steps; the device has not run all of them afterwards."""
         self._pending.clear()
         self.kernels = {step.index: [] for step in self.steps}
         self._running.run(recorder)
-        for kind in STARTED:  # a thread may still issue what nobody waited for
+        for kind in STARTED:  # a thread may still issue tasks that are not waited for
             out: Any = Buffer(self._simulated)
             self._lanes.start(LANES[kind], lambda: None, out=out, reads=[], name="").wait()
 
@@ -385,7 +386,7 @@ class OnDevice:
         return started
 
     def _launch(self, index: int, kernels: int) -> None:
-        ran = self.kernels[index]  # of this run, wherever the device is
+        ran = self.kernels[index]  # of this run, however far the device is
         for _ in range(kernels):
             self._simulated.launch(lambda: ran.append(self._simulated.time))
 
@@ -408,7 +409,7 @@ def test_on_a_device_times_are_those_of_the_kernels(is_blocking: bool, seed: int
     (run,) = found[FORWARD].runs
     assert_causal(run, device.steps)
     assert_in_turn(run, device.steps, in_flight=1)
-    # Kernels count from the beginning, a run from its start: one number is between all of them.
+    # Kernels' times count from the beginning, a run's from its start: all differ by one number.
     starts, ends = ([round(1e3 * s) for s in times] for times in (run.starts_s, run.ends_s))
     earliest = max((k - ends[i] for i, ks in device.kernels.items() for k in ks), default=0)
     latest = min((k - starts[i] for i, ks in device.kernels.items() for k in ks), default=0)

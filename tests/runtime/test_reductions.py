@@ -1,4 +1,4 @@
-"""Gradients of few bits are summed in fp32 and rounded once a level, whatever carries them."""
+"""Low-precision gradients are summed in fp32 and rounded once per level, with any transport."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OnStream(Channel):
 
 
 def average(rows: Tensor, patch: pytest.MonkeyPatch) -> Tensor:
-    """What `reduce_scatter` makes of the parts [size, n] that all ranks have of one rank's slot."""
+    """The result of `reduce_scatter` on the parts [size, n] that all ranks have of one rank's slot."""
 
     def all_to_all(out: Tensor, send: Tensor, **_: Any) -> None:
         out.copy_(rows.flatten().view(out.dtype))
@@ -67,7 +67,7 @@ def test_each_level_rounds_once(
     assert bool(((found - exact).abs() <= bound).all())
     by_hops = grads[0, 0]
     for row in grads.flatten(0, 1)[1:]:
-        by_hops = by_hops + row  # what a ring does, which rounds to the dtype
+        by_hops = by_hops + row  # as a ring does: it rounds to the dtype
     errors = (by_hops.double() / (NODES * PLACES) - exact).abs()
     assert errors.mean() > 2 * (found - exact).abs().mean(), "the control: rounding at every hop"
 

@@ -1,4 +1,4 @@
-"""Rows read in place of a gather: taken where they are what would be gathered, refused on every rank else."""
+"""Rows read in place of a gather: taken if they equal the gathered rows, else refused on every rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FromMemory:
 
 
 class FakeCollectives:
-    """Two nodes of two ranks, of which the others find what they are told to."""
+    """Two nodes of two ranks; a test sets what the other ranks find."""
 
     def __init__(self, other_node: int | None, other_place: int = 7) -> None:
         self.other_node, self.other_place = other_node, other_place
@@ -104,7 +104,7 @@ def test_nobody_is_asked_without_all_rows_or_for_what_is_trained() -> None:
 
 
 def _broken(node: int) -> FromMemory:
-    """Rows of one node that are not what they were; of none for a reader that fails."""
+    """Rows that have changed on one node; or a reader that fails."""
     if node < 0:
         return FromMemory({})
     values = {name: value.clone() for name, value in WHOLE.items()}
@@ -120,13 +120,13 @@ def test_other_rows_than_the_own_are_refused(node: int) -> None:
     assert _ask(sources, collectives) is None
     assert collectives.asked == [[0, 0, 0]]
     assert rows.closed == 1
-    assert _ask(sources, collectives) is None  # and nobody is asked again
+    assert _ask(sources, collectives) is None  # and no rank is asked again
     assert len(collectives.asked) == 1
 
 
 def test_nodes_that_read_different_rows_refuse_them() -> None:
     sources = RowSources()
-    sources.offer(SHAPES, _broken(0))  # which this rank alone cannot see
+    sources.offer(SHAPES, _broken(0))  # this rank alone cannot see the difference
     collectives = FakeCollectives(int(fingerprint([torch.cat([_home(0), _home(1)])])))
     assert _ask(sources, collectives) is None
     assert collectives.asked[0][0] == 1

@@ -1,4 +1,4 @@
-"""Which variant runs, and what is refreshed before it."""
+"""Which variant runs, and which buckets are refreshed before it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLD, WARM = Variant.COLD, Variant.WARM
 
 
 class Accumulation:
-    """Says what waits."""
+    """Says which gradients are accumulated."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -40,7 +40,7 @@ class Accumulation:
 
 
 class Model:
-    """Says what is stale and notes what is refreshed."""
+    """Says which buckets are stale, and records which are refreshed."""
 
     def __init__(self, strategy: str) -> None:
         self.accumulates = Strategy.parse(strategy).accumulates_on is not None
@@ -74,7 +74,7 @@ class Model:
 
 
 def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan, Model, list[str]]:
-    """Buckets 0 and 2 trainable, 1 frozen; programs that only say their name."""
+    """Buckets 0 and 2 trainable, 1 frozen; programs that only record their name."""
     made = lower_toy(
         {"a": (4,), "frozen": (4,), "b": (4,)},
         Where(),
@@ -143,7 +143,7 @@ def test_resident_copies(stale: list[int], variant: str, refreshed: list[int]) -
 
 @pytest.mark.parametrize("stale", [[], [0]])
 def test_what_has_no_place_in_the_cache_is_not_asked_for_and_takes_none(stale: list[int]) -> None:
-    """Only the first bucket fits; copies that the others replace are given back all the same."""
+    """Only the first bucket fits; yet the old copies of the others are given back."""
     bound, model, ran = compiled("fcdp", host_bytes=8)
     model.stale_ids = stale
     bound.forward(Direction.FORWARD, [])
@@ -179,7 +179,7 @@ def test_a_backward_asks_nobody(strategy: str) -> None:
         ("fcdp", True, [], "accumulate"),
         ("fcdp", True, [0], "accumulate"),
         ("fcdp", False, [2], "collect"),
-        ("fcdp", False, [1], "cold"),  # frozen: of another graph
+        ("fcdp", False, [1], "cold"),  # a frozen bucket of another graph
         ("zero3", True, [], "cold"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Times and decisions are the same on every rank, whatever its own clock says."""
+"""Times and decisions are equal on every rank, even if the ranks' clocks differ."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CPU = Cpu()
 
 
 class Others:
-    """Stands for the other ranks: what all ranks say, in place of what this one has measured.
+    """Takes the place of the other ranks: answers with all ranks' numbers instead of this rank's measurement.
 
-    seconds: of the slowest rank, for the run that was last counted; `clock_s` is rank 0's.
+    seconds: the slowest rank's time of the run that was last counted.  clock_s: rank 0's clock.
     """
 
     def __init__(self, seconds: Callable[[], float]) -> None:
@@ -72,7 +72,7 @@ def test_repetitions_follow_from_the_times(each_s: float, budget_s: float, runs:
         return each_s * count
 
     watch(Others(seconds)).median_s(lambda: calls.append(None), budget_s=budget_s)
-    # What this rank really measured is far below; the others' figures decided.
+    # This rank's own measurements are far below: the other ranks' numbers decided.
     assert len(calls) == runs
 
 

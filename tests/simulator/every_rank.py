@@ -1,7 +1,7 @@
-"""All ranks one by one, on a clock that stops at whatever happens next: slow, plain, and nothing folded.
+"""A slow and plain simulation of all ranks one by one, event by event.
 
-Shares no code with the simulator.  Each rank has its own flow on each link: of its own within the node, of
-its switch to host memory, of its node's card.
+Shares no code with the simulator.  Each rank has its own flow on each link: on its own link within the node,
+on its switch's link to host memory, and on its node's card.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TINY_BYTES = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """slowdown: of compute.  inter: of its card, bytes/s."""
+    """A node.  slowdown: of compute.  inter: the card's bytes/s."""
 
     slowdown: float
     inter: float
@@ -43,7 +43,7 @@ class Flow:
 
 @dataclass(slots=True)
 class Rank:
-    """at: the next step of the program.  until_s: when what the program computes is done."""
+    """A rank.  at: the next step of its program.  until_s: the end of the current compute."""
 
     at: int = 0
     until_s: float | None = None
@@ -74,7 +74,7 @@ class EveryRank:
             self._wait()
 
     def _program(self, i: int) -> bool:
-        """One thing that the program of a rank does now, if it can."""
+        """Let a rank's program do one thing now, if it can; returns whether it did."""
         rank, node = self.ranks[i], self.nodes[i // self.g]
         if rank.until_s is not None:
             if rank.until_s > self.now:
@@ -98,7 +98,7 @@ class EveryRank:
         return True
 
     def _lanes(self) -> bool:
-        """Let transfers begin that all who take part in have come to."""
+        """Begin the transfers that all their ranks have reached."""
         begun = False
         for lane in (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H):
             everyone = list(range(len(self.ranks)))
@@ -136,7 +136,7 @@ class EveryRank:
             self.flows.append(flow)
 
     def _links(self, step: Step, i: int) -> dict[str, float]:
-        """The bytes over each link for each byte that the rank sends."""
+        """The bytes over each link, for each byte that the rank sends."""
         node, place = divmod(i, self.g)
         switch = f"{node}.{place // self.profile.ranks_per_host_link}"
         up, down = {f"d2h {switch}": 1.0}, {f"h2d {switch}": 1.0}
@@ -151,7 +151,7 @@ class EveryRank:
     def _capacity(self, link: str) -> float:
         kind = link.partition(" ")[0]
         machine = self.profile.machine
-        if kind == "card":  # nobody asks its other links for more than the slowest card can take
+        if kind == "card":  # no collective is faster than the slowest card
             return min(node.inter for node in self.nodes)
         return {"intra": machine.intra, "h2d": machine.h2d, "d2h": machine.d2h}[kind].bytes_per_s
 
@@ -175,7 +175,7 @@ class EveryRank:
                 flow.rate = min(f.rate for f in moving if f.joint == flow.joint)
 
     def _wait(self) -> None:
-        """Stop the clock where the next thing happens."""
+        """Advance the clock to the next event."""
         times = [r.until_s - self.now for r in self.ranks if r.until_s is not None]
         times += [f.left_bytes / f.rate if f.phase == BYTES else f.left_s for f in self.flows]
         passed = max(0.0, min(times))

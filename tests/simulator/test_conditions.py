@@ -1,4 +1,4 @@
-"""Conditions on their own: classes of nodes, what jitter draws, and what is refused."""
+"""Conditions by themselves: classes of nodes, the draws of jitter, and refusals."""
 
 from __future__ import annotations
 

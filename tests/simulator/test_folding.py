@@ -1,4 +1,4 @@
-"""One rank for many: what is folded takes what all ranks take, simulated one by one."""
+"""One rank simulated for many takes as long as all ranks simulated one by one."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ awkward = st.builds(
     h2d=st.sampled_from([1.7e9, 7.1e9]),
     d2h=st.sampled_from([2.3e9, 7.3e9]),
 )
-"""With figures that leave no sum or product exact."""
+"""With figures whose sums and products are rounded."""
 
 
 @settings(max_examples=300)
@@ -104,7 +104,7 @@ def test_nodes_one_by_one_end_when_folded_ones_do(
     collectives: Collectives,
     split: tuple[int, ...],
 ) -> None:
-    """To the last bit, however nodes that are alike are put in classes."""
+    """To the last bit, however equal nodes are put into classes."""
     cluster = Cluster(profile=profile, nodes=4, ranks_per_node=4)
     tasks = tasks_of([schedule], cluster, buckets_for(4, 4), collectives)
     compute_s = [task.alone_s if task.is_compute else 0.0 for task in tasks]

@@ -1,4 +1,4 @@
-"""Ranks that share nothing take what `cost.simulate` says, to the last bit."""
+"""Ranks without shared links take as long as `cost.simulate` says, to the last bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTRA_KINDS = (
 )
 
 UNSHARED = (schedules(without=[Kind.FLAT_ALL_GATHER]), schedules(without=INTRA_KINDS))
-"""Not both a flat ring and what runs within a node beside it."""
+"""Without a flat ring, or without collectives within a node: together they would share links."""
 
 LINKS = {"inter": 1.7e9, "intra": 3.1e9, "h2d": 0.9e9, "d2h": 1.3e9}
 
@@ -51,7 +51,7 @@ def test_one_part_is_what_the_lanes_take(
 
 @given(pair=st.one_of(*(st.tuples(some, some) for some in UNSHARED)), nodes=st.integers(1, 4))
 def test_lanes_run_on_from_part_to_part(pair: tuple[Schedule, Schedule], nodes: int) -> None:
-    """Two parts take what one takes with the steps of both."""
+    """Two parts take as long as one part with the steps of both."""
     first, second = pair
     offset = len(first.steps)
     later = [
@@ -82,7 +82,7 @@ def test_a_reduction_runs_into_the_next_part() -> None:
     )
     first, second = step.parts
     assert first.slots[reduction].end_s == 0.01
-    assert first.total_s == 0.0  # the program comes to its end at once
+    assert first.total_s == 0.0  # the program ends at once
     assert second.slots[1].start_s == 0.01  # the lane was taken
     assert step.step_s == second.total_s == 0.011 + 0.002
     assert step.exposed_s == 0.013 - 0.007

@@ -34,7 +34,7 @@ def test_two_ranks_at_a_switch_load_at_half_the_speed(kind: Kind, lane: Lane) ->
     own = simulated(program, make_profile(latency_s=MS))
     shared = simulated(program, make_profile(latency_s=MS, ranks_per_host_link=2))
     assert own.step_s == pytest.approx(MS + 20 * MB / BUS)
-    assert shared.step_s == pytest.approx(MS + 20 * MB / (BUS / 2))  # a latency is nobody else's
+    assert shared.step_s == pytest.approx(MS + 20 * MB / (BUS / 2))  # latencies are not shared
     assert shared.busy_s[lane] == shared.step_s
     alone = simulated(program, make_profile(latency_s=MS, ranks_per_host_link=2), ranks=1)
     assert alone.step_s == own.step_s
@@ -78,7 +78,7 @@ def test_a_bus_that_is_slower_than_the_link_within_sets_the_pace() -> None:
 
 
 def test_putting_parts_in_order_takes_no_link() -> None:
-    """4 ms of bytes, 10 ms of copying: a load that comes then has the bus for itself."""
+    """4 ms of transfer, 10 ms of copying: a load during the copying has the whole bus."""
     program = Program()
     program.add(Kind.INTRA_REST_ALL_GATHER, bytes=16 * MB, accessed_bytes=10**9)
     program.compute(5 * MS)
@@ -88,7 +88,7 @@ def test_putting_parts_in_order_takes_no_link() -> None:
 
 
 def test_a_collective_of_all_nodes_is_as_fast_as_the_fullest_bus_lets_it() -> None:
-    """10 ms alone; nodes load for 4 ms from 2 ms on, the straggler from 8 ms: at half the speed meanwhile."""
+    """It takes 10 ms alone; loads of 4 ms, at 2 ms and on the straggler at 8 ms, halve its speed."""
     program = Program()
     program.add(Kind.FLAT_ALL_GATHER, bytes=40 * MB)
     program.add(Kind.LOAD, program.compute(2 * MS), bytes=8 * MB)

@@ -1,4 +1,4 @@
-"""What goes between nodes as planned and as flat rings: bytes, exactly, and what they take."""
+"""Collectives between nodes, as planned and as flat rings: exact bytes, and times."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def simulated(
 
 
 def parts_of(step: Step, bucket: Bucket) -> tuple[int, int]:
-    """How many parts a collective has each rank send to each other one, and their bytes."""
+    """The number of parts that each rank sends to each other rank in a collective, and a part's bytes."""
     if step.kind is Kind.INTER_ALL_GATHER:
         return 1, bucket.wire_bytes
     if step.kind is Kind.INTER_REDUCE_SCATTER:
@@ -74,7 +74,7 @@ def parts_of(step: Step, bucket: Bucket) -> tuple[int, int]:
         scales = sum(-(-slot // 256) * 4 for slot in slots) if bits == 4 else 0
         return 1, scales + -(-sum(slots) * bits // 8)
     assert step.kind is Kind.INTER_ALL_REDUCE
-    shard = bucket.slot_elements  # cut over the ranks of a node
+    shard = bucket.slot_elements  # split over the ranks of a node
     if bucket.strategy.home is Scope.NONE:
         shard = -(-shard // RANKS)
     return 2, -(-shard // NODES) * bucket.reduce_itemsize
@@ -82,7 +82,7 @@ def parts_of(step: Step, bucket: Bucket) -> tuple[int, int]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_card_sends_what_the_formulas_say(strategy: str) -> None:
-    """g*(N-1) parts of a bucket in two levels, G-1 as a ring."""
+    """A card sends g*(N-1) parts of a bucket with two levels, and G-1 parts as a ring."""
     schedules, buckets = planned(strategy)
     for key, schedule in schedules.items():
         hierarchical = ring = 0
@@ -113,7 +113,7 @@ def test_formulas_meet_every_kind_between_nodes() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_steps_within_a_node_are_part_of_a_ring_or_its_own(strategy: str) -> None:
-    """A ring takes in all that goes with a crossing; what has nothing crossing beside it stays as it is."""
+    """A ring replaces the steps within a node that belong to a step between nodes; other steps stay."""
     for key in planned(strategy)[0]:
         _check_within(strategy, key)
 
@@ -132,7 +132,7 @@ def _check_within(strategy: str, key: tuple[Direction, Variant]) -> None:
     for step in within:
         is_gather = "gather" in step.kind.value
         is_part = (step.bucket, is_gather) in crossing
-        if step.bucket in all_reduced:  # gradients alone: a gather of parameters is its own
+        if step.bucket in all_reduced:  # only gradients: a gather of parameters stays apart
             is_part = step.kind is not Kind.INTRA_ALL_GATHER
         took = [
             slots[step.index].end_s - slots[step.index].start_s for slots in (as_planned, as_rings)
@@ -157,7 +157,7 @@ def gather_of(bucket: Bucket) -> Schedule:
 @pytest.mark.parametrize("intra", [0.5e9, 8e9])
 @pytest.mark.parametrize("latency_s", [0.0, 1e-3])
 def test_a_gather_takes_what_the_cost_model_says(intra: float, latency_s: float) -> None:
-    """As `+auto` compares them, but that a ring of a peer leaves its parts in order."""
+    """The comparison of `+auto`, except that a peer's ring leaves its parts in order."""
     bucket, profile = one_bucket(), make_profile(intra=intra, latency_s=latency_s)
     machine: Machine = replace(profile.machine, memory_bytes_per_s=1e30)
     for collectives, algorithm in (
@@ -176,7 +176,7 @@ def test_a_gather_takes_what_the_cost_model_says(intra: float, latency_s: float)
 
 
 def test_rings_take_the_links_within_a_node_too() -> None:
-    """31 parts over a card and over each rank's link; a gather within the node has half of that link."""
+    """31 parts cross a card and each rank's link; a gather within the node gets half of that link."""
     bucket = one_bucket()
     ring = Program([*gather_of(bucket).steps[:1]])
     ring.add(Kind.INTRA_ALL_GATHER, bytes=31 * bucket.wire_bytes)

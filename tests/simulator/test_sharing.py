@@ -1,4 +1,4 @@
-"""Fair shares of links: what holds for any flows, and one flow that stands for several."""
+"""Fair shares of links: properties for any flows, and one flow that stands for several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ capacities = st.fixed_dictionaries({link: st.sampled_from([2.0, 9.0, 40.0]) for 
 
 @given(demands=st.lists(demands, max_size=4), capacities=capacities)
 def test_shares_are_fair(demands: list[Demand], capacities: dict[SharedLink, float]) -> None:
-    """No link is over-full; who is below its peak is on a full link, where nobody is faster."""
+    """No link is over-full; a flow below its peak is on a full link on which no flow is faster."""
     speeds = Sharing(capacities).speeds(tuple(demands))
     rates = [s * d.peak_bytes_per_s for s, d in zip(speeds, demands, strict=True)]
     used = dict.fromkeys(SharedLink, 0.0)

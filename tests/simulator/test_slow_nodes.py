@@ -1,4 +1,4 @@
-"""Stragglers, slow links and jitter: what they do to a step."""
+"""The effect of stragglers, slow links and jitter on a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MS = 1e-3
 
 
 def layers(count: int = 4) -> Program:
-    """Layers of 3 ms, each behind a gather between nodes of 8 MB a node, started one layer ahead."""
+    """Layers of 3 ms; each needs a gather of 8 MB per node between nodes, started one layer ahead."""
     program = Program()
     gathered = program.add(Kind.INTER_ALL_GATHER, bytes=2 * MB)
     for _ in range(count):
@@ -38,7 +38,7 @@ def simulated(conditions: Conditions, *, nodes: int = 8, **profile: Any) -> Simu
 
 
 def test_one_slow_node_slows_all() -> None:
-    """Gathers of 8 ms, each begun by the slowest; the last layer of the others is done sooner."""
+    """A gather of 8 ms begins when the slowest node is ready; the others finish the last layer sooner."""
     fast = simulated(Conditions())
     slow = simulated(Conditions(stragglers=((1, 5.0),)))
     assert fast.step_s == pytest.approx((5 * 8) * MS)
@@ -48,7 +48,7 @@ def test_one_slow_node_slows_all() -> None:
     assert (straggler.nodes, others.nodes) == (1, 7)
     assert slow.slowest == straggler
     assert straggler.end_s == slow.step_s
-    # They wait for the straggler's third layer before the last gather.
+    # Before the last gather, the others wait for the straggler's third layer.
     assert others.end_s == pytest.approx((8 + 3 * 15 + 8) * MS)
     assert others.busy_s[Lane.COMPUTE] == pytest.approx(12 * MS)
     assert straggler.busy_s[Lane.INTER] == others.busy_s[Lane.INTER] == pytest.approx(40 * MS)
@@ -84,7 +84,7 @@ def test_a_seed_is_a_step_and_another_is_another() -> None:
 
 
 def test_with_jitter_a_step_takes_longer_as_nodes_wait_for_each_other() -> None:
-    """Compute alone, 4 x 3 ms, bounds it where the network is fast; waiting for others comes on top."""
+    """With a fast network compute, 4 x 3 ms, is the bound; waits for other nodes come on top."""
     exact = simulated(Conditions(), inter=1e15)
     jittered = [simulated(Conditions(jitter=0.3, seed=s), inter=1e15) for s in range(20)]
     assert exact.step_s == pytest.approx(12 * MS)

@@ -1,4 +1,4 @@
-"""Whole training steps: bounds that physics sets, the optimizer, figures, and what is refused."""
+"""Whole training steps: physical bounds, the optimizer, figures, and refusals."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _steps(parts: list[Schedule]) -> list[Any]:
 
 
 def _check_slots(step: SimulatedStep, parts: list[Schedule]) -> None:
-    """A lane has one step at a time, in order, each after what it reads."""
+    """A lane runs one step at a time, in order, and each step after the steps it waits for."""
     free_s = dict.fromkeys(Lane, 0.0)
     for part, timeline in zip(parts, step.parts, strict=True):
         for s, slot in zip(part.steps, timeline.slots, strict=True):
@@ -133,7 +133,7 @@ def two_layers() -> Schedule:
 def test_more_bandwidth_is_never_slower(
     link: str, over_bus: bool, collectives: Collectives
 ) -> None:
-    """Of these schedules: lanes that take steps in turn can be unlucky with others."""
+    """For these schedules; with others, more bandwidth can make lanes wait longer for each other."""
     times = [
         simulated(
             two_layers(),
@@ -178,7 +178,7 @@ def test_the_optimizer_starts_when_all_gradients_are_there() -> None:
 
 
 def test_figures_of_a_step() -> None:
-    """Between nodes 24 ms of 34; compute stands still for 26 of them."""
+    """The link between nodes is busy for 24 ms of 34; compute is idle for 26 ms."""
     forward, backward = Program(), Program()
     gathered = forward.add(Kind.INTER_ALL_GATHER, bytes=6 * MB)
     forward.compute(8 * MS, forward.wait(gathered))
@@ -220,5 +220,5 @@ def test_a_step_that_waits_for_a_later_one_is_refused(late: int) -> None:
 
 
 def test_the_figures_of_the_builder() -> None:
-    """Control: what the times above are worked out from."""
+    """Control: the figures from which the times above are computed."""
     assert (INTER, BUS, FLOPS, MEMORY) == (1e9, 4e9, 1e12, 100e9)

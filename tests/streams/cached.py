@@ -1,7 +1,7 @@
-"""A cache that is asked for what is still on its way, on a device that checks its streams.
+"""A cache that is asked for values that are still on their way, on a device that checks its streams.
 
-Programs wait for what they store before anybody loads it again; the cache itself may count on nothing of the
-kind, as a step may fail between.
+Programs wait for a store before they load the stored values; the cache must not rely on that, as a step may
+fail in between.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOME = Home(nodes=2, ranks_per_node=2, node=0, place=1)
 
 
 class OnTheWay:
-    """A cache of a checked device that keeps BUCKET in a tier, and gathers that nobody has waited for."""
+    """A cache of a checked device that keeps BUCKET in a tier, with gathers that are not waited for."""
 
     def __init__(self, tier: Tier) -> None:
         self.is_on_host = tier is Tier.HOST
@@ -50,7 +50,7 @@ class OnTheWay:
         )
 
     def node_shard(self) -> Pending:
-        """What came from other nodes."""
+        """The node shard, gathered from other nodes."""
         return self.gather(Lane.INTER, torch.ones(8))
 
     def full(self) -> None:
@@ -63,13 +63,13 @@ class OnTheWay:
 
 
 def read(pending: Pending) -> None:
-    """Compute reads it."""
+    """Make compute read the result."""
     pending.wait().clone()
 
 
 def store_and_use(at: OnTheWay) -> None:
     stored = at.cache.store(BUCKET, at.node_shard(), 1)
-    if not at.is_on_host:  # where compute does not read
+    if not at.is_on_host:  # compute cannot read host memory
         read(stored)
 
 
@@ -124,7 +124,7 @@ USES = (
 
 
 def use_on_the_way() -> None:
-    """Use a cache in each way with each tier.
+    """Use the cache in every way, with each tier.
 
     Raises: StreamError, AssertionError.
     """

@@ -1,10 +1,10 @@
-"""Take one wait, event, hold or dependence out of the runtime at a time: the check must notice each.
+"""Remove one wait, event, hold or dependence from the runtime at a time: the check must notice each.
 
     python -m tests.streams.mutants [--list] [NUMBER ...]
 
-A mutant is a function of the runtime compiled from a changed syntax tree, put in the place of the real code
-while the programs of `programs` run.  What is changed is found in the source, so a wait that is added later
-is tried, too:
+A mutant is a function of the runtime, compiled from a changed syntax tree, that replaces the real function
+while the programs of `programs` run.  The places to change are found in the source, so waits that are added
+later are tried, too:
 
     statement   x.order(), x.wait_event(e), x.synchronize(), x.passed(), x.wait()   left out
     value       x.wait()                                                            x.tensor
@@ -46,7 +46,7 @@ MODULES = (
     "read",
     "program",
 )
-"""Those of the runtime that order anything."""
+"""The modules of the runtime that order work."""
 
 _ORDERING = ("order", "wait_event", "synchronize", "passed", "wait")
 _LISTS = ("reads", "held", "after")
@@ -54,7 +54,7 @@ _LISTS = ("reads", "held", "after")
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change: in which function of a module, at which line, what, and the code that has it."""
+    """One change in a function of a module.  what: the change.  code: the changed function's code."""
 
     module: str
     function: str
@@ -67,7 +67,7 @@ class Mutant:
 
 
 class _Change(ast.NodeTransformer):
-    """Makes the change with a number; counts them all."""
+    """Makes the change with one number; counts all possible changes."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -90,7 +90,7 @@ class _Change(ast.NodeTransformer):
         return self._within(node)
 
     def _within(self, node: ast.ClassDef | ast.FunctionDef) -> ast.AST:
-        # A function in a function is part of the outer one's code.
+        # A function within a function is part of the outer function's code.
         outermost = (
             not self._inside
             or self._inside[-1][:1].isupper()
@@ -159,7 +159,7 @@ def _called(node: ast.AST) -> str:
 
 
 def mutants() -> Iterator[Mutant]:
-    """Every change of every module, in the order of the source."""
+    """Yields every change of every module, in the order of the source."""
     for name in MODULES:
         module = importlib.import_module(f"fcdp_compile.runtime.{name}")
         assert module.__file__ is not None
@@ -186,7 +186,7 @@ def _find(code: CodeType, name: str) -> Iterator[CodeType]:
 
 @contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
-    """Within, the runtime has the change."""
+    """Changes the runtime within the block."""
     found: Any = importlib.import_module(f"fcdp_compile.runtime.{mutant.module}")
     for part in mutant.function.split("."):
         found = vars(found)[part] if isinstance(found, type) else getattr(found, part)
@@ -200,9 +200,9 @@ def applied(mutant: Mutant) -> Iterator[None]:
 
 
 def run_random_tasks() -> None:
-    """Random tasks on lanes that are streams, and on lanes that are threads.
+    """Runs random tasks on lanes that are streams, and on lanes that are threads.
 
-    Raises: AssertionError, and what a task raises.
+    Raises: AssertionError, and the error of a task.
     """
     for is_blocking, seed in product((False, True), range(20)):
         seen = random_tasks(seed, is_blocking=is_blocking)
@@ -212,11 +212,11 @@ def run_random_tasks() -> None:
 
 
 PARTS = (run_random_tasks, use_on_the_way)
-"""Of the runtime by themselves, in less than a second."""
+"""Parts of the runtime that run without a program, in less than a second."""
 
 
 class Trial:
-    """Runs parts of the runtime and then programs, and builds one again only if it has failed."""
+    """Runs parts of the runtime and then programs; builds a program's job again only if it has failed."""
 
     def __init__(
         self, names: Sequence[str], *, parts: Sequence[Callable[[], None]] = PARTS
@@ -234,7 +234,7 @@ class Trial:
         return self._ready[name]
 
     def caught(self, mutant: Mutant) -> str:
-        """What notices a mutant, and what it says; nothing if nothing does."""
+        """The part or program that notices a mutant, and its message; empty if none notices it."""
         for part in self._parts:
             try:
                 with applied(mutant):

@@ -1,6 +1,6 @@
-"""Small jobs of every kind on one rank of 2 x 2 whose device is simulated and checks its streams.
+"""Small jobs of every kind on one rank of 2 x 2, on a simulated device that checks its streams.
 
-The group is an echo (`benchmarks.gpu.workers.echo`): every other rank does what this one does.
+The group is an echo (`benchmarks.gpu.workers.echo`): every other rank behaves as this rank does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fcdp_compile.sharding import shard as shard_module
 from fcdp_compile.sharding.shard import state_of
 from tests.runtime.simulated_device import SimulatedDevice
 
-BUCKET_MB = 0.004  # a bucket for each layer or two
+BUCKET_MB = 0.004  # one or two layers in a bucket
 
 
 class Adapted(nn.Module):
@@ -42,7 +42,7 @@ class Adapted(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers, of which a forward may use the first ones alone."""
+    """Layers; a forward may use only the first ones."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def adapted() -> Stack:
 
 
 class Job:
-    """A model on a checked device, compiled unless told; `alive` is the device memory after each round."""
+    """A model on a checked device, compiled by default; `alive` is the device memory after each round."""
 
     def __init__(self, program: Program) -> None:
         torch._dynamo.reset()
@@ -112,7 +112,7 @@ def train_eagerly(job: Job) -> None:
 
 
 def evaluate_too(job: Job) -> None:
-    """What was released of frozen parameters comes back when it is read."""
+    """Released frozen parameters are loaded again when they are read."""
     job.step()
     with torch.no_grad():
         job.loss()
@@ -125,11 +125,11 @@ def evaluate_too(job: Job) -> None:
 
 
 def gather_again(job: Job) -> None:
-    """Frozen buckets are gathered anew; nothing stays on the device but what the cache keeps there."""
+    """Frozen buckets are gathered anew; only the cache keeps anything on the device."""
     model = state_of(job.model)
     known = {b.id: b for buckets in model.known_buckets().values() for b in buckets if b.frozen}
     for bucket in known.values():
-        model.records.shards(bucket)  # what only the cache has comes back
+        model.records.shards(bucket)  # loads shards that only the cache has
         model.cache.drop(bucket.id)
         before = job.device.check.alive_bytes()
         with job.device.watching("what gathers again"):
@@ -141,7 +141,7 @@ def gather_again(job: Job) -> None:
 
 
 def accumulate(job: Job) -> None:
-    """Two micro-batches wait for a third; one parameter's gradient is cleared between, one not used again."""
+    """Three micro-batches accumulate, the next reduces; one gradient is cleared before the third."""
     with fcdp_compile.no_sync(job.model):
         job.loss().backward()
         job.loss().backward()
@@ -154,7 +154,7 @@ def accumulate(job: Job) -> None:
 
 
 def leave_some_out(job: Job) -> None:
-    """The micro-batch that synchronises uses only the first layers."""
+    """The last micro-batch, which reduces gradients, uses only the first layers."""
     with fcdp_compile.no_sync(job.model):
         job.loss().backward()
     job.loss(depth=2).backward()
@@ -163,22 +163,22 @@ def leave_some_out(job: Job) -> None:
 
 
 def fall_back(job: Job) -> None:
-    """The device's memory becomes short after buckets were kept there."""
+    """The device runs short of memory after it has kept buckets."""
     gather_again(job)
     job.step()
     memory = job.device._device
     memory.used_bytes = 10**9  # type: ignore[attr-defined]
-    for _ in range(3):  # one look at the memory serves for many questions
+    for _ in range(3):  # one look at the memory answers many questions
         job.step()
     memory.used_bytes = 0  # type: ignore[attr-defined]
 
 
 class _PeerIsGoneError(Exception):
-    """What a collective raises in `fail_midway`."""
+    """The error of a collective in `fail_midway`."""
 
 
 def fail_midway(job: Job) -> None:
-    """A forward and a backward fail with transfers under way, and the next step is as any."""
+    """A forward and a backward fail with transfers under way; the next step must work as usual."""
     collectives = state_of(job.model).collectives
     for kind in (Kind.INTRA_ALL_GATHER, Kind.INTER_REDUCE_SCATTER):
         job.step()
@@ -212,9 +212,9 @@ def _failing(collectives: Any, kind: Kind) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What is trained, and how; compute None is an uncompiled model.
+    """A model and how it is trained.
 
-    is_blocking: whether collectives block their caller, so that lanes are threads.
+    compute: None for an uncompiled model.  is_blocking: whether collectives block, so that lanes are threads.
     """
 
     build: Callable[[], nn.Module] = dense
@@ -227,7 +227,7 @@ class Program:
 
 
 PACKED = {"bucket_mb": 4 * BUCKET_MB}
-"""Several parameters a bucket, so that what is sent is not a home shard itself but a copy."""
+"""Several parameters in a bucket, so that the gather sends a copy and not a home shard itself."""
 
 ON_THE_DEVICE = {"device_memory": "1GB"}
 
@@ -261,7 +261,7 @@ PROGRAMS = {
 
 @contextmanager
 def four_ranks() -> Iterator[None]:
-    """The default group is one of four ranks, of which this process is the first."""
+    """Within the block, the default group is an echo group of four ranks; this process is rank 0."""
     init_echo(2, 2)
     try:
         yield

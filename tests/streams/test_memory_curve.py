@@ -1,4 +1,4 @@
-"""The device memory that programs hold, in stream order, is what their plans predict, step by step."""
+"""The device memory that programs hold, in stream order, agrees with their plans, step by step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHT_BYTES = 32 * 32 * 4
 
 
 class Meter:
-    """Stands for a recorder: the most memory alive at each step of each run, by schedule."""
+    """Takes the place of a recorder: measures the peak memory at each step of each run, by schedule."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -68,8 +68,8 @@ def test_what_is_alive_is_what_was_planned(name: str, monkeypatch: pytest.Monkey
     assert {direction for direction, _ in meter.found} == {Direction.FORWARD, Direction.BACKWARD}
     for key, (plan, alive) in meter.found.items():
         (schedule,) = (s for s in plan.schedules if (s.direction, s.variant) == key)
-        # The plan knows the whole step, the meter what was touched: they differ by a constant.  A segment
-        # lets go of its arguments one by one, which a plan tells at the next step.
+        # The plan counts the whole step's memory, the meter only memory in use: they differ by a constant.
+        # A segment frees its arguments one by one; the plan counts them as freed at the next step.
         differences = [
             planned - found
             for step, planned, found in zip(

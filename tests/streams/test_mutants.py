@@ -1,4 +1,4 @@
-"""The check of streams notices what is taken out of the runtime (`mutants`)."""
+"""The check of streams notices every ordering that is removed from the runtime (`mutants`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPLAINED = {
     "lanes.thread_lane._run_here": "of a device without streams (test_lanes)",
     "collectives.collectives.Collectives.own_all_gather": "the lane between nodes holds the same as long",
 }
-"""What no simulated device can notice, with the reason."""
+"""Mutants that no simulated device can notice, with the reason."""
 
 AT_ONCE = (
     "lanes.stream_lane.OnStream.order",
@@ -23,7 +23,7 @@ AT_ONCE = (
     "lanes.pending.Pending.wait",
     "lanes.lanes.Lanes.start",
 )
-"""What every program needs, one that fails among them."""
+"""Functions that every program needs, also a program that fails."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +46,7 @@ def test_what_every_program_needs_is_noticed() -> None:
 @pytest.mark.slow
 def test_nothing_can_be_taken_out_unnoticed() -> None:
     trial = Trial(list(PROGRAMS))
-    # Without streams a task's thread keeps order itself, which test_lanes is about.
+    # Without streams a task's thread keeps the order itself; test_lanes checks that.
     on_streams = (
         m for m in mutants() if "done=None" not in m.what or _place(m) != "lanes.lanes.Lanes.start"
     )

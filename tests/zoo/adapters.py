@@ -1,4 +1,4 @@
-"""Ways to train a model: whole, or with the adapters of PEFT, and what happens to adapters on the way."""
+"""Ways to train a model: whole, or with the adapters of PEFT; and changes of adapters between steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 Adapt = Callable[[nn.Module, tuple[str, ...]], nn.Module]
-"""What makes the model that is trained out of a base model and the names of its linear modules."""
+"""Makes the model to train from a base model and the names of its linear modules."""
 
 Act = Callable[[Any], Any]
-"""Something done to a model between two steps; returns the model that goes on, or None for the same one."""
+"""Changes a model between two steps; returns the model to train on, or None for the given model."""
 
 
 def whole(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
@@ -22,7 +22,7 @@ def whole(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
 
 
 def _lora(targets: tuple[str, ...], **more: Any) -> peft.LoraConfig:
-    # Not PEFT's own start, where B is zero and so is every gradient of A.
+    # PEFT initialises B with zeros by default, so that every gradient of A is zero.
     return peft.LoraConfig(
         r=6, lora_alpha=12, target_modules=list(targets), init_lora_weights=False, **more
     )
@@ -41,7 +41,7 @@ def dora(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
 
 
 def lora_and_whole_head(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
-    """LoRA, with a head and an embedding that are trained whole beside it."""
+    """LoRA, and a head and an embedding that are trained whole."""
     return peft.get_peft_model(base, _lora(targets, modules_to_save=["lm_head", "embed_tokens"]))
 
 
@@ -63,7 +63,7 @@ def prefix_tuning(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
 
 
 def two_adapters(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
-    """Adapters "default" and "other", of which the first is active."""
+    """Adapters "default" and "other"; the first is active."""
     model = peft.get_peft_model(base, _lora(targets))
     model.add_adapter("other", _lora(targets[:2]))
     return model
@@ -94,7 +94,7 @@ def delete(adapter: str) -> Act:
 
 
 def merge(model: Any) -> None:
-    """Into the base; the adapter is then not used, so nothing trains."""
+    """Merge the adapter into the base; the adapter is then unused, so nothing trains."""
     model.merge_adapter()
 
 
@@ -103,7 +103,7 @@ def unmerge(model: Any) -> None:
 
 
 def merge_and_start_anew(model: Any) -> None:
-    """As ReLoRA does: the base takes what the adapter learnt, which then begins at nothing."""
+    """As ReLoRA does: merge the adapter into the base, and reset the adapter to zero."""
     model.merge_adapter()
     with torch.no_grad():
         for module in model.modules():
@@ -114,7 +114,7 @@ def merge_and_start_anew(model: Any) -> None:
 
 
 def merge_and_unload(model: Any) -> Any:
-    """The base alone goes on, and all of it is trained."""
+    """Merge the adapter, drop it, and train the whole base."""
     base = model.merge_and_unload()
     return base.requires_grad_(True)
 

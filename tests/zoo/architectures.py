@@ -1,6 +1,6 @@
 """Small models of the architectures that users train, built from configs alone, each with its loss.
 
-Two layers, no dropout, sizes that 4 ranks do not divide evenly where the architecture lets them.
+They have two layers, no dropout, and sizes that 4 ranks do not divide, if the architecture allows it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "output_rout
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A model, its loss, and the names of the linear modules that adapters go to.
+    """A model, its loss, and the names of the linear modules that get adapters.
 
-    loss: of the model and ids of shape [batch, length], from which everything the model takes is made.
+    loss: takes the model and ids of shape [batch, length], and makes all inputs of the model from the ids.
     """
 
     title: str
@@ -46,13 +46,13 @@ class Architecture:
 
 
 def language_loss(model: Any, ids: Tensor) -> Tensor:
-    """Of a decoder that predicts the next token."""
+    """The loss of a decoder that predicts the next token."""
     loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
     return loss
 
 
 def padded_loss(model: Any, ids: Tensor) -> Tensor:
-    """The same with rows of different lengths, filled up from the left."""
+    """The loss of a decoder on rows of different lengths, padded at the left."""
     first = ids[:, :1] % 4  # how many tokens of each row are padding
     mask = (torch.arange(ids.shape[1]) >= first).long()
     labels = ids.masked_fill(mask == 0, -100)
@@ -61,7 +61,7 @@ def padded_loss(model: Any, ids: Tensor) -> Tensor:
 
 
 def masked_loss(model: Any, ids: Tensor) -> Tensor:
-    """Of an encoder that predicts the tokens themselves, with padding at the right."""
+    """The loss of an encoder that predicts the tokens themselves, with padding at the right."""
     length = ids.shape[1]
     mask = (torch.arange(length) < length - ids[:, :1] % 4).long()
     loss: Tensor = model(input_ids=ids, attention_mask=mask, labels=ids).loss
@@ -69,20 +69,20 @@ def masked_loss(model: Any, ids: Tensor) -> Tensor:
 
 
 def translation_loss(model: Any, ids: Tensor) -> Tensor:
-    """Of an encoder and a decoder that says it backwards."""
+    """The loss of an encoder and a decoder that repeats the text backwards."""
     loss: Tensor = model(input_ids=ids, labels=ids.flip(1), use_cache=False).loss
     return loss
 
 
 def image_loss(model: Any, ids: Tensor) -> Tensor:
-    """Of a classifier of images of shape [batch, 3, 16, 16]."""
+    """The loss of a classifier of images of shape [batch, 3, 16, 16]."""
     pixels = torch.stack([(ids[:, :16, None] * k + torch.arange(16)).sin() for k in (1, 2, 3)], 1)
     loss: Tensor = model(pixel_values=pixels, labels=ids[:, 0] % LABELS).loss
     return loss
 
 
 def speech_loss(model: Any, ids: Tensor) -> Tensor:
-    """Of a spectrogram of shape [batch, mels, frames] and what is said."""
+    """The loss of transcribing a spectrogram of shape [batch, mels, frames]."""
     sounds = (ids[:, None, :_FRAMES] * torch.arange(1, _MELS + 1)[:, None]).float().sin()
     loss: Tensor = model(input_features=sounds, labels=ids, use_cache=False).loss
     return loss
@@ -167,7 +167,7 @@ def mixtral_without_router_loss() -> nn.Module:
 
 
 def mixtral_loop() -> nn.Module:
-    """A loop over the experts that got tokens: other experts, and other many, on each rank."""
+    """A loop over the experts that got tokens: which and how many experts differs between ranks."""
     return mixtral("eager", count=24)
 
 

@@ -1,4 +1,4 @@
-"""The table of the zoo: which model is trained in which way, and what happens to it on the way."""
+"""The table of the zoo: models, ways to train them, and changes between steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.zoo.architectures import ARCHITECTURES, VOCABULARY
 class ZooCase:
     """One row: an architecture and a way to train it.
 
-    between: what is done to the model before a step, by the step's number.  evaluated: steps that compute a
-    loss and train nothing.  is_default: runs with the other tests, not only when asked for.
-    refused: what the error says that must stop every rank; None if it works.
+    between: changes of the model before a step, by the step's number.  evaluated: steps that only compute a
+    loss.  is_default: whether it runs with the other tests, not only on request.
+    refused: text of the error that must stop every rank; None if the case works.
     remark: for the table in the docs.
     """
 
@@ -36,7 +36,7 @@ class ZooCase:
     remark: str = ""
 
     def built(self) -> Case:
-        """As `beside.Beside` takes it."""
+        """The case that `beside.Beside` takes."""
         loss = ARCHITECTURES[self.architecture].loss
         return Case(model=self._model, loss=loss, vocabulary=VOCABULARY)
 

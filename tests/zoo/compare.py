@@ -1,6 +1,6 @@
 """Train a model of the zoo sharded and replicated, and measure how far they are apart.
 
-Losses, gradients and parameters, each as `parity`'s [Note: tolerances] says.
+Compares losses, gradients and parameters as `parity`'s [Note: tolerances] says.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tests.zoo.cases import ZOO, ZooCase
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one rank found of a case.
+    """The outcome of a case on one rank.
 
-    difference: the largest of all losses, gradients and parameters, relative; where: what it is of.
-    graphs: compiled, of those that use a parameter.  breaks: Dynamo's reasons with how often; broken_at: the
-    lines.  uncovered: how many parameters no graph has.  error: what stopped it, else empty.
+    difference: the largest relative difference of all losses, gradients and parameters; where: its tensor.
+    graphs: number of compiled graphs that use a parameter.  breaks: Dynamo's reasons, with counts;
+    broken_at: the lines.  uncovered: number of parameters that no graph has.  error: empty if it worked.
     """
 
     difference: float = math.inf
@@ -55,7 +55,7 @@ def train_all(mesh: DeviceMesh, names: list[str]) -> dict[str, Outcome]:
     for name in names:
         try:
             outcomes[name] = train(mesh, name)
-        except Exception as error:  # this case's outcome, if it is every rank's; the next one runs
+        except Exception as error:  # the case's outcome, as it is every rank's; the next case runs
             outcomes[name] = Outcome(error=f"{type(error).__name__}: {error}")
             if ZOO[name].refused is None and not isinstance(error, AssertionError):
                 raise
@@ -69,7 +69,7 @@ def train(mesh: DeviceMesh | None, name: str) -> Outcome:
     torch._dynamo.utils.clear_compilation_metrics()
     begin = time.perf_counter()
     case = ZOO[name]
-    # Inductor would compile the same graphs for minutes; what it makes of them other tests compare.
+    # Inductor would compile these graphs for minutes; other tests compare its results.
     options = {"compute": "eager", "bucket_mb": BUCKET_MB}
     pair = Beside(mesh, case.built(), optimizer=adamw_of, options=options)
     found = [d for step in range(case.steps) for d in _step(pair, case, step)]
@@ -106,7 +106,7 @@ def _step(pair: Beside, case: ZooCase, step: int) -> list[Difference]:
 
 
 def _act(pair: Beside, act: Act) -> None:
-    """Do it to both models, and go on with new optimizers of what is to be trained now."""
+    """Do `act` to both models, and go on with new optimizers of the parameters that are trained now."""
     replaced = [act(model) for model in pair.both]
     if None not in replaced:
         pair.model, pair.plain = replaced

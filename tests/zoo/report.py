@@ -1,4 +1,4 @@
-"""Write docs/zoo.md out of what training the zoo found."""
+"""Write docs/zoo.md from the outcomes of training the zoo."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ with Python {python}, torch {torch}, transformers {transformers}, peft {peft}, o
 
 
 def record(outcomes: Mapping[str, Outcome]) -> None:
-    """Add these to the rows, in place of older ones of the same cases, and write the page anew."""
+    """Add outcomes to the rows, in place of older rows of the same cases, and write the page anew."""
     rows = json.loads(ROWS.read_text()) if ROWS.exists() else {}
     rows |= {name: _row(outcome) for name, outcome in outcomes.items()}
     ROWS.parent.mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def _head() -> str:
 
 
 class _Notes:
-    """Texts with numbers; the same text has the same number."""
+    """Numbered texts; equal texts have one number."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -138,5 +138,5 @@ def _breaks(outcome: Outcome) -> str:
 
 
 def _shortened(place: str) -> str:
-    """Without the folder that packages are installed in, which is each machine's own."""
+    """Remove the folder of installed packages, which differs between machines."""
     return place.rpartition("site-packages/")[2]

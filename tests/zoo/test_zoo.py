@@ -1,4 +1,4 @@
-"""Every model of the zoo trains sharded and compiled as it does replicated, on 2 x 2 ranks.
+"""Every model of the zoo trains sharded and compiled with the same numbers as replicated, on 2 x 2 ranks.
 
 The whole table takes half an hour, so only a few cases that differ the most run by default.  FCDP_ZOO=1 runs
 all, FCDP_ZOO=write writes docs/zoo.md besides.
@@ -19,13 +19,13 @@ from tests.zoo.compare import Outcome, train_all
 
 _ASKED = os.environ.get("FCDP_ZOO", "")
 _AT_ONCE = 8
-"""Cases that one group of ranks trains: one that dies takes no others with it but these."""
+"""Number of cases that one group of ranks trains: a case that kills the ranks takes only these along."""
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 
 class _Outcomes:
-    """Those of each rank, by case; trained when first asked for, with the next ones that will be."""
+    """Each rank's outcomes, by case; a case is trained when first asked for, together with the next cases."""
 
     def __init__(self, names: list[str]) -> None:
         self._waiting = names

@@ -1,1 +1,1 @@
-"""What one process of one part of `make gpu` measures."""
+"""The measurements of the parts of `make gpu`; each runs in one process of its part."""

@@ -1,4 +1,4 @@
-"""How fast slabs of our pinned pool are copied, against a plain cudaMemcpy of the same size."""
+"""The speed of copies of our pinned pool's slabs, compared with a plain cudaMemcpy of equal size."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _COPIED_BYTES, _QUICK_BYTES = 512 * 2**20, 2**20
 
 
 def copies(setting: Setting) -> Copies:
-    """Time both on the device."""
+    """Time both kinds of copies on the device."""
     return measure_copies(setting.device, _QUICK_BYTES if setting.is_quick else _COPIED_BYTES)
 
 
 def measure_copies(device: torch.device, copied_bytes: int) -> Copies:
-    """Copy back and forth, each way by turns; the first turn warms up and does not count.
+    """Copy back and forth, all ways in turn; the first turn warms up and does not count.
 
-    On a CPU both sides are host memory and the plain copy is memmove: the same code, no finding.
+    On a CPU both sides are host memory and the plain copy is memmove: a trial of the code, no finding.
     """
     pool = PinnedPool(device_of(device))
     slab = pool.take(copied_bytes, torch.uint8).zero_()
@@ -52,7 +52,7 @@ def measure_copies(device: torch.device, copied_bytes: int) -> Copies:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds until the device has done it."""
+    """Return the seconds until the device has finished `run`."""
     synchronize(device)
     began = time.perf_counter()
     run()
@@ -61,7 +61,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has nothing left to do; a CPU never has."""
+    """Wait until the device has finished all work; on a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -85,7 +85,7 @@ def _plain_copy(device: torch.device) -> Callable[[Tensor, Tensor, int], None]:
 
 
 def _cudart_file() -> str:
-    """The CUDA runtime that torch has loaded: torch's own binding has no cudaMemcpy."""
+    """Return the path of the CUDA runtime that torch has loaded; torch's binding has no cudaMemcpy."""
     found = re.search(r"/\S*libcudart[^/\s]*\.so\S*", Path("/proc/self/maps").read_text())
     if found is None:
         raise RuntimeError(

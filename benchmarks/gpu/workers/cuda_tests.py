@@ -16,9 +16,9 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 def cuda_tests(setting: Setting) -> CudaTests:
-    """Run `pytest -m gpu` on the files that have such tests.
+    """Run `pytest -m gpu` on the files with tests marked gpu.
 
-    Other files are left alone: they import what a machine without the extra "test" need not have.
+    Other files are not collected: they may import packages of the extra "test", which may be missing here.
     """
     if importlib.util.find_spec("pytest") is None:
         raise NotRunError("pytest is not installed")
@@ -29,7 +29,7 @@ def cuda_tests(setting: Setting) -> CudaTests:
         raise NotRunError(f"there is no CUDA device for the tests of {len(files)} files")
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        # Without the options of pyproject.toml, which name plugins that need not be there.
+        # Without the options of pyproject.toml, which name plugins that may be missing.
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "addopts="]
         command += ["--import-mode=importlib", "-q", f"--junitxml={report}", *map(str, files)]
         ended = subprocess.run(command, cwd=_ROOT, check=False)
@@ -39,7 +39,7 @@ def cuda_tests(setting: Setting) -> CudaTests:
 
 
 def read_report(path: Path) -> CudaTests:
-    """What pytest wrote with --junitxml."""
+    """Read the report that pytest wrote with --junitxml."""
     cases = list(ElementTree.parse(path).getroot().iter("testcase"))
     failures = {
         f"{case.get('classname')}::{case.get('name')}": (element.get("message") or "").strip()

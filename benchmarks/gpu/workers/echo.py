@@ -1,15 +1,14 @@
-"""A process group of many ranks in one process: every other rank does what this one does.
+"""A process group of many ranks in one process: every other rank behaves as if it sent this rank's data.
 
-    all-gather        every part of the output is a copy of this rank's
+    all-gather        every part of the output is a copy of this rank's part
     reduce-scatter    this rank's part of the input, times the ranks for a sum
     all-reduce        the input, times the ranks for a sum
 
-So nothing travels, and yet every output is written as a real group writes it, on the stream that is current:
-memory traffic and the order of kernels are real, and the time of links is not.  Small agreements come out as
-among ranks that agree.  NCCL takes no two ranks on one GPU, and torch's "fake" group leaves outputs as they
-are.
+No data is sent, but every output is written as a real group writes it, on the current stream: memory traffic
+and the order of kernels are real; only the links take no time.  Ranks always seem to agree.  Other groups do
+not serve: NCCL does not allow two ranks on one GPU, and torch's "fake" group does not write outputs.
 
-Receiving from one rank is refused, because what it sends is not known here.
+Receiving from one rank is refused, because its data is not known here.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 BACKEND = "nccl_echo"
-"""Its name: fcdp and FSDP2 are to treat CUDA tensors as they do with NCCL, on streams."""
+"""The name contains "nccl" so that fcdp and FSDP2 treat CUDA tensors as with NCCL, on streams."""
 
 _OF_EQUALS = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
-"""What leaves a value as it is if all ranks have the same."""
+"""Reductions that do not change a value that is equal on all ranks."""
 
 _Options = Any  # torch's classes of options have no public names
 
 
 class EchoWork(dist.Work):
-    """A collective that has been issued: later work on the same stream comes after it."""
+    """An issued collective: later work on its stream comes after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class EchoWork(dist.Work):
 
 
 class EchoGroup(dist.ProcessGroup):
-    """The group; methods have the names by which torch 2.11 to 2.15 call a process group."""
+    """The group; its methods have the names that torch 2.11 to 2.15 call."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -53,7 +52,7 @@ class EchoGroup(dist.ProcessGroup):
         self._name = ""
 
     def _set_group_name(self, name: str) -> None:
-        # torch keeps the name with a group's backends, and this group has none beneath it.
+        # torch keeps the name in a group's backends, and this group has no backends.
         self._name = name
 
     @property
@@ -74,7 +73,7 @@ class EchoGroup(dist.ProcessGroup):
         if storage_of(out) != storage_of(send):
             rows.copy_(send.reshape(1, -1))
             return EchoWork()
-        for row in rows:  # `send` is one of them
+        for row in rows:  # `send` is one of the rows
             if row.data_ptr() != send.data_ptr():
                 row.copy_(send.view(-1))
         return EchoWork()
@@ -91,7 +90,7 @@ class EchoGroup(dist.ProcessGroup):
         send_sizes: list[int] | None = None,
         opts: _Options = None,
     ) -> EchoWork:
-        # No system that is measured sends parts of several sizes, and echoing these would give wrong sums.
+        # No measured system sends parts of several sizes, and echoing them would give wrong sums.
         if out_sizes or send_sizes:
             raise NotImplementedError("an echo group exchanges parts of one size")
         out.view(self._ranks, -1).copy_(send.view(self._ranks, -1)[self._place])
@@ -133,7 +132,7 @@ class EchoGroup(dist.ProcessGroup):
     def barrier(self, opts: _Options = None) -> EchoWork:
         return EchoWork()
 
-    # The names up to torch 2.12, which later versions keep for some callers.
+    # The names up to torch 2.12; later versions still call them in some places.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -145,19 +144,19 @@ class EchoGroup(dist.ProcessGroup):
         if op == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(self._ranks)
-        elif not any(op == same for same in _OF_EQUALS):  # their own `==`, which `in` does not ask
-            # What equal values give under such an operation is not known here, so it is refused.
+        elif not any(op == same for same in _OF_EQUALS):  # `in` does not use their `==`
+            # The result of equal values under other operations is not defined here.
             raise NotImplementedError(f"an echo group does not reduce with {op}")
         return EchoWork()
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Where a tensor's memory begins."""
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def init_echo(nodes: int, ranks_per_node: int) -> None:
-    """Make the default group one of so many ranks, of which this process is the first."""
+    """Make an echo group of nodes x ranks_per_node ranks the default group; this process is rank 0."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
     dist.init_process_group(

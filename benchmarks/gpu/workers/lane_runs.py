@@ -1,7 +1,7 @@
 """Transfers and collectives on lanes, called directly, in a group of one rank: NCCL on a GPU, Gloo on a CPU.
 
-`Collectives` passes over a collective of one rank, so tasks are given to the lanes here.  Each result is
-read by the compute stream right after `wait`, while the lane may still be at work.
+`Collectives` skips collectives of one rank, so this module gives tasks to the lanes itself.  The compute
+stream reads each result right after `wait`, while the lane may still be busy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WAIT = Wait(lambda: "a collective of one rank")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LaneCase:
-    """tolerance: of the result, relative to the largest value."""
+    """A kind of task.  tolerance: largest error of a value; inputs are from -1 to 1."""
 
     name: str
     lane: Lane
@@ -123,7 +123,7 @@ def _cases(channel: Channel, elements: int, device: torch.device) -> list[_LaneC
 
 
 def _is_right(lanes: Lanes, case: _LaneCase, elements: int, device: torch.device) -> bool:
-    """Whether what compute makes comes to the lane, and what the lane makes to compute, in order."""
+    """Whether the lane reads the compute stream's result, and compute the lane's, in the right order."""
     expected = torch.linspace(-1, 1, elements, device=device)
     source, out = torch.zeros_like(expected), torch.zeros_like(expected)
     run = case.run(out, source)
@@ -150,7 +150,7 @@ def _issue_us(lanes: Lanes, case: _LaneCase, device: torch.device, times: int) -
 
 
 def _round_trip(lanes: Lanes, elements: int, device: torch.device) -> LaneRun:
-    """Out to a slab of the pool and back again, on two lanes, the second after the first."""
+    """Store to a slab of the pool and load it back, on two lanes; the load waits for the store."""
     pool = PinnedPool(device_of(device))
     slab = pool.take(elements, torch.float32)
     expected = torch.linspace(-1, 1, elements, device=device)
@@ -169,7 +169,7 @@ def _round_trip(lanes: Lanes, elements: int, device: torch.device) -> LaneRun:
 
 
 def _busy(device: torch.device) -> None:
-    """Keep the compute stream at work for a while, so that a missing wait shows."""
+    """Keep the compute stream busy for a while, so that a missing wait shows."""
     if device.type == "cuda":
         matrix = torch.ones(4096, 4096, device=device)
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""The peak of the memory that one process takes on a device: CUDA's own count; on a CPU, the heap's."""
+"""The peak memory of one process: on a GPU as torch's allocator counts it, on a CPU the heap's peak."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from benchmarks.running.memory import HeapPeak, heap_bytes
 
 @dataclass(slots=True)
 class Peak:
-    """Filled when the block ends."""
+    """The peak of a `with` block, set when the block ends."""
 
     bytes: int = 0
 
 
 def used_bytes(device: torch.device) -> int:
-    """What is allocated now."""
+    """Return the bytes allocated now."""
     gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else heap_bytes()
 
 
 @contextlib.contextmanager
 def peak_over(baseline_bytes: int, device: torch.device) -> Iterator[Peak]:
-    """How far the memory rises above a baseline inside the block."""
+    """Measure how far the memory rises above a baseline within the block."""
     found = Peak()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

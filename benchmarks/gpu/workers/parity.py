@@ -1,8 +1,8 @@
-"""Four ranks on one device over Gloo, as two nodes, against each rank's own copy of the model.
+"""Four ranks on one device over Gloo, as two nodes, compared with each rank's own copy of the model.
 
-NCCL takes no two ranks on one GPU, so transfers are staged through host memory, on threads: the other of the
-two ways in which lanes work.  The copy is compiled by torch's own backends, and its gradients are averaged
-here.  Where there is dropout, random numbers are those of eager kernels, drawn in the same order.
+NCCL does not allow two ranks on one GPU, so transfers go through host memory, on lanes with threads instead
+of streams.  torch's own backends compile the copy, and this module averages its gradients.  With dropout,
+model and copy draw random numbers with eager kernels, in equal order.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fcdp_compile.torch_compat import eager_random
 NODES = 2
 SHAPE = Shape(layers=3, width=128, vocabulary=199, batch=2, length=32)
 TIGHT = "1MB"
-"""Of `device_memory`: no room for a cache, so node shards wait on the host."""
+"""A `device_memory` without room for a cache, so that node shards stay on the host."""
 
 _STEPS = 4
 _DROPOUT = 0.1
-_CASE_S = 15.0  # less is left than any case takes: the next one is not begun
+_CASE_S = 15.0  # least time of a case; with less time left, no case begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ _QUICK = (
     _ParityMode(mode="full", compute="eager", device_memory=TIGHT),
     _ParityMode(mode="lora", compute="eager", is_checkpointed=False),
 )
-# The two that differ most come first, should time run out.
+# The two cases that differ most come first: time may run out.
 _CASES = (
     _ParityMode(mode="full", compute="inductor", device_memory=TIGHT),
     _ParityMode(mode="lora", compute="eager"),
@@ -63,7 +63,7 @@ _CASES = (
 
 
 def parity(setting: Setting) -> Parity:
-    """Train each case beside its copy."""
+    """Train the model of each case and its copy."""
     dist.init_process_group("cpu:gloo,cuda:gloo" if setting.is_cuda else "gloo")
     mesh = fcdp_compile.make_mesh(nodes=NODES)
     assert mesh is not None, "several ranks have one"
@@ -79,14 +79,14 @@ def parity(setting: Setting) -> Parity:
 
 
 def _all_have_time(setting: Setting) -> bool:
-    """Whether every rank has: the others would wait for one that stops."""
+    """Whether every rank has time: if one rank stopped, the others would wait for it."""
     has = torch.tensor(float(setting.has_time(_CASE_S) or setting.is_quick))
     dist.all_reduce(has, op=dist.ReduceOp.MIN)
     return bool(has)
 
 
 class _Checkpointed(nn.Module):
-    """A block that is computed again in the backward, with dropout behind it."""
+    """A block with dropout behind it, recomputed in the backward."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def _run(case: _ParityMode, mesh: DeviceMesh, device: torch.device) -> ParityCas
     ]
     optimizers = [_sgd(model), _sgd(plain)]
     losses: list[list[float]] = [[], []]
-    # Else Inductor would draw numbers of its own, by the places of operators in a graph.
+    # Without this, Inductor draws other numbers, which depend on the operators' positions in the graph.
     with eager_random():
         for number in range(_STEPS):
             ids = make_batch(SHAPE, rank=dist.get_rank(), number=number).to(device)
@@ -150,8 +150,8 @@ def _model(case: _ParityMode, device: torch.device) -> Gpt:
 
 
 def _sgd(model: nn.Module) -> torch.optim.SGD:
-    # Not Adam, whose first steps have the size of the learning rate however small a gradient is: it blows
-    # up the rounding of gradients that should be zero.
+    # Not Adam: its first steps are as large as the learning rate however small a gradient is, so it
+    # magnifies the rounding of gradients that should be zero.
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 

@@ -1,4 +1,4 @@
-"""What a worker knows about the part that it runs."""
+"""The setting in which a worker runs its part."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class NotRunError(Exception):
 class Setting:
     """One part's device and time.
 
-    is_quick: in the smallest form, to try the part out.  until_s: of `time.monotonic`, when it should be done
-    with what can be left out.  folder: for files besides the JSON.  write: keeps what was found so far.
+    is_quick: run the smallest form of the part, as a trial.  until_s: time of `time.monotonic` after which
+    the part skips optional work.  folder: for files besides the JSON.  write: saves the findings so far.
     """
 
     device: torch.device
@@ -36,5 +36,5 @@ class Setting:
         return self.device.type == "cuda"
 
     def has_time(self, seconds: float = 0.0) -> bool:
-        """Whether so much time is left."""
+        """Whether this many seconds are left."""
         return time.monotonic() + seconds < self.until_s

@@ -4,7 +4,7 @@ fcdp        node shards in host memory: `device_memory` leaves the cache no room
 fsdp2       `fully_shard` over all ranks, blocks compiled
 megatron    megatron-fsdp's hybrid mode: optimizer over all ranks, parameters within a node
 plain       the whole model on the GPU, compiled by blocks; the optimizer steps a rank's share
-segments    the same on fcdp's segments: a single process, with nothing to gather
+segments    like plain, but compiled as fcdp's segments: a single process, with nothing to gather
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SHAPES = (
     (22e9, Shape(layers=20, width=2048, vocabulary=32000, batch=2, length=2048)),  # 1.1 billion
 )
 _SMALLEST = Shape(layers=12, width=1024, vocabulary=32000, batch=1, length=1024)
-"""A card with so many bytes has room for the model with its gradients, which `plain` needs; more layers would
-take longer to compile than there is time."""
+"""A model by the least bytes of a card: the card holds the model with its gradients, which `plain` needs.
+More layers would take too long to compile."""
 
 
 def shape_for(setting: Setting) -> Shape:
-    """The model, by the memory of the card."""
+    """Choose the model's sizes by the memory of the card."""
     if setting.is_quick or not setting.is_cuda:
         return QUICK
     total = torch.cuda.get_device_properties(setting.device).total_memory
@@ -52,7 +52,7 @@ def shape_for(setting: Setting) -> Shape:
 
 
 def make_trainer(system: str, mode: str, shape: Shape, setting: Setting) -> TorchTrainer:
-    """Make the model on the device and give it to the system of that name."""
+    """Make the model on the device and wrap it in the named system."""
     backend = "inductor" if setting.is_cuda else "aot_eager"
     if system == "megatron" and importlib.util.find_spec("megatron_fsdp") is None:
         raise NotRunError("megatron-fsdp is not installed")
@@ -63,7 +63,7 @@ def make_trainer(system: str, mode: str, shape: Shape, setting: Setting) -> Torc
     if system == "fcdp":
         mesh = fcdp_compile.make_mesh(nodes=NODES)
         fcdp_compile.shard(model, mesh, strategy="fcdp")
-        # A byte: every bucket waits on the host, whatever the card has.
+        # One byte: every bucket stays on the host, however much memory the card has.
         return FcdpTrainer(model, {"device_memory": 1, "compute": _compute(setting)})
     if system == "segments":
         fcdp_compile.shard(model, None, strategy="fcdp")
@@ -94,7 +94,7 @@ def _compute(setting: Setting) -> str:
 
 @contextmanager
 def _defaults(device: torch.device) -> Iterator[None]:
-    """Within, parameters are made on the device and in the dtype of the benchmark."""
+    """Within the block, make parameters on the device and in the benchmark's dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPE)
     try:
@@ -105,9 +105,9 @@ def _defaults(device: torch.device) -> Iterator[None]:
 
 
 def _compile_blocks(model: Gpt, backend: str, *, is_hooked: bool) -> None:
-    """Compile one block, which all share, and the loss.
+    """Compile the blocks, which share one compiled code, and the loss.
 
-    is_hooked: keep hooks of modules outside of what is compiled; those of FSDP2 Dynamo leaves out by itself.
+    is_hooked: keep the modules' hooks out of the compiled code; Dynamo leaves out FSDP2's hooks by itself.
     """
     for block in model.blocks:
         if is_hooked:
@@ -119,7 +119,7 @@ def _compile_blocks(model: Gpt, backend: str, *, is_hooked: bool) -> None:
 
 
 def _megatron(model: Gpt) -> TorchTrainer:
-    """As megatron-fsdp 0.6.1 wants it; imported here, as few machines have it."""
+    """Wrap the model as megatron-fsdp 0.6.1 needs it; imported here, as few machines have it."""
     megatron: Any = importlib.import_module("megatron_fsdp")
     names = ("dp_outer", "dp_shard")
     mesh = init_device_mesh("cuda", (NODES, RANKS_PER_NODE), mesh_dim_names=names)
@@ -133,7 +133,7 @@ def _megatron(model: Gpt) -> TorchTrainer:
         fsdp_unit_modules=[GptBlock],
         zero_dp_strategy="optim_grads_params",
         outer_dp_sharding_strategy="optim",
-        # The dtype of the model, as of the other systems.
+        # None: the model's dtype, as in the other systems.
         mixed_precision_policy=precision.MixedPrecisionPolicy(main_params_dtype=None),
     )
     trainer = TorchTrainer(sharded, list(sharded.parameters()))

@@ -1,9 +1,9 @@
-"""Read a Chrome trace of the profiler: when the compute stream had nothing to do.
+"""Read from a Chrome trace of the profiler when the compute stream was idle.
 
-    cuda_runtime   launches, on the Python thread; `correlation` names the kernel that each one starts
-    kernel         on the GPU; the compute stream is the one that is at work longest
+    cuda_runtime   launches, on the Python thread; `correlation` is the number of the launched kernel
+    kernel         on the GPU; the compute stream is the stream that is busy longest
 
-Without a GPU, operators on the thread that runs the forward stand in for kernels: the same code, no finding.
+Without a GPU, operators on the forward's thread take the place of kernels: a trial of the code, no finding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from benchmarks.gpu.results import Gaps
 
 FORWARD = "benchmark forward"
-"""The range of the profiler around a forward."""
+"""The name of the profiler's range around a forward."""
 
 _Event = Mapping[str, Any]
 _KEPT = ("kernel", "gpu_memcpy", "gpu_memset", "user_annotation", "gpu_user_annotation")
@@ -28,12 +28,12 @@ class _Span(NamedTuple):
 
 
 def kept_events(events: Iterable[_Event]) -> list[_Event]:
-    """What shows where time goes: kernels, copies, named ranges, and the names of rows."""
+    """Keep the events that show where time goes: kernels, copies, named ranges, and the names of rows."""
     return [e for e in events if e.get("cat") in _KEPT or e.get("ph") == "M"]
 
 
 def gaps_of(events: Sequence[_Event], *, has_kernels: bool) -> Gaps:
-    """Where the compute stream had nothing to do.
+    """Find the idle times of the compute stream.
 
     Raises: ValueError for a trace without a forward or without kernels.
     """
@@ -52,13 +52,13 @@ def gaps_of(events: Sequence[_Event], *, has_kernels: bool) -> Gaps:
     for forward in map(_span, forwards):
         within = {s.correlation for s in launches if forward.start <= s.start < forward.end}
         first = next((i for i, k in enumerate(kernels) if k.correlation in within), None)
-        if first:  # the very first kernel has none before it
+        if first:  # no gap before the very first kernel
             gaps.append(max(0.0, kernels[first].start - max(k.end for k in kernels[:first])))
     return Gaps(forward_start_us=gaps, idle_part=_idle_part(kernels), kernels=len(kernels))
 
 
 def _rows(events: Iterable[_Event], category: str) -> dict[object, list[_Span]]:
-    """The spans of a category by stream or thread, in their order."""
+    """Return the spans of a category by stream or thread, sorted by time."""
     rows: dict[object, list[_Span]] = defaultdict(list)
     for i, event in enumerate(events):
         if event.get("cat") == category and event.get("ph") == "X":
@@ -83,7 +83,7 @@ def _longest(rows: Mapping[object, list[_Span]]) -> list[_Span]:
 
 
 def _outermost(spans: Iterable[_Span]) -> list[_Span]:
-    """Spans that lie in no other one."""
+    """Keep the spans that lie within no other span."""
     found: list[_Span] = []
     for span in spans:
         if not found or span.start >= found[-1].end:

@@ -1,7 +1,7 @@
 """Time and memory of one rank's steps, with a trace of two of them.
 
-What is asserted of fcdp: every bucket is planned on the host, and slabs hold the node shards of the whole
-model, so that what is measured is a step that loads.
+For fcdp, the worker checks that every bucket is planned on the host and that the slabs hold the node shards
+of the whole model, so that the measured step really loads from the host.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import every_thread
 
 _WARM_UP, _STEPS, _TRACED = 2, 10, 2
-_LEAST = 3  # steps that are timed however short time is
+_LEAST = 3  # steps that are timed even if time is short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loop:
-    """A trainer, and the batch that it takes again and again."""
+    """A trainer, and the one batch that it trains on."""
 
     trainer: TorchTrainer
     ids: Tensor
@@ -56,7 +56,7 @@ class _Loop:
 
 
 def train(system: str, mode: str, setting: Setting) -> Trained:
-    """Train with a system and measure; what is known is written as soon as it is."""
+    """Train with a system and measure; writes the findings before the trace, which may fail."""
     shape = shape_for(setting)
     baseline_bytes = 0 if setting.is_cuda else used_bytes(setting.device)
     trainer = make_trainer(system, mode, shape, setting)
@@ -102,9 +102,9 @@ def _parameter_bytes(shape: Shape, mode: str) -> int:
 
 
 def _with_places(found: Trained, trainer: TorchTrainer) -> Trained:
-    """Where fcdp keeps its buckets.
+    """Add where fcdp keeps its buckets.
 
-    Raises: RuntimeError if they are not in host memory: the steps would have measured nothing.
+    Raises: RuntimeError if buckets are not in host memory or lanes are not streams: it would measure nothing.
     """
     state: ShardedModel = state_of(trainer.model)
     if state.device.has_streams and are_blocking(state.topology, state.device):
@@ -130,7 +130,7 @@ def _with_places(found: Trained, trainer: TorchTrainer) -> Trained:
 
 
 def _trace(loop: _Loop, setting: Setting, name: str) -> Gaps:
-    """Trace some steps; the events that show where time goes are kept, gzipped."""
+    """Trace some steps; writes the events that show where time goes to a gzipped file."""
     activities = [ProfilerActivity.CPU]
     if setting.is_cuda:
         activities.append(ProfilerActivity.CUDA)

@@ -1,10 +1,10 @@
-"""A few steps of fcdp under checkers of the order between streams: torch's, and our own.
+"""A few steps of fcdp under two checkers of the order between streams: torch's and our own.
 
 [Note: the sanitizer and compiled code]
-torch's CUDA sanitizer is a dispatch mode, and under a dispatch mode Dynamo runs a model as if it were not
-compiled (torch 2.11 to 2.15): TORCH_CUDA_SANITIZER=1 would watch gathers one by one and none of our programs.
-So the mode is entered in between, by a backend around "fcdp", and around the backward.  It sees operators, no
-Triton kernels; so segments are ATen's kernels here.
+torch's CUDA sanitizer is a dispatch mode, and under a dispatch mode Dynamo runs a model uncompiled (torch
+2.11 to 2.15): TORCH_CUDA_SANITIZER=1 would watch gathers one by one and none of our programs.  So a backend
+around "fcdp" enters the mode for the compiled code alone, and the loop enters it around the backward.  The
+sanitizer sees operators and no Triton kernels, so segments use ATen's kernels here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 def sanitizer(setting: Setting) -> Watched:
-    """Train under torch's CUDA sanitizer; what it finds it prints and raises."""
+    """Train under torch's CUDA sanitizer, which prints and raises any fault."""
     if not setting.is_cuda:
         _train(setting, contextlib.nullcontext)
         raise NotRunError("there is no CUDA device for torch's CUDA sanitizer to watch")
@@ -55,7 +55,7 @@ def sanitizer(setting: Setting) -> Watched:
 
 
 def streams(setting: Setting) -> Watched:
-    """Train with FCDP_CHECK_STREAMS=1, which the driver has set; what it prints is this process's output."""
+    """Train with FCDP_CHECK_STREAMS=1, which the driver has set; the checker prints what it finds."""
     if not setting.is_cuda:
         _train(setting, contextlib.nullcontext)
         raise NotRunError("a CPU has no streams to check")
@@ -67,7 +67,7 @@ def streams(setting: Setting) -> Watched:
 
 
 def _train(setting: Setting, around: Around) -> int:
-    """Train a small model with host-cached weights, the last steps within `around`; returns how many."""
+    """Train a small model with host-cached weights; returns the number of the last steps, within `around`."""
     init_echo(NODES, RANKS_PER_NODE)
     is_watched = False
 
@@ -103,7 +103,7 @@ def _train(setting: Setting, around: Around) -> int:
 
 
 def _finds_planted(checker: Sanitizer, device: torch.device) -> bool:
-    """The control: whether a write on one stream and a read on another, without a wait, is found."""
+    """Whether the checker finds a deliberate fault: two streams use a tensor without a wait."""
     with checker.mode:
         values = torch.ones(1 << 20, device=device)
         try:
