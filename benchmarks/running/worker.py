@@ -154,7 +154,7 @@ class Rank:
 
 def _builder(name: str) -> Callable[..., SystemTrainer]:
     # Imported by name, so that a worker imports DeepSpeed only to measure it.
-    module = importlib.import_module(f"benchmarks.{BY_NAME[name].family}")
+    module = importlib.import_module(f"benchmarks.systems.{BY_NAME[name].family}")
     make: Callable[..., SystemTrainer] = module.make_trainer
     return make
 
