@@ -10,6 +10,8 @@ TORCH ?=
 # Passed on to examples/lora_finetune.py and to pytest.
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Processes that run tests.  Most tests start several ranks each, so more processes than cores only wait.
+TEST_PROCESSES ?= 2
 # Passed on to benchmarks/ (python -m benchmarks --help) and benchmarks/gpu/.
 BENCH_ARGS ?=
 GPU_ARGS ?=
@@ -22,6 +24,8 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.fcdp
 CHOSEN := $(STAMPS)/torch-$(if $(TORCH),$(firstword $(shell printf %s '$(TORCH)' | cksum)),any)
 MODE := $(if $(filter 0,$(EDITABLE)),regular,editable)
+# Tests of one file share what their fixtures train, so a file stays in one process.
+PARALLEL := --numprocesses=$(TEST_PROCESSES) --dist=loadfile
 SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 
 # Four ranks on few cores: more threads a rank would only take turns.
@@ -42,10 +46,10 @@ demo: $(STAMPS)/$(MODE)-examples  ## fine-tune with LoRA on 2 x 2 simulated rank
 # Always the checkout: Python started here imports fcdp_compile from this folder, and only the editable
 # install's finder adds passes/ and runtime/ to it.
 test: $(STAMPS)/editable-test  ## run the tests, but for those marked slow
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(STAMPS)/editable-test  ## run all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # What it needs is checked before anything big is installed.
 bench: | $(BIN)/python  ## measure against other systems on simulated nodes; needs root and iproute2

@@ -369,6 +369,7 @@ print(steps, attention)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_checker_sees_the_operators_of_our_programs() -> None:
     """A mode around the whole step would make Dynamo run the model uncompiled."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.launch import run_job
 from benchmarks.reporting.rows import Failure, ResultRow
 from benchmarks.reporting.summary import summarise
@@ -54,6 +56,7 @@ def test_two_systems_on_two_nodes_agree(tmp_path: Path) -> None:
     assert capped.step_s >= 0.5 * capped.transfer_s, "the cap was in place"
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
     found = run_job(_job("nonsense"), folder=tmp_path, timeout_s=60)
     assert isinstance(found, Failure)

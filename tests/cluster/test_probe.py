@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from fcdp_compile.cluster.profile import Measured, find_profile
 from tests.cluster.simulated import needs_nodes, run_on_nodes
 
@@ -12,6 +14,7 @@ pytestmark = needs_nodes
 _LIMIT_BYTES_PER_S = 200e6 / 8
 
 
+@pytest.mark.slow
 def test_a_limited_card_is_found(tmp_path: Path) -> None:
     """The token bucket is the upper limit; headers, and messages that peers wait for, take up to a tenth."""
     path = tmp_path / "cluster.json"

@@ -60,6 +60,7 @@ def _report(what: str, sent: int, limit: float) -> None:
     print(f"{what}: {sent} bytes sent by the node, at most {int(limit)} allowed")  # noqa: T201
 
 
+@pytest.mark.slow
 def test_every_strategy_sends_what_the_formula_says(tmp_path: Path) -> None:
     """In every step of full fine-tuning after the first, with 2 % for headers."""
     for node, found in enumerate(_reports("strategies", tmp_path)):
@@ -95,6 +96,7 @@ def test_every_strategy_sends_what_the_formula_says(tmp_path: Path) -> None:
                 assert expected <= sent <= 1.02 * expected + _SLACK
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_gathers_and_reduces_once(wire: Callable[[str], list[Wire]]) -> None:
     for node, found in enumerate(wire("full")):
         assert found.trainable_bytes == found.all_bytes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,25 @@ Job = Callable[[DeviceMesh], Any]
 WORKS = "works"
 Verdicts = list[dict[str, str]]
 """By rank and job: WORKS, or the error that the rank raised."""
+
+
+def rows(jobs: Mapping[str, Job], *, slow: Collection[str] = ()) -> list[Any]:
+    """The jobs' names, for `pytest.mark.parametrize`; slow: those that only `make test-all` runs."""
+    assert set(slow) <= jobs.keys(), slow
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in jobs]
+
+
+def asked(request: pytest.FixtureRequest, jobs: Mapping[str, Job]) -> dict[str, Job]:
+    """The jobs whose tests this session runs, for a fixture that runs them all at once."""
+    names = {
+        value
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+        if hasattr(item, "callspec")
+        for value in item.callspec.params.values()
+        if isinstance(value, str)
+    }
+    return {name: job for name, job in jobs.items() if name in names}
 
 
 def run_jobs(jobs: Mapping[str, Job], *, nodes: int, ranks_per_node: int) -> Verdicts:

@@ -78,7 +78,9 @@ _ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), _ELSEWHERE)
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node"), [(1, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 def test_gradients_and_parameters_are_those_of_replicated_training(
     nodes: int, ranks_per_node: int
 ) -> None:

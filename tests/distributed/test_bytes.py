@@ -262,7 +262,12 @@ _SIZES: dict[tuple[int, int], list[Key]] = {
 }
 
 
-@pytest.fixture(scope="module", params=_SIZES, ids=[f"{n}x{g}" for n, g in _SIZES])
+def _row(nodes: int, ranks_per_node: int) -> Any:
+    marks = () if (nodes, ranks_per_node) in ((2, 2), (1, 2)) else pytest.mark.slow
+    return pytest.param((nodes, ranks_per_node), marks=marks, id=f"{nodes}x{ranks_per_node}")
+
+
+@pytest.fixture(scope="module", params=[_row(*size) for size in _SIZES])
 def measured(request: Any) -> tuple[int, int, list[dict[Key, Measured]]]:
     nodes, ranks_per_node = request.param
     keys = _SIZES[request.param]
@@ -384,6 +389,7 @@ def _measure_budgets(mesh: DeviceMesh) -> dict[tuple[str, bool], Measured]:
     }
 
 
+@pytest.mark.slow
 def test_counters_plan_and_formula_agree_where_host_memory_is_short() -> None:
     """Two nodes of two; a bucket that does not fit is gathered as in zero3."""
     for ranks in run(_measure_budgets, nodes=2, ranks_per_node=2):

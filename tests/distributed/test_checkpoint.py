@@ -20,7 +20,7 @@ from fcdp_compile.checkpointing.contents import JobObjects as Given
 from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.saving import save_on
 from fcdp_compile.errors import CheckpointError, LostRankError
-from tests.distributed.jobs import WORKS, Verdicts, message_of, run_jobs
+from tests.distributed.jobs import WORKS, Verdicts, asked, message_of, run_jobs
 from tests.distributed.jobs_checkpoint import Job, Noisy, assert_same
 from tests.distributed.models import CASES
 from tests.distributed.ranks import RankError, run
@@ -264,8 +264,8 @@ _JOBS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> Verdicts:
-    return run_jobs(_JOBS, nodes=2, ranks_per_node=2)
+def verdicts(request: pytest.FixtureRequest) -> Verdicts:
+    return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=2)
 
 
 @pytest.mark.parametrize("job", _JOBS)

@@ -31,7 +31,7 @@ from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside, assert_close, named, whole
-from tests.distributed.jobs import WORKS, Job, Verdicts, message_of, run_jobs
+from tests.distributed.jobs import WORKS, Job, Verdicts, asked, message_of, rows, run_jobs
 from tests.distributed.models import CASES, batch
 
 pytestmark = pytest.mark.distributed
@@ -341,12 +341,20 @@ _JOBS: dict[str, Job] = {
     "clipping": _clipping,
 }
 
+_SLOW = (
+    "whole tensors on meta",
+    "default device",
+    "full state dict",
+    "compiled state dict",
+    "optimizer state",
+)
+
 
 @pytest.fixture(scope="module")
-def verdicts() -> Verdicts:
-    return run_jobs(_JOBS, nodes=2, ranks_per_node=2)
+def verdicts(request: pytest.FixtureRequest) -> Verdicts:
+    return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("tool", _JOBS)
+@pytest.mark.parametrize("tool", rows(_JOBS, slow=_SLOW))
 def test_a_tool_works_on_a_sharded_model(verdicts: Verdicts, tool: str) -> None:
     assert [v[tool] for v in verdicts] == [WORKS] * 4

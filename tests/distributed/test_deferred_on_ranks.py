@@ -23,7 +23,7 @@ from tests.distributed.deferred import (
     expect,
     memory,
 )
-from tests.distributed.jobs import WORKS, Job, message_of, run_jobs
+from tests.distributed.jobs import WORKS, Job, asked, message_of, rows, run_jobs
 from tests.distributed.models import CASES, batch, llama
 
 pytestmark = pytest.mark.distributed
@@ -161,13 +161,15 @@ _JOBS: dict[str, Job] = {
     "different on meta": _different_on_meta,
 }
 
+_SLOW = ("dora", "a trained head", "llama, ddp", "llama, zero2")
+
 
 @pytest.fixture(scope="module")
-def verdicts() -> list[dict[str, str]]:
-    return run_jobs(_JOBS, nodes=2, ranks_per_node=2)
+def verdicts(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("job", _JOBS)
+@pytest.mark.parametrize("job", rows(_JOBS, slow=_SLOW))
 def test_on_ranks(verdicts: list[dict[str, str]], job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
 

@@ -20,7 +20,7 @@ import fcdp_compile
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.params.home_tensor import seal
 from tests.distributed.beside import Beside, named
-from tests.distributed.jobs import WORKS, Job, Verdicts, run_jobs
+from tests.distributed.jobs import WORKS, Job, Verdicts, asked, run_jobs
 from tests.distributed.models import CASES
 from tests.distributed.ranks import run
 
@@ -121,8 +121,22 @@ def _counts(mesh: DeviceMesh, case: str, strategy: str) -> dict[str, dict[tuple[
     return found
 
 
-@pytest.mark.parametrize("case", ["odd", "odd-lora"])
-@pytest.mark.parametrize("strategy", ["fcdp", "zero3", "zero++"])
+@pytest.mark.parametrize(
+    ("strategy", "case"),
+    [
+        ("fcdp", "odd-lora"),
+        ("zero3", "odd"),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in (
+                ("fcdp", "odd"),
+                ("zero3", "odd-lora"),
+                ("zero++", "odd"),
+                ("zero++", "odd-lora"),
+            )
+        ),
+    ],
+)
 def test_an_ordinary_step_never_waits_for_the_device(case: str, strategy: str) -> None:
     for found in run(_counts, case, strategy, nodes=2, ranks_per_node=2):
         control = found.pop("control")
@@ -288,8 +302,8 @@ _JOBS: dict[str, Job] = {
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> Verdicts:
-    return run_jobs(_JOBS, nodes=2, ranks_per_node=1)
+def verdicts(request: pytest.FixtureRequest) -> Verdicts:
+    return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=1)
 
 
 @pytest.mark.parametrize("job", _JOBS)

@@ -89,7 +89,9 @@ def _all(mesh: DeviceMesh, mode: str) -> dict[tuple[str, str], Evaluated]:
     }
 
 
-@pytest.fixture(scope="module", params=list(MODES))
+@pytest.fixture(
+    scope="module", params=["no_grad", pytest.param("inference_mode", marks=pytest.mark.slow)]
+)
 def evaluated(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Evaluated]]:
     return run(_all, request.param, nodes=2, ranks_per_node=2)
 

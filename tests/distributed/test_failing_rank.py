@@ -54,10 +54,11 @@ raise SystemExit(3) if leaves == "exits" else ValueError("the user's")
     [
         ("exits", 3, True),
         ("raises", 1, True),
-        ("raises", 1, False),
-        ("destroys the group", 3, True),
+        pytest.param("raises", 1, False, marks=pytest.mark.slow),
+        pytest.param("destroys the group", 3, True, marks=pytest.mark.slow),
         ("destroys the group", 3, False),
-        ("is interrupted", 1, True),  # torch prints uncaught errors itself, KeyboardInterrupt too
+        # torch prints uncaught errors itself, KeyboardInterrupt too
+        pytest.param("is interrupted", 1, True, marks=pytest.mark.slow),
     ],
 )
 def test_it_ends_with_its_own_exit_code(leaves: str, code: int, peer_lives: bool) -> None:

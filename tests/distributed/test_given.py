@@ -178,6 +178,7 @@ def test_they_are_gathered_for_themselves() -> None:
         assert told
 
 
+@pytest.mark.slow
 def test_on_two_levels() -> None:
     run(_all, ["fcdp"], nodes=2, ranks_per_node=2)
 

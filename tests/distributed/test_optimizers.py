@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from benchmarks.optimizers import CASES, measure
-from tests.distributed.jobs import WORKS, Job, Verdicts, message_of, run_jobs
+from tests.distributed.jobs import WORKS, Job, Verdicts, asked, message_of, run_jobs
 
 pytestmark = pytest.mark.distributed
 
@@ -168,8 +168,8 @@ _JOBS: dict[str, Job] = {
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> Verdicts:
-    return run_jobs(_JOBS, nodes=2, ranks_per_node=2)
+def verdicts(request: pytest.FixtureRequest) -> Verdicts:
+    return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=2)
 
 
 @pytest.mark.parametrize("job", _JOBS)

@@ -83,6 +83,7 @@ def _compiled(mesh: DeviceMesh) -> tuple[float, int, int]:
     return float((losses[0] / losses[1] - 1).abs().max()), *counts
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_where_the_rest_is() -> None:
     for apart, without, with_inductor in run(_compiled, nodes=2, ranks_per_node=1):
         assert without == 0

@@ -75,7 +75,8 @@ def _train_each(mesh: DeviceMesh | None, names: list[str], *args: Any) -> list[l
 
 
 @pytest.mark.parametrize(
-    ("names", "strategy"), [(["odd", "odd-lora"], "fcdp"), (["odd"], "zero++")]
+    ("names", "strategy"),
+    [(["odd", "odd-lora"], "fcdp"), pytest.param(["odd"], "zero++", marks=pytest.mark.slow)],
 )
 def test_lengths_recompile_at_most_once(tmp_path: Path, names: list[str], strategy: str) -> None:
     ranks = run(_train_each, names, LENGTHS, tmp_path, strategy, nodes=2, ranks_per_node=1)
@@ -84,7 +85,8 @@ def test_lengths_recompile_at_most_once(tmp_path: Path, names: list[str], strate
 
 
 @pytest.mark.parametrize(
-    ("names", "strategy", "ranks_per_node"), [(["llama-lora"], "fcdp", 1), (["odd"], "zero3", 2)]
+    ("names", "strategy", "ranks_per_node"),
+    [(["llama-lora"], "fcdp", 1), pytest.param(["odd"], "zero3", 2, marks=pytest.mark.slow)],
 )
 def test_ranks_may_recompile_in_different_steps(
     tmp_path: Path, names: list[str], strategy: str, ranks_per_node: int

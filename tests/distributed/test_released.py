@@ -11,7 +11,7 @@ import fcdp_compile
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
 from tests.distributed.beside import Beside, named, whole
-from tests.distributed.jobs import WORKS, Job, Verdicts, run_jobs
+from tests.distributed.jobs import WORKS, Job, Verdicts, asked, rows, run_jobs
 from tests.distributed.models import CASES, Case, odd_lora
 from tests.distributed.parity import values
 from tests.distributed.ranks import run
@@ -26,7 +26,7 @@ from tests.distributed.released import (
     there,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 
 def _losses(
@@ -63,6 +63,7 @@ def _with_and_without(mesh: DeviceMesh, name: str) -> tuple[list[int], list[int]
     return sizes, kept_sizes, other_sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks_per_node"), [("odd-lora", 2), ("odd-lora", 1), ("llama-lora", 1)]
 )
@@ -231,15 +232,16 @@ _JOBS: dict[str, Job] = {
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> Verdicts:
-    return run_jobs(_JOBS, nodes=2, ranks_per_node=2)
+def verdicts(request: pytest.FixtureRequest) -> Verdicts:
+    return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("job", _JOBS)
+@pytest.mark.parametrize("job", rows(_JOBS, slow=_JOBS.keys() - {"between forward and backward"}))
 def test_released_shards_and(verdicts: Verdicts, job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
 
 
+@pytest.mark.slow
 def test_unfreezing_with_one_rank_a_node() -> None:
     for verdict in run_jobs({"unfreezing": _unfreezing}, nodes=2, ranks_per_node=1):
         assert verdict == {"unfreezing": WORKS}

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from tests.distributed.beside import assert_close, named, whole
-from tests.distributed.jobs import WORKS, Job, Verdicts, run_jobs
+from tests.distributed.jobs import WORKS, Job, Verdicts, asked, run_jobs
 from tests.distributed.parity import values
 from tests.distributed.released import (
     NAMES,
@@ -174,7 +174,7 @@ _JOBS: dict[str, Job] = {
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank a node", "two ranks a node"])
 def verdicts(request: pytest.FixtureRequest) -> Verdicts:
-    return run_jobs(_JOBS, nodes=2, ranks_per_node=request.param)
+    return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=request.param)
 
 
 @pytest.mark.parametrize("job", _JOBS)

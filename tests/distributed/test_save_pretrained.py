@@ -43,7 +43,7 @@ from tests.distributed.exports import (
     saved,
     train,
 )
-from tests.distributed.jobs import WORKS, Job, message_of, run_jobs
+from tests.distributed.jobs import WORKS, Job, asked, message_of, run_jobs
 from tests.distributed.models import Odd
 from tests.distributed.released import frozen_of, held_bytes
 
@@ -405,8 +405,8 @@ ODD = ("model llama_tied", "split mixtral", "adapter dora", "merged lora", "merg
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> list[dict[str, str]]:
-    return run_jobs(JOBS, nodes=2, ranks_per_node=2)
+def verdicts(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_jobs(asked(request, JOBS), nodes=2, ranks_per_node=2)
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -52,7 +52,7 @@ def _count(
     return len(compiled), len(asked)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_alone(dropout: float) -> None:
     few, _ = _count(None, 6, dropout, "fcdp", 1.0)
     many, segments = _count(None, 20, dropout, "fcdp", 1.0)
@@ -63,7 +63,7 @@ def test_alone(dropout: float) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("strategy", "dropout", "layers_in_a_bucket"),
-    [("fcdp", 0.1, 1.1), ("zero3", 0.0, 0.6)],
+    [("fcdp", 0.1, 1.1), pytest.param("zero3", 0.0, 0.6, marks=pytest.mark.slow)],
 )
 def test_on_several_ranks(strategy: str, dropout: float, layers_in_a_bucket: float) -> None:
     settings = (dropout, strategy, layers_in_a_bucket)

@@ -17,7 +17,7 @@ import fcdp_compile
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside, assert_close, sgd, whole
-from tests.distributed.jobs import WORKS, Job, message_of, run_jobs
+from tests.distributed.jobs import WORKS, Job, asked, message_of, rows, run_jobs
 from tests.distributed.models import CASES, batch, llama, with_lora
 
 EAGER = {"compute": "eager"}
@@ -289,14 +289,24 @@ _JOBS: dict[str, Job] = {
     "param_dtype": _param_dtype,
 }
 
+_SLOW = (
+    "inside, tied",
+    "inside, graph breaks",
+    "generate",
+    "writeback, ddp",
+    "writeback, mics",
+    "merged",
+    "param_dtype",
+)
+
 
 @pytest.fixture(scope="module")
-def verdicts() -> list[dict[str, str]]:
-    return run_jobs(_JOBS, nodes=2, ranks_per_node=2)
+def verdicts(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=2)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("job", _JOBS)
+@pytest.mark.parametrize("job", rows(_JOBS, slow=_SLOW))
 def test_on_ranks(verdicts: list[dict[str, str]], job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
 

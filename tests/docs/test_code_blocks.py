@@ -94,8 +94,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHELL_BLOCKS = [b for page in PAGES for b in page.shell if b.not_run is None]
 
 
+def _row(block: Block) -> Any:
+    """Blocks of the quickstart train as the demo does, which `.ci/run` runs as well."""
+    marks = pytest.mark.slow if block.where.startswith("docs/quickstart.md") else ()
+    return pytest.param(block, id=block.where, marks=marks)
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("block", [pytest.param(b, id=b.where) for b in SHELL_BLOCKS])
+@pytest.mark.parametrize("block", [_row(b) for b in SHELL_BLOCKS])
 def test_shell_block_runs(block: Block, workplace: Path) -> None:
     environment = {
         **os.environ,

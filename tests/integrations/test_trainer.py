@@ -273,6 +273,7 @@ def _goes_on(mesh: DeviceMesh, folder: Path, history: list[dict[str, float]]) ->
         assert row == pytest.approx(other, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     """Two ranks resume bit by bit, and one rank resumes from their checkpoint."""
     history, _ = run(_saves, tmp_path, nodes=2, ranks_per_node=1)

@@ -171,7 +171,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=2).map(tuple), min_size=1
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(
     SHAPES,
     st.sampled_from([(2, 2), (2, 1), (1, 2), (3, 2)]),

@@ -216,7 +216,7 @@ class TestBegun:
 
     @pytest.mark.parametrize("fails", [False, True])
     def test_buffers_are_held_until_then_and_no_longer(self, lanes: Lanes, fails: bool) -> None:
-        for _ in range(30):
+        for _ in range(5):
             gate, read = Gate(), torch.ones(2)
             alive = weakref.ref(read)
             finish = partial(self.finish, read, gate, fails)

@@ -36,6 +36,7 @@ def _place(mutant: Mutant) -> str:
     return f"{mutant.module}.{mutant.function}"
 
 
+@pytest.mark.slow
 def test_what_every_program_needs_is_noticed() -> None:
     trial = Trial(["full", "a step that fails"], parts=())
     chosen = [m for m in mutants() if _place(m) in AT_ONCE and m.what != "done=None"]
