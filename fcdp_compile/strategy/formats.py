@@ -30,7 +30,10 @@ class Format(Enum):
     INT4 = "int4"
 
 
-LEVELS = {Format.INT8: 127, Format.INT4: 7}
+BITS = {Format.INT8: 8, Format.INT4: 4}
+"""Bits of a value, without its block's scale, in a format that quantises."""
+
+LEVELS = {wire: 2 ** (bits - 1) - 1 for wire, bits in BITS.items()}
 """The largest level of a format that quantises."""
 
 
@@ -49,4 +52,4 @@ def row_bytes(slots: Sequence[int], wire: Format, itemsize: int) -> int:
     elements = sum(slots)
     if wire is Format.FULL:
         return elements * itemsize
-    return scale_bytes(slots) + (elements if wire is Format.INT8 else -(-elements // 2))
+    return scale_bytes(slots) + -(-elements * BITS[wire] // 8)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import sympy
 
 from fcdp_compile.strategy import Cache, Scope, Strategy
-from fcdp_compile.strategy.formats import BLOCK, Format
+from fcdp_compile.strategy.formats import BITS, BLOCK, Format
 from fcdp_compile.strategy.gathering import Algorithm
 
 N, g, s = sympy.symbols("N g s", positive=True, integer=True)
@@ -99,5 +99,4 @@ def _part(wire: Format) -> sympy.Expr:
     """Bytes that are sent for each byte of parameters."""
     if wire is Format.FULL:
         return sympy.Integer(1)
-    bits = {Format.INT8: 8, Format.INT4: 4}[wire]
-    return (sympy.Rational(bits, 8) + sympy.Rational(4, BLOCK)) / b
+    return (sympy.Rational(BITS[wire], 8) + sympy.Rational(4, BLOCK)) / b
