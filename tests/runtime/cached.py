@@ -9,6 +9,7 @@ import torch
 
 from builders_plan import make_bucket, make_placement
 from fcdp_compile.devices import Cpu
+from fcdp_compile.params.spec import Home
 from fcdp_compile.plan import Bucket, Placement, Tier
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
@@ -27,22 +28,27 @@ CPU = torch.device("cpu")
 
 
 class Cache(NodeShardCache):
-    """A cache that takes each bucket's placement from the bucket."""
+    """A cache whose plan places each bucket that it is given as the bucket's reason says."""
 
     def __init__(self, counters: Counters, pool: PinnedPool, lanes: Lanes) -> None:
         self.plan: dict[int, Placement] = {}
         super().__init__(counters, pool, lanes, self.plan)
 
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name not in ("store", "agree_in_full", "make_room", "wants_in_full"):
-            return found
+    def _placed(self, bucket: Bucket) -> Bucket:
+        self.plan[bucket.id] = make_placement(bucket, tier=Tier(bucket.why))
+        return bucket
 
-        def call(bucket: Bucket, *args: Any, **more: Any) -> Any:
-            self.plan[bucket.id] = make_placement(bucket, tier=Tier(bucket.why))
-            return found(bucket, *args, **more)
+    def store(self, bucket: Bucket, *values: Any) -> Any:
+        return super().store(self._placed(bucket), *values)
 
-        return call
+    def make_room(self, bucket: Bucket) -> None:
+        super().make_room(self._placed(bucket))
+
+    def wants_in_full(self, bucket: Bucket) -> bool:
+        return super().wants_in_full(self._placed(bucket))
+
+    def agree_in_full(self, bucket: Bucket, home: Home, *, agreed: bool) -> None:
+        super().agree_in_full(self._placed(bucket), home, agreed=agreed)
 
 
 def until_backward(bucket: Bucket) -> Bucket:
