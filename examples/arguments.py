@@ -36,7 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     add_size_arguments(number)
     number.add_argument("--base-lr", type=rate, default=3e-3, metavar="LR", help="(%(default)s)")
     number.add_argument(
-        "--lr", type=rate, help=f"of LoRA ({LORA_LR}, with --model {CHECKPOINT_LORA_LR})"
+        "--lr",
+        type=rate,
+        help=f"learning rate of LoRA ({LORA_LR}, with --model {CHECKPOINT_LORA_LR})",
     )
     real = parser.add_argument_group("your own input")
     real.add_argument("--data", type=Path, metavar="FOLDER", help="text to fine-tune on")
@@ -65,7 +67,11 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how it is sharded and compiled")
     how.add_argument("--nodes", type=positive, help="nodes to split one machine's ranks into")
     how.add_argument("--strategy", type=strategy, default="fcdp", help="(%(default)s)")
-    how.add_argument("--compute", choices=("inductor", "eager"), help="(as the backend decides)")
+    how.add_argument(
+        "--compute",
+        choices=("inductor", "eager"),
+        help="how operators run (default: the backend decides)",
+    )
     how.add_argument("--dump", type=Path, metavar="FOLDER", help="where plans go, for `fcdp dump`")
 
 

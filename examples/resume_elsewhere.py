@@ -75,9 +75,15 @@ class ByteModel(nn.Module):
 def main() -> int:
     """Run one layout if --layout is given, else run all of them."""
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=positive, default=10, help="before the save (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="of the checkpoint (a temporary one)")
-    parser.add_argument("--layout", type=int, help="run this one alone, started by torchrun")
+    parser.add_argument(
+        "--steps", type=positive, default=10, help="steps before the save (%(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="folder for the checkpoint (default: temporary)"
+    )
+    parser.add_argument(
+        "--layout", type=int, help="run only the layout with this number; set by the script itself"
+    )
     try:
         args = parser.parse_args()
         if args.layout is not None:
@@ -95,7 +101,8 @@ def run_all(steps: int, folder: Path) -> int:
     """Run each layout in its own processes, then compare their reports."""
     for number, (nodes, ranks) in enumerate(LAYOUTS):
         print(
-            f"{nodes} x {ranks}: {'train and save' if not number else 'load and go on'}", flush=True
+            f"{nodes} x {ranks}: {'train and save' if not number else 'load and continue'}",
+            flush=True,
         )
         launch = [sys.executable]
         if nodes * ranks > 1:
@@ -160,9 +167,9 @@ def compare(found: list[dict[str, float]], steps: int) -> int:
     off = max(abs(run[s] - undisturbed[s]) / undisturbed[s] for run in found[1:] for s in after)
     print(f"largest difference to the undisturbed run: {off:.1e} of the loss")
     if not off <= TOLERANCE:
-        print(f"that is more than {TOLERANCE:.0e}: the runs do not go on alike", file=sys.stderr)
+        print(f"that is more than {TOLERANCE:.0e}: the resumed losses differ", file=sys.stderr)
         return 1
-    print(f"losses go on alike on {', '.join(headers[2:])}")
+    print(f"the resumed losses agree on {', '.join(headers[2:])}")
     return 0
 
 

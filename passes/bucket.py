@@ -230,12 +230,12 @@ def _why_kept(made: Bucket, tier: Tier, ctx: PassContext) -> str:
     if made.strategy.cache is Cache.NONE:
         return "strategy caches nothing"
     if ctx.direction is Direction.BACKWARD:
-        return "the forward keeps nothing of it"
+        return "the forward does not cache this bucket"
     assert ctx.host_budget is not None, f"bucket {made.id} has no tier for no reason"
     mib = ctx.host_budget.bytes / 2**20
     return (
-        f"gathered at every use: it does not fit in the {mib:.1f} MiB of host memory a rank that "
-        f"{ctx.host_budget.limit.value} leaves to the cache"
+        f"gathered at every use: it does not fit; {ctx.host_budget.limit.value} leaves the cache "
+        f"{mib:.1f} MiB of host memory per rank"
     )
 
 

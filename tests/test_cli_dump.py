@@ -295,8 +295,8 @@ def test_bad_usage(
 def test_bad_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing, file = tmp_path / "missing", tmp_path / "file.txt"
     file.touch()
-    assert f"{missing}: no such folder; pass" in refusal(capsys, "dump", str(missing))
-    assert f"{file}: not a folder; pass" in refusal(capsys, "dump", str(file))
+    assert f"{missing}: does not exist; pass" in refusal(capsys, "dump", str(missing))
+    assert f"{file}: is not a folder; pass" in refusal(capsys, "dump", str(file))
     assert "holds no graph-*.plan.json; compile" in refusal(capsys, "dump", str(tmp_path))
     assert "File name too long" in refusal(capsys, "dump", "x" * 5000)
 

@@ -93,11 +93,11 @@ def test_architectures_decide_what_is_trained(
         (BERT, r"several ways.*BertLMHeadModel.* or .*BertForMaskedLM.*your_module:build_fn"),
         (
             BERT | {"architectures": ["BertModel"]},
-            r"architectures says BertModel, whose inputs.*BertForM",
+            r"does not know the inputs of BertModel \(from architectures\).*BertForM",
         ),
         (
             CONFIG | {"architectures": ["LlamaForSequenceClassification"]},
-            r'LlamaForSequenceClassification, whose inputs.*set "architectures": \["LlamaForCausalLM"\]',
+            r'inputs of LlamaForSequenceClassification .*set "architectures": \["LlamaForCausalLM"\]',
         ),
         ({"model_type": "bart"}, r"several ways"),
         ({"model_type": "t5"}, r"no causal or masked language model of type 't5'; give a function"),

@@ -146,7 +146,7 @@ def test_a_machine_that_does_not_say_what_memory_it_has(
 ) -> None:
     monkeypatch.setattr("fcdp_compile.probe.measure.total_bytes", lambda: None)
     told = refusal(capsys, "probe", *QUICK, "--inter", "10G")
-    assert "does not say how much memory it has" in told
+    assert "gives this machine's memory, which a profile needs" in told
 
 
 # The command.

@@ -139,7 +139,7 @@ def test_those_of_another_plan_are_refused() -> None:
     with pytest.raises(RecordingError, match=r"of graph 0, not with .* of graph 3; record again"):
         timelines(make_plan(graph=3), RECORDINGS)
     odd = dataclasses.replace(RECORDINGS[0], variant=Variant.COLLECT)
-    with pytest.raises(RecordingError, match="forward collect was recorded and the plan has no"):
+    with pytest.raises(RecordingError, match="forward collect was recorded, but the plan has no"):
         timelines(PLAN, (odd,))
 
 

@@ -191,7 +191,9 @@ def test_impossible_formats() -> None:
     fcdp = PRESETS["fcdp"]
     with pytest.raises(ValueError, match="weights in 4 bits"):
         replace(fcdp, weight_format=Format.INT4)
-    with pytest.raises(ValueError, match="in another format than it receives them"):
+    with pytest.raises(
+        ValueError, match="on the host in format int8, but receives them in format full"
+    ):
         replace(fcdp, host_format=Format.INT8)
 
 
@@ -224,9 +226,15 @@ def test_what_is_no_name_is_a_type_error(name: object) -> None:
     [
         ({"home": Scope.INTRA, "gradient": Scope.GLOBAL}, "Principle 1 rules it out"),
         ({"home": Scope.NONE, "gradient": Scope.INTRA}, "Principle 1 rules it out"),
-        ({"home": Scope.INTRA, "cache": Cache.GPU}, "home shards .intra. are not smaller"),
-        ({"home": Scope.INTRA, "cache": Cache.ADAPTIVE}, "home shards .intra. are not smaller"),
-        ({"home": Scope.NONE, "cache": Cache.GPU_FULL}, "home shards .none. are not smaller"),
+        ({"home": Scope.INTRA, "cache": Cache.GPU}, "home shards of scope intra are just as large"),
+        (
+            {"home": Scope.INTRA, "cache": Cache.ADAPTIVE},
+            "home shards of scope intra are just as large",
+        ),
+        (
+            {"home": Scope.NONE, "cache": Cache.GPU_FULL},
+            "home shards of scope none are just as large",
+        ),
         ({"home": Scope.INTRA, "weight_format": Format.INT8}, "whole copies on every node"),
         ({"home": Scope.NONE, "gradient_format": Format.INT4}, "whole copies on every node"),
     ],

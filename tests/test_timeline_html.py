@@ -244,8 +244,8 @@ def test_cached_on_the_host() -> None:
     assert story(plan, COLD) == (
         f"The forward gathers {crossing} a rank between nodes.",
         (
-            f"Each rank keeps what it gathered ({kept}) in host memory: the next use need not ask other "
-            "nodes again."
+            f"Each rank keeps what it gathered ({kept}) in host memory: the next use of the kept "
+            "parameters needs no other node."
         ),
     )
     assert story(plan, BACKWARD) == (
@@ -260,7 +260,7 @@ def test_cached_on_the_host() -> None:
     )
     waits = story(plan, (Direction.BACKWARD, Variant.ACCUMULATE))
     assert waits.headline == "The backward sends nothing between nodes."
-    assert waits.text.endswith("they wait for those of the next micro-batch.")
+    assert waits.text.endswith("they wait for the gradients of the next micro-batch.")
 
 
 def test_gathered_again() -> None:

@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
         type=_list(names),
         default=[],
         metavar="SYSTEM,...",
-        help="keep all rows but those of these systems, which are measured again",
+        help="measure these systems again, and keep the rows of all others",
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--plan", action="store_true", help="print what would run, and its price")

@@ -95,9 +95,12 @@ class Comparison:
         problems += [f"{n} is not in the model" for n in sorted(there - here)]
         for name in sorted(here & there):
             if (name in model) != (name in self._cuts or name in self._left_out):
-                problems.append(
-                    f"{name} is ignored in the checkpoint or in the model, but not in both"
+                where = (
+                    "the model but not in the checkpoint"
+                    if name in model
+                    else "the checkpoint but not in the model"
                 )
+                problems.append(f"{name} is sharded in {where}; ignore it in both or in neither")
             elif name in model:
                 spec, saved = model[name], self._cuts.get(name) or self._left_out[name]
                 now = (spec.layout.shape, spec.home_dtype)
@@ -145,7 +148,7 @@ class Comparison:
         if others:
             raise CheckpointError(
                 f"the checkpoint in {self._folder} was saved with frozen=False, and {len(others)} of the "
-                f"{len(marks)} parameters that it left out have other values here than when it was saved: "
+                f"{len(marks)} frozen parameters that were not saved differ from their values at the save: "
                 f"{', '.join(others[:8])}; give them the values with which the job began, for example "
                 "with fcdp_compile.load_pretrained from the same files"
             )
@@ -193,15 +196,15 @@ class Comparison:
                 spec = specs.get(parameter)
                 if saved is None or spec is None or saved.shape != spec.layout.shape:
                     raise CheckpointError(
-                        f"{self._folder}: {key!r} of parameter {parameter!r} is cut in another way than "
-                        "the parameter"
+                        f"{self._folder}: {key!r} of parameter {parameter!r} is not saved in the shape of "
+                        "the parameter; load an undamaged checkpoint, or leave optimizer=… out"
                     )
                 yield self._target(spec, value.name)
         if "optimizer.state" in differing:
+            ranks = f"{self._record.nodes} x {self._record.ranks_per_node} ranks"
             raise CheckpointError(
-                f"the optimizer of {self._folder} kept values that belong to one rank, which only "
-                f"{self._record.nodes} x {self._record.ranks_per_node} ranks can load; load on as many "
-                "nodes and ranks, or without optimizer=…"
+                f"the optimizer state in {self._folder} has values that differ between ranks, so only "
+                f"{ranks} can load it; use {ranks}, or leave optimizer=… out"
             )
 
     def _check_unmoved(self, parameter: str, key: str, value: Any) -> None:
@@ -214,10 +217,13 @@ class Comparison:
         now = cut(parameter, "", spec, self._state.topology.position, 0)
         is_cut_alike = saved is not None and (now.dim, now.rows) == (saved.dim, saved.rows)
         if not self.is_same_layout or not is_cut_alike:
+            layout = (
+                f"{self._record.nodes} x {self._record.ranks_per_node} ranks and the same strategy"
+            )
+            remedy = "" if saved is None else f"load with {layout}, or "
             raise CheckpointError(
-                f"{self._folder}: the optimizer kept {key!r} of parameter {parameter!r} in a form that only "
-                f"the layout that saved it ({self._record.nodes} x {self._record.ranks_per_node}, its "
-                "strategy) can load; load with this layout, or without optimizer=…"
+                f"{self._folder}: {key!r} of parameter {parameter!r} depends on the layout that saved it; "
+                f"{remedy}leave optimizer=… out"
             )
 
     def _target(self, spec: ParamSpec, name: str) -> WantedRows:

@@ -260,17 +260,17 @@ def _write_job(plan: LoadPlan, moments: dict[str, Tensor]) -> None:
 
 def _warn_of_differing(plan: LoadPlan) -> None:
     here = plan.state.topology.position
-    if plan.differing and here.rank == 0:
-        others = [n for n in plan.differing if n != "rng" and n in plan.values]
+    others = [n for n in plan.differing if n != "rng" and n in plan.values]
+    notes = ["random number generators are not restored"] if "rng" in plan.differing else []
+    if others:
+        notes.append(f"{', '.join(others)} differed between ranks, and every rank now has rank 0's")
+    if notes and here.rank == 0:
         log.warning(
-            "%s was saved by %d x %d ranks and is loaded by %d x %d: random number generators go on as "
-            "they are%s",
+            "%s was saved by %d x %d ranks and is loaded by %d x %d: %s",
             plan.folder,
             plan.record.nodes,
             plan.record.ranks_per_node,
             here.nodes,
             here.ranks_per_node,
-            f", and of {', '.join(others)}, which differed, every rank got rank 0's"
-            if others
-            else "",
+            "; ".join(notes),
         )

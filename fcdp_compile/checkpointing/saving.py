@@ -246,6 +246,6 @@ def _refuse_waiting_gradients(state: ShardedModel) -> None:
     # All ranks have the same names, so either all ranks call `settle` or none does.
     if state.accumulation.concerns() and (left := state.accumulation.settle()):
         raise CheckpointError(
-            f"gradients of parameter {left[0]!r} (one of {len(left)}) were accumulated under "
+            f"gradients of parameter {left[0]!r} (one of {len(left)}) were accumulated within "
             "fcdp_compile.no_sync and wait; they would be lost, so save after optimizer.step()"
         )

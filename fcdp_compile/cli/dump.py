@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stage-diff",
         nargs=2,
         metavar="PASS",
-        help="what is otherwise in each graph after the second pass; exit code 1 if anything is",
+        help="the differences of each graph between two passes; exit code 1 if there are any",
     )
 
 
@@ -231,11 +231,11 @@ def _tiers(a: Plan, b: Plan, names: tuple[str, str]) -> list[str]:
 def _find(folder: Path) -> list[Path]:
     if not folder.exists():
         raise FileNotFoundError(
-            f"{folder}: no such folder; pass the one given to the backend's option dump"
+            f"{folder}: does not exist; pass the folder given to the backend's option dump"
         )
     if not folder.is_dir():
         raise NotADirectoryError(
-            f"{folder}: not a folder; pass the one given to the backend's option dump"
+            f"{folder}: is not a folder; pass the folder given to the backend's option dump"
         )
     found = [p for p in folder.iterdir() if p.match("*graph-*.plan.json")]
     if not found:

@@ -91,8 +91,8 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
         type=strategies,
         default=(),
         metavar="a,b,c",
-        help="only these strategies, with or without modifiers: zero3,fcdp+w8 (default: all that make a "
-        "difference)",
+        help="only these strategies, with or without modifiers: zero3,fcdp+w8 (default: all that "
+        "behave differently for this job)",
     )
 
 

@@ -223,9 +223,9 @@ def _adapter_configs(root: nn.Module) -> dict[str, Any]:
             how = getattr(config, "prompt_tuning_init", None)
             if how is not None and getattr(how, "value", how) != "RANDOM":
                 raise FcdpError(
-                    f"adapter {adapter!r} starts as prompt_tuning_init={getattr(how, 'value', how)!r} says, "
-                    "from embeddings without values yet; build it with its values before "
-                    "fcdp_compile.shard, or take 'RANDOM'"
+                    f"adapter {adapter!r} has prompt_tuning_init={getattr(how, 'value', how)!r}, which needs "
+                    "embeddings that have no values yet; build the model with its values before "
+                    "fcdp_compile.shard, or use 'RANDOM'"
                 )
         return dict(configs)
     return {}

@@ -113,7 +113,7 @@ class _Materialisation:
             for step in steps:
                 if self._failure is None:
                     self._initialise(step, resting)
-            self._meet("has done the last one")
+            self._meet("all are done")
             together(control, self._check_set)
             self._check_same()
         for slot in self._slots:
@@ -260,8 +260,9 @@ class _Materialisation:
         texts = together(self._state.topology.control, told)
         if other := first_other(texts):
             raise FcdpError(
-                f"an initialisation {texts[0]} on rank 0 and {texts[other]} on rank {other}: it depends on "
-                "more than torch's random numbers and the model; make it the same on every rank"
+                f"ranks run different initialisations (rank 0: {texts[0]}, rank {other}: {texts[other]}), "
+                "which depend on more than torch's random numbers and the model; make them the same on every "
+                "rank"
             )
 
     def _check_set(self) -> None:

@@ -195,7 +195,7 @@ class StreamCheck:
                 if conflict := self._clocks.unfinished(memory, memory.owner):
                     raise StreamError(
                         f"memory of {memory.bytes} bytes was freed while {_told(conflict)} may still use it; "
-                        "this is a fault of fcdp"
+                        "this is a bug in fcdp"
                     )
             yield
 
@@ -273,5 +273,5 @@ def _told(access: Access) -> str:
 
 def _error(what: str, access: Access, conflict: Access) -> StreamError:
     return StreamError(
-        f"{_told(access)} {what}: no event puts it after {_told(conflict)}; this is a fault of fcdp"
+        f"{_told(access)} {what}: no event orders it after {_told(conflict)}; this is a bug in fcdp"
     )

@@ -217,8 +217,9 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
         )
     if len(set(_positions(mesh.mesh).values())) < mesh.mesh.numel():
         raise ArgumentError(
-            f"mesh {mesh.mesh.tolist()} gives two ranks one position, as torch sorts the ranks of a group; "
-            "number the ranks of the nodes in one order, or make it with fcdp_compile.make_mesh()"
+            f"mesh {mesh.mesh.tolist()} gives two ranks the same position, because torch sorts the ranks of "
+            "a group; list the ranks of every node in the same order, or make the mesh with "
+            "fcdp_compile.make_mesh()"
         )
     if id(mesh) not in _topologies:
         _topologies[id(mesh)] = _make_topology(mesh)

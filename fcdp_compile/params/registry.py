@@ -103,7 +103,7 @@ def whole_error(name: str, found: torch.Tensor) -> FcdpError:
     """The error for a plain tensor in the place of a home shard."""
     return FcdpError(
         f"parameter {name!r} is now {found.dtype} {tuple(found.shape)}, a whole tensor instead of its "
-        "home shard; do not replace it, give torch.func.functional_call values that are computed from "
-        "the model's parameters, and within fcdp_compile.gathered call the model, not a part that was "
-        "compiled by itself"
+        "home shard; do not replace the parameter, compute the values for torch.func.functional_call from "
+        "the model's parameters, and within fcdp_compile.gathered call the whole model, not a part that was "
+        "compiled separately"
     )

@@ -174,7 +174,7 @@ def _check_step(step: Step, ids: set[int], path: str) -> None:
 
 def _check_reference(bucket_id: int, ids: set[int], path: str) -> None:
     if bucket_id not in ids:
-        fail(path, f"is {bucket_id}, but there is no such bucket")
+        fail(path, f"is {bucket_id}, but the plan has no bucket {bucket_id}")
 
 
 def _check_positive(value: int, path: str) -> None:

@@ -162,7 +162,7 @@ def timelines(plan: Plan, recordings: Sequence[Recording]) -> dict[ScheduleKey, 
             )
         if recording.key not in schedules:
             raise RecordingError(
-                f"{_name(recording)} was recorded and the plan has no such schedule; {_REMEDY}"
+                f"{_name(recording)} was recorded, but the plan has no schedule for it; {_REMEDY}"
             )
     return {r.key: measured(r, schedules[r.key]) for r in recordings}
 

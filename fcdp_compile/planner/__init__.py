@@ -52,8 +52,8 @@ def traced_model(
             save(traced, source.identity)
     if unread := traced.unread:
         log.warning(
-            "%d parameters of %s, such as %r, are in no graph of its training step: code that "
-            "torch.compile leaves out of its graphs may use them, and the plan does not include such code",
+            "%d parameters of %s, such as %r, are in no graph of its training step: code outside "
+            "of the graphs may use them, and the plan does not include that code",
             len(unread),
             source.name,
             unread[0],

@@ -37,7 +37,7 @@ class Job:
         if self.ranks_per_node > self.profile.ranks_per_node:
             raise FcdpError(
                 f"{self.ranks_per_node} ranks per node are more than the {self.profile.ranks_per_node} of a "
-                f"node of cluster {self.profile.name!r}; use at most that, or another profile"
+                f"node of cluster {self.profile.name!r}; use fewer ranks per node, or another profile"
             )
 
     @property

@@ -151,8 +151,8 @@ def _why(best: Row, rows: Sequence[Row]) -> str:
 def _taken(best: Row, other: Row) -> str:
     mine, others = _gb(best.peak_gpu_bytes), _gb(other.peak_gpu_bytes)
     if mine == others:
-        return " and takes as much of a GPU"
-    return f" and takes {mine} instead of {others} of a GPU"
+        return " and needs as much GPU memory"
+    return f" and needs {mine} of GPU memory instead of {others}"
 
 
 def _sent(best: Row, other: Row) -> str:
@@ -183,9 +183,10 @@ def _why_nothing(found: Sequence[Estimate], rows: Sequence[Row]) -> str:
     else:
         remedy = "use more nodes, larger GPUs or --lora"
     return (
-        f"nothing fits: {least.strategy}, which takes least, needs {_gb(least.peak_gpu_bytes)} of "
-        f"{_gb(job.device_bytes)} a GPU and {_gb(least.host_bytes_per_node)} of "
-        f"{_gb(job.host_bytes_per_rank * job.ranks_per_node)} of a node's memory; {remedy}."
+        f"nothing fits: even {least.strategy}, which needs the least GPU memory, needs "
+        f"{_gb(least.peak_gpu_bytes)} per GPU ({_gb(job.device_bytes)} available) and "
+        f"{_gb(least.host_bytes_per_node)} of host memory per node "
+        f"({_gb(job.host_bytes_per_rank * job.ranks_per_node)} available); {remedy}."
     )
 
 

@@ -62,7 +62,7 @@ def sweep_text(points: Sequence[Point], of: str, job: Job) -> str:
         tablefmt="simple",
         disable_numparse=True,
     )
-    note = "samples per second; in parentheses what does not fit"
+    note = "samples per second; (in parentheses): does not fit"
     return f"{title(job, without=of)}\n{note}\n\n{table}"
 
 

@@ -215,8 +215,8 @@ def _auto_class(transformers: Any, name: str, config: Any) -> Any:
             if made.casefold() in folded:
                 return auto
         raise FcdpError(
-            f"{name}: architectures says {', '.join(map(str, asked))}, whose inputs fcdp does not know; "
-            f"to plan for language modelling set {known}, else {_GIVE_A_FUNCTION}"
+            f"{name}: fcdp does not know the inputs of {', '.join(map(str, asked))} (from architectures); "
+            f"for language modelling set {known}; otherwise {_GIVE_A_FUNCTION}"
         )
     if len(found) > 1 and not getattr(config, "is_decoder", False):
         raise FcdpError(

@@ -44,7 +44,7 @@ def converted(
     absent = [pattern for pattern in converter.source_patterns if pattern not in collected]
     if absent:
         raise CheckpointError(
-            f"{target.name!r} is made of several tensors and lacks those of {absent[0]!r}"
+            f"{target.name!r} is made of several tensors, but its parts {absent[0]!r} are missing"
         )
     now: Collected = dict(collected)
     for operation in converter.operations:
@@ -202,7 +202,7 @@ _KNOWN: dict[str, Callable[[Any, Collected, Any, Target], Collected]] = {
 
 def _only(now: Collected) -> Source:
     if len(now) != 1:
-        raise CheckpointError(f"expected one tensor, not those of {list(now)}")
+        raise CheckpointError(f"expected tensors of one pattern, not of {list(now)}")
     return _one(next(iter(now.values())))
 
 

@@ -35,7 +35,7 @@ def refuse(path: Path, problems: Iterable[str]) -> None:
     if found := list(dict.fromkeys(problems)):
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         raise CheckpointError(
-            f"{path} cannot be loaded, the model is as it was: " + "; ".join(found[:_SHOWN] + more)
+            f"{path} cannot be loaded (the model is unchanged): " + "; ".join(found[:_SHOWN] + more)
         )
 
 
@@ -91,7 +91,7 @@ def _disagreements(header: Header, indexed: set[str] | None) -> list[str]:
             for n in sorted(indexed - set(header.tensors))
         ),
         *(
-            f"{name} has {n!r}, of which {INDEX} says nothing"
+            f"{name} has {n!r}, which {INDEX} does not list"
             for n in header.tensors
             if n not in indexed
         ),

@@ -76,8 +76,8 @@ def load_pretrained(
     matched.renaming.note_used()
     if matched.kept_copies and is_first:
         log.warning(
-            "%s, which PEFT trains instead of the tensor that %s has (modules_to_save), keeps its "
-            "values (%d tensors in all); to start with the checkpoint's values, build on meta, or add "
+            "%s keeps its values: PEFT trains this copy (modules_to_save) instead of the tensor in %s "
+            "(%d tensors in all); to start with the checkpoint's values, build on meta, or add "
             "adapters to a model that has its weights",
             matched.kept_copies[0],
             path,

@@ -103,7 +103,7 @@ def _refusal(topology: Topology, request: ProbeRequest, collectives: Collectives
     mine = _why_not_writable(request.output) if is_first else ""
     if total_bytes() is None:
         mine = mine or (
-            "this machine does not say how much memory it has (/proc/meminfo), which a profile needs"
+            "neither /proc/meminfo nor a control group gives this machine's memory, which a profile needs"
         )
     return next(filter(None, collectives.exchange_texts(mine)), "")
 

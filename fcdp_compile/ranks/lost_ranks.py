@@ -67,7 +67,8 @@ class RollCall:
                     close(group)
                 self._answer = self._ask(doing)
         return LostRankError(
-            f"{doing}: {self._answer}; see why, and start the job again from its last checkpoint ({cause})"
+            f"{doing}: {self._answer}; find the cause in the logs of the ranks, then restart the job from "
+            f"its last checkpoint ({cause})"
         )
 
     def _ask(self, doing: str) -> str:
@@ -78,10 +79,7 @@ class RollCall:
         Thread(target=notes.exchange, name="fcdp roll call", daemon=True).start()
         notes.is_done.wait(_ANSWER_S + 0.2)
         if not notes.is_answered or notes.is_cut_off:
-            return (
-                f"{_host_of_the_store()} is gone or out of reach, and without it fcdp cannot know "
-                "which other ranks are"
-            )
+            return f"{_host_of_the_store()} cannot be reached, so fcdp cannot tell which other ranks are lost"
         found = dict(notes.found)
         missing = [rank for rank in others if rank not in found]
         waits = [f"rank {r} waits for {t}" for r, t in sorted(found.items()) if t != doing]

@@ -89,6 +89,6 @@ def _look(looks: Iterator[None], missing: Sequence[int], timeout: timedelta) -> 
     if missing and next(looks, False) is False:
         shown = ", ".join(map(str, missing[:8]))
         raise LostRankError(
-            f"make_mesh: rank {shown} did not come in {timeout.total_seconds():.0f} s; see why, and start "
-            "the job again"
+            f"make_mesh: rank {shown} did not come in {timeout.total_seconds():.0f} s; find the "
+            "cause in the logs of the ranks, then restart the job"
         )

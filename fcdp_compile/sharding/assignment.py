@@ -40,7 +40,7 @@ def assign(
             if its != strategy:
                 raise ArgumentError(
                     f"module {module!r} gets strategy '{its}' from {other!r} and '{strategy}' from "
-                    f"{pattern!r} in module_strategies; give it one"
+                    f"{pattern!r} in module_strategies; give the module only one strategy"
                 )
     found: dict[nn.Parameter, tuple[str, Strategy]] = {}
     for path, module in modules.items():
@@ -53,7 +53,7 @@ def assign(
             if its != strategy:
                 raise ArgumentError(
                     f"parameters {other!r} and {name!r} are tied, but module_strategies gives them "
-                    f"'{its}' and '{strategy}'; give both modules the same, or untie them"
+                    f"'{its}' and '{strategy}'; give both modules the same strategy, or untie the parameters"
                 )
     return {parameter: strategy for parameter, (_, strategy) in found.items()}
 
@@ -73,7 +73,9 @@ def matching(pattern: str, modules: Iterable[str], option: str) -> list[str]:
     found = [m for m in modules if m and _matches(parts, m.split("."))]
     if not found:
         hint = did_you_mean(pattern, modules)
-        raise ArgumentError(f"{option} names {pattern!r}, but the model has no such module{hint}")
+        raise ArgumentError(
+            f"{option} names {pattern!r}, but no module of the model matches it{hint}"
+        )
     return found
 
 

@@ -109,8 +109,8 @@ def _records(
             found.append(record)
         elif writeback and not outer.writeback:
             raise ArgumentError(
-                f"writeback of parameter {record.spec.name!r}, which an outer block of "
-                "fcdp_compile.gathered holds without writeback; give the outer block writeback=True"
+                f"parameter {record.spec.name!r} cannot be written back: an outer block of "
+                "fcdp_compile.gathered gathered it without writeback; pass writeback=True to the outer block"
             )
     return found
 

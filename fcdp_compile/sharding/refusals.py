@@ -100,8 +100,8 @@ def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
             )
         if id(parameter) not in names:
             raise ArgumentError(
-                f"ignored_params has a parameter of shape {tuple(parameter.shape)} that the model does not "
-                "have; give those of the model as it is now"
+                f"ignored_params has a parameter of shape {tuple(parameter.shape)} that is not in the "
+                "model; pass parameters that the model has now"
             )
     for parameter in marked:
         setattr(parameter, _IGNORED, True)
@@ -185,8 +185,8 @@ def warn_of_torch() -> None:
     """Warn if this version of torch gives wrong results."""
     if not calls_dispatch_of_subclasses():
         log.warning(
-            "torch %s ignores what fcdp does for operations on sharded parameters: .item() of a norm or a "
-            "sum of a parameter or gradient gives one rank's part of it; use torch 2.12 or newer, or compute "
-            "it of the whole tensor, such as p.grad.full_tensor().norm()",
+            "torch %s ignores what fcdp does for operations on sharded parameters: .item() of a norm or "
+            "sum of a parameter or gradient gives only this rank's part; use torch 2.12 or newer, or compute "
+            "it from the whole tensor, such as p.grad.full_tensor().norm()",
             torch.__version__,
         )

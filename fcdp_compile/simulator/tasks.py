@@ -120,7 +120,7 @@ def _check(step: Step, position: int, cluster: Cluster, buckets: Mapping[int, Bu
     late = [w for w in step.waits if not 0 <= w < position]
     if late:
         raise ArgumentError(
-            f"step {position} ({step.kind.value}) waits for step {late[0]}, which is no earlier one"
+            f"step {position} ({step.kind.value}) waits for step {late[0]}, which does not come before it"
         )
     if step.bucket is None:
         return

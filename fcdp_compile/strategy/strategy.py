@@ -118,8 +118,8 @@ class Strategy:
         }
         if self.cache not in useful[self.home]:
             raise ArgumentError(
-                f"strategy {self.name!r} keeps gathered copies ({self.cache.value}) although home shards "
-                f"({self.home.value}) are not smaller; use cache none"
+                f"strategy {self.name!r} caches gathered copies ({self.cache.value}), but home shards of "
+                f"scope {self.home.value} are just as large; use cache none"
             )
 
     def _check_formats(self) -> None:
@@ -145,8 +145,8 @@ class Strategy:
         if self.weight_format is Format.FULL:
             # A backward would compute with other weights than its forward.
             raise ArgumentError(
-                f"strategy {self.name!r} keeps weights on the host in another format than it receives "
-                "them; choose the same weight_format"
+                f"strategy {self.name!r} keeps weights on the host in format {self.host_format.value}, but "
+                f"receives them in format {self.weight_format.value}; set weight_format to host_format"
             )
 
     def _check_algorithm(self) -> None:

@@ -122,7 +122,7 @@ def _tell_forward(plan: Plan, schedule: Schedule) -> Story:
     gathered, loaded = _buckets(plan, schedule, _GATHERS), _loaded(plan, schedule)
     if not gathered:
         kept = (
-            f"Nothing has changed since it was gathered: {_use(loaded)}."
+            f"No parameter has changed since it was gathered: {_use(loaded)}."
             if loaded
             else _ON_THE_NODE
         )
@@ -130,7 +130,7 @@ def _tell_forward(plan: Plan, schedule: Schedule) -> Story:
     sent = moved(schedule)[Flow.WEIGHTS_BETWEEN]
     text = _what_is_kept(gathered, _buckets(plan, schedule, {Kind.STORE}))
     if loaded:
-        text += f" The rest has not changed since it was gathered: {_use(loaded)}."
+        text += f" The other parameters have not changed since they were gathered: {_use(loaded)}."
     return Story(f"The {name} gathers {readable_bytes(sent)} a rank between nodes.", text)
 
 
@@ -141,8 +141,8 @@ def _what_is_kept(gathered: _Placed, stored: _Placed) -> str:
         f"Each rank keeps what it gathered ({readable_bytes(_kept_bytes(stored))}) {_where(stored)}"
     )
     if left := len(gathered) - len(stored):
-        kept += f", but for {_count(left, 'bucket')} of {len(gathered)}"
-    return f"{kept}: the next use need not ask other nodes again."
+        kept += f", except for {left} of {_count(len(gathered), 'bucket')}"
+    return f"{kept}: the next use of the kept parameters needs no other node."
 
 
 def _tell_backward(plan: Plan, schedule: Schedule) -> Story:
@@ -189,7 +189,7 @@ def _gradients(schedule: Schedule, used: _Placed, cross: str) -> str:
     if sent := moved(schedule)[Flow.GRADIENTS_BETWEEN]:
         return f"{cross}: {readable_bytes(sent)} a rank."
     if any(s.kind is Kind.ACCUMULATE for s in schedule.steps):
-        return "Gradients do not cross: they wait for those of the next micro-batch."
+        return "Gradients do not cross: they wait for the gradients of the next micro-batch."
     if used and all(b.frozen for b, _ in used):
         return "There are no gradients to send, as no parameter here is trained."
     return "No gradient crosses."

@@ -52,7 +52,7 @@ _NOTHING: Mapping[ScheduleKey, Timeline] = MappingProxyType({})
 _MICROSECONDS = 1e6
 
 _LANES: dict[Lane, tuple[str, str]] = {
-    Lane.COMPUTE: ("Compute", "the GPU's work; hatched: it waits"),
+    Lane.COMPUTE: ("Compute", "the GPU's work; hatched: the GPU waits"),
     Lane.INTER: ("Between nodes", "the slow network of the node"),
     Lane.INTRA: ("Within the node", "fast links among its ranks"),
     Lane.H2D: ("Host to GPU", "the bus, out of host memory"),

@@ -29,7 +29,8 @@ _REMEDIES = {
     Limit.NOTHING: "",
     Limit.AVAILABLE: "; free host memory",
     Limit.CGROUP: "; raise the memory limit of the container or job",
-    Limit.LOCKED: "; raise ulimit -l, or set options={'host_memory': …} for more, not registered",
+    Limit.LOCKED: "; raise ulimit -l, or set options={'host_memory': …} to also use "
+    "memory that is not registered with the device",
     Limit.OPTION: "; raise it",
 }
 

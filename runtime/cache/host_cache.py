@@ -311,7 +311,8 @@ class NodeShardCache:
 
 def _gone(bucket: Bucket) -> StaleParameterError:
     again = (
-        "; a strategy that caches until the backward has no second one with retain_graph=True"
+        f"; with strategy {bucket.strategy.name!r} a forward has only one backward, even with "
+        "retain_graph=True"
         if bucket.strategy.life is Life.UNTIL_BACKWARD
         else ""
     )

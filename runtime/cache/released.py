@@ -54,7 +54,7 @@ def _values(
     if node_shard is None:
         raise FcdpError(
             f"the home shard of parameter {spec.name!r} was released and bucket {bucket_id}, which had its "
-            "values on the host, is gone; this is a fault of fcdp"
+            "values on the host, is gone; this is a bug in fcdp"
         )
     slot = node_shard.narrow(0, start, spec.layout.slot_elements)
     return unpack_grads(slot, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]

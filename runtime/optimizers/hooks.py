@@ -156,9 +156,9 @@ def _owned_by(optimizer: Optimizer) -> list[Any]:
 
 def _unsynchronised(name: str, count: int) -> UnsynchronizedGradientError:
     return UnsynchronizedGradientError(
-        f"gradients of parameter {name!r} (one of {count}) were accumulated under fcdp_compile.no_sync and "
-        "are complete on no rank of several nodes; run the last micro-batch, forward and backward, outside "
-        "of no_sync before optimizer.step()"
+        f"gradients of parameter {name!r} (one of {count}) were accumulated within fcdp_compile.no_sync, "
+        "which leaves them incomplete on several nodes; run the last micro-batch, forward and backward, "
+        "outside of no_sync before optimizer.step()"
     )
 
 

@@ -153,7 +153,7 @@ def _rewrite(folder: Path, change: Callable[[CheckpointRecord], CheckpointRecord
             lambda r: replace(
                 r, tensors=tuple(replace(t, rows=tuple(n + 1 for n in t.rows)) for t in r.tensors)
             ),
-            "not those of the shape",
+            "do not match the shape",
         ),
         (
             lambda r: replace(

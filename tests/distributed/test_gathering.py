@@ -128,7 +128,9 @@ def test_what_the_cost_model_chooses() -> None:
 
 def _refuse(mesh: DeviceMesh) -> None:
     tangled = DeviceMesh("cpu", [[0, 2], [3, 1]], mesh_dim_names=mesh.mesh_dim_names)
-    with pytest.raises(ValueError, match=r"\[\[0, 2\], \[3, 1\]\] gives two ranks one position"):
+    with pytest.raises(
+        ValueError, match=r"\[\[0, 2\], \[3, 1\]\] gives two ranks the same position"
+    ):
         topology_of(tangled)
 
 

@@ -112,14 +112,14 @@ CASES = {
         compiled=True,
         # Rank 0 hosts the store, and may have left when a later rank asks who is missing.
         says=r"LostRankError: the backward pass of step 3, \w+ of bucket 0 \(0.weight, …\): "
-        r"(rank 3 did not|rank 0 is gone)",
+        r"(rank 3 did not|rank 0 cannot be reached)",
     ),
     "killed": Case(
         rank=1,
         place="save",
         act=_die,
         wait_s=FAR_S,
-        says=r"LostRankError: saving to \S+: rank 1 did not come; see why",
+        says=r"LostRankError: saving to \S+: rank 1 did not come; find the cause",
     ),
     "killed before clipping": Case(
         rank=1,
@@ -127,14 +127,15 @@ CASES = {
         act=_die,
         wait_s=FAR_S,
         says=r"LostRankError: a sharded tensor's own collective, as in clip_grad_norm_ or full_tensor: "
-        r"rank 1 did not come; see why",
+        r"rank 1 did not come; find the cause",
     ),
     "host of the store": Case(
         rank=0,
         place="forward",
         act=_die,
         wait_s=FAR_S,
-        says=r"LostRankError: the agreement before a rank gathers parameter '0.weight': rank 0 is gone",
+        says=r"LostRankError: the agreement before a rank gathers parameter '0.weight': rank 0 cannot be "
+        r"reached",
     ),
     "late": Case(
         rank=0,

@@ -137,13 +137,13 @@ def _bad(mesh: DeviceMesh) -> list[str]:
 
 def test_bad_input() -> None:
     expected = [
-        "names 'frist', but the model has no such module; did you mean 'first'?",
+        "names 'frist', but no module of the model matches it; did you mean 'first'?",
         "module 'first' gets strategy 'ddp' from 'f*' and 'zero3' from 'first'",
         "'transformer.wte.weight' and 'lm_head.weight' are tied, but module_strategies gives them 'fcdp' and",
         "unknown strategy 'dpp'",
-        "names '', the model itself; leave module_strategies out to mean all of it",
+        "names '', the model itself; leave module_strategies out to mean the whole model",
         "must map names of modules to strategies, such as {'model.embed_tokens': 'ddp'}, not 'ddp'",
-        "a parameter of shape (3,) that the model does not have",
+        "a parameter of shape (3,) that is not in the model",
         "must be parameters of the model, not str",
         "buffer_dtype must be a floating point torch.dtype",
     ]

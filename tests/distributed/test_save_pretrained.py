@@ -118,7 +118,7 @@ def _prompts_are_not_merged(mesh: DeviceMesh | None) -> None:
     folder = _shared_folder(mesh)
     model = fcdp_compile.shard(make(ADAPTED["prompt"]), mesh)
     save = partial(fcdp_compile.save_pretrained, model, folder / "new", merge=True)
-    assert "type PROMPT_TUNING are no change of the base's weights" in message_of(FcdpError, save)
+    assert "type PROMPT_TUNING do not change the base's weights" in message_of(FcdpError, save)
     assert os.listdir(folder) == []
 
 

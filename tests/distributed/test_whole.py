@@ -231,7 +231,10 @@ def _trouble(mesh: DeviceMesh | None) -> None:
     assert not bool((whole(model._parameters["scale"]) != 1.5).any())
     assert bool((whole(model.first._parameters["bias"]) != 3.0).all()), "what failed writes nothing"
     found = message_of(ValueError, lambda: fcdp_compile.gathered(model, "frist").__enter__())
-    assert "modules names 'frist', but the model has no such module; did you mean 'first'" in found
+    assert (
+        "modules names 'frist', but no module of the model matches it; did you mean 'first'"
+        in found
+    )
     found = message_of(ValueError, lambda: fcdp_compile.gathered(model, nn.ReLU()).__enter__())
     assert "ReLU that is not in the model" in found
     found = message_of(TypeError, lambda: fcdp_compile.gathered(model, 3).__enter__())  # type: ignore[arg-type]

@@ -123,7 +123,7 @@ def test_torchrun_starts_it_again_when_a_rank_dies(tmp_path: Path) -> None:
 
 def test_a_run_resumes_elsewhere() -> None:
     out = succeed("resume_elsewhere.py", "--steps=2")
-    assert "losses go on alike on 4 x 1, 1 x 1" in out
+    assert "the resumed losses agree on 4 x 1, 1 x 1" in out
     off = re.search(r"largest difference to the undisturbed run: (\S+) of the loss", out)
     assert off is not None
     assert float(off[1]) < 1e-5

@@ -127,5 +127,5 @@ def test_trained_copies_that_keep_their_values_are_told(
     fcdp_compile.shard(model)
     fcdp_compile.load_pretrained(model, tmp_path)
     (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
-    assert "classifier.modules_to_save.default.weight, which PEFT trains" in warning
+    assert "classifier.modules_to_save.default.weight keeps its values: PEFT trains" in warning
     assert "(2 tensors in all)" in warning

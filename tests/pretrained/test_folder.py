@@ -78,7 +78,7 @@ def test_an_index_is_not_believed(tmp_path: Path, places: object, says: str | No
 def test_a_file_with_more_than_its_index_says(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(2), "more": torch.zeros(1)}, tmp_path / A)
     _index(tmp_path, {"x": A})
-    with pytest.raises(CheckpointError, match=r"has 'more', of which .* says nothing"):
+    with pytest.raises(CheckpointError, match=r"has 'more', which .* does not list"):
         open_checkpoint(tmp_path)
 
 

@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -
 def test_a_step_that_waits_for_a_later_one_is_refused(late: int) -> None:
     schedule = two_layers()
     steps = [replace(schedule.steps[0], waits=(late,)), *schedule.steps[1:]]
-    with pytest.raises(ValueError, match=f"waits for step {late}, which is no earlier one"):
+    with pytest.raises(ValueError, match=f"waits for step {late}, which does not come before it"):
         simulated(replace(schedule, steps=tuple(steps)))
 
 

@@ -163,7 +163,7 @@ def _check_tensor(tensor: CutTensor, ranks: int, path: str) -> None:
     is_whole = tensor.dim is None and tensor.rows == (1,)
     is_cut = tensor.dim is not None and tensor.dim < len(tensor.shape)
     if not is_whole and not (is_cut and sum(tensor.rows) == tensor.shape[tensor.dim or 0]):
-        fail(f"{path}.rows", "are not those of the shape")
+        fail(f"{path}.rows", "do not match the shape")
 
 
 def _check_values(values: tuple[SavedValue, ...], ranks: int) -> None:

@@ -37,8 +37,8 @@ class ModelTensors:
                 self._records[name].parameter()  # raises if its new value is cut differently
             elif isinstance(tensor, DTensor):
                 raise FcdpError(
-                    f"{name!r} was put into the model as a DTensor after fcdp_compile.shard, so nothing is "
-                    "known of its cut; finish the model's structure and shard it then"
+                    f"{name!r} was put into the model as a DTensor after fcdp_compile.shard, so fcdp does "
+                    "not know how it is cut; finish the model first, then shard it"
                 )
 
     def names(self, *, of_adapters: bool) -> list[str]:

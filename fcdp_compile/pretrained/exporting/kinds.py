@@ -157,8 +157,8 @@ def _refuse_to_merge(root: Any, *, is_wrapped: bool) -> None:
     if not hasattr(root.base_model, "merge_and_unload"):
         kinds = {config.peft_type.value for config in root.peft_config.values()}
         raise FcdpError(
-            f"adapters of type {', '.join(sorted(kinds))} are no change of the base's weights and cannot be "
-            "merged; save the adapter itself, without merge=True"
+            f"adapters of type {', '.join(sorted(kinds))} do not change the base's weights, so they cannot "
+            "be merged; save the adapter itself, without merge=True"
         )
     unable = import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
     for name, module in root.named_modules():
