@@ -87,8 +87,10 @@ def clock_of(device: Device) -> Clock:
 class Recorder:
     """Records the first runs of each program of one plan; lives with its `CompiledPlan`.
 
-    runs: how many of each.  write: takes the recordings, never during a recorded run; the last time when
-    the recorder is deleted, or the interpreter ends.
+    The very first run of a program is the warm-up and is not recorded.
+
+    runs: how many runs of each program are recorded.  write: called with the recordings, but never during a
+    recorded run.  The last call is when the recorder is deleted or the interpreter ends.
     """
 
     def __init__(self, runs: int, clock: Clock, write: Write) -> None:

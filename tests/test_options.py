@@ -129,7 +129,9 @@ def test_a_machine_may_be_where_it_differs() -> None:
 
 def test_a_profile_that_is_missing_or_damaged(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
-    with pytest.raises(OSError, match=r"option 'machine': cannot .*cluster.json' \(No such file"):
+    with pytest.raises(
+        ValueError, match=r"option 'machine': cannot .*cluster.json' \(No such file"
+    ):
         Options.parse({"machine": path})
     with pytest.raises(ProfileError, match="is not a regular file"):
         Options.parse({"machine": tmp_path})

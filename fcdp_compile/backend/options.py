@@ -72,7 +72,7 @@ class Options:
         """Check a user's options.
 
         Raises: ValueError for an unknown name or value, TypeError for a wrong type, each with those that are
-        known; OSError for a cluster profile that cannot be read.
+        known; ArgumentError for a cluster profile that cannot be read.
         """
         known = [f.name for f in fields(Options)]
         given = dict(options or {})
@@ -165,7 +165,7 @@ def _measured_machine(path: Path) -> Machine:
     except ProfileError as error:
         raise ProfileError(f"option 'machine': {error}") from None
     except OSError as error:
-        raise OSError(
+        raise ArgumentError(
             f"option 'machine': cannot read the cluster profile {str(path)!r} ({error.strerror}); give the "
             "path of a file that fcdp probe wrote, on every rank"
         ) from error

@@ -156,9 +156,10 @@ class Comparison:
     def _raise_problems(self, problems: list[str]) -> None:
         if problems:
             shown = "\n  ".join(problems)
+            places = "1 place" if len(problems) == 1 else f"{len(problems)} places"
             raise CheckpointError(
-                f"the checkpoint in {self._folder} is of another model ({len(problems)} differences); build "
-                f"the model that was saved:\n  {shown}"
+                f"the model differs from the checkpoint in {self._folder} in {places}; build the model that "
+                f"was saved. The differences:\n  {shown}"
             )
 
     def _check_job(self, values: set[str]) -> None:

@@ -174,7 +174,10 @@ def put_back(
     others: Mapping[str, Any],
     names: Mapping[int, str],
 ) -> None:
-    """Load the result of `parts_of`, with moments in place of references; call `check_groups` first."""
+    """Load saved parts (`parts_of`) into the optimizer.
+
+    The caller has already replaced each TensorReference by its tensor and called `check_groups`.
+    """
     # A state dict numbers the parameters in the order of this optimizer.
     numbers: dict[str, int] = {}
     packed = []

@@ -229,7 +229,7 @@ def _raise_difference(state: ShardedModel, lines: list[str]) -> None:
     shown = "\n  ".join(text_diff(texts[0], texts[other], names, most=12))
     raise CheckpointError(
         f"ranks 0 and {other} are about to save different things; give the same model, optimizer and "
-        f"arguments on every rank:\n  {shown}"
+        f"arguments on every rank. The differences:\n  {shown}"
     )
 
 

@@ -38,7 +38,7 @@ class Device(ABC):
 
     has_streams: whether work is given to streams and done later; else it is done when a call returns.
     backends: the backend argument for `torch.distributed.init_process_group`.
-    is_checked: whether the order of its streams is checked.
+    is_checked: whether fcdp checks that its streams access memory in a safe order.
     timeout: the default timeout of its collectives; None: torch's default.
     """
 

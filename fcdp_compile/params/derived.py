@@ -184,8 +184,9 @@ def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
         "a value of sharded parameters" if key is None else f"parameter {key.partition(':')[2]!r}"
     )
     raise FcdpError(
-        f"{name} is combined with a whole tensor of shape {tuple(plain.shape)} in {func}; use "
-        "fcdp_compile.full(parameter), which is the whole parameter and averages its gradient"
+        f"{func} combines {name}, of which this rank has only a part, with an ordinary tensor of shape "
+        f"{tuple(plain.shape)}; use fcdp_compile.full(parameter): it returns the whole parameter, and its "
+        "gradient is averaged over the ranks"
     )
 
 

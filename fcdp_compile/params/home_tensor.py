@@ -241,7 +241,10 @@ def _communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:
 
 
 def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Reduce or gather the arguments of an op, where DTensor would do so once for each mesh dimension."""
+    """Reduce or gather the arguments of an op in one collective over all ranks.
+
+    DTensor would use one collective for each mesh dimension.
+    """
     if func.overloadpacket in _VIEWS and cuts_rows(args[0], args[1]):
         args = [_whole(args[0]), *args[1:]]
     is_item = func.overloadpacket is _aten._local_scalar_dense

@@ -172,7 +172,7 @@ def _name(recording: Recording) -> str:
 
 
 def _covered_s(slots: Iterable[Slot]) -> float:
-    """Seconds during which at least one slot is busy."""
+    """Seconds that at least one slot covers."""
     covered_s = until_s = 0.0
     for slot in sorted(slots, key=lambda s: s.start_s):
         covered_s += max(0.0, slot.end_s - max(slot.start_s, until_s))

@@ -61,7 +61,10 @@ class Ranking:
 
 
 def sensible(job: Job) -> list[Strategy]:
-    """Return the strategies that behave differently for a job, each once."""
+    """Return the `SENSIBLE` strategies that the job's mesh can run.
+
+    Of strategies that would do the same for this job, only the first is returned.
+    """
     found: dict[Strategy, Strategy] = {}
     for name in SENSIBLE:
         strategy = Strategy.parse(name)

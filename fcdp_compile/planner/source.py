@@ -270,8 +270,8 @@ def _call(function: Any, name: str, batch: int, seq: int) -> tuple[nn.Module, In
     except Exception as error:  # a user's function may raise anything for tensors without values
         why = f"{type(error).__name__}: {_first_line(error)}"
         raise FcdpError(
-            f"{name}({batch}, {seq}) failed ({why}); it is called with fake tensors, which have no values: "
-            "build the model from its configuration, without weights from files"
+            f"{name}({batch}, {seq}) failed ({why}); while fcdp calls it, tensors are fake and have no "
+            "values; build the model from its configuration, without weights from files"
         ) from error
     if isinstance(made, nn.Module):
         raise FcdpError(

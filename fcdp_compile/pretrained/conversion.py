@@ -22,7 +22,7 @@ from fcdp_compile.pretrained.source import Joined, Rearranged, Rows, Source, Sta
 _OPERATIONS_OF = "transformers.core_model_loading"
 
 Collected = dict[str, "list[Source] | Source"]
-"""Sources by pattern: a list of all tensors that the pattern matched, or the one source made of them."""
+"""Sources by pattern: all tensors that the pattern matched, or the one source that was made from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,9 @@ def _merge(operation: Any, now: Collected, converter: Any, target: Target) -> Co
             made[name] = parts
             continue
         if len({part.shape for part in parts}) > 1:
-            raise CheckpointError(f"{target.name!r} is stacked of tensors of different shapes")
+            raise CheckpointError(
+                f"{target.name!r} would be made by stacking tensors, but their shapes differ"
+            )
         made[name] = Stacked(tuple(parts), _dim(operation.dim, len(parts[0].shape) + 1))
     return made
 
@@ -107,7 +109,10 @@ def _concatenate(operation: Any, now: Collected, converter: Any, target: Target)
     dim = _dim(operation.dim, len(parts[0].shape))
     around = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
     if len(around) > 1 or len({len(part.shape) for part in parts}) > 1:
-        raise CheckpointError(f"{target.name!r} is joined of tensors that do not fit together")
+        raise CheckpointError(
+            f"{target.name!r} would be made by joining tensors along dimension {dim}, but their other "
+            "dimensions differ"
+        )
     return {operation.get_target_pattern(converter.target_patterns): Joined(tuple(parts), dim)}
 
 
@@ -175,7 +180,10 @@ def _rearrange(operation: Any, now: Collected, converter: Any, target: Target) -
     # The operation returns its results in the order of its inputs.
     results = named(blank)
     if len(results) != len(sources):
-        raise CheckpointError(f"{target.name!r} is made of {len(sources)} tensors at once")
+        raise CheckpointError(
+            f"the conversion of {target.name!r} turns {len(sources)} tensors into {len(results)}; fcdp can "
+            "only convert them one by one; load with from_pretrained before fcdp_compile.shard"
+        )
 
     def rearranged(pattern: str, name: str, whole: Tensor) -> Tensor:
         # All inputs are passed because an operation may count them.

@@ -31,7 +31,7 @@ class Checkpoint:
 
 
 def refuse(path: Path, problems: Iterable[str]) -> None:
-    """Raise one CheckpointError that lists all problems, if there are any."""
+    """Raise one CheckpointError if there are problems; it lists the first 20 and counts the others."""
     if found := list(dict.fromkeys(problems)):
         more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         raise CheckpointError(
@@ -44,7 +44,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     path: a folder, a safetensors file, or an index.
 
-    Raises: CheckpointError, listing all problems at once; for pickles with the reason.
+    Raises: CheckpointError with the problems of all files (`refuse`); for pickles with the reason.
     """
     where = Path(path)
     try:

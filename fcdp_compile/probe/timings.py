@@ -67,7 +67,7 @@ class Probing:
         return min(row[0] for row in rows)
 
     def gathers(self, kind: Kind, sizes: Sequence[int], *, budget_s: float) -> list[Timed]:
-        """All-gathers between or within all nodes at once; bytes are what one rank sends."""
+        """Times of all-gathers between or within all nodes at once; bytes: those that one rank sends."""
         others = self.collectives.group_size(kind) - 1
 
         def make(size: int) -> tuple[int, Run]:
@@ -77,7 +77,7 @@ class Probing:
         return self._sweep(make, sizes, budget_s)
 
     def loads(self, sizes: Sequence[int], *, budget_s: float) -> list[Timed]:
-        """Copies from pinned memory to the device, on all ranks at once."""
+        """Times of copies from pinned memory to the device, all ranks copying at once; one for each size."""
 
         def make(size: int) -> tuple[int, Run]:
             return size, partial(self._load, self._slab(size))
@@ -85,7 +85,7 @@ class Probing:
         return self._sweep(make, sizes, budget_s)
 
     def stores(self, sizes: Sequence[int], *, budget_s: float) -> list[Timed]:
-        """Copies from the device to pinned memory, on all ranks at once."""
+        """Times of copies from the device to pinned memory, all ranks copying at once; one for each size."""
 
         def make(size: int) -> tuple[int, Run]:
             slab, source = self._slab(size), self._filled(size)
@@ -120,7 +120,7 @@ class Probing:
         return self._watch.median_beside_s(run, start) / self._watch.median_beside_s(run, list)
 
     def copy(self, size: int, *, budget_s: float) -> Timed:
-        """A copy on the device; its bytes are twice its size, as it reads and writes."""
+        """The time of a copy on the device; its bytes are twice its size, as it reads and writes."""
         source = self._together(partial(self._filled, size))
         copy = self._together(partial(torch.empty_like, source))
 
@@ -130,7 +130,7 @@ class Probing:
         return Timed(2 * size, self._watch.median_s(run, budget_s=budget_s))
 
     def matmul(self, *, budget_s: float) -> Arithmetic:
-        """A product of matrices as in a transformer, in bf16 on a GPU, else in fp32."""
+        """The time of a product of matrices as in a transformer, in bf16 on a GPU, else in fp32."""
         dtype = torch.bfloat16 if self.device.has_streams else torch.float32
         tokens, width, inner = _ON_A_CARD if self.device.has_streams else _ON_THE_HOST
 

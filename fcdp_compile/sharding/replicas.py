@@ -40,7 +40,7 @@ def agree_on_replicas(
         shown = "\n  ".join(text_diff(texts[0], texts[other], names, most=12))
         raise ArgumentError(
             f"ranks 0 and {other} are about to shard different models; build the same model with the same "
-            f"settings on every rank:\n  {shown}"
+            f"settings on every rank. The differences:\n  {shown}"
         )
     if not tensors:
         return

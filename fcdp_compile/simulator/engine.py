@@ -78,9 +78,10 @@ class _Flow:
 
 
 class Engine:
-    """Runs ranks that each represent a class of nodes until all tasks have ended.
+    """Simulates one rank for each class of nodes until all tasks have ended.
 
-    compute_s: by class, each task's time on the program.  slowdowns: by class, the factor on copies.
+    compute_s: for each class, the seconds that each task occupies the program.  slowdowns: for each class,
+    the factor by which copies take longer.
     """
 
     def __init__(

@@ -206,7 +206,7 @@ def _demand(lane: Lane, slowest: Link, cluster: Cluster) -> Demand:
 
 
 def _without_meetings(tasks: list[Task], cluster: Cluster) -> list[Task]:
-    """Fix the times of tasks that share no link with another lane."""
+    """Return the tasks, those whose links no other lane uses with their final times and without demand."""
     lanes: dict[SharedLink, list[Lane]] = {}
     for task in tasks:
         for use in task.demand.uses if task.demand else ():

@@ -28,13 +28,14 @@ a, b = sympy.symbols("a b", positive=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Bytes of an optimizer step in the steady state.
+    """Bytes sent and bytes kept in an optimizer step in the steady state.
 
-    inter: sent by one node to others.  intra: sent by one rank within its node, on average.  bus: copied by
-    one rank to and from host memory.  first_inter, first_intra: sent in addition in the very first step.
-    gpu: of parameters on one rank between their uses, home shards included.  gradients: of gradients on one
-    rank, shards for the optimizer included.  host: in one node's memory, gradients included.  Memory counts
-    as for s > 1.
+    inter: bytes that one node sends to others.  intra: bytes that one rank sends within its node, on average.
+    bus: bytes that one rank copies to and from host memory.  first_inter, first_intra: bytes that the very
+    first step sends in addition.
+    gpu: bytes of parameters that one rank keeps on the GPU between uses, home shards included.  gradients:
+    bytes of gradients that one rank keeps, shards for the optimizer included.  host: bytes in one node's
+    memory, gradients included.  The memory figures assume several micro-batches (s > 1).
     """
 
     inter: sympy.Expr

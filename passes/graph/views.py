@@ -66,7 +66,10 @@ def copy_returned(graph: Graph, parameters: Collection[Node]) -> None:
 
 
 def _chain(node: Node, parameters: Collection[Node]) -> list[Node]:
-    """The nodes from a parameter, or from the first node that is no view, to this view of it."""
+    """The chain of views that ends at `node`, oldest first.
+
+    It begins with a parameter, or with the first node that is not a view.
+    """
     chain = [node]
     while node not in parameters and node.op == "call_function" and is_view(node):
         node = node.all_input_nodes[0]

@@ -19,8 +19,9 @@ from fcdp_compile.plan import Kind, Placement, Schedule, Step, Tier
 class Entry:
     """A bucket that is cached.
 
-    bytes: device memory for keeping the node shard there: the node shard, and home shards that could leave
-    the device otherwise.  moved_bytes: bytes over the bus in a step if the node shard is on the host instead.
+    bytes: device memory that is needed if the node shard stays on the device.  It includes home shards that
+    could leave the device if the node shard were on the host.
+    moved_bytes: bytes over the bus in a step if the node shard is on the host.
     full_bytes: further device memory for keeping the whole bucket; None if it cannot be kept.
     spread_bytes: bytes that this rank sends within the node in a step if the whole bucket is not kept.
     spans: when it is kept, as half-open ranges of positions in the timeline that `choose_tiers` is given.
@@ -88,8 +89,8 @@ def choose_tiers(
     bucket wait farther away.  If not even the step without a cache fits, everything is on the host, and the
     device memory is ZeRO-3's.
 
-    alive_bytes: of a step with everything on the host, for each position.  static_bytes: in use at all
-    positions besides.  capacity_bytes: the device's; None: no device memory for a cache.
+    alive_bytes: bytes in use at each position of a step with everything on the host.  static_bytes: further
+    bytes, in use at all positions.  capacity_bytes: the device's memory; None: no device memory for a cache.
 
     Raises: ValueError for a threshold outside of (0, 1].
     """

@@ -59,10 +59,12 @@ any rank refuses.  Other places stay."""
 
 @dataclass(slots=True)
 class _Copy:
-    """kept: the node shard, or the whole bucket.  tier: which of the two, and where.
+    """The copy of one bucket that the cache keeps.
 
-    uses: how many backwards still need it, if its life ends with the backward.  codec: of the encoded rows in
-    host memory, one for each node; None if the values are not encoded.
+    kept: the node shard, or the whole bucket.  tier: which of the two is kept, and where.
+    uses: how many backwards still need the copy, if its life ends with the backward.
+    codec: decodes the copy in host memory, which holds one encoded row for each node; None if the copy is not
+    encoded.
     """
 
     kept: Pending

@@ -175,5 +175,5 @@ def _mismatch(texts: list[str]) -> str:
     lines = "\n  ".join(plan_json.diff(plans[0], plans[other], names=("rank 0", f"rank {other}")))
     return (
         f"ranks 0 and {other} compiled different plans; make every rank run the same model with the same "
-        f"settings, and take the same branches whatever its data:\n  {lines}"
+        f"settings, and take the same branches whatever its data. The differences:\n  {lines}"
     )

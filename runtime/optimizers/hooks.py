@@ -31,7 +31,10 @@ from fcdp_compile.runtime.parameters.validity import Validity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeParameter:
-    """A parameter that is whole for a while: its home parameter, and whether writes to it shall last."""
+    """A parameter that is temporarily whole.
+
+    home: its home parameter.  writeback: whether writes to the whole parameter are kept at the end.
+    """
 
     home: nn.Parameter
     writeback: bool

@@ -1,10 +1,11 @@
-"""Let optimizers step sharded parameters as lists, and warn of steps that send many bytes.
+"""Let optimizers use `foreach` for sharded parameters, and warn of steps that send many bytes.
 
 torch chooses its list implementation (`foreach`) by the exact class of the parameters, and steps parameters
-of other classes one by one, at three times the cost.  If the user has chosen nothing, groups of parameters
-ask for lists while the optimizer steps; afterwards a group, and its saved state, is as before.
+of other classes one by one, at three times the cost.  If the user has chosen nothing, fcdp sets
+`foreach=True` in the parameter groups while the optimizer steps; afterwards a group, and its saved state, is
+as before.
 
-The results have the bits of a model that is not sharded.  torch steps plain CUDA parameters as lists, too.
+The results have the bits of a model that is not sharded.  torch uses lists for plain CUDA parameters, too.
 It steps plain CPU parameters one by one, but most optimizers compute the same bits with lists.  `fused=True`
 is faster still, but rounds in another way, so only users choose it.
 """
@@ -42,7 +43,7 @@ _WITH_OTHER_BITS = (ASGD, NAdam, RAdam)
 
 
 class OptimizerSteps:
-    """The groups of parameters that step as lists during a step, and the bytes that the step sends."""
+    """Turns on `foreach` for parameter groups during an optimizer's step, and measures the bytes it sends."""
 
     def __init__(self, topology: Topology) -> None:
         mesh = topology.home_mesh
@@ -53,7 +54,7 @@ class OptimizerSteps:
         self._has_warned = False
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Before a step: choose lists for the groups that have home shards and no choice of the user's."""
+        """Before a step: turn on `foreach` for groups with home shards for which the user has not chosen."""
         self.end()  # after a step that raised
         if isinstance(optimizer, _WITH_LISTS):
             everywhere = not isinstance(optimizer, _WITH_OTHER_BITS)

@@ -141,7 +141,7 @@ def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
     Small(1).save(tmp_path)
     other = fcdp_compile.shard(Renamed())
     before = {n: v.clone() for n, v in other.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"of another model") as caught:
+    with pytest.raises(CheckpointError, match=r"the model differs from the checkpoint") as caught:
         fcdp_compile.load(tmp_path, model=other)
     for told in (
         "model.norm.weight is not in the model",

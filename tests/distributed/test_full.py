@@ -145,9 +145,7 @@ def _reads(mesh: DeviceMesh) -> dict[str, int]:
         (lambda w: torch.ones(3, 5).mul(w), "parameter 'head.weight'"),
         (lambda w: nn.functional.linear(torch.ones(2, 5), w), "a value of sharded parameters"),
     ):
-        with pytest.raises(
-            FcdpError, match=rf"{name} is combined with .*fcdp_compile.full\(parameter\)"
-        ):
+        with pytest.raises(FcdpError, match=rf"combines {name}, .*fcdp_compile.full\(parameter\)"):
             meet(model.head.weight)
     with pytest.raises(UnshardedParameterError, match="belongs to no sharded model"):
         full(nn.Parameter(torch.ones(2)))

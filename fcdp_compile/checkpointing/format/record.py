@@ -47,7 +47,10 @@ class CutTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A frozen parameter whose values are not in the checkpoint; mark: of its values (`marks`)."""
+    """A frozen parameter whose values are not in the checkpoint.
+
+    mark: the mark of its values (see the module `marks`).
+    """
 
     name: str
     dtype: str

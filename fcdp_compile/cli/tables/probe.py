@@ -58,7 +58,7 @@ def table_three(profile: ClusterProfile) -> TableThree:
 
 
 def verdict(profile: ClusterProfile) -> str:
-    """Say in two sentences whether the host is faster than the network, and what follows for strategies."""
+    """Say in two lines whether the host is faster than the network, and what follows for strategies."""
     table, g = table_three(profile), profile.ranks_per_node
     once, node = table.host_is_faster, g * table.host_is_faster
     times = (

@@ -1,4 +1,4 @@
-"""Tables as texts: numbers on the right, no spaces at the end of a line."""
+"""Format tables as text: numbers are right-aligned, and lines have no trailing spaces."""
 
 from __future__ import annotations
 

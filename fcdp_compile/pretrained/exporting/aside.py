@@ -1,7 +1,8 @@
-"""Write the files of an export beside their folder, and move them there at the end.
+"""Write the files of an export to a hidden folder first, and move them to their folder at the end.
 
-A new folder appears in one rename.  In an existing folder, the old weights are removed first, and the file
-that a reader opens first (a single file, or an index) is moved last.  A process that is killed in between
+If the folder exists, the hidden folder is in it.  The old weights are then removed before the new files are
+moved, and the file that a reader opens first (a single file, or an index) is moved last.  If not, the hidden
+folder is next to it and becomes the new folder in one rename.  A process that is killed in between
 leaves a folder that readers refuse, and the new files aside; never old weights with a new configuration, or
 shards of two exports.
 """
@@ -18,7 +19,7 @@ _SHARD = re.compile(r"(adapter_)?model-\d{5}-of-\d{5}\.safetensors")
 
 
 class Aside:
-    """A temporary folder for files of `folder`; used by one rank."""
+    """A temporary, hidden folder for files of `folder`; used by one rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +33,7 @@ class Aside:
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(
-                f"{self.folder} is a file, and a folder is to be written there"
+                f"{self.folder} is a file, but the export writes a folder; choose another path"
             )
         self.discard()
         self.path.mkdir(parents=True)
