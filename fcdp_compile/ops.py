@@ -166,7 +166,7 @@ def accumulate(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
 def stamp(buckets: tuple[int, ...]) -> Tensor:
     """The values that this forward uses, saved for its backward: int64 [2 + len(buckets)] on the CPU.
 
-    Whether the backward shall accumulate gradients; the fingerprint of the shards that the forward was given
+    Whether the backward will accumulate gradients; the fingerprint of the shards that the forward was given
     if they are not the model's own, else 0; then the generation of each bucket.
     """
     _only_in_a_graph("stamp")
@@ -200,7 +200,7 @@ EXPLICIT: dict[Callable[..., Any], Kind | None] = {
 
 
 def kind_of(node: Node) -> Kind | None:
-    """The kind of step that a node of a segmented graph is; None if it is no step."""
+    """The kind of step that a node of a segmented graph is; None if it is not a step."""
     if node.op == "call_module":
         return Kind.COMPUTE
     return EXPLICIT.get(node.target) if callable(node.target) else None

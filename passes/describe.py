@@ -48,7 +48,7 @@ def _step_of(node: Node, gm: GraphModule, ctx: PassContext) -> Step | None:
         step: Step = node.meta[META].step
         return step
     inner = gm.get_submodule(str(node.target))
-    assert isinstance(inner, GraphModule), f"{node.target} is no segment"
+    assert isinstance(inner, GraphModule), f"{node.target} is not a segment"
     count = len([n for n in inner.graph.nodes if n.op == "call_function"])
     return Step(
         index=0,

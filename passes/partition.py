@@ -102,7 +102,7 @@ def _merge_reductions(graph: Graph) -> None:
 
 
 def _reduction_behind(node: Node) -> Node | None:
-    """The `reduce_grad` behind views that change nothing (`to_local`'s), if nothing else uses any of them."""
+    """The `reduce_grad` behind views that change nothing (`to_local`'s), if each view has one user."""
     while len(node.users) == 1:
         if node.target is REDUCE_GRAD:
             return node

@@ -97,8 +97,8 @@ class _Cut:
 class _Budget:
     """The shares of the budget, and how much of each is taken; all in bytes.
 
-    fetched, full: for the two stages of gathers that start early; gathers that compute already waits for do
-    not count.  reductions: for gradients on their way.
+    fetched, full: the shares of the two stages of gathers that start early; gathers that compute already
+    waits for do not count.  reductions: the share of gradients on their way.
     """
 
     fetched: int
@@ -119,7 +119,7 @@ class _Budget:
 
 
 class _Queue:
-    """Gathers in order, taken from the front."""
+    """A queue of gathers, taken from the front."""
 
     def __init__(self, gathers: list[Gather]) -> None:
         self._left = deque(gathers)

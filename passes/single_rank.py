@@ -15,7 +15,7 @@ def lower_alone(gm: GraphModule, ctx: PassContext) -> GraphModule:
         shard [P] -> unshard -> mm            shard [P] (-> cast to the gather dtype) -> mm
         mm -> reduce_grad -> output           mm (-> casts to the reduce and home dtype) -> output
 
-    A returned parameter is copied: the caller may write to it.
+    A returned parameter is copied, because the caller may write to it.
 
     Requires: one rank.
     Leaves: no `unshard`, no `reduce_grad` and no explicit node, so that compute is as in an unsharded model.

@@ -24,7 +24,7 @@ class Eager:
     """Collectives of one parameter at a time, for code that has no plan.
 
     [Note: what is compared] Without a plan, two ranks may gather different parameters of one size, and would
-    both get a mixture of them.  So before each collective, ranks compare which parameter it is for.
+    both get a mixture of the two.  So before each collective, ranks compare which parameter it is for.
 
     Raises, where it communicates: PlanMismatchError on every rank if ranks are about to do different things.
     """

@@ -27,7 +27,7 @@ _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.INTRA_OWN_ALL_GATHER: lambda collectives: collectives.own_all_gather,
     Kind.FLAT_ALL_GATHER: lambda collectives: collectives.flat_all_gather,
 }
-"""Gathers that may send another format."""
+"""The kinds of gathers that may send another format."""
 
 Call = Callable[[list[Any]], Any]
 """Runs one node on the values of a run."""
@@ -39,11 +39,11 @@ Around = Callable[[int, Call], Call]
 class _Run:
     """The state of a run, which is in the last place of its values.
 
-    accumulates: of a forward, whether its backward shall accumulate gradients.
+    accumulates: for a forward, whether its backward will accumulate gradients.
     given: the mark of the values that it was given if they are not the model's own, else 0.
-    generations: of a backward, the generations that its forward stamped, by bucket id.
-    changed: of a backward that gathers again, the buckets that changed since its forward, and the question
-    whether any changed on any rank.
+    generations: for a backward, the generations that its forward stamped, by bucket id.
+    changed: for a backward that gathers again, the buckets that changed on this rank since its forward, and
+    the question whether buckets changed on any rank.
     """
 
     __slots__ = ("accumulates", "changed", "generations", "given", "model")
@@ -143,7 +143,7 @@ class Program:
     ) -> tuple[Any, ...]:
         """Run on `args`, which is emptied.
 
-        accumulates: of a forward, whether its backward shall accumulate gradients.
+        accumulates: for a forward, whether its backward will accumulate gradients.
         given: the mark of the values that it runs on if they are not the model's own.
         around: wraps the steps of a run that is recorded.
         """

@@ -28,7 +28,7 @@ from fcdp_compile.runtime.lanes.tasks import Begun, Run
 from fcdp_compile.runtime.program import Around, Call, Program
 
 _WARM_UP = 1
-"""Runs of a program that are not recorded at first: they load kernels and fill caches and pools."""
+"""How many first runs of a program are not recorded: they load kernels and fill caches and pools."""
 
 _DECIMALS = 9
 
@@ -46,7 +46,7 @@ class Mark(Protocol):
 
 
 Clock = Callable[[], Mark]
-"""Marks now, on the calling thread or its current stream."""
+"""Makes a mark for now, on the calling thread or its current stream."""
 
 
 class _Moment:
@@ -202,8 +202,8 @@ class _Timing:
 class _Kept:
     """The recordings of one plan; not in the recorder, so that they outlive it.
 
-    enough: after so many runs of a program, none is recorded.  seen: runs of each program until then.
-    timings: of runs that were not complete at the last look.
+    enough: after this many runs of a program, its runs are no longer recorded.  seen: the number of runs of
+    each program, at most `enough`.  timings: the timings of runs that were not complete at the last look.
     """
 
     def __init__(self, enough: int, write: Write) -> None:

@@ -184,7 +184,7 @@ class CompiledPlan:
         in_graph = [b for b in stale if b.id in kept]
         for bucket in self._uncached:
             model.release_rivals(bucket)
-        # If only some of them are stale (an earlier graph of this step gathered a tied weight), the cold
+        # If only some kept buckets are stale (an earlier graph of this step gathered a tied weight), the cold
         # variant would gather the valid buckets again.
         cold = bool(in_graph) and len(in_graph) == len(kept)
         for bucket in stale:

@@ -311,8 +311,8 @@ def test_bad_jobs(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--sweep", "gpus=1,2"), "'gpus=1,2' is no sweep; give nodes=2,4,8"),
-        (("--sweep", "nodes="), "is no sweep"),
+        (("--sweep", "gpus=1,2"), "'gpus=1,2' is not a sweep; give nodes=2,4,8"),
+        (("--sweep", "nodes="), "is not a sweep"),
         (("--sweep", "nodes=2,x"), "'x' is not a whole number above 0"),
         (("--sweep", "bandwidth=0"), "bandwidth "),
         (("--plot", "a.svg"), "--plot draws a sweep; give --sweep too"),

@@ -25,8 +25,8 @@ def test_every_attempt_has_one_name_of_its_own() -> None:
         assert len(set(found)) == 1
         names.append(found[0])
         if attempt == 0:
-            with pytest.raises(LostRankError, match="rank 1, 2, 3 did not come in"):
+            with pytest.raises(LostRankError, match="rank 1, 2, 3 did not join within"):
                 name_of_attempt(store, 0, RANKS, SHORT)  # an attempt that fails at its start
-            with pytest.raises(LostRankError, match="rank 0 did not come in"):
+            with pytest.raises(LostRankError, match="rank 0 did not join within"):
                 name_of_attempt(store, 2, RANKS, SHORT)
     assert len(set(names)) == len(names)

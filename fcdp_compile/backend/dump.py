@@ -34,7 +34,7 @@ def trace(plan: Plan, graphs: Graphs) -> None:
 class Dump:
     """A folder of plans, printed graphs and recordings; only rank 0 writes, as all ranks have equal plans.
 
-    If the folder cannot be written, fcdp only warns, once: an error would stop rank 0 alone.
+    If the folder cannot be written, fcdp only warns, once, because an error would stop rank 0 alone.
     """
 
     def __init__(self, folder: Path, model_number: int) -> None:

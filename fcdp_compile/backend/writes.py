@@ -1,4 +1,4 @@
-"""Refuse graphs that write to a gathered parameter: the write would be lost.
+"""Refuse graphs that write to a gathered parameter, because the write would be lost.
 
 In a forward a parameter's attribute is a temporary, gathered copy.  `self.weight.data.clamp_(0)` would write
 to this copy and never to the home shard, without an error; outside of a forward the same line works.

@@ -141,7 +141,10 @@ class Comparison:
         return [own_mark(self._state, i, r.spec, r.peek()) for i, r in enumerate(records)]
 
     def check_marks(self, parts: Sequence[Sequence[int]]) -> None:
-        """Compare the marks of the parameters that were left out with the model's; parts: of all ranks."""
+        """Compare the marks of the parameters that were left out with the model's.
+
+        parts: the result of `own_marks` on each rank.
+        """
         marks = [mark_of_all(of_one) for of_one in zip(*parts, strict=True)]
         saved = self._left_out.values()
         others = [s.name for s, mark in zip(saved, marks, strict=True) if s.mark != mark]

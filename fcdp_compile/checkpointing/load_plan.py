@@ -45,10 +45,10 @@ class SlabRead:
 class LoadPlan:
     """The reads of one rank, and the objects that receive them.
 
-    values: decoded, by name.  differing: the names of values that differed between ranks and that this rank
-    takes from rank 0.  targets: the cut tensors.  restores: the objects of `extra` that take a state, each
-    with its state.  reads: rows of the targets, in the order of the files.  blocks: of the reads, to be
-    verified.
+    values: the decoded values, by name.  differing: the names of values that differed between ranks and that
+    this rank takes from rank 0.  targets: the cut tensors.  restores: the objects of `extra` that take a
+    state, each with its state.  reads: rows of the targets, in the order of the files.  blocks: the blocks
+    that contain these rows; they are verified first.
     """
 
     folder: Path

@@ -69,8 +69,8 @@ def load(
         for step in range(loaded.step + 1, steps): …
 
     All ranks must call it; gradients stay as they are.  Each rank reads the rows of its home shards and the
-    other values that it needs, and checks all of it against checksums.  Rows are read twice, because nothing
-    is written before everything has been verified.  So a damaged checkpoint changes nothing.
+    other values that it needs, and checks everything that it reads against checksums.  Rows are read twice,
+    because nothing is written before everything has been verified.  So a damaged checkpoint changes nothing.
 
     On as many nodes and ranks as saved it, the job continues bit by bit.  On other numbers, ranks cannot get
     their own values back: where values differed, every rank gets rank 0's, with a warning, and random number
@@ -155,8 +155,8 @@ def _load(plan: LoadPlan, *, progress: bool) -> None:
 def _write(plan: LoadPlan, shown: Bar) -> None:
     """Write everything that was read, the states of random number generators last.
 
-    Raises: CheckpointError, with nothing or a part of it written, if a file has changed since it was
-    verified, or an object does not take its state.
+    Raises: CheckpointError, with nothing or only a part written, if a file has changed since it was verified,
+    or an object does not take its state.
     """
     try:
         moments = _read_rows(plan, shown)

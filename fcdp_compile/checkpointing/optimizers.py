@@ -37,8 +37,8 @@ class Moment:
 class OptimizerParts:
     """An optimizer's state dict, by names of parameters.
 
-    groups: with names for parameters.  state: by parameter and key, a TensorReference for each moment.
-    others: the rest of the state dict.
+    groups: the parameter groups, with names in place of parameters.  state: the state by parameter and key,
+    with a TensorReference in place of each moment.  others: the rest of the state dict.
     """
 
     groups: list[dict[str, Any]]

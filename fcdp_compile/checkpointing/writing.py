@@ -41,7 +41,7 @@ T = TypeVar("T")
 class _Written:
     """One rank's file, and the values whose tensors are in it.
 
-    left_out: with this rank's parts of the marks.
+    left_out: the parameters that were left out; each mark is this rank's part of the mark.
     """
 
     file: DataFile

@@ -110,7 +110,7 @@ def _sweep(text: str) -> Sweep:
     texts = tuple(v.strip() for v in values.split(",") if v.strip())
     if of not in ("nodes", "bandwidth") or not texts:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no sweep; give nodes=2,4,8 or bandwidth=1G,10G,100G"
+            f"{text!r} is not a sweep; give nodes=2,4,8 or bandwidth=1G,10G,100G"
         )
     found: tuple[float, ...]
     if of == "nodes":

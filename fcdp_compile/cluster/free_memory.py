@@ -139,7 +139,7 @@ def _fields(path: Path) -> dict[str, str]:
 
 
 def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None  # "max" and "unlimited" are no numbers
+    return int(text) if text.isdecimal() else None  # "max" and "unlimited" are not numbers
 
 
 def _lines(path: Path) -> list[str]:

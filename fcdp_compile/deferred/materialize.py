@@ -61,8 +61,8 @@ def materialize(model: nn.Module) -> None:
     tensors that the largest initialisation touches: mostly one module's parameters.
 
     Raises: FcdpError on every rank, and everything stays without values: if parameters or buffers have no
-    initialisation (all of them are named), or if an initialisation fails, leaves a parameter partly unset, or
-    gives other values on another rank.  ValueError if the model is not sharded.
+    initialisation (the error names all of these), or if an initialisation fails, leaves a parameter partly
+    unset, or gives other values on another rank.  ValueError if the model is not sharded.
     """
     root, state = model_of(model), state_of(model)
     with torch.device("cpu"):  # also within `with torch.device("meta")`

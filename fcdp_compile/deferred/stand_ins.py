@@ -28,9 +28,10 @@ _OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_"
 class Slot:
     """A place in the model that holds a parameter or buffer.
 
-    original: the tensor in this place.  record: of a sharded parameter.  full_name: of the parameter or
-    buffer, the same in all places of a tied one.  is_unset: whether it has no values.  gives: whether an
-    unset one gets its values from this slot; values written to other places of a tied one are dropped.
+    original: the tensor in this place.  record: the record of a sharded parameter.
+    full_name: the name of the parameter or buffer, the same in all places of a tied one.  is_unset: whether
+    it has no values.  gives: whether an unset parameter or buffer gets its values from this slot; values that
+    are written to other places of a tied one are dropped.
     """
 
     module: nn.Module

@@ -67,7 +67,7 @@ def are_on_stream(kind: str, group: dist.ProcessGroup | None) -> bool:
 def current_device(kind: str | None = None) -> Device:
     """The device of a kind ("cuda", "cpu") that this process uses.
 
-    kind: of a mesh; by default the GPU, or the CPU if there is no GPU.
+    kind: a mesh's device type; by default the GPU, or the CPU if there is no GPU.
     """
     if torch.cuda.is_available() if kind is None else kind == "cuda":
         return device_of(torch.device("cuda", torch.cuda.current_device()))

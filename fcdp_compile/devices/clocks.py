@@ -15,7 +15,7 @@ Clock = Mapping[Party, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One use of memory, by the work number `time` of a party; what: for messages."""
+    """One use of memory, by the work number `time` of a party; what: its name in messages."""
 
     party: Party
     time: int

@@ -16,6 +16,6 @@ def written_aside(path: Path) -> Iterator[Path]:
         yield aside
         aside.replace(path)
     except BaseException:
-        with suppress(OSError):  # its parent may be no folder
+        with suppress(OSError):  # its parent may not be a folder
             aside.unlink()
         raise

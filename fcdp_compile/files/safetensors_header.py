@@ -98,7 +98,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parsed(path: Path, raw: bytes) -> dict[str, dict[str, Any]]:
     header = parse_json(path, raw)
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is no safetensors file: its header is no JSON object")
+        raise CheckpointError(f"{path} is not a safetensors file: its header is not a JSON object")
     header.pop("__metadata__", None)
     return header
 

@@ -41,7 +41,7 @@ def prepare(
 ) -> nn.Module:
     """Give a sharded model the autocast and the `no_sync` that Accelerate expects, and compile it.
 
-    mode, dynamic, options: of torch.compile.
+    mode, dynamic, options: arguments of torch.compile.
     """
     prepare_again(accelerator, model)
     vars(accelerator)["unwrap_model"] = functools.partial(

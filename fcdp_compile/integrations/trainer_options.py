@@ -37,7 +37,7 @@ class FcdpOptions:
 
     strategy, param_dtype, reduce_dtype, gradient_on, module_strategies: as `fcdp_compile.shard` takes them.
     nodes: as `fcdp_compile.make_mesh` does; by default torchrun's nodes.  dynamic: as `torch.compile` does.
-    options: of the backend, `torch.compile(…, backend="fcdp", options=…)`.
+    options: the backend's options, `torch.compile(…, backend="fcdp", options=…)`.
 
     Raises: ValueError or TypeError for a strategy or an option that does not exist.
     """

@@ -147,7 +147,7 @@ def local_of(shard: Sharded, **options: Any) -> Tensor:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a tensor but no DTensor."""
+    """Whether a value is a tensor but not a DTensor."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 

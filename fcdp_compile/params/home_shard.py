@@ -200,7 +200,7 @@ class HomeShard(Sharded):
 
     @property
     def held(self) -> Tensor:
-        """The local shard, for callers that do not read its values: it may have no memory now."""
+        """The local shard, for callers that do not read its values; it may have no memory now."""
         held: Tensor = _SLOT.__get__(self)
         return held
 

@@ -50,7 +50,8 @@ from fcdp_compile.torch_compat import (
 class HomeTensor(DTensor):
     """A DTensor on the home mesh; see above.
 
-    seal: on its memory (`seal`, [Note: seals]); None if the values were never checked, or if all change.
+    seal: the seal of its memory (`seal`, [Note: seals]); None if the values were never checked, or if all
+    change.
     """
 
     __slots__ = ()

@@ -41,8 +41,9 @@ class Link:
 class Machine:
     """The speeds of one cluster.
 
-    inter: of one node's network card, which its ranks share.  intra: of one rank to the others of its node.
-    h2d, d2h: of one rank's bus.  flops_per_s, memory_bytes_per_s: the speeds that one rank's compute reaches.
+    inter: one node's network card, which its ranks share.  intra: the link from one rank to the others of its
+    node.  h2d, d2h: one rank's bus in each direction.  flops_per_s, memory_bytes_per_s: the speeds that one
+    rank's compute reaches.
 
     Raises: ValueError for a speed of compute that is zero or less.
     """
@@ -138,7 +139,7 @@ MACHINES: Mapping[str, Machine] = {
 def machine_from(description: Mapping[str, Any], base: Machine) -> Machine:
     """A machine from nested numbers, such as `{"inter": {"bytes_per_s": 125e6}}`; the rest is as in `base`.
 
-    Raises: ValueError for an unknown name or an impossible value, TypeError for a value that is no number.
+    Raises: ValueError for an unknown name or an impossible value, TypeError for a value that is not a number.
     """
     values: dict[str, Any] = {name: getattr(base, name) for name in Machine.__slots__}
     for name, value in description.items():

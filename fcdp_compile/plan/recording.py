@@ -51,7 +51,7 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Runs of one schedule on one rank, in the order in which they were made.
+    """The runs of one schedule on one rank, in the order in which they were made.
 
     plan: the digest of its plan.  graph: the plan's number.
 

@@ -75,7 +75,7 @@ LANES: dict[Kind, Lane] = {
 
 
 ASSEMBLING = frozenset({Kind.INTRA_REST_ALL_GATHER, Kind.FLAT_ALL_GATHER})
-"""Gathers that put parts in order after they have arrived, which costs a copy."""
+"""The gathers that put parts in order after they have arrived, which costs a copy."""
 
 
 class Tier(Enum):
@@ -129,9 +129,9 @@ class Bucket:
     """Parameters that are sent together; all ranks must agree on every field but `why`.
 
     id: number within the model. strategy: of its parameters. dtype: of all-gathers.
-    reduce_dtype: of reduce-scatters. frozen: no parameter of it requires a gradient. wire,
-    reduce_wire: the formats between nodes in all-gathers and reduce-scatters. host_format: the format of node
-    shards in host memory. algorithm: of gathers between nodes, never auto.
+    reduce_dtype: of reduce-scatters. frozen: none of its parameters requires a gradient. wire, reduce_wire:
+    the formats between nodes in all-gathers and reduce-scatters. host_format: the format of node shards in
+    host memory. algorithm: of gathers between nodes, never auto.
     why: the reason for its composition, for people; it does not count when buckets are compared.
     """
 
@@ -233,7 +233,7 @@ class Step:
     index: position.  bytes: that this rank sends over the link, or is planned to copy over H2D or D2H; 0 for
     steps that move nothing.  waits: indices of the steps whose results it needs.  flops, accessed_bytes: the
     work of a compute step, floating point operations and bytes read and written; for a gather, the bytes read
-    and written to put parts in order.  label: for people.
+    and written to put parts in order.  label: a name for people.
     """
 
     index: int
@@ -306,7 +306,7 @@ class Plan:
     memory_limit_bytes: int | None = None
 
     def bucket(self, bucket_id: int) -> Bucket:
-        """The bucket with that number; KeyError if there is none."""
+        """The bucket with this number; KeyError if there is none."""
         for bucket in self.buckets:
             if bucket.id == bucket_id:
                 return bucket
@@ -318,7 +318,7 @@ class Plan:
         return list(zip(self.buckets, self.placements, strict=True))
 
     def placement(self, bucket_id: int) -> Placement:
-        """The placement of the bucket with that number; KeyError if there is none."""
+        """The placement of the bucket with this number; KeyError if there is none."""
         for placement in self.placements:
             if placement.bucket == bucket_id:
                 return placement

@@ -32,7 +32,8 @@ class Stage:
     """A graph after a pass.
 
     name: of the pass.  graph: which of the compilation's graphs, such as "forward cold".  time_s: how long
-    the pass took; if it changes several graphs at once, for all of them.  text: the printed graph.
+    the pass took; if the pass changes several graphs at once, its time for all of these graphs.  text: the
+    printed graph.
     """
 
     name: str

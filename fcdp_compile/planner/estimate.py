@@ -58,10 +58,11 @@ _OPTIMIZER_BYTES = 3 * 2 * 4 + 4
 class Estimate:
     """The figures of a strategy on a cluster.
 
-    strategy: as requested.  plans: one for each graph.  parts: the schedules of an optimizer step in
-    the steady state, in order.  peak_gpu_bytes: of one device.  host_bytes_per_node: of caches and
-    waiting gradients.  inter_bytes_per_step: sent by one node to others.  max_batch_per_gpu: the largest
-    micro-batch with which everything fits, 0 if none does; None if the model works with one batch size only.
+    strategy: the requested strategy.  plans: one for each graph.  parts: the schedules of an optimizer step
+    in the steady state, in order.  peak_gpu_bytes: peak memory of one device.  host_bytes_per_node: host
+    memory for caches and waiting gradients.  inter_bytes_per_step: bytes that one node sends to others.
+    max_batch_per_gpu: the largest micro-batch with which everything fits, 0 if none does; None if the model
+    works with one batch size only.
     """
 
     strategy: Strategy
@@ -118,8 +119,8 @@ class _Graph:
     """One graph of the model on a mesh.
 
     sizes: the values of its symbols, for two batch sizes.
-    left_bytes: of its forward's results and saved tensors on the device, for two batch sizes.
-    gradient_bytes: of gradients that its backward leaves for the optimizer.
+    left_bytes: bytes of its forward's results and saved tensors on the device, for two batch sizes.
+    gradient_bytes: bytes of gradients that its backward leaves for the optimizer.
     """
 
     graphs: Graphs

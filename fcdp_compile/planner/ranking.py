@@ -34,7 +34,7 @@ _NEAR = 1.02  # smaller differences are ties: the model of time is no more accur
 class Row:
     """The figures of one strategy; the fields of `fcdp plan --format json`.
 
-    step_s: of an optimizer step.  exposed_s: how long compute waits in it.
+    step_s: time of an optimizer step.  exposed_s: how long compute waits in an optimizer step.
     """
 
     strategy: str
@@ -52,7 +52,7 @@ class Row:
 class Ranking:
     """Rows: strategies that fit come first, faster ones first.
 
-    recommended: a strategy, None if nothing fits.  why: in one sentence.
+    recommended: a strategy, None if nothing fits.  why: the reason, in one sentence.
     """
 
     rows: tuple[Row, ...]

@@ -95,7 +95,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         ) from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise FcdpError(
-            f"{file}: model_type is missing, so this is no Hugging Face configuration of a model"
+            f"{file}: model_type is missing, so this is not a Hugging Face configuration of a model"
         )
     return config
 
@@ -191,7 +191,7 @@ _GIVE_A_FUNCTION = (
 def _auto_class(transformers: Any, name: str, config: Any) -> Any:
     """Return the class that builds a configuration's model, which takes ids, and labels of their shape.
 
-    Raises: FcdpError for a type that is no language model, for architectures with other inputs, and if the
+    Raises: FcdpError for a type that is not a language model, for architectures with other inputs, and if the
     configuration does not say what an encoder is trained for.
     """
     found = [

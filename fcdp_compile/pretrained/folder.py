@@ -138,7 +138,9 @@ def _indexed(index: Path) -> dict[Path, set[str] | None]:
     """Return the names of tensors by the file in which the index places them."""
     status = index.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_INDEX_BYTES:
-        raise CheckpointError(f"{index} is no index of a checkpoint: no file, or one too large")
+        raise CheckpointError(
+            f"{index} is not an index of a checkpoint: it is not a file, or too large"
+        )
     told = parse_json(index, index.read_bytes())
     places = told.get("weight_map") if isinstance(told, dict) else None
     if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
@@ -159,5 +161,5 @@ def _wrong_name(file: str) -> str:
     parts = {*PurePosixPath(file).parts, *PureWindowsPath(file).parts}
     is_outside = file.startswith(("/", "\\")) or ":" in file or "\0" in file or ".." in parts
     if is_outside or not file.endswith(".safetensors"):
-        return f"it names {file[:200]!r}, which is no safetensors file within its folder"
+        return f"it names {file[:200]!r}, which is not a safetensors file within its folder"
     return ""

@@ -29,7 +29,7 @@ def read_header(path: Path) -> Header:
     Raises: CheckpointError for anything but a whole safetensors file, OSError if it cannot be read.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path} is no file")  # a pipe would wait for a writer
+        raise CheckpointError(f"{path} is not a file")  # a pipe would wait for a writer
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = header_bytes(path, file.read(LENGTH_BYTES), size)

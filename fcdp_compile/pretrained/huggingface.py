@@ -99,8 +99,9 @@ def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
 class Renamed:
     """The new name of a name in a file.
 
-    name: in the model, or the first of the names that a converter makes of it.  converter: Transformers'
-    WeightConverter for its tensor, or None; pattern: the converter's source pattern that matched.
+    name: the name in the model, or the first of the names that a converter makes from the name in the file.
+    converter: Transformers' WeightConverter for its tensor, or None; pattern: the converter's source pattern
+    that matched.
     """
 
     name: str

@@ -49,9 +49,10 @@ def load_pretrained(
     under several names, they must have equal values.  Values that PEFT computes from the base's weights
     (DoRA's magnitudes, PiSSA's factors) are not computed again: add such adapters after loading.
 
-    folder: with model.safetensors, or with model.safetensors.index.json and its files; or one safetensors
-    file, or an index.  head: whether the checkpoint has this model's head; with False, tensors outside of the
-    base model (`base_model_prefix`) may be missing and then stay as they are, and another head is ignored.
+    folder: a folder with model.safetensors, or with model.safetensors.index.json and its files; or one
+    safetensors file, or an index.  head: whether the checkpoint has this model's head; with False, tensors
+    outside of the base model (`base_model_prefix`) may be missing and then stay as they are, and another head
+    is ignored.
     progress: show a bar on rank 0.
 
     Raises: ArgumentError if folder and model are swapped.

@@ -82,8 +82,8 @@ def told(problems: Iterable[Problem]) -> list[str]:
 class Matched:
     """All assignments and all problems.
 
-    renaming: with the rules that were used.  kept_copies: names of copies that PEFT trains in place of
-    tensors that the checkpoint has, and that keep their values.
+    renaming: the rules that were used for names and tensors.  kept_copies: names of copies that PEFT trains
+    in place of tensors that the checkpoint has, and that keep their values.
     """
 
     assignments: list[Assignment]

@@ -34,7 +34,8 @@ class Role(Enum):
 class Entry:
     """One name of a model's state dict.
 
-    name: in the root's state dict, which for a parameter is a name of `named_parameters`, tied ones included.
+    name: the name in the root's state dict; for a parameter it is a name of `named_parameters`, tied ones
+    included.
     plain: the name in a checkpoint of the base; for an adapter equal to `name`.
     module, leaf: where it is.  tensor: the parameter or buffer itself; a tied one has several entries.
     """
@@ -62,8 +63,8 @@ def entries_of(root: nn.Module) -> list[Entry]:
         tensor = None if place is None else _held(place.module, leaf)
         if place is None or tensor is None:
             raise FcdpError(
-                f"{name!r} of the model's state dict is no parameter or buffer of its modules (extra state, "
-                "or a hook that renames), which a safetensors checkpoint cannot carry"
+                f"{name!r} of the model's state dict is not a parameter or buffer of its modules (extra "
+                "state, or a hook that renames), which a safetensors checkpoint cannot carry"
             )
         plain = f"{place.plain}.{leaf}" if place.plain else leaf
         found.append(

@@ -129,8 +129,8 @@ class Findings:
 
     Bytes are of one rank, but in `inter` of one node.  inter, intra: empty if there is nothing to measure.
     load_alone_s: the time of a load as large as the last of `h2d` while only one rank of each node loads.
-    gather_slowdown: of `intra` beside loads.  Both are None with one rank on a node, or on a CPU.
-    ranks_on_machine: as torchrun started them.
+    gather_slowdown: the factor by which `intra` takes longer while all ranks load.  Both are None with one
+    rank on a node, or on a CPU.  ranks_on_machine: as torchrun started them.
     """
 
     device_type: str
@@ -288,7 +288,7 @@ def _source(found: Findings, inter: Link) -> str:
         latency_us = 1e6 * inter.latency_s
         said.append(f"between nodes as stated, with an assumed latency of {latency_us:.0f} us")
     elif found.nodes > 1 and found.ranks_on_machine > found.ranks_per_node:
-        said.append("nodes are parts of one machine, so the link between them is no network")
+        said.append("nodes are parts of one machine, so the link between them is not a network")
     if found.ranks_per_node > found.ranks_on_machine:
         said.append("a node is several machines, so the link within it is a network")
     if not found.intra:

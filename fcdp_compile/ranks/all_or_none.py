@@ -23,10 +23,10 @@ def together(
     """Call `act` on every rank and return each rank's result, by rank in the group.
 
     act: starts no collectives; its result is picklable and small.  group: a CPU group, such as
-    `Topology.control`; None in a single process.  doing: for the error if a rank does not come.
+    `Topology.control`; None in a single process.  doing: names the act in the error if a rank does not join.
 
-    Raises: LostRankError if a rank does not come; `error` on every rank of the group if `act` raises on any
-    rank, with the message of the first rank that failed and how many ranks failed otherwise.
+    Raises: LostRankError if a rank does not join; `error` on every rank of the group if `act` raises on any
+    rank, with the message of the first rank that failed and the number of ranks that failed in other ways.
     """
     cause: Exception | None = None
     try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def first_other(values: Sequence[object]) -> int | None:
-    """The first rank whose value differs from rank 0's; None if all values are equal.  values: by rank."""
+    """The first rank whose value differs from rank 0's; None if all are equal.  values: one of each rank."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 

@@ -84,9 +84,9 @@ class RollCall:
         missing = [rank for rank in others if rank not in found]
         waits = [f"rank {r} waits for {t}" for r, t in sorted(found.items()) if t != doing]
         lost = (
-            f"{ranks_named(missing)} did not come"
+            f"{ranks_named(missing)} did not join"
             if missing
-            else "every rank came, but some ranks gave up before the others came, or cannot reach each other"
+            else "every rank joined, but some gave up before others joined, or ranks cannot reach each other"
         )
         return "; ".join([lost, *waits[:3]])
 

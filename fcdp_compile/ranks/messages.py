@@ -1,7 +1,7 @@
 """Small messages between ranks on the caller's thread: numbers, objects, bytes that one rank sends to all.
 
 The groups are CPU groups such as `Topology.control`.  doing: the message's purpose, for the error if a rank
-does not come.
+does not join.
 
 Raises, in every function: LostRankError.
 """

@@ -34,7 +34,7 @@ _LOOK_S = 0.02
 def initialise(backend: str, timeout: timedelta | None) -> None:
     """Initialise torch.distributed with the ranks that torchrun has started.
 
-    Raises: LostRankError if other ranks do not come.
+    Raises: LostRankError if other ranks do not join.
     """
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not is_kept or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -89,6 +89,6 @@ def _look(looks: Iterator[None], missing: Sequence[int], timeout: timedelta) -> 
     if missing and next(looks, False) is False:
         shown = ", ".join(map(str, missing[:8]))
         raise LostRankError(
-            f"make_mesh: rank {shown} did not come in {timeout.total_seconds():.0f} s; find the "
+            f"make_mesh: rank {shown} did not join within {timeout.total_seconds():.0f} s; find the "
             "cause in the logs of the ranks, then restart the job"
         )

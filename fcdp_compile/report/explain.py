@@ -21,7 +21,7 @@ _PLACES_SHOWN = 12
 class Pass:
     """One schedule of a compiled graph: the bytes that a rank is planned to send or copy in it, by link.
 
-    name: such as "forward cold".  bytes: by lane (inter, intra, h2d, d2h).
+    name: such as "forward cold".  bytes: bytes by lane (inter, intra, h2d, d2h).
     """
 
     graph: int

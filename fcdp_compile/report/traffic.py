@@ -61,7 +61,8 @@ class Moved:
 class Traffic:
     """The bytes that one rank has moved for a model.
 
-    rank: of `ranks`.  last_step: between the last two optimizer steps.  total: since `shard`.
+    rank, ranks: the number of this rank, and how many there are.  last_step: bytes moved between the last two
+    optimizer steps.  total: bytes moved since `shard`.
     steps: the number of optimizer steps so far.
     """
 

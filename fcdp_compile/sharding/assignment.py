@@ -22,8 +22,8 @@ def assign(
 
     by_module: strategies by names of modules, in which `*` stands for anything between two dots.
 
-    Raises: TypeError if `by_module` is no mapping of names; ValueError for a name that no module has, for two
-    names that give one module different strategies, and for a tied parameter whose modules have different
+    Raises: TypeError if `by_module` is not a mapping of names; ValueError for a name that no module has, for
+    two names that give one module different strategies, and for a tied parameter whose modules have different
     strategies; the errors of `Strategy.parse`.
     """
     if not isinstance(by_module, Mapping) or not all(isinstance(n, str) for n in by_module):

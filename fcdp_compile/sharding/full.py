@@ -29,8 +29,8 @@ def full(parameter: Tensor) -> Tensor:
     Returns the whole parameter in the dtype that the model computes in (`param_dtype`), in its own memory.
     In one process, and for ignored_params, a parameter that is whole and has that dtype is returned itself.
 
-    Raises: UnshardedParameterError if the tensor is no parameter of a sharded model while several processes
-    run; PlanMismatchError on every rank if ranks read different parameters.
+    Raises: UnshardedParameterError if the tensor is not a parameter of a sharded model while several
+    processes run; PlanMismatchError on every rank if ranks read different parameters.
     """
     if (key := key_of(parameter)) is not None:
         dtype = registry.spec_of(key).gather_dtype

@@ -44,8 +44,8 @@ def gathered(model: nn.Module, modules: Modules = None, writeback: bool = False)
 
     All ranks must enter and leave the block.  A nested block skips parameters that an outer block gathered.
 
-    Memory: the whole parameters of these modules on every rank, and the largest of them once more while they
-    are gathered.
+    Memory: the whole parameters of these modules on every rank, and the largest parameter once more while the
+    parameters are gathered.
 
     Raises: ValueError or TypeError for modules that the model does not have, and for writeback of parameters
     that an outer block gathered without writeback.  FcdpError on every rank if ranks ask for different things

@@ -38,7 +38,10 @@ def watch_loads(root: nn.Module, state: ShardedModel) -> None:
 
 
 class _LoadWatch:
-    """One module's hooks; keys: of its parameters by name, buffers: paths of those that were on meta."""
+    """One module's hooks.
+
+    keys: the keys of its parameters, by name.  buffers: the paths of its buffers that were on meta.
+    """
 
     def __init__(
         self, state: weakref.ref[ShardedModel], keys: dict[str, str], buffers: dict[str, str]

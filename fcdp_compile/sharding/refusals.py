@@ -44,10 +44,11 @@ def check_model(
 
     ignored: names of parameters that `shard` leaves alone.
 
-    Raises: TypeError if the model is no module or a dtype no floating point dtype; ValueError for a model
-    that is wrapped or sharded already or has no parameters; for a parameter that is not on the mesh's device
-    (`meta` is fine, but not for ignored ones), is uninitialised, sparse, complex or quantised, or shares
-    memory with another; for a module that holds a parameter in a list, closure or the like (`references`).
+    Raises: TypeError if the model is not a module or a dtype is not a floating point dtype; ValueError for a
+    model that is wrapped or sharded already or has no parameters; for a parameter that is not on the mesh's
+    device (`meta` is fine, but not for ignored ones), is uninitialised, sparse, complex or quantised, or
+    shares memory with another; for a module that holds a parameter in a list, closure or the like
+    (`references`).
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -87,7 +88,7 @@ def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
     The mark means that fcdp need not average the gradient; another model's `shard`, or a failed one, may have
     set the mark already.
 
-    Raises: TypeError for an object that is no parameter, ValueError for a parameter of another model.
+    Raises: TypeError for an object that is not a parameter, ValueError for a parameter of another model.
     """
     if not isinstance(model, nn.Module):
         return []  # check_model will raise

@@ -30,7 +30,8 @@ class Conditions:
     is the step's time without jitter, and the ranks of a node share them.  seed: of the random numbers.
 
     Raises: ValueError for fewer than one node, a factor that is not finite and above zero, a jitter that is
-    not finite and at least zero, a seed below zero; TypeError for numbers of nodes or seeds that are no int.
+    not finite and at least zero, a seed below zero; TypeError for a number of nodes or a seed that is
+    not an int.
     """
 
     stragglers: tuple[tuple[int, float], ...] = ()

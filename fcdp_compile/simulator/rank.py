@@ -29,7 +29,7 @@ _UNKNOWN = math.inf
 
 @dataclass(slots=True)
 class _LaneQueue:
-    """Tasks of a lane that have not started, each with the program's time when it was queued."""
+    """The tasks of a lane that have not started, each with the time when the program queued it."""
 
     waiting: deque[tuple[int, float]] = field(default_factory=deque)
     free_s: float = 0.0
@@ -39,10 +39,11 @@ class _LaneQueue:
 class SimulatedRank:
     """One rank that represents all ranks of a class ([Note: folding] in `conditions`).
 
-    number: of the class.  tasks: of the whole training step.  slowdown: of copies that order parts.
-    compute_s: each task's time on the program, 0 for tasks of other lanes.  Times count from the beginning of
-    the training step, by position of the task: came_s, when the program reached it; start_s, end_s; busy_s,
-    how long it kept its lane busy, without waiting for other nodes.
+    number: the number of the class.  tasks: the tasks of the whole training step.  slowdown: the factor by
+    which copies that order parts take longer.  compute_s: the seconds that each task occupies the program, 0
+    for tasks of other lanes.  Times count from the beginning of the training step, by position of the task:
+    came_s, when the program reached it; start_s, end_s; busy_s, how long it kept its lane busy, without
+    waiting for other nodes.
     """
 
     def __init__(

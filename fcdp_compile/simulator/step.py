@@ -25,9 +25,9 @@ AS_MEASURED = Conditions()
 class SimulatedNodes:
     """Nodes in the same state; times are those of one rank.
 
-    nodes: how many.  slowdown, inter_factor: of their compute and their cards (`Conditions`).  end_s: when
-    they have completed the whole step.  busy_s: how long each lane is busy, without waiting for other nodes;
-    the optimizer counts as compute.
+    nodes: how many.  slowdown, inter_factor: the factors on the time of their compute and on the bandwidth of
+    their cards (`Conditions`).  end_s: when they have completed the whole step.  busy_s: how long each lane
+    is busy, without waiting for other nodes; the optimizer counts as compute.
     """
 
     nodes: int
@@ -46,11 +46,11 @@ class SimulatedNodes:
 class SimulatedStep:
     """The times of a training step.
 
-    step_s: until all nodes have completed the step.  slowest: of the nodes that end last, those with the most
-    compute.  parts: for these nodes, a timeline for each schedule.  Its slots count from the beginning of the
-    step, and a collective's slot begins when these nodes are ready for it; total_s is until the next part
-    begins, so lanes may be busy for longer; the last part excludes the optimizer.  optimizer_s: the
-    optimizer's time on the slowest.
+    step_s: the time until all nodes have completed the step.  slowest: the nodes that end last; if these
+    differ, the nodes with the most compute.  parts: for these nodes, a timeline for each schedule.  Its slots
+    count from the beginning of the step, and a collective's slot begins when these nodes are ready for it;
+    total_s is until the next part begins, so lanes may be busy for longer; the last part excludes the
+    optimizer.  optimizer_s: the optimizer's time on the slowest.
     bytes_sent_by_node: over the card of each node.
     classes: nodes by state; with jitter, each node by itself.  agreements_s: the time in which ranks agree on
     what to run, over all forwards; not in step_s, because devices meanwhile finish earlier work.
@@ -94,8 +94,8 @@ def simulate_step(
 
     profile: `machine.h2d` and `machine.d2h` are of a link to host memory, which `ranks_per_host_link` ranks
     share; `machine.inter` is of a node's card.  nodes, ranks_per_node: N and g, for which the schedules were
-    planned.  buckets: by number, all that the schedules name.  optimizer_bytes: device memory that each
-    rank's optimizer reads and writes, after the last part has ended and all gradients are reduced.
+    planned.  buckets: all buckets that the schedules name, by number.  optimizer_bytes: device memory that
+    each rank's optimizer reads and writes, after the last part has ended and all gradients are reduced.
 
     Time and memory go with steps times classes of nodes ([Note: folding]); with jitter, times nodes.
 

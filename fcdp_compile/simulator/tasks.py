@@ -72,8 +72,8 @@ class Task:
     lane, waits: of the step; waits are positions in the whole training step.  is_compute: whether stragglers
     and jitter slow it down.  is_joint: whether all nodes take part, so that it begins with the last node and
     ends for all together.  alone_s: seconds while nothing else uses its links.  latency_s, copy_s: the parts
-    of alone_s before and after its bytes move.  demand: on links that other lanes use too, else None.
-    sent_bytes: over the card of each node.
+    of alone_s before and after its bytes move.  demand: the demand on links that other lanes use too; None if
+    there are no such links.  sent_bytes: bytes over the card of each node.
     """
 
     lane: Lane

@@ -210,7 +210,7 @@ class Strategy:
         return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
 
     def with_gradients_on(self, place: str) -> Strategy:
-        """The same strategy with accumulated gradients in that place.
+        """The same strategy with accumulated gradients in the given place.
 
         Raises: ValueError for an unknown place, and for a place that the strategy cannot use.
         """
@@ -366,7 +366,10 @@ _PARO = re.compile(r"paro-([nig]{3})(?=\+|$)", re.IGNORECASE)
 
 
 def _why_no_paro(name: str, code: str) -> str:
-    """Why a code of PaRO is no preset; it has a scope each of parameters, gradients, optimizer states."""
+    """Why a code of PaRO is not a preset.
+
+    The code has one letter each for the scope of parameters, of gradients and of optimizer states.
+    """
     parameters, gradients, states = ("nig".index(scope) for scope in code.lower())
     for what, scope in (("parameters", parameters), ("gradients", gradients)):
         if scope > states:

@@ -223,7 +223,7 @@ def _loaded(plan: Plan, schedule: Schedule) -> _Placed:
 
 
 def _buckets(plan: Plan, schedule: Schedule, kinds: Collection[Kind]) -> _Placed:
-    """The buckets that steps of these kinds use, each once."""
+    """The buckets that steps of these kinds use, without repetitions."""
     ids = {s.bucket for s in schedule.steps if s.kind in kinds}
     return [pair for pair in plan.placed if pair[0].id in ids]
 

@@ -62,7 +62,8 @@ class Packing:
 class PassContext:
     """Read-only input of every pass.
 
-    nodes, ranks_per_node: of the mesh; a `Bucket` has the numbers of those that share one copy of it.
+    nodes, ranks_per_node: the size of the mesh; a `Bucket` has fields with these names that count only the
+    ranks that share one copy of the bucket.
     specs: of every parameter of the model, by key.  frozen: keys of the parameters that need no gradient now.
     known: the buckets that already hold a parameter, by key; for a backward, its forward's bucket is first,
     and gradients are reduced in it; for other graphs, only buckets that a forward may use.

@@ -35,7 +35,8 @@ def cut_layers(run: Sequence[Node]) -> list[list[Node]]:
     borders = {0, len(run)}
     crossing = _crossing(run)
     for stretch in stretches([_kind(n) for n in run]):
-        if isinstance(stretch, Repetition) and stretch.period > 1:  # one op many times is no layer
+        # One op many times is not a layer.
+        if isinstance(stretch, Repetition) and stretch.period > 1:
             borders.update(_borders(stretch, crossing))
     return [list(run[a:b]) for a, b in pairwise(sorted(borders))]
 

@@ -51,7 +51,7 @@ def watched(
     change: Callable[[], Mapping[str, GraphModule]],
     stages: Stages | None = None,
 ) -> Mapping[str, GraphModule]:
-    """Call `change`, which changes graphs or makes new ones of them; check, time and keep the results.
+    """Call `change`, which changes graphs or makes new graphs; check, time and keep the results.
 
     before: the graphs that it is given, by their names in the stages; new graphs are compared with the first.
     """

@@ -37,9 +37,9 @@ class Gather:
 
     pack: nodes that pack the bucket's home shards, from inputs alone.  fetch: the first of two stages: a load
     or inter-node all-gather, steps beside it, and the store; empty if there is one stage.  spread: the stage
-    that makes full parameters; the intra-node all-gather if there are two stages.  wait: for the last step.
-    ends: the wait for the store, and the free; the bucket is alive until these.  fetched_bytes, full_bytes:
-    bytes of the stages' results.
+    that makes full parameters; the intra-node all-gather if there are two stages.  wait: the wait for the
+    last step.  ends: the wait for the store, and the free; the bucket is alive until these.  fetched_bytes,
+    full_bytes: bytes of the stages' results.
     """
 
     pack: tuple[Node, ...]
@@ -65,9 +65,9 @@ class Gather:
 class Reduction:
     """A bucket's gradients on their way to the home shards, or to the place where they accumulate.
 
-    starts: reduce-scatters, and the steps that add and keep accumulated gradients, in order.  wait: for the
-    last step.  packed_bytes: of the packed gradients, which the first step reads.  reduced_bytes: of the
-    first step's result.
+    starts: reduce-scatters, and the steps that add and keep accumulated gradients, in order.  wait: the wait
+    for the last step.  packed_bytes: bytes of the packed gradients, which the first step reads.
+    reduced_bytes: bytes of the first step's result.
     """
 
     starts: tuple[Node, ...]

@@ -46,7 +46,7 @@ def same_values(node: Node) -> Node:
 
 
 def copy_returned(graph: Graph, parameters: Collection[Node]) -> None:
-    """Let a graph return copies of parameters and of their views: the caller may write to them."""
+    """Let a graph return copies of parameters and of their views, because the caller may write to them."""
     output = graph.output_node()
     copies: dict[Node, Node] = {}
     for returned in output.all_input_nodes:

@@ -56,7 +56,7 @@ def _nbytes(value: object, sizes: Sizes) -> int:
 
 
 def _known(size: int | SymInt, sizes: Sizes) -> int:
-    """A size as a number; its traced value if `sizes` lacks a symbol of it, 0 if it depends on data."""
+    """A size as a number; its traced value if `sizes` lacks one of its symbols, 0 if it depends on data."""
     if isinstance(size, int):
         return size
     known = sympy.sympify(size.node.expr.xreplace(sizes))

@@ -39,7 +39,7 @@ class Alive:
     """The bytes alive while one node runs: arguments, result, and all values that later nodes need.
 
     node: its name, for people.  at: the number in the graph, from 0, of the node or of the segment around it.
-    step: its op, or its kind of step.  bucket: of an explicit node.
+    step: its op, or its kind of step.  bucket: the bucket of an explicit node.
     """
 
     node: str
@@ -147,7 +147,7 @@ def _events(gm: GraphModule) -> Iterator[_Event]:
     for at, node in enumerate(gm.graph.nodes):
         if node.op == "call_module":
             inner = gm.get_submodule(str(node.target))
-            assert isinstance(inner, GraphModule), f"{node.target} is no segment"
+            assert isinstance(inner, GraphModule), f"{node.target} is not a segment"
             # The nodes inside a segment have the same `val`s as the nodes that they were copied from.
             for event in _events(inner):
                 if event.node.op not in ("placeholder", "output"):

@@ -34,9 +34,10 @@ class Placed:
 class Room:
     """The device memory for a cache.
 
-    capacity_bytes: the device's; None: no cache there.  threshold: the fraction of it that may be used.
-    taken_bytes: in use for other things.  device_type: of the device on which graphs were traced.
-    accumulates: whether a step has several micro-batches, or may have.
+    capacity_bytes: the device's memory; None: no cache on the device.  threshold: the fraction of
+    capacity_bytes that may be used.  taken_bytes: bytes in use for other things.  device_type: the type of
+    the device on which graphs were traced.  accumulates: whether a step has several micro-batches, or may
+    have.
     """
 
     capacity_bytes: int | None
@@ -51,7 +52,7 @@ def place_all(
 ) -> tuple[Placed, dict[int, int]]:
     """Predict the memory of a step and choose all placements.
 
-    graphs: before `lower`.
+    graphs: the graphs before `lower`.
 
     Returns the result, and the bytes that each bucket keeps on the device.
     """

@@ -64,7 +64,8 @@ def predict(
 ) -> StepMemory:
     """Predict the step's memory from its lowered graphs; buckets whose tier can be chosen become entries.
 
-    graphs: before `lower`; they show which inputs are home shards.  placements: of the buckets, by number.
+    graphs: the graphs before `lower`; they show which inputs are home shards.  placements: of the buckets, by
+    number.
 
     Symbolic sizes count with the values of `ctx.sizes`, or else with the traced values.
 

@@ -41,7 +41,7 @@ class HostMemory:
     It is the same on all ranks: ranks agree once on the free memory, and the option is in the plan (a bucket
     without a place says why).
 
-    planned_bytes: how much of it the plans of the model's graphs take.
+    planned_bytes: how many bytes the plans of the model's graphs take.
 
     Models on one mesh share host memory: subtract what each other model has planned.  Memory that another
     model already uses is part of its plan, so it first counts as free.  A model that is gone counts until all

@@ -196,7 +196,7 @@ class NodeShardCache:
             self._keep(bucket, Tier.HOST, shard, copy.generation, copy.uses)
 
     def store(self, bucket: Bucket, node_shard: Tensor | Pending, generation: int) -> Pending:
-        """Keep the node shard [N*S] of that generation: in the bucket's tier if there is room."""
+        """Keep a node shard [N*S] of this generation, in the bucket's tier if there is room."""
         state = self._states[bucket.id]
         copy = state.copy
         uses = 1 + (copy.uses if copy is not None and copy.generation == generation else 0)
@@ -243,7 +243,7 @@ class NodeShardCache:
         return self._pool.take(like.numel(), like.dtype)
 
     def load(self, bucket: Bucket, generation: int) -> Pending:
-        """The node shard [N*S] of that generation, or the whole bucket [G*S], on the device.
+        """The node shard [N*S] of this generation, or the whole bucket [G*S], on the device.
 
         Raises: StaleParameterError if the copy is gone or of another generation.
         """
@@ -282,7 +282,7 @@ class NodeShardCache:
         return self._lanes.start(LANES[Kind.LOAD], run, out=on_device, reads=reads, name=name)
 
     def has_host_copy(self, bucket_id: int, generation: int) -> bool:
-        """Whether the exact node shard of that generation is in host memory, or on its way there."""
+        """Whether the exact node shard of this generation is in host memory, or on its way there."""
         return self._host_copy(bucket_id, generation) is not None
 
     def _host_copy(self, bucket_id: int, generation: int) -> Pending | None:
@@ -292,7 +292,7 @@ class NodeShardCache:
         return copy.kept if copy.tier is Tier.HOST and copy.codec is None else None
 
     def host_copy(self, bucket_id: int, generation: int) -> Tensor | None:
-        """The exact node shard [N*S] of that generation, ready to be read, if it is in host memory."""
+        """The exact node shard [N*S] of this generation, ready to be read, if it is in host memory."""
         if (kept := self._host_copy(bucket_id, generation)) is None:
             return None
         if kept.done is not None:

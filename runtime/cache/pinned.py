@@ -61,8 +61,8 @@ class PinnedPool:
         address = slab.untyped_storage().data_ptr()
         if address not in self._slabs:
             raise ArgumentError(
-                f"a tensor of {slab.nbytes} bytes is no slab of this pool, or was given back before; give "
-                "back what `take` returned, once"
+                f"a tensor of {slab.nbytes} bytes is not a slab of this pool, or was given back before; "
+                "give back what `take` returned, once"
             )
         del self._slabs[address]
 

@@ -31,7 +31,7 @@ def release(
 ) -> None:
     """Release the home shards of a bucket that is valid in the cache.
 
-    specs, parameters: of the bucket, in its order.  node: this rank's.
+    specs, parameters: those of the bucket, in its order.  node: this rank's node.
     Nothing is released if the copy is not in host memory or is about to leave it, or has less precision.
     """
     if bucket.wire is not Format.FULL or cache.keeps_in_full(bucket):

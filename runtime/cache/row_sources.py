@@ -31,7 +31,7 @@ class Rows(Protocol):
     """Reads home shards of any rank from somewhere else."""
 
     def read(self, key: str, node: int, place: int) -> Tensor:
-        """The home shard of the parameter on the rank at that place of that node, in its home dtype."""
+        """The home shard of a parameter on the rank at `place` of `node`, in the parameter's home dtype."""
 
     def close(self) -> None:
         """Close open files; `read` stays possible."""
@@ -57,8 +57,8 @@ class RowSources:
     ) -> Tensor | None:
         """Read the node shard [N*S] of a frozen bucket, with `home` [S] as this rank's slot; None: gather it.
 
-        specs: of the bucket's parameters, in its order.  at: this rank.  All ranks must call it; all of them
-        get None, or none does.
+        specs: of the bucket's parameters, in its order.  at: this rank's place in the mesh.  All ranks must
+        call it; either all ranks get None or no rank does.
         """
         keys = [spec.key for spec in specs]
         has_all = self._of.keys() >= set(keys)

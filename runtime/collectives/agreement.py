@@ -60,7 +60,7 @@ class Question:
     of both have no bit in common.
 
     act: what the rank is about to do, such as "gathers parameter 'head.weight'".  what: names the question,
-    for the error if a rank does not come.
+    for the error if a rank does not join.
     """
 
     def __init__(

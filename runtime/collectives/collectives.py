@@ -37,7 +37,7 @@ class Collectives:
     threads used one group, ranks could start collectives in different orders.
 
     during: describes a collective, given the name of its profiler's range, and the pass that it is a part of;
-    for the error if a rank does not come.
+    for the error if a rank does not join.
 
     Shapes: all-gather [n] -> [size*n]; reduce-scatter [size*n] -> [n], where size is the group's.
     """
@@ -60,7 +60,7 @@ class Collectives:
         return Channel(group, size, self._lanes.device, wait)
 
     def group_size(self, kind: Kind) -> int:
-        """How many ranks take part in a collective of that kind."""
+        """How many ranks take part in a collective of this kind."""
         t = self._topology
         return t.nodes if kind in INTER_KINDS else t.ranks_per_node
 
@@ -95,8 +95,8 @@ class Collectives:
     ) -> Pending:
         """Start the intra-node all-gather of the node's own home shards (HO-Ring): [S] -> [g*S].
 
-        It runs while the shards are sent between nodes.  codec: of that transfer; the result has the values
-        that other nodes decode.
+        It runs while the shards are sent between nodes.  codec: the codec of the transfer between nodes; the
+        result has the values that other nodes decode.
         """
         size = self.group_size(kind)
         send = _contiguous(send)
@@ -193,7 +193,7 @@ class Collectives:
     ) -> Pending:
         """Start one step of a reduction of gradients (`fcdp_compile.plan.reduction`).
 
-        codec: of a reduce-scatter.
+        codec: encodes the gradients of a reduce-scatter.
         """
         if kind is Kind.INTER_ALL_REDUCE:
             return self.all_reduce(kind, send, name)
@@ -204,7 +204,7 @@ class Collectives:
     def agree(self, words: list[int], what: str = "an agreement of all ranks") -> list[list[int]]:
         """Every rank's `words`, the same number on every rank; all ranks of the mesh must call it.
 
-        what: names the agreement, for the error if a rank does not come.
+        what: names the agreement, for the error if a rank does not join.
 
         Raises: LostRankError.
         """
@@ -212,7 +212,7 @@ class Collectives:
         if t.ranks == 1:
             return [words]
         assert t.control is not None, "several processes have one"
-        # Whatever the default device is: a user may be building another model on meta.
+        # Not on the default device: a user may be building another model on meta.
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         self._counters.add(AGREE, (t.ranks - 1) * mine.nbytes)
         everyone = torch.empty(t.ranks * len(words), dtype=torch.int64, device="cpu")
@@ -223,7 +223,7 @@ class Collectives:
     def tell(self, words: list[int], what: str) -> Telling:
         """Start to tell all ranks `words`, equally many on every rank; the result is the bitwise or of all.
 
-        All ranks of the mesh must call it.  what: names the agreement, for the error if a rank does not come.
+        All ranks of the mesh must call it.  what: names the agreement, for the error if a rank does not join.
         """
         t = self._topology
         if t.ranks > 1:

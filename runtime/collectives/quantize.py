@@ -31,9 +31,9 @@ Sized = tuple[int, torch.dtype]
 class Codec:
     """Encodes rows of the same slots in one format (`formats`, [Note: encoded rows]).
 
-    elements: n, of a row.  bytes: of an encoded row.  blocks: of a row.  is_regular: whether all blocks but
-    the last one are whole.  encoders, decoders: compiled `encode_blocks` and `decode_blocks`, for regular
-    rows.
+    elements: the elements of a row, n.  bytes: the bytes of an encoded row.  blocks: the blocks of a row.
+    is_regular: whether all blocks but the last one are whole.  encoders, decoders: compiled `encode_blocks`
+    and `decode_blocks`, for regular rows.
     """
 
     def __init__(self, wire: Format, slots: Sequence[int]) -> None:

@@ -20,13 +20,13 @@ class Telling:
     """Words on their way to all ranks.
 
     All ranks of the group must make it, with equally many words, and call `finish` in the same place among
-    the group's collectives.  doing: says what the words are for, for the error if a rank does not come.
+    the group's collectives.  doing: says what the words are for, for the error if a rank does not join.
     """
 
     def __init__(
         self, words: Sequence[int], group: dist.ProcessGroup | None, doing: Callable[[], str]
     ) -> None:
-        # Whatever the default device is: a user may be building another model on meta.
+        # Not on the default device: a user may be building another model on meta.
         self._words = torch.tensor(words, dtype=torch.int64, device="cpu")
         self._group = group
         self._doing = doing

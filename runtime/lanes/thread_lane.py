@@ -8,7 +8,7 @@ With Gloo and tensors on a device with streams, tasks are finished at once: thei
 has to be in order.
 
 [Note: end of the interpreter] A rank that fails in a step leaves tasks behind that wait for other ranks.  The
-threads are daemons, because the other ranks may never come.  But a daemon that returns from C++ while the
+threads are daemons, because the other ranks may never join.  But a daemon that returns from C++ while the
 interpreter ends is killed there, and the whole process aborts instead of returning its exit code.  So before
 the interpreter ends (atexit), `exiting` is set: tasks that block look at it now and then and close their
 group (`lost_ranks`, [Note: closed groups]), and tasks that have not begun are cancelled.
@@ -144,7 +144,7 @@ def _start_thread(
 
 
 class _Finisher:
-    """The thread that finishes tasks that another has begun; started with the first of them."""
+    """The thread that finishes tasks that another thread has begun; started with the first such task."""
 
     def __init__(self, name: str, exiting: Event) -> None:
         self._name = name

@@ -171,7 +171,7 @@ class Accumulation:
     # --- backwards ----------------------------------------------------------------------------------------
 
     def begin_graph(self, number: int, *, accumulates: bool) -> None:
-        """Note that a graph's backward begins, as a part of the backward with that number.
+        """Note that a graph's backward begins, as a part of the backward with this number.
 
         Raises: FcdpError as `settle` does.
         """

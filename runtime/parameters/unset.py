@@ -11,7 +11,7 @@ from fcdp_compile.runtime.collectives.collectives import Collectives
 class Unset:
     """The parameters and buffers of a model that have no values yet.
 
-    keys: of the parameters.  buffers: names.
+    keys: the parameters' keys.  buffers: the buffers' names.
     A model that never was on meta costs nothing.  For other models, ranks compare what is unset until nothing
     is, because a single rank may have loaded a state dict.
     """

@@ -147,7 +147,7 @@ def _rewrite(folder: Path, change: Callable[[CheckpointRecord], CheckpointRecord
         (lambda r: replace(r, values=r.values * 2), "neither once"),
         (
             lambda r: replace(r, tensors=(replace(r.tensors[0], files=(7,)), *r.tensors[1:])),
-            "not one for each part",
+            "do not name one file of the checkpoint for each part",
         ),
         (
             lambda r: replace(

@@ -295,6 +295,6 @@ def _with_a_rank_that_dies(mesh: DeviceMesh, folder: str) -> None:
 def test_a_rank_that_dies_stops_the_others_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1\n"):
         run(_with_a_rank_that_dies, str(tmp_path), nodes=1, ranks_per_node=2)
-    assert ": rank 1 did not come" in (tmp_path / "rank-0").read_text()
+    assert ": rank 1 did not join" in (tmp_path / "rank-0").read_text()
     assert Job(None, strategy="zero3").load(str(tmp_path / "saved")).step == 0
     assert len(list((tmp_path / "saved").iterdir())) == 2

@@ -119,7 +119,7 @@ CASES = {
         place="save",
         act=_die,
         wait_s=FAR_S,
-        says=r"LostRankError: saving to \S+: rank 1 did not come; find the cause",
+        says=r"LostRankError: saving to \S+: rank 1 did not join; find the cause",
     ),
     "killed before clipping": Case(
         rank=1,
@@ -127,7 +127,7 @@ CASES = {
         act=_die,
         wait_s=FAR_S,
         says=r"LostRankError: a sharded tensor's own collective, as in clip_grad_norm_ or full_tensor: "
-        r"rank 1 did not come; find the cause",
+        r"rank 1 did not join; find the cause",
     ),
     "host of the store": Case(
         rank=0,
@@ -196,7 +196,7 @@ def test_the_others_raise_in_time_and_say_who_is_missing(name: str, started: Sta
     if name == "late":
         assert pipes[case.rank].poll(LIMIT_S)
         _, (said, _) = pipes[case.rank].recv()
-        assert "every rank came, but some ranks gave up before the others came" in said
+        assert "every rank joined, but some gave up before others joined" in said
 
 
 def _interrupt(processes: list[BaseProcess], mark: Path) -> None:

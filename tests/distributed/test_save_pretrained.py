@@ -437,7 +437,7 @@ def test_misuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (0, True, 1.5):
         with pytest.raises(ValueError, match="max_shard_bytes must be a positive whole number"):
             fcdp_compile.save_pretrained(model, tmp_path, max_shard_bytes=size)
-    with pytest.raises(FcdpError, match="Linear is no PEFT model"):
+    with pytest.raises(FcdpError, match="Linear is not a PEFT model"):
         fcdp_compile.save_pretrained(model, tmp_path / "new", merge=True)
     monkeypatch.setattr(export, "available_bytes", lambda: 23)
     with pytest.raises(FcdpError, match=r"needs 24 bytes of host memory .* and 23 are free"):

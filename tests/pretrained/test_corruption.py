@@ -152,7 +152,7 @@ HUGE = 2**50
         (_file({"scale": _entry([1], 4, 0)}, 4), "byte range"),
         (_file({"scale": _entry([1], 0, 4, "F4")}, 4), "dtype 'F4'"),
         (_file({"scale": {"dtype": "F32"}}, 4), "does not give"),
-        (_file([1]), "no JSON object"),
+        (_file([1]), "not a JSON object"),
         (_file({}, length=2)[:8] + b'{"a":1,"a":2}', "damaged"),
         ((5000).to_bytes(8, "little") + b"[" * 5000, "damaged"),
         ((2).to_bytes(8, "little") + b"\xff\xff", "damaged"),

@@ -55,11 +55,11 @@ def test_links_are_followed(tmp_path: Path) -> None:
         ({"x": A}, None),
         ({"x": A, "z": A, "y": B}, r"index.json says 'z' is in a\.safetensors, which lacks it"),
         ({"x": B, "y": B}, r"b\.safetensors, which lacks it"),
-        ({"x": A, "y": "../b.safetensors"}, "which is no safetensors file within its folder"),
-        ({"x": A, "y": "..\\b.safetensors"}, "which is no safetensors file within its folder"),
-        ({"x": A, "y": "/etc/passwd"}, "which is no safetensors file within its folder"),
-        ({"x": A, "y": "C:b.safetensors"}, "which is no safetensors file within its folder"),
-        ({"x": A, "y": "b\0.safetensors"}, "which is no safetensors file within its folder"),
+        ({"x": A, "y": "../b.safetensors"}, "which is not a safetensors file within its folder"),
+        ({"x": A, "y": "..\\b.safetensors"}, "which is not a safetensors file within its folder"),
+        ({"x": A, "y": "/etc/passwd"}, "which is not a safetensors file within its folder"),
+        ({"x": A, "y": "C:b.safetensors"}, "which is not a safetensors file within its folder"),
+        ({"x": A, "y": "b\0.safetensors"}, "which is not a safetensors file within its folder"),
         ({"x": A, "y": "b.bin"}, "is a pickle"),
         ({"x": 3}, "no weight_map"),
         ([A], "no weight_map"),
@@ -118,7 +118,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"name one of its files.*adapter_model"):
         open_checkpoint(tmp_path)
     os.mkfifo(tmp_path / SINGLE)
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="is not a file"):
         open_checkpoint(tmp_path)
 
 

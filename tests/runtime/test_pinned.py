@@ -98,7 +98,9 @@ def test_only_slabs_are_given_back_and_once() -> None:
     slab = pool.take(4, torch.float32)
     pool.give_back(slab)
     for other in (slab, torch.empty(4), PinnedPool(Cpu()).take(4, torch.float32)):
-        with pytest.raises(ValueError, match="is no slab of this pool, or was given back before"):
+        with pytest.raises(
+            ValueError, match="is not a slab of this pool, or was given back before"
+        ):
             pool.give_back(other)
 
 

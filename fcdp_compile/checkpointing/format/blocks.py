@@ -72,7 +72,7 @@ class DataFiles:
         return _as_tensor(raw, stored.dtype, shape)
 
     def blocks(self, runs: Iterable[tuple[int, int, int]]) -> list[FileBlock]:
-        """Return the blocks that contain runs of bytes (file, start, stop), each once, in file order."""
+        """Return the blocks that contain runs of bytes (file, start, stop), in file order, none twice."""
         size = self._record.block_bytes
         needed = {
             (file, number)

@@ -11,8 +11,9 @@ from fcdp_compile.strategy import Scope
 def cut(name: str, dtype: str, spec: ParamSpec, mesh: Home, index: int) -> CutTensor:
     """Return how the home shards of a parameter, or of a tensor that is cut like them, are written.
 
-    If all nodes or all ranks have a copy, one copy is written; index: of the tensor among all tensors, so
-    that each node or rank writes some.  Ranks without rows are left out.
+    If all nodes or all ranks have a copy, one of them writes it.  index: the tensor's number among all
+    tensors; it selects the writer, so that each node or rank writes some tensors.  Ranks without rows are
+    left out.
     """
     layout, scope = spec.layout, spec.strategy.home
     g = mesh.ranks_per_node

@@ -148,7 +148,7 @@ class Disk:
         """Remove the remains of killed saves, and data that the checkpoint does not name.
 
         new: the data's folder of a checkpoint that is being written.
-        If the record cannot be read, nothing is removed: it may name any of the folders.
+        If the record cannot be read, nothing is removed, because the record may name any of the folders.
         """
         try:
             kept = {new, _named(folder)}

@@ -73,7 +73,11 @@ class SavedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
-    """The record.  checksum: of the rest.  id: of the data's folder.  files: by rank, node * g + place."""
+    """The record of a checkpoint.
+
+    checksum: the checksum of all other fields.  id: the id of the data's folder.  files: one for each rank,
+    by node * g + place.
+    """
 
     checksum: str
     id: str
@@ -160,7 +164,7 @@ def _check_tensor(tensor: CutTensor, ranks: int, path: str) -> None:
     if tensor.dtype not in TORCH_DTYPES:
         fail(f"{path}.dtype", f"is {tensor.dtype!r}, which no file holds")
     if len(tensor.rows) != len(tensor.files) or any(f >= ranks for f in tensor.files):
-        fail(f"{path}.files", "are not one for each part")
+        fail(f"{path}.files", "do not name one file of the checkpoint for each part")
     if len(set(tensor.files)) < len(tensor.files):
         fail(f"{path}.files", "have two parts in one file")
     is_whole = tensor.dim is None and tensor.rows == (1,)

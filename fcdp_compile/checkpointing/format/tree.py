@@ -4,7 +4,7 @@
     -> {"$": "dict", "items": [["lr", 0.1], [{"$": "tuple", …}, {"$": "float", "bits": "7ff8…"}], …]}
 
 JSON has no tuples, no keys other than strings, no nan and no tensors; an object with the key "$"
-replaces them.  Types that `encode` does not list are refused: they would need a pickle.
+replaces them.  Types that `encode` does not list are refused, because they would need a pickle.
 """
 
 from __future__ import annotations

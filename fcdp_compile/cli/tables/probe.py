@@ -30,8 +30,9 @@ _MIB, _GIB, _G = 2**20, 2**30, 1e9
 class TableThree:
     """Seconds for 16 GB over each link of a cluster.
 
-    network_s, within_s: an all-gather of 16 GB; (N-1)/N of it cross each node's card, for all its ranks
-    together, and (g-1)/g leave each rank of a node.  h2d_s, d2h_s: 16 GB over a rank's share of a host link.
+    network_s, within_s: an all-gather of 16 GB between nodes and within a node; (N-1)/N of the bytes cross
+    each node's card, for all its ranks together, and (g-1)/g leave each rank of a node.  h2d_s, d2h_s: 16 GB
+    over a rank's share of a host link.
     """
 
     network_s: float

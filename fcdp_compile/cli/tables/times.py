@@ -17,7 +17,9 @@ Measured = Mapping[ScheduleKey, Timeline]
 
 
 def read_measured(folder: str, plans: Mapping[Path, Plan]) -> dict[Path, Measured]:
-    """Return the measured times of each plan that has a recording in the folder; plans: with all schedules.
+    """Return the measured times of each plan that has a recording in the folder.
+
+    plans: plans with all schedules.
 
     Raises: RecordingError for a damaged recording, or one of another plan; OSError if one cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Copies of a model's tensors in host memory of the writing rank, and the twins that are made of them."""
+"""Copies of a model's tensors in host memory of the writing rank, and twins that are made from them."""
 
 from __future__ import annotations
 

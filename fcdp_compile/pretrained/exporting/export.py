@@ -102,7 +102,7 @@ def export(
 ) -> None:
     """Do the work of `save_pretrained`.
 
-    max_shard_size: for a Transformers model also a text that its own method takes.
+    max_shard_size: in bytes; for a Transformers model also a text that the model's own method takes.
     """
     path = Path(folder).absolute()
     topology = topology_of(None) if state is None else state.topology
@@ -158,7 +158,7 @@ def _refuse_beside_adapter(folder: Path) -> None:
     if (folder / "adapter_config.json").exists():
         raise FcdpError(
             f"{folder} has an adapter (adapter_config.json), which from_pretrained would add to the model "
-            "that is to be written there; choose another folder, or remove the adapter"
+            "that save_pretrained is about to write; choose another folder, or remove the adapter"
         )
 
 

@@ -151,8 +151,8 @@ def _shards(state: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Te
 def _refuse_to_merge(root: Any, *, is_wrapped: bool) -> None:
     if not is_wrapped:
         raise FcdpError(
-            f"merge=True merges adapters into their base, and {type(root).__name__} is no PEFT model; leave "
-            "it out"
+            f"merge=True merges adapters into their base, and {type(root).__name__} is not a PEFT model; "
+            "leave it out"
         )
     if not hasattr(root.base_model, "merge_and_unload"):
         kinds = {config.peft_type.value for config in root.peft_config.values()}
