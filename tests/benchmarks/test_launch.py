@@ -32,6 +32,7 @@ def _job(system: str) -> BenchmarkJob:
     )
 
 
+@pytest.mark.slow
 def test_two_systems_on_two_nodes_agree(tmp_path: Path) -> None:
     rows: list[ResultRow] = []
     for system in ("ddp", "fcdp"):

@@ -252,26 +252,31 @@ _FEW: list[Key] = [
     ("odd-lora", "zero1", True),
     ("odd", "fcdp", False),
 ]
+_USUAL = [key for key in _EACH if key[1] in ("ddp", "mics", "zero1", "zero3", "zero++")]
+_QUICK: list[Key] = [*_ALL, *_USUAL, *_QUANTISED[:1], *_ALGORITHMS[:2]]
+_REST = [key for key in dict.fromkeys(_EACH + _QUANTISED + _ALGORITHMS) if key not in _QUICK]
 # Sizes other than 2 x 2 lack one kind of group and have nothing else new, so one bucket size is enough.
-_SIZES: dict[tuple[int, int], list[Key]] = {
-    (2, 2): list(dict.fromkeys(_EACH + _ALL + _QUANTISED + _ALGORITHMS)),
-    (4, 1): _FEW,
-    (2, 3): [*_FEW[1:3], ("odd", "zero3+ring", True)],
-    (1, 2): [("odd", "zero3", False), ("odd-lora", "fcdp", True), ("odd-lora", "zero2", True)],
-    (1, 3): [("odd", "zero++", True), ("odd-lora", "ddp", False), ("odd", "zero1", True)],
+_MEASURED: dict[str, tuple[int, int, list[Key]]] = {
+    "2x2": (2, 2, list(dict.fromkeys(_QUICK))),
+    "1x2": (
+        1,
+        2,
+        [("odd", "zero3", False), ("odd-lora", "fcdp", True), ("odd-lora", "zero2", True)],
+    ),
+    "2x2, all others": (2, 2, _REST),
+    "4x1": (4, 1, _FEW),
+    "2x3": (2, 3, [*_FEW[1:3], ("odd", "zero3+ring", True)]),
+    "1x3": (1, 3, [("odd", "zero++", True), ("odd-lora", "ddp", False), ("odd", "zero1", True)]),
 }
 
 
-def _row(nodes: int, ranks_per_node: int) -> Any:
-    marks = () if (nodes, ranks_per_node) in ((2, 2), (1, 2)) else pytest.mark.slow
-    return pytest.param((nodes, ranks_per_node), marks=marks, id=f"{nodes}x{ranks_per_node}")
+def _row(name: str) -> Any:
+    return name if name in ("2x2", "1x2") else pytest.param(name, marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=[_row(*size) for size in _SIZES])
-def measured(request: Any) -> tuple[int, int, list[dict[Key, Measured]]]:
-    nodes, ranks_per_node = request.param
-    keys = _SIZES[request.param]
-    # At 2 x 2 some 25 models are trained, which takes long on a busy machine.
+@pytest.fixture(scope="module", params=[_row(name) for name in _MEASURED])
+def measured(request: pytest.FixtureRequest) -> tuple[int, int, list[dict[Key, Measured]]]:
+    nodes, ranks_per_node, keys = _MEASURED[request.param]
     results = run(_measure_all, keys, nodes=nodes, ranks_per_node=ranks_per_node)
     return nodes, ranks_per_node, results
 

@@ -91,6 +91,7 @@ def check_samples(profile: ClusterProfile) -> None:
     assert copy.bytes == 2 * sizes[-1]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_ends_all_ranks_at_once(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "cluster.json"
     found = commands(2, "--nodes", "2", "--output", path)
@@ -101,6 +102,7 @@ def test_what_cannot_be_written_ends_all_ranks_at_once(tmp_path: Path) -> None:
     assert [out + err for _, out, err in found[1:]] == [""]
 
 
+@pytest.mark.slow
 def test_one_node_without_a_stated_network_ends_all_ranks() -> None:
     found = commands(2)
     assert [code for code, _, _ in found] == [2, 2], found

@@ -60,10 +60,11 @@ def test_alone(dropout: float) -> None:
     assert segments > 35  # a forward and a backward for each layer
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("strategy", "dropout", "layers_in_a_bucket"),
-    [("fcdp", 0.1, 1.1), pytest.param("zero3", 0.0, 0.6, marks=pytest.mark.slow)],
+    [("fcdp", 0.1, 1.1), ("zero3", 0.0, 0.6)],
 )
 def test_on_several_ranks(strategy: str, dropout: float, layers_in_a_bucket: float) -> None:
     settings = (dropout, strategy, layers_in_a_bucket)
