@@ -75,7 +75,7 @@ def _leaves_frozen_out(mesh: DeviceMesh | None, folder: str, strategy: str, *, s
         other.add_(1)
     with pytest.raises(CheckpointError, match=f"model.{name}") as refused:
         job.load(f"{folder}/trained")
-    assert f"1 of the {len(matrices)} parameters" in str(refused.value)
+    assert f"1 of the {len(matrices)} frozen parameters" in str(refused.value)
 
 
 def _check(found: Whole, wanted: Whole, strategy: str) -> None:
