@@ -89,7 +89,8 @@ def test_another_base_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     with torch.no_grad():
         other.scale.fill_(7.0)
     with pytest.raises(
-        CheckpointError, match=r"2 of the 2 frozen parameters .*: model.first.weight, model.first.bias;"
+        CheckpointError,
+        match=r"2 of the 2 frozen parameters .*: model.first.weight, model.first.bias;",
     ):
         fcdp_compile.load(tmp_path, model=other)
     assert other.scale.item() == 7.0
