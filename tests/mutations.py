@@ -1,6 +1,6 @@
 """Change one small thing of the passes or the runtime at a time: the fast layer of the tests must notice.
 
-    python -m tests.mutations [--list] [--only NUMBER ...] [--again] [--jobs 2]
+    python -m tests.mutations [--list] [--only NUMBER ...] [--own] [--again] [--jobs 2]
 
 Sixty mutations, one of each of sixty modules (`chosen`): a flipped comparison, a swapped sign, an
 off-by-one, a swapped argument, a dropped call, `and` for `or`.  Each is applied to a copy of the checkout.
@@ -241,8 +241,11 @@ class Copy:
             return 124, "it takes too long"
         return done.returncode, done.stdout[-4000:]
 
-    def caught(self, mutation: Mutation) -> str:
-        """The name of the test that notices a mutation; empty if no test does."""
+    def caught(self, mutation: Mutation, *, by_own: bool) -> str:
+        """The name of the test that notices a mutation; empty if no test does.
+
+        by_own: only the tests of files that import the module are asked.
+        """
         path = self.root / mutation.file
         source = path.read_text(encoding="utf-8")
         path.write_text(mutation.applied(source), encoding="utf-8")
@@ -251,7 +254,8 @@ class Copy:
             others = [f"--ignore={file}" for file in own]
             # Tests of documents, packaging and examples check no numbers.
             others += [f"--ignore=tests/{n}" for n in ("docs", "benchmarks", "examples", "cluster")]
-            for arguments in (own, ["tests", "--ignore=tests/test_packaging.py", *others]):
+            rest = [] if by_own else ["tests", "--ignore=tests/test_packaging.py", *others]
+            for arguments in (own, rest):
                 code, text = self.test(*arguments) if arguments else (5, "")
                 if code not in (0, 5):
                     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
@@ -280,6 +284,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument(
+        "--own", action="store_true", help="ask only the tests of files that import the module"
+    )
     options = parser.parse_args(arguments)
     picks = dict(enumerate(chosen()))
     if options.only:
@@ -298,17 +305,18 @@ def main(arguments: Sequence[str]) -> int:
             if options.again or key_of(mutation) not in results:
                 with lock:
                     copy = copies.pop()
-                said = copy.caught(mutation)
+                said = copy.caught(mutation, by_own=options.own)
                 with lock:
                     copies.append(copy)
-                    results[key_of(mutation)] = said
+                    if said or not options.own:  # other tests may notice what the own tests do not
+                        results[key_of(mutation)] = said
                     RESULTS.parent.mkdir(exist_ok=True)
                     RESULTS.write_text(json.dumps(results, indent=1))
-            said = results[key_of(mutation)] or EXPLAINED.get(str(mutation), "NOT CAUGHT")
+            said = results.get(key_of(mutation)) or EXPLAINED.get(str(mutation), "NOT CAUGHT")
             say(f"{number:2} {mutation.kind:18} {mutation}\n      {said}")
 
         list(pool.map(one, picks))
-    survivors = [m for m in picks.values() if not results[key_of(m)]]
+    survivors = [m for m in picks.values() if not results.get(key_of(m))]
     say(f"{len(picks) - len(survivors)} of {len(picks)} are caught")
     return int(any(str(m) not in EXPLAINED for m in survivors))
 
