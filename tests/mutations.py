@@ -34,6 +34,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "build" / "mutations.json"
 COUNT = 60
 LIMIT_S = 1800
+_NEAREST = ("tests/test_backend_single.py", "tests/runtime", "tests/passes", "tests/streams")
+"""Which of the other tests are asked first."""
+
 
 EXPLAINED: dict[str, str] = {}
 """Why the tests need not notice a mutation, by the mutation's text."""
@@ -254,7 +257,9 @@ class Copy:
             others = [f"--ignore={file}" for file in own]
             # Tests of documents, packaging and examples check no numbers.
             others += [f"--ignore=tests/{n}" for n in ("docs", "benchmarks", "examples", "cluster")]
-            rest = [] if by_own else ["tests", "--ignore=tests/test_packaging.py", *others]
+            rest = (
+                [] if by_own else [*_NEAREST, "tests", "--ignore=tests/test_packaging.py", *others]
+            )
             for arguments in (own, rest):
                 code, text = self.test(*arguments) if arguments else (5, "")
                 if code not in (0, 5):
