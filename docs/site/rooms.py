@@ -12,7 +12,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from tests.test_layers import ROOMS, all_imports, is_late, room_of
+from tests.imports import ROOMS, all_imports, is_late, room_of
 
 PICTURE = Path(__file__).resolve().parents[1] / "pictures" / "rooms.svg"
 _WIDTH, _THIN, _HEIGHT, _GAP, _BETWEEN, _WIDE = 108, 4, 30, 20, 46, 760

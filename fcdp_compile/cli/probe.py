@@ -1,7 +1,7 @@
 """`fcdp probe`: measure this cluster, say whether its host is faster than its network, write a profile.
 
 Measuring needs torch and process groups, and no other command should wait for them: so `run` imports that
-module by its name (`LATE` in tests/test_layers.py).
+module by its name (`LATE` in tests/imports.py).
 """
 
 from __future__ import annotations

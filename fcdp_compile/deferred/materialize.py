@@ -148,6 +148,7 @@ class _Materialisation:
                 if error is None and is_needed and not lacking:
                     self._keep(touches)
                     return
+            # Initialisations are the user's and may raise anything; the other ranks must learn of it.
             except Exception as raised:
                 error, lacking = raised, {}
             finally:
@@ -157,7 +158,6 @@ class _Materialisation:
             if error is None and not is_needed:
                 return
             if not lacking:
-                # The other ranks must learn of any error before they wait for this rank.
                 self._failure = FcdpError(f"{step.what} failed: {error}")
             whole |= lacking
 

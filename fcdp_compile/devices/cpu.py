@@ -22,6 +22,7 @@ class Cpu(Device):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
 
+    # A mistake of a caller that did not check `has_streams`.
     def new_stream(self, *, is_urgent: bool) -> Stream:
         raise NotImplementedError("a CPU has no streams")
 
