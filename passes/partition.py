@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from fcdp_compile.torch_compat import (
 )
 
 Partitioner = Callable[..., tuple[GraphModule, GraphModule]]
+
+_CONSTANT = "fcdp_constant"
+"""The mark of an input in its `meta`, which torch's partitioner copies."""
 
 _RECOMPUTE_FIRST = 1 << 30
 """An `ac_graph_id` above those of all checkpointed regions: torch saves a recomputed node if a region with
@@ -44,8 +47,8 @@ def partition(
     wins.  With opaque inputs (DTensor's meshes) torch 2.13 puts saved RNG states behind them, where
     AOTAutograd does not look.  This pass repairs both.
 
-    Requires: a joint graph of `unshard` and `reduce_grad` ops.
-    Leaves: no saved value is a gathered parameter or is computed from parameters alone; an input is saved
+    Requires: a joint graph of `unshard` and `reduce_grad` ops, whose constant inputs have their mark.
+    Leaves: no saved value is a gathered parameter or is computed from parameters and constants; an input is saved
     itself, not as a view that changes nothing (`to_local`'s); one `reduce_grad` for a sum of gradients of
     one key; a `val` on every recomputed random op.
     """
@@ -121,12 +124,18 @@ def _erase_chain(node: Node) -> None:
         (node,) = inputs
 
 
+def mark_constant(placeholders: Iterable[Node]) -> None:
+    """Mark inputs whose values are the same in the forward and its backward, such as scales in buffers."""
+    for node in placeholders:
+        node.meta[_CONSTANT] = True
+
+
 def _made_of_parameters(graph: Graph) -> dict[Node, None]:
     """The values that are computed only from gathered parameters and constants."""
     derived: dict[Node, None] = {}
     constant: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" or node.meta.get(_CONSTANT):
             constant.add(node)
         if node.op != "call_function":
             continue

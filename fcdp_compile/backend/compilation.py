@@ -33,7 +33,7 @@ from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.inline import Inliner
 from fcdp_compile.passes.graph.runner import Stages, watched
 from fcdp_compile.passes.memory.placement import Room
-from fcdp_compile.passes.partition import partition
+from fcdp_compile.passes.partition import mark_constant, partition
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.plan_graphs import plan_accumulation, plan_graphs
 from fcdp_compile.passes.segment import segment
@@ -52,7 +52,9 @@ from fcdp_compile.torch_compat import (
     aot_autograd,
     as_boxed,
     detect_fake_mode,
+    is_of_module,
     min_cut_rematerialization_partition,
+    unwritten_inputs,
     without_code,
 )
 
@@ -112,6 +114,11 @@ class _Compilation:
         self._machine = options.machine_on(device_type)
         kind = Compute.available(options.compute_on(device_type), device_type)
         self._compute = Compute(kind, settings)
+        self._buffers = {
+            i
+            for i, value in enumerate(example_inputs)
+            if is_of_module(value) and not isinstance(value, nn.Parameter)
+        }
         self._inliner = Inliner(self._compute.decompositions())
         self._bound: CompiledPlan | None = None
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
@@ -137,6 +144,7 @@ class _Compilation:
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
         joint = self._set_apart("joint", joint)
+        mark_constant(unwritten_inputs(joint, self._buffers))
 
         def cut() -> dict[str, GraphModule]:
             halves = partition(

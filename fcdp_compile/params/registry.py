@@ -25,6 +25,7 @@ class ParamSpec:
 
     home_dtype: of the shard that the optimizer steps.  gather_dtype: of all-gathers and the full parameter.
     reduce_dtype: of reduce-scatters.  local_shape: of this rank's shard.  strategy: as fitted to this mesh.
+    is_packed: whether it is a part of a quantised weight, whose bytes nothing may change (`quantised`).
     """
 
     key: str
@@ -35,6 +36,7 @@ class ParamSpec:
     reduce_dtype: torch.dtype
     local_shape: tuple[int, ...]
     strategy: Strategy
+    is_packed: bool = False
 
 
 class Owner(Protocol):

@@ -10,6 +10,7 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.strategy import Scope, Strategy
+from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
 
 
@@ -72,13 +73,19 @@ def param_spec(
     mesh: Home,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    is_packed: bool = False,
 ) -> ParamSpec:
     """The spec of a parameter with this shape on this rank of the mesh.
 
     param_dtype, reduce_dtype: of computation and of reductions; None: the parameter's own dtype.
+    is_packed: whether it is a part of a quantised weight, which is cut between rows and sent as it is.
     """
     home = mesh.of(strategy.home)
     layout = ParamLayout.of(shape, home.nodes, home.ranks_per_node)
+    if is_packed:
+        layout = replace(layout, dim=0)
+        param_dtype = reduce_dtype = None
+        strategy = replace(strategy, weight_format=Format.FULL, host_format=Format.FULL)
     gathers_as = param_dtype if param_dtype and dtype.is_floating_point else dtype
     reduces_as = reduce_dtype if reduce_dtype and dtype.is_floating_point else gathers_as
     return ParamSpec(
@@ -90,4 +97,5 @@ def param_spec(
         reduce_dtype=reduces_as,
         local_shape=layout.local_shape(home.node, home.place),
         strategy=strategy,
+        is_packed=is_packed,
     )

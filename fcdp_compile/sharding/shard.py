@@ -20,6 +20,7 @@ from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.mesh import Topology, topology_of
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home, fit_strategy, param_spec
+from fcdp_compile.quantised.weight import QuantisedWeight, packed_parameters, unfolded
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import assign
@@ -78,17 +79,18 @@ def shard(
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
     chosen = _chosen(strategy, reshard_after_forward)
     ignored = ignore(root, ignored_params)
-    check_model(root, ignored, dtypes, mesh)
-    topology = topology_of(mesh)
-    if reshard_after_forward is not None:
-        chosen = Strategy.fsdp(reshard_after_forward, topology.ranks_per_node)
-    if gradient_on is not None:
-        chosen = chosen.with_gradients_on(gradient_on)
-    names = {p: name for name, p in root.named_parameters() if name not in ignored}
-    strategies = assign(root, names, chosen, module_strategies or {})
-    device = _device_of(names, topology)
-    state, records = _new_state(root, names, strategies, topology, device, dtypes)
-    _agree(root, state, records, ignored, dtypes)
+    with unfolded(root, ignored):
+        check_model(root, ignored, dtypes, mesh)
+        topology = topology_of(mesh)
+        if reshard_after_forward is not None:
+            chosen = Strategy.fsdp(reshard_after_forward, topology.ranks_per_node)
+        if gradient_on is not None:
+            chosen = chosen.with_gradients_on(gradient_on)
+        names = {p: name for name, p in root.named_parameters() if name not in ignored}
+        strategies = assign(root, names, chosen, module_strategies or {})
+        device = _device_of(names, topology)
+        state, records = _new_state(root, names, strategies, topology, device, dtypes)
+        _agree(root, state, records, ignored, dtypes)
     _install(root, state, records, dtypes)
     return model
 
@@ -113,7 +115,7 @@ def _new_state(
 ) -> tuple[ShardedModel, dict[nn.Parameter, ParamRecord]]:
     """Make the run-time state of a model that is not sharded yet, and the records of its parameters."""
     fitting = {s: fit_strategy(s, topology.position) for s in dict.fromkeys(strategies.values())}
-    number = registry.new_model_number()
+    number, packed = registry.new_model_number(), packed_parameters(root)
     records = {
         p: ParamRecord(
             param_spec(
@@ -125,6 +127,7 @@ def _new_state(
                 mesh=topology.position,
                 param_dtype=dtypes.param,
                 reduce_dtype=dtypes.reduce,
+                is_packed=p in packed,
             )
         )
         for p, name in names.items()
@@ -298,6 +301,8 @@ def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
     """Cast floating point buffers; a buffer that several modules share stays shared."""
     made: dict[int, Tensor] = {}
     for module in root.modules():
+        if isinstance(module, QuantisedWeight):  # scales, which the library's kernels need as they are
+            continue
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = made.setdefault(id(buffer), buffer.to(dtype))

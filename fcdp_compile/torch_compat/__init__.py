@@ -14,6 +14,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
@@ -53,9 +54,11 @@ from fcdp_compile.torch_compat.graphs import boxed as boxed
 from fcdp_compile.torch_compat.graphs import graph_module as graph_module
 from fcdp_compile.torch_compat.graphs import graphs_from_bytes as graphs_from_bytes
 from fcdp_compile.torch_compat.graphs import graphs_to_bytes as graphs_to_bytes
+from fcdp_compile.torch_compat.graphs import is_of_module as is_of_module
 from fcdp_compile.torch_compat.graphs import is_opaque as is_opaque
 from fcdp_compile.torch_compat.graphs import saved_output_descriptor as saved_output_descriptor
 from fcdp_compile.torch_compat.graphs import tracing_mode as tracing_mode
+from fcdp_compile.torch_compat.graphs import unwritten_inputs as unwritten_inputs
 from fcdp_compile.torch_compat.graphs import without_code as without_code
 from fcdp_compile.torch_compat.storages import Sanitizer as Sanitizer
 from fcdp_compile.torch_compat.storages import cuda_sanitizer as cuda_sanitizer

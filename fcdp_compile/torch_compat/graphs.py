@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+    SubclassGetAttrAOTInput,
+)
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -21,6 +27,32 @@ from torch.fx.graph import _BoxedCodeGen
 def is_opaque(node: Node) -> bool:
     """Whether a node's value is an object that is neither tensor nor number, such as a DeviceMesh."""
     return isinstance(node.meta.get("val"), FakeScriptObject)
+
+
+def is_of_module(example_input: object) -> bool:
+    """Whether Dynamo took an input of its graph from a module: a parameter, buffer or attribute."""
+    return getattr(example_input, "_dynamo_static_input_type", None) is not None
+
+
+def unwritten_inputs(joint: GraphModule, positions: Collection[int]) -> list[Node]:
+    """The inputs of a joint graph that were at these positions in Dynamo's graph and that nothing writes to."""
+    descriptions = joint.graph.output_node().meta.get("desc", ())
+    written = {d.mutated_input for d in descriptions if isinstance(d, InputMutationAOTOutput)}
+    writes = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    into = {node.args[0] for node in writes}
+    return [
+        node
+        for node in joint.graph.find_nodes(op="placeholder")
+        if node not in into
+        and (of := node.meta.get("desc")) not in written
+        and _position(of) in positions
+    ]
+
+
+def _position(description: Any) -> int | None:
+    while isinstance(description, SubclassGetAttrAOTInput):
+        description = description.base
+    return description.idx if isinstance(description, PlainAOTInput) else None
 
 
 def graph_module(root: nn.Module, graph: Graph, name: str = "GraphModule") -> GraphModule:

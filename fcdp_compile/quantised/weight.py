@@ -1,0 +1,113 @@
+"""Quantised weights as modules of plain frozen parameters, which `shard` cuts like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.quantised.formats import Parts, Recipe, take_apart
+
+
+class QuantisedWeight(nn.Module):
+    """A quantised weight: its packed tensors as parameters, its small ones as buffers.
+
+    Values of one byte (int8, float8) are held as uint8: what is sent are bytes.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.recipe: Recipe = parts.recipe
+        self._dtypes: Mapping[str, torch.dtype] = {n: t.dtype for n, t in parts.packed.items()}
+        for name, tensor in parts.packed.items():
+            plain = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+            self.register_parameter(name, nn.Parameter(plain, requires_grad=False))
+        for name, tensor in parts.whole.items():
+            self.register_buffer(name, tensor)
+
+    def join(self) -> Tensor:
+        """The weight as the library's kernels take it.
+
+        Where parameters are home shards (outside of the model's forward), the first of them: its device and
+        dtype are right, its values are packed.
+        """
+        tensors: dict[str, Tensor] = dict(self._buffers)  # type: ignore[arg-type]  # no buffer is None
+        for name, dtype in self._dtypes.items():
+            value: Tensor = getattr(self, name)
+            if isinstance(value, DTensor):
+                return value
+            tensors[name] = value.view(dtype)
+        return self.recipe.join(tensors)
+
+
+def packed_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that are parts of quantised weights."""
+    weights = [m for m in model.modules() if isinstance(m, QuantisedWeight)]
+    return {p for weight in weights for p in weight.parameters()}
+
+
+@contextmanager
+def unfolded(model: Any, ignored: Collection[str]) -> Iterator[None]:
+    """Make each quantised weight of a model a module of plain parameters; undone if the block raises.
+
+    ignored: names of parameters that stay as they are.
+
+    Raises: ArgumentError for a quantised weight that fcdp cannot take apart.
+    """
+    changes: list[_Unfolded] = []
+    made: dict[nn.Parameter, QuantisedWeight] = {}  # a tied weight stays tied
+    try:
+        for path, module in list(model.named_modules()) if isinstance(model, nn.Module) else ():
+            for name, parameter in list(module._parameters.items()):
+                full_name = f"{path}.{name}" if path else name
+                if parameter is None or full_name in ignored or "_fcdp" in vars(module):
+                    continue
+                if parameter not in made:
+                    try:
+                        parts = take_apart(module, name)
+                    except ArgumentError as error:
+                        raise ArgumentError(f"parameter {full_name!r} {error}") from None
+                    if parts is None:
+                        continue
+                    made[parameter] = QuantisedWeight(parts)
+                changes.append(_Unfolded(module, name, made[parameter]))
+        yield
+    except BaseException:
+        for change in reversed(changes):
+            change.undo()
+        raise
+
+
+class _Unfolded:
+    """A module whose parameter a `QuantisedWeight` has replaced, and what it was before."""
+
+    def __init__(self, module: nn.Module, name: str, weight: QuantisedWeight) -> None:
+        self._module, self._name, self._class = module, name, type(module)
+        changed = weight.recipe.attributes(module)
+        self._attributes = {n: vars(module)[n] for n in changed}
+        self._parameter = module._parameters.pop(name)
+        module._modules[name] = weight
+        vars(module).update(changed)
+        members = {name: _joining(name), **weight.recipe.members}
+        members |= {"__module__": self._class.__module__, "__qualname__": self._class.__qualname__}
+        module.__class__ = type(self._class.__name__, (self._class,), members)
+
+    def undo(self) -> None:
+        self._module.__class__ = self._class
+        vars(self._module).update(self._attributes)
+        del self._module._modules[self._name]
+        self._module._parameters[self._name] = self._parameter
+
+
+def _joining(name: str) -> property:
+    def get(self: nn.Module) -> Tensor:
+        weight: Any = self._modules[name]
+        joined: Tensor = weight.join()
+        return joined
+
+    return property(get)
