@@ -48,9 +48,9 @@ def partition(
     AOTAutograd does not look.  This pass repairs both.
 
     Requires: a joint graph of `unshard` and `reduce_grad` ops, whose constant inputs have their mark.
-    Leaves: no saved value is a gathered parameter or is computed from parameters and constants; an input is saved
-    itself, not as a view that changes nothing (`to_local`'s); one `reduce_grad` for a sum of gradients of
-    one key; a `val` on every recomputed random op.
+    Leaves: no saved value is a gathered parameter or is computed from parameters and constants; an input
+    is saved itself, not as a view that changes nothing (`to_local`'s); one `reduce_grad` for a sum of
+    gradients of one key; a `val` on every recomputed random op.
     """
     _merge_reductions(joint.graph)
     if not _has_backward(joint.graph, num_fwd_outputs):

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.pretrained.match import Assignment, Held
+from fcdp_compile.pretrained.quantising import QuantisedPart
 from fcdp_compile.pretrained.rows import CheckpointRows
+from fcdp_compile.pretrained.source import Files, Source
+from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.model import ShardedModel
 
 
@@ -23,6 +26,18 @@ class Part:
     values: Tensor
     at: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.values.nbytes
+
+    def fill(self, source: Source, files: Files) -> None:
+        """Read the part."""
+        source.fill(self.values, self.at, files)
+
+    def finish(self) -> None:
+        """Nothing is left to do; see `QuantisedPart`."""
+
 
 class Destinations:
     """The tensors of one model: home shards of parameters, and buffers and ignored parameters, whole."""
@@ -32,14 +47,19 @@ class Destinations:
         self._records = {id(p): r for r in state.records.values() for p in r.places()}
         self._buffer_names = {id(b): name for name, b in root.named_buffers()}
         self._made: dict[int, Tensor] = {}  # for buffers on meta
+        self._quantised: dict[int, QuantisedPart] = {}
 
     def is_unset(self, held: Held) -> bool:
         """Whether a tensor has no values yet."""
         record = self._records.get(id(held.tensor))
         return record.spec.key in self._state.unset.keys if record else held.tensor.is_meta
 
-    def part(self, held: Held) -> Part:
+    def part(self, held: Held) -> Part | QuantisedPart:
         """Return this rank's part; a buffer on meta gets memory, which `arrived` puts into the model."""
+        if held.weight is not None:
+            if id(held.tensor) not in self._quantised:
+                self._quantised[id(held.tensor)] = self._quantised_part(held.weight)
+            return self._quantised[id(held.tensor)]
         record = self._records.get(id(held.tensor))
         if record is None:
             whole = held.tensor.detach()
@@ -52,6 +72,10 @@ class Destinations:
         start = layout.local_start(home.node, home.place)
         at = tuple(start if dim == layout.dim else 0 for dim in range(len(layout.shape)))
         return Part(values=record.local(), at=at)
+
+    def _quantised_part(self, weight: QuantisedWeight) -> QuantisedPart:
+        packed = {name: self._records[id(p)] for name, p in weight.named_parameters()}
+        return QuantisedPart(weight, packed, self._state)
 
     def rows(self, assignments: Iterable[Assignment]) -> CheckpointRows:
         """Return the checkpoint's rows, from which other ranks' home shards can be read as well."""
@@ -67,7 +91,11 @@ class Destinations:
         """Mark tensors as filled: they are no longer unset, and gathered copies of them are stale."""
         keys, buffers = [], []
         for held in filled:
-            if (record := self._records.get(id(held.tensor))) is not None:
+            if held.weight is not None:
+                part = self._quantised[id(held.tensor)]
+                keys += part.keys
+                buffers += [self._buffer_names[id(b)] for b in part.replaced]
+            elif (record := self._records.get(id(held.tensor))) is not None:
                 keys.append(record.spec.key)
             elif (made := self._made.get(id(held.tensor))) is not None:
                 buffers.append(self._buffer_names[id(held.tensor)])

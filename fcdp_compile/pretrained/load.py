@@ -142,7 +142,11 @@ def _check_tied(
     for assignment in assignments:
         for other in assignment.others:
             part = destinations.part(assignment.held)
-            if not _are_equal(assignment.source, other, part, files):
+            if not isinstance(part, Part):
+                problems.append(
+                    f"{assignment.held.name!r} is quantised, and two tensors are its values here; remove one"
+                )
+            elif not _are_equal(assignment.source, other, part, files):
                 names = [next(s.leaves).name for s in (assignment.source, other)]
                 problems.append(
                     f"{names[0]!r} and {names[1]!r} are one parameter of the model and differ here; "
@@ -182,6 +186,9 @@ def _fill(
     together(control, lambda: _check_tied(path, order, destinations, files), CheckpointError)
     try:
         together(control, lambda: _read(order, destinations, files, shows=shows))
+        with torch.no_grad():
+            for assignment in order:
+                destinations.part(assignment.held).finish()
     except FcdpError as error:
         state.validity.values_changed()
         raise FcdpError(
@@ -193,7 +200,7 @@ def _read(
     assignments: Sequence[Assignment], destinations: Destinations, files: Files, *, shows: bool
 ) -> None:
     parts = [destinations.part(a.held) for a in assignments]
-    total = sum(part.values.nbytes for part in parts)
+    total = sum(part.nbytes for part in parts)
     with (
         torch.no_grad(),
         tqdm(
@@ -205,5 +212,5 @@ def _read(
         ) as bar,
     ):
         for assignment, part in zip(assignments, parts, strict=True):
-            assignment.source.fill(part.values, part.at, files)
-            bar.update(part.values.nbytes)
+            part.fill(assignment.source, files)
+            bar.update(part.nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,22 @@ from fcdp_compile.pretrained.huggingface import (
 )
 from fcdp_compile.pretrained.names import Entry, Role, entries_of
 from fcdp_compile.pretrained.source import Leaf, Source
+from fcdp_compile.quantised.weight import QuantisedWeight
 
 _SHOWN = 12  # names of tensors in one message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """A tensor of the model with all its names."""
+    """A tensor of the model with all its names.
+
+    weight: the quantised weight that the tensor stands for: on meta, of the shape and dtype of the values
+    that the weight is made of.
+    """
 
     tensor: Tensor
     entries: list[Entry] = field(default_factory=list)
+    weight: QuantisedWeight | None = None
 
     @property
     def name(self) -> str:
@@ -110,10 +116,13 @@ class _Matching:
         self.known: dict[str, Held] = {}  # by their names in checkpoints of the base
         self.by_name: dict[str, Held] = {}
         self.copies: dict[str, list[Held]] = {}
+        self.weights: dict[QuantisedWeight, tuple[Held, list[Held]]] = {}
         for entry in entries_of(root):
             held = self.held.setdefault(id(entry.tensor), Held(tensor=entry.tensor))
             held.entries.append(entry)
             self.by_name[entry.name] = held
+            if isinstance(entry.module, QuantisedWeight):
+                self._add_weight(entry.module, entry, held)
             if entry.role is Role.BASE:
                 self.known[entry.plain] = held
             elif entry.role is Role.COPY:
@@ -134,8 +143,7 @@ class _Matching:
                 self._note("unexpected", _told(source), of_head=of_head)
         for held in self.held.values():
             names = [entry.plain for entry in held.entries if entry.role is Role.BASE]
-            is_given = id(held.tensor) in self.found or id(held.tensor) in self.refused
-            if names and not is_given and not any(map(ignore_missing.search, names)):
+            if names and not self._is_given(held) and not any(map(ignore_missing.search, names)):
                 of_head = all(map(self.renaming.is_of_head, names))
                 self._note("missing", repr(names[0]), of_head=of_head)
         for name, held in self.known.items():
@@ -151,6 +159,34 @@ class _Matching:
             renaming=self.renaming,
             kept_copies=self.kept_copies,
         )
+
+    def _add_weight(self, weight: QuantisedWeight, entry: Entry, part: Held) -> None:
+        """Let a checkpoint give the values that a quantised weight is made of, under the weight's name."""
+        if (quantiser := weight.recipe.quantiser) is None:
+            return
+        if weight not in self.weights:
+            values = torch.empty(quantiser.shape, dtype=quantiser.dtype, device="meta")
+            name, plain = (n.rpartition(".")[0] for n in (entry.name, entry.plain))
+            whole = Held(tensor=values, weight=weight)
+            whole.entries.append(replace(entry, name=name, plain=plain, leaf="", tensor=values))
+            self.held[id(values)] = self.by_name[name] = whole
+            if entry.role is Role.BASE:
+                self.known[plain] = whole
+            self.weights[weight] = (whole, [])
+        self.weights[weight][1].append(part)
+
+    def _is_given(self, held: Held) -> bool:
+        """Whether a tensor has a source, or needs none: a weight's parts follow from its values."""
+        if held.weight is not None:
+            return any(self._is_noted(h) for h in (held, *self.weights[held.weight][1]))
+        module = held.entries[0].module
+        if isinstance(module, QuantisedWeight) and module in self.weights:
+            parts = self.weights[module][1]
+            return self._is_noted(held) or not any(map(self._is_noted, parts))
+        return self._is_noted(held)
+
+    def _is_noted(self, held: Held) -> bool:
+        return id(held.tensor) in self.found or id(held.tensor) in self.refused
 
     def _sources(self, tensors: dict[str, Stored]) -> Iterable[tuple[str, Source]]:
         """Yield every source with the name that the model should have for it."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.quantised.formats import Parts, Recipe, take_apart
+from fcdp_compile.quantised.formats import take_apart
+from fcdp_compile.quantised.interface import Parts, Recipe
 
 
 class QuantisedWeight(nn.Module):
@@ -93,7 +94,10 @@ class _Unfolded:
         self._parameter = module._parameters.pop(name)
         module._modules[name] = weight
         vars(module).update(changed)
-        members = {name: _joining(name), **weight.recipe.members}
+        members: dict[str, Any] = {name: _joining(name), **weight.recipe.members}
+        # The library's own would add what they read from the weight, in another form.
+        for hook in ("_save_to_state_dict", "_load_from_state_dict"):
+            members[hook] = getattr(nn.Module, hook)
         members |= {"__module__": self._class.__module__, "__qualname__": self._class.__qualname__}
         module.__class__ = type(self._class.__name__, (self._class,), members)
 

@@ -301,7 +301,9 @@ def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
     """Cast floating point buffers; a buffer that several modules share stays shared."""
     made: dict[int, Tensor] = {}
     for module in root.modules():
-        if isinstance(module, QuantisedWeight):  # scales, which the library's kernels need as they are
+        if isinstance(
+            module, QuantisedWeight
+        ):  # scales, which the library's kernels need as they are
             continue
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():

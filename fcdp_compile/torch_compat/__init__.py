@@ -13,8 +13,7 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
@@ -66,3 +65,4 @@ from fcdp_compile.torch_compat.storages import storage_id as storage_id
 from fcdp_compile.torch_compat.storages import storage_uses as storage_uses
 
 DispatchMode = TorchDispatchMode
+is_wrapper_subclass = is_traceable_wrapper_subclass

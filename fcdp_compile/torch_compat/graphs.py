@@ -35,7 +35,7 @@ def is_of_module(example_input: object) -> bool:
 
 
 def unwritten_inputs(joint: GraphModule, positions: Collection[int]) -> list[Node]:
-    """The inputs of a joint graph that were at these positions in Dynamo's graph and that nothing writes to."""
+    """The inputs of a joint graph, of those at positions of Dynamo's graph, that nothing writes to."""
     descriptions = joint.graph.output_node().meta.get("desc", ())
     written = {d.mutated_input for d in descriptions if isinstance(d, InputMutationAOTOutput)}
     writes = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)

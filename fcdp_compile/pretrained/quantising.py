@@ -1,0 +1,95 @@
+"""Quantise this rank's blocks of a weight while they are read from a checkpoint that is not quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.pretrained.source import Files, Source
+from fcdp_compile.quantised.interface import Quantiser
+from fcdp_compile.quantised.weight import QuantisedWeight
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.parameters.record import ParamRecord
+
+
+class QuantisedPart:
+    """This rank's part of a quantised weight.
+
+    Peak memory: the rows of the checkpoint's tensor that this rank's blocks are in.
+    replaced: the buffers that `finish` has replaced.
+    """
+
+    def __init__(
+        self, weight: QuantisedWeight, packed: Mapping[str, ParamRecord], state: ShardedModel
+    ) -> None:
+        quantiser = weight.recipe.quantiser
+        assert quantiser is not None
+        self._weight, self._packed, self._state = weight, packed, state
+        self._quantiser: Quantiser = quantiser
+        self._asked: dict[str, Tensor] = {}
+        self.replaced: list[Tensor] = []
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the packed parameters."""
+        return [record.spec.key for record in self._packed.values()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed parts."""
+        return sum(record.local().nbytes for record in self._packed.values())
+
+    def fill(self, source: Source, files: Files) -> None:
+        """Read the rows that this rank's blocks are in, and quantise the blocks."""
+        first, count = self._rows()
+        width = self._quantiser.row_elements
+        if width is None:  # blocks end within rows: quantise all of it
+            values = self._read(source, 0, self._quantiser.shape.numel(), files)
+        else:
+            values = self._read(source, first * width, (first + count) * width, files)
+        made = self._quantiser.quantise(values) if values.numel() else {}
+        for name, tensor in made.items():
+            local = self._packed[name].local()
+            rows = tensor.reshape(-1, *local.shape[1:])
+            if width is None:
+                rows = rows.narrow(0, *self._rows(name))
+            if name in self._quantiser.asked:
+                self._asked[name] = rows.to(local.device)
+            else:
+                local.copy_(rows.view(local.dtype) if rows.itemsize == 1 else rows)
+
+    def finish(self) -> None:
+        """Compute what depends on all blocks; all ranks call it, for the same weights in the same order."""
+        whole: dict[str, Tensor] = {}
+        for name in self._quantiser.asked:
+            record = self._packed[name]
+            mine = self._asked.pop(name, None)
+            if mine is None:  # this rank has no rows
+                mine = torch.empty(record.spec.local_shape, device=record.local().device)
+            whole[name] = self._state.gather(record.spec.key, mine, mine.dtype)
+        for name, tensor in self._quantiser.finish(whole).items():
+            if name in self._packed:
+                self._packed[name].local().copy_(tensor.narrow(0, *self._rows(name)))
+            else:
+                old = self._weight._buffers[name]
+                assert old is not None
+                self.replaced.append(old)
+                self._weight._buffers[name] = tensor.to(self._state.device.torch)
+
+    def _rows(self, name: str = "packed") -> tuple[int, int]:
+        """The first row of a packed parameter that this rank has, and how many it has."""
+        spec = self._packed[name].spec
+        home = self._state.topology.home(spec.strategy.home)
+        return spec.layout.local_start(home.node, home.place), spec.local_shape[0]
+
+    def _read(self, source: Source, begin: int, end: int, files: Files) -> Tensor:
+        """Read a range of the elements of a tensor [rows, ...] in their order, on the model's device."""
+        row = self._quantiser.shape[1:].numel()
+        first, last = begin // row, -(-end // row)
+        shape = (last - first, *self._quantiser.shape[1:])
+        values = torch.empty(shape, dtype=self._quantiser.dtype, device="cpu")
+        source.fill(values, (first, *(0 for _ in shape[1:])), files)
+        mine = values.view(-1)[begin - first * row : end - first * row]
+        return mine.to(self._state.device.torch)

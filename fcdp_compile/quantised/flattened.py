@@ -1,0 +1,89 @@
+"""Weights of torchao, and of every other class of tensors that names its inner tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fcdp_compile.quantised.interface import NO_MEMBERS, Parts, Take
+from fcdp_compile.torch_compat import is_wrapper_subclass
+
+SMALL = 0.01
+"""A tensor stays whole if it has less than this part of its weight's bytes: its gathers would cost more."""
+
+
+class _Class(NamedTuple):
+    """A subclass of Tensor that holds others, as `__tensor_flatten__` describes it.
+
+    inner: the names of the tensors that it holds, each with their class; None: a plain tensor.
+    """
+
+    cls: Any
+    inner: tuple[tuple[str, _Class | None], ...]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flat:
+    """A tensor that was taken apart by `__tensor_flatten__`."""
+
+    outer: _Class
+
+    members = NO_MEMBERS
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return _joined(self.outer, tensors, "")
+
+    def attributes(self, module: nn.Module) -> dict[str, Any]:
+        return {}
+
+    @property
+    def quantiser(self) -> None:
+        return None
+
+
+def _joined(of: _Class, tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
+    inner = {
+        name: tensors[prefix + name]
+        if within is None
+        else _joined(within, tensors, f"{prefix}{name}_")
+        for name, within in of.inner
+    }
+    joined: Tensor = of.cls.__tensor_unflatten__(inner, of.context, of.size, of.stride)
+    return joined
+
+
+def flattened_format(parameter: nn.Parameter) -> Take | None:
+    """How to take a tensor that holds other tensors apart; None for other parameters."""
+    is_known = is_wrapper_subclass(parameter) and not isinstance(parameter, DTensor)
+    return _take_flat if is_known else None
+
+
+def _take_flat(module: nn.Module, parameter: Any) -> Parts:
+    tensors: dict[str, Tensor] = {}
+    outer = _flatten(parameter, "", tensors)
+    least = SMALL * sum(t.nbytes for t in tensors.values())
+    packed = {name: t for name, t in tensors.items() if t.dim() and t.nbytes >= least}
+    whole = {name: t for name, t in tensors.items() if name not in packed}
+    return Parts(packed=packed, whole=whole, recipe=_Flat(outer=outer))
+
+
+def _flatten(tensor: Any, prefix: str, found: dict[str, Tensor]) -> _Class:
+    """Describe a tensor that holds others, and add those that hold none to `found`."""
+    names, context = tensor.__tensor_flatten__()
+    inner: list[tuple[str, _Class | None]] = []
+    for name in names:
+        held = getattr(tensor, name)
+        if is_wrapper_subclass(held):
+            inner.append((name, _flatten(held, f"{prefix}{name}_", found)))
+        else:
+            found[prefix + name] = held
+            inner.append((name, None))
+    return _Class(type(tensor), tuple(inner), context, tensor.size(), tensor.stride())

@@ -1,0 +1,80 @@
+"""What a format of quantised weights offers.
+
+[Note: packed weights]
+A quantised weight is several tensors that the library keeps in one: packed values, one scale for each block
+of values, perhaps scales of these scales, and a code book.  A format takes them apart and joins them again:
+
+* *Packed*: tensors that are cut over the ranks.  A row of their first dimension is a whole number of blocks.
+  So a rank's rows can be quantised and read alone, and the scales of a block are with its values.
+* *Whole*: tensors so small that each rank has them.
+
+    bitsandbytes, 4 bits     packed: values [blocks, 32 bytes], scales [blocks] (fp32, or 8 bits if nested)
+                             whole: code book [16]; if nested, scales of 256 scales, their code book, offset
+    bitsandbytes, 8 bits     packed: values [out, in], scales [out]
+    torchao and its like     what `__tensor_flatten__` names
+
+Sources: QLoRA (Dettmers et al., 2023), section 3 (NF4, double quantisation); LLM.int8() (Dettmers et al.,
+2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+NO_MEMBERS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+
+
+class Recipe(Protocol):
+    """How the tensors of one weight become what the library's kernels take."""
+
+    members: Mapping[str, Callable[..., Any]]
+    """Methods that the module's class needs in place of the library's."""
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The weight, from all its tensors by name; in a graph a plain tensor with attributes."""
+
+    def attributes(self, module: nn.Module) -> dict[str, Any]:
+        """Attributes of the module that must change, because they hold the weight or write to it."""
+
+    @property
+    def quantiser(self) -> Quantiser | None:
+        """How values become such a weight; None if fcdp does not know."""
+
+
+class Quantiser(Protocol):
+    """How plain values become the tensors of a quantised weight.
+
+    shape, dtype: of the values.  row_elements: the values that a row of each packed tensor stands for, in the
+    order of memory; None if a row is not a whole number of blocks.
+    asked: the packed tensors that `finish` needs whole, from all ranks.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    row_elements: int | None
+    asked: tuple[str, ...]
+
+    def quantise(self, values: Tensor) -> dict[str, Tensor]:
+        """The rows of the packed tensors for some values [rows * row_elements]."""
+
+    def finish(self, asked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole tensors, and the packed tensors that follow from `asked`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A quantised weight taken apart; see [Note: packed weights]."""
+
+    packed: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor]
+    recipe: Recipe
+
+
+Take = Callable[[nn.Module, Any], Parts]
+"""Takes a module's parameter apart; raises ArgumentError with the end of a sentence about the parameter."""
