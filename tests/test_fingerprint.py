@@ -145,6 +145,8 @@ def test_memory_layout_does_not_matter() -> None:
     offset = torch.zeros(1 + table.numel())[1:].view(60, 70).copy_(table)
     assert not strided.is_contiguous()
     assert offset.storage_offset() % 2 == 1
+    one = table[:1, :1].as_strided((1,), (70,))
+    assert of(one) == of(table[0, :1])
     assert of(table) == of(strided) == of(offset) == of(table.T.contiguous().T)
     images = torch.randn(2, 3, 20, 20)
     assert of(images) == of(images.to(memory_format=torch.channels_last))

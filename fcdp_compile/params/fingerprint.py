@@ -31,9 +31,7 @@ def fingerprints(groups: Sequence[Sequence[Tensor]]) -> Tensor:
 
     Launches a few kernels for each 32 MiB of small groups, however many they are, and for each larger group.
     """
-    flats = [
-        [t.detach().contiguous().view(-1).view(torch.uint8) for t in g if t.numel()] for g in groups
-    ]
+    flats = [[_flat(t.detach()).view(torch.uint8) for t in g if t.numel()] for g in groups]
     found: list[Tensor] = []
     together: list[list[Tensor]] = []
     size = 0
@@ -46,6 +44,12 @@ def fingerprints(groups: Sequence[Sequence[Tensor]]) -> Tensor:
         size += own
     found.append(_hashes(together, groups[0][0].device))
     return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    # A contiguous tensor of one element may have any stride, with which it has no view as bytes.
+    flat = tensor.contiguous().view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
 def fingerprints_of_zeros(tensors: Sequence[Tensor]) -> Tensor:

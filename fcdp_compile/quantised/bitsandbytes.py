@@ -84,7 +84,7 @@ class _FourBit:
             offset=tensors.get("nested_offset"),
             state2=state2,
         )
-        values = tensors["packed"].view(-1, 1).view(self.storage)
+        values = tensors["packed"].view(-1).view(self.storage).view(-1, 1)
         if torch.compiler.is_compiling():  # Dynamo makes no parameters
             values.quant_state = state
             return values
@@ -205,7 +205,7 @@ def _take_4bit(module: nn.Module, parameter: Any) -> Parts:
 def _forward_8bit(self: Any, x: Tensor) -> Tensor:
     # The library's own forward keeps the whole weight in the module.
     weight, bias, state = self.weight, self.bias, _state_8bit(self)
-    state.CB, state.SCB, state.is_training = weight, weight.SCB, self.training
+    state.CB, state.SCB, state.is_training = weight.CB, weight.SCB, self.training
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     result: Tensor = sys.modules["bitsandbytes"].matmul(x, weight, bias=bias, state=state)
@@ -235,7 +235,8 @@ class _EightBit:
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         values, scales = tensors["packed"], tensors["SCB"]
         if torch.compiler.is_compiling():
-            values.SCB = scales  # type: ignore[attr-defined]  # the library's attribute
+            marked: Any = values
+            marked.CB, marked.SCB = values.view_as(values), scales
             return values
         library = sys.modules["bitsandbytes"]
         weight: Tensor = library.nn.Int8Params(

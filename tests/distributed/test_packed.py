@@ -1,0 +1,175 @@
+"""Quantised bases on 2 nodes x 2 ranks: parity, bytes, and loading without the whole weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import fcdp_compile
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.quantised.weight import QuantisedWeight
+from fcdp_compile.sharding.shard import state_of
+from tests.distributed.ranks import run
+from tests.quantised.layers import adapted, loss_of
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+pytest.importorskip("torchao", reason="torchao is not installed")
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+SIMILAR = {"torchao-nf4": 1e-4}
+"""Relative tolerance of losses where a layer computes in bf16; elsewhere 1e-6."""
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def _replicated(kind: str, world: int) -> list[float]:
+    model = adapted(kind)
+    optimizer, losses = _sgd(model), []
+    for step in range(STEPS):
+        parts = [loss_of(model, step, rank, world) for rank in range(world)]
+        loss = torch.stack(parts).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _train(mesh: DeviceMesh, kinds: list[tuple[str, str, bool]]) -> list[Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    results = []
+    for kind, strategy, checkpointed in kinds:
+        torch._dynamo.reset()
+        model = fcdp_compile.shard(
+            adapted(kind, checkpointed=checkpointed), mesh, strategy=strategy
+        )
+        net, optimizer = torch.compile(model, backend="fcdp"), _sgd(model)
+        state = state_of(model)
+        losses, sent = [], []
+        for step in range(STEPS):
+            before = state.counters.sent.get("inter_all_gather", 0)
+            loss = loss_of(net, step, rank, world)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append(state.counters.sent.get("inter_all_gather", 0) - before)
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / world)
+        records = [(r.spec, not r.parameter().requires_grad) for r in state.records.values()]
+        slots = {
+            of: sum(_slot_bytes(s) for s, frozen in records if frozen is of) for of in (False, True)
+        }
+        packed = sum(_slot_bytes(spec) for spec, _ in records if spec.is_packed)
+        results.append((losses, sent, slots, packed))
+    return results
+
+
+def _slot_bytes(spec: ParamSpec) -> int:
+    return spec.layout.slot_elements * spec.gather_dtype.itemsize
+
+
+CASES = [
+    *((kind, "fcdp", False) for kind in ("nf4", "nf4-nested", "int8", "torchao-int8")),
+    ("nf4-nested", "fcdp", True),
+    ("torchao-nf4", "fcdp", False),
+    ("nf4", "fcdp+c8", False),
+    ("torchao-mx8", "zero3", False),
+]
+
+
+def test_a_quantised_base_trains_as_replicated_and_crosses_the_network_once() -> None:
+    ranks = run(_train, CASES, nodes=2, ranks_per_node=2)
+    for i, (kind, strategy, checkpointed) in enumerate(CASES):
+        case = f"{kind} {strategy} checkpointed={checkpointed}"
+        losses, sent, slots, packed = ranks[0][i]
+        assert losses[-1] < losses[0], case
+        if strategy.endswith("c8"):  # which rounds the adapters and biases, but no packed bytes
+            assert packed <= sent[0] - sent[-1] < slots[True], case
+            continue
+        expected = torch.tensor(_replicated(kind, 4))
+        rtol = SIMILAR.get(kind, 1e-6)
+        torch.testing.assert_close(torch.tensor(losses), expected, rtol=rtol, atol=0, msg=case)
+        if strategy == "zero3":
+            assert sent[0] == sent[-1], case
+        else:
+            assert (sent[0], sent[-1]) == (slots[False] + slots[True], slots[False]), case
+
+
+def _load(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = _on_meta(folder, options)
+    fcdp_compile.shard(model, mesh)
+    fcdp_compile.load_pretrained(model, folder)
+    fcdp_compile.materialize(model)
+    found = dict(model.named_buffers())
+    for name, parameter in model.named_parameters():
+        found[name] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _on_meta(folder: Path, options: dict[str, Any]) -> nn.Module:
+    import transformers  # optional
+    from transformers.quantizers import AutoHfQuantizer
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    quantizer = AutoHfQuantizer.from_config(
+        transformers.BitsAndBytesConfig(**options), pre_quantized=False
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        quantizer.preprocess_model(model, dtype=torch.bfloat16, device_map={"": "cpu"})
+    model.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": torch.bfloat16,
+        },
+        {"load_in_8bit": True},
+    ],
+    ids=["nf4", "int8"],
+)
+def test_a_checkpoint_is_quantised_as_the_library_does(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=80,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    (loaded, *_) = run(_load, tmp_path, options, nodes=2, ranks_per_node=2)
+    library = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        quantization_config=transformers.BitsAndBytesConfig(**options),
+        device_map="cpu",
+        dtype=torch.bfloat16,
+    )
+    expected = fcdp_compile.shard(library.requires_grad_(False))
+    weights = [m for m in expected.modules() if isinstance(m, QuantisedWeight)]
+    assert len(weights) == 7
+    own = {**dict(expected.named_buffers()), **dict(expected.named_parameters())}
+    assert own.keys() == loaded.keys()
+    for name, tensor in own.items():
+        assert tensor.dtype == loaded[name].dtype
+        assert torch.equal(tensor.detach(), loaded[name]), name

@@ -1,0 +1,230 @@
+"""Quantised weights in one process: apart and together again, refused, restored, and never saved whole."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fcdp_compile
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.quantised.formats import take_apart
+from fcdp_compile.quantised.weight import QuantisedWeight, unfolded
+from tests.quantised.layers import LAYERS, WIDTH, adapted, four_bit, loss_of
+
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+pytest.importorskip("torchao", reason="torchao is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()  # its limit of compilations counts those of all models of one class
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_sharded_layer_computes_what_the_librarys_does(kind: str) -> None:
+    plain, model = adapted(kind), adapted(kind)
+    fcdp_compile.shard(model)
+    assert not any(p.requires_grad for n, p in model.named_parameters() if ".weight." in n)
+    for module in (model, torch.compile(model, backend="fcdp", fullgraph=True)):
+        expected, loss = loss_of(plain, 0), loss_of(module, 0)
+        torch.testing.assert_close(loss, expected, rtol=0, atol=0)
+        for of_plain, of_model in zip(
+            _gradients(plain, expected), _gradients(model, loss), strict=True
+        ):
+            torch.testing.assert_close(of_model, of_plain, rtol=0, atol=0)
+
+
+def _gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_backward_saves_no_dequantised_weight(kind: str, checkpointed: bool) -> None:
+    model = fcdp_compile.shard(adapted(kind, checkpointed=checkpointed))
+    net = torch.compile(model, backend="fcdp")
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(net, 0).backward()
+    packed = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    packed |= {b.untyped_storage().data_ptr() for b in model.buffers()}
+    large = [
+        t
+        for t in saved
+        if t.numel() >= WIDTH * WIDTH // 2 and t.untyped_storage().data_ptr() not in packed
+    ]
+    assert saved, "or nothing was looked at"
+    assert not large, [(t.dtype, tuple(t.shape)) for t in large]
+
+
+def test_training_goes_on_as_if_there_had_been_no_evaluation() -> None:
+    """On some CPUs bitsandbytes' own layers write other bytes to their weights in an evaluation."""
+    losses = []
+    for evaluates in (False, True):
+        model = fcdp_compile.shard(adapted("nf4-nested"))
+        net = torch.compile(model, backend="fcdp")
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for step in range(3):
+            loss = loss_of(net, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates:
+                net.eval()
+                with torch.no_grad():
+                    loss_of(net, step)
+                net.train()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_a_model_that_was_evaluated_before_shard_has_its_weights_in_order() -> None:
+    """The library has rounded its scales then; saving gives it the order of the bytes again."""
+    plain, model = adapted("nf4"), adapted("nf4")
+    for evaluated in (plain, model):
+        evaluated.eval()
+        with torch.no_grad():
+            loss_of(evaluated, 0)
+        evaluated.train()
+    plain.state_dict()
+    fcdp_compile.shard(model)
+    assert loss_of(model, 1).item() == loss_of(plain, 1).item()
+
+
+def test_packed_tensors_are_cut_between_blocks_and_float8_is_bytes() -> None:
+    layer = four_bit("nf4", nested=True)
+    parts = take_apart(layer, "weight")
+    assert parts is not None
+    assert {n: tuple(t.shape) for n, t in parts.packed.items()} == {
+        "packed": (WIDTH * WIDTH // 64, 32),
+        "absmax": (WIDTH * WIDTH // 64,),
+    }
+    float8 = take_apart(LAYERS["torchao-float8"](), "weight")
+    assert float8 is not None
+    assert QuantisedWeight(float8).get_parameter("qdata").dtype is torch.uint8
+
+
+def test_bytes_of_another_storage_dtype_and_of_a_shape_with_half_a_block() -> None:
+    for shape, storage in (((64, 32), torch.bfloat16), ((10, 10), torch.uint8)):
+        layer = bitsandbytes.nn.Linear4bit(
+            *reversed(shape), quant_type="nf4", compute_dtype=torch.float32, quant_storage=storage
+        )
+        layer = layer.requires_grad_(False).to("cpu")
+        x = torch.randn(3, shape[1])
+        expected = layer(x)
+        model = fcdp_compile.shard(nn.Sequential(layer))
+        assert torch.equal(model(x), expected)
+        assert torch.equal(torch.compile(model, backend="fcdp")(x), expected)
+
+
+@settings(deadline=None, max_examples=20)
+@given(cut=st.integers(0, 40), nested=st.booleans())
+def test_blocks_that_are_quantised_alone_are_the_librarys(cut: int, nested: bool) -> None:
+    values = torch.randn(40, 64, generator=torch.Generator().manual_seed(cut))
+    packed, state = bitsandbytes.functional.quantize_4bit(
+        values, quant_type="nf4", compress_statistics=nested
+    )
+    layer = bitsandbytes.nn.Linear4bit(
+        64, 40, bias=False, quant_type="nf4", compress_statistics=nested, device="meta"
+    )
+    parts = take_apart(layer.requires_grad_(False), "weight")
+    assert parts is not None
+    quantiser = parts.recipe.quantiser
+    assert quantiser is not None
+    pieces = [quantiser.quantise(p.reshape(-1)) for p in (values[:cut], values[cut:]) if p.numel()]
+    made = {n: torch.cat([p[n].reshape(-1) for p in pieces]) for n in ("packed", "absmax")}
+    assert torch.equal(made["packed"], packed.view(-1))
+    whole = quantiser.finish({"absmax": made["absmax"]} if nested else {})
+    assert torch.equal(whole.get("absmax", made["absmax"]), state.absmax)
+    assert torch.equal(whole["quant_map"], state.code)
+    if nested:
+        assert torch.equal(whole["nested_absmax"], state.state2.absmax)
+        assert torch.equal(whole["nested_offset"], state.offset)
+    assert {n: tuple(t.shape) for n, t in whole.items() if n in parts.whole} == {
+        n: tuple(t.shape) for n, t in parts.whole.items()
+    }, "what is on meta has the shapes of what will come"
+
+
+class _Unknown(nn.Parameter):
+    """Bytes with a meaning that only their library knows."""
+
+
+class _OwnForward(bitsandbytes.nn.Linear8bitLt):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def _unknown() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.weight = _Unknown(torch.zeros(8, 4, dtype=torch.uint8), requires_grad=False)
+    return layer
+
+
+def _trainable() -> nn.Module:
+    layer = LAYERS["torchao-int8"]()
+    layer.weight.requires_grad_()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (_unknown, "parameter 'weight' is a _Unknown, whose values fcdp cannot take apart"),
+        (_trainable, "parameter 'weight' is quantised but trainable"),
+        (
+            lambda: bitsandbytes.nn.Linear4bit(64, 64).requires_grad_(False),
+            "parameter 'weight' is a Params4bit that is not quantised yet",
+        ),
+        (
+            lambda: _OwnForward(64, 64, has_fp16_weights=False).requires_grad_(False).to("cpu"),
+            "parameter 'weight' is an Int8Params of a _OwnForward, whose forward fcdp does not know",
+        ),
+    ],
+    ids=["unknown", "trainable", "early", "forward"],
+)
+def test_what_fcdp_cannot_take_apart_is_refused(layer, told: str) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        fcdp_compile.shard(layer())
+
+
+def test_a_refused_model_is_as_it_was() -> None:
+    model = adapted("nf4-nested")
+    before = {n: id(p) for n, p in model.named_parameters()}
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(ArgumentError, match="no module of the model matches it"):
+        fcdp_compile.shard(model, module_strategies={"nowhere": "ddp"})
+    assert {n: id(p) for n, p in model.named_parameters()} == before
+    assert [type(m) for m in model.modules()] == classes
+    assert loss_of(model, 0).item() == loss_of(adapted("nf4-nested"), 0).item()
+
+
+def test_a_tied_weight_stays_one_and_ignored_ones_stay_the_librarys() -> None:
+    model = nn.Sequential(four_bit("nf4", nested=False), four_bit("nf4", nested=False))
+    model[1].weight = model[0].weight
+    with unfolded(model, ["1.bias"]):
+        assert model[0]._modules["weight"] is model[1]._modules["weight"]
+    ignored = adapted("nf4", layers=1)
+    fcdp_compile.shard(ignored, ignored_params=[ignored[0].base.weight])
+    assert type(ignored[0].base.weight) is bitsandbytes.nn.Params4bit
+    assert loss_of(ignored, 0).item() == loss_of(adapted("nf4", layers=1), 0).item()
+
+
+def test_an_8_bit_layer_keeps_its_threshold() -> None:
+    layer = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=3.0)
+    layer = layer.requires_grad_(False).to("cpu").eval()
+    x = torch.randn(4, 64) * torch.where(torch.arange(64) == 5, 20.0, 1.0)
+    expected = copy.deepcopy(layer)(x)
+    model = fcdp_compile.shard(nn.Sequential(layer))
+    assert torch.equal(model(x), expected)
+    assert math.isfinite(expected.sum().item())
