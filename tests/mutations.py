@@ -4,8 +4,8 @@
 
 Sixty mutations, one of each of sixty modules (`chosen`): a flipped comparison, a swapped sign, an
 off-by-one, a swapped argument, a dropped call, `and` for `or`.  Each is applied to a copy of the checkout.
-Then tests without process groups run with -x: first the tests that execute the line (`reaching`), then the
-others of their files and of the files that import the module.  A run that takes too long counts as caught.
+Then tests without process groups run with -x: first those that execute the line (`tests.reach`), then the
+others of the files that import the module.  A run that takes too long counts as caught.
 Results are kept in build/mutations.json, so that a run goes on where the last run stopped; a mutation of a
 module that has changed since is tried again.
 
@@ -39,8 +39,8 @@ RESULTS = ROOT / "build" / "mutations.json"
 COUNT = 60
 LIMIT_S = 1800
 FAST = "not distributed and not cluster and not slow and not gpu"
-_NOT_ASKED = ("docs", "benchmarks", "examples", "cluster", "test_packaging.py")
-"""Tests of documents, packaging and examples, which check no numbers."""
+_NOT_ASKED = ("docs", "benchmarks", "examples", "cluster", "test_packaging.py", "test_shapes.py")
+"""Tests of documents, packaging, examples and the text of the source, which check no numbers."""
 
 
 EXPLAINED = {
@@ -261,21 +261,21 @@ class Copy:
             sys.exit(f"the tests fail without a mutation, too, or do not run:\n{text}")
         part.rename(to)
 
-    def caught(self, mutation: Mutation, named: Sequence[str]) -> str:
+    def caught(self, mutation: Mutation, reaching: Sequence[str]) -> str:
         """The name of the test that notices a mutation; empty if no test does.
 
-        named: the tests that are asked before the others of their files.
+        reaching: tests that are asked besides those of files that import the module.
         """
         path = self.root / mutation.file
         source = path.read_text(encoding="utf-8")
-        files = [name.partition("::")[0] for name in named]
-        asked = [*own_tests(self.root, name_of(mutation.file)), *files]
-        there = [file for file in dict.fromkeys(asked) if (self.root / file).exists()]
-        first = self.root / "first.txt"
-        first.write_text("\n".join(named), encoding="utf-8")
+        own = own_tests(self.root, name_of(mutation.file))
+        asked = dict.fromkeys([*own, *(name.partition("::")[0] for name in reaching)])
+        files = [file for file in asked if (self.root / file).exists()]
+        these = self.root / "these.txt"
+        these.write_text("\n".join([*own, *reaching]), encoding="utf-8")
         path.write_text(mutation.applied(source), encoding="utf-8")
         try:
-            code, text = self.test("-x", "--first", str(first), *there) if there else (5, "")
+            code, text = self.test("-x", "--these", str(these), *files) if files else (5, "")
         finally:
             path.write_text(source, encoding="utf-8")
         if code in (0, 5):

@@ -1,29 +1,25 @@
-"""A pytest plugin of `tests.mutations`: records which lines each test executes, or runs some tests first.
+"""A pytest plugin of `tests.mutations`: records which lines each test executes, or runs named tests only.
 
     python -m pytest -p tests.reach --record FILE     write coverage's data file, a context for each test
-    python -m pytest -p tests.reach --first FILE      run the tests named in FILE, one a line, before others
+    python -m pytest -p tests.reach --these FILE      run the tests and files named in FILE, one a line
 
-Lines that run on import, while pytest collects, have no context.  Neither have lines that only a child
-process or a compiled kernel executes: they are not recorded.
+Lines that run on import, while pytest collects, have no context.  What a shared fixture or a cached function
+executes counts for the first test that uses it; what a child process or a compiled kernel executes is not
+recorded.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-_TESTS = Path(__file__).resolve().parent
-_CACHED = type(cache(len))
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="FILE")
-    parser.addoption("--first", metavar="FILE")
+    parser.addoption("--these", metavar="FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,9 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if file := config.getoption("--first"):
+    if file := config.getoption("--these"):
         named = set(Path(file).read_text(encoding="utf-8").splitlines())
-        items.sort(key=lambda item: item.nodeid not in named)
+        asked = [i for i in items if {i.nodeid, i.nodeid.partition("::")[0]} & named]
+        items[:] = sorted(asked, key=lambda item: item.nodeid not in named)
 
 
 class _Recording:
@@ -45,7 +42,6 @@ class _Recording:
             import coverage
         except ImportError as error:
             raise pytest.UsageError("--record needs coverage: pip install coverage") from error
-        self._in: Path | None = None
         self._coverage: Any = coverage.Coverage(
             data_file=file,
             config_file=False,
@@ -56,22 +52,9 @@ class _Recording:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        if self._in != item.path:
-            # Else a file that reads what another file has built would seem to execute nothing.
-            self._in = item.path
-            _clear_caches()
         self._coverage.switch_context(item.nodeid)
         return (yield)
 
     def pytest_sessionfinish(self) -> None:
         self._coverage.stop()
         self._coverage.save()
-
-
-def _clear_caches() -> None:
-    """Empty the caches of functions of the tests."""
-    for module in list(sys.modules.values()):
-        if _TESTS in Path(getattr(module, "__file__", None) or "/").parents:
-            for value in vars(module).values():
-                if isinstance(value, _CACHED):
-                    value.cache_clear()

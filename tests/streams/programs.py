@@ -116,10 +116,15 @@ def evaluate_too(job: Job) -> None:
     job.step()
     with torch.no_grad():
         job.loss()
-    parameter = next(p for p in job.model.parameters() if not p.requires_grad)
+    frozen = next(p for p in job.model.parameters() if not p.requires_grad)
+    trained = next(p for p in job.model.parameters() if p.requires_grad)
+    sent = state_of(job.model).counters.sent
     with job.device.watching("what reads a parameter"):
-        fcdp_compile.full(parameter).sum()
-        parameter.to_local().sum()  # type: ignore[attr-defined]
+        before = sent[Kind.INTER_ALL_GATHER.value]
+        fcdp_compile.full(frozen).sum()
+        frozen.to_local().sum()  # type: ignore[attr-defined]
+        assert sent[Kind.INTER_ALL_GATHER.value] == before, "a copy of it is in the cache"
+        fcdp_compile.full(trained).sum()
     gather_again(job)
     job.step()
 
