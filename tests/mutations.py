@@ -4,8 +4,8 @@
 
 Sixty mutations, one of each of sixty modules (`chosen`): a flipped comparison, a swapped sign, an
 off-by-one, a swapped argument, a dropped call, `and` for `or`.  Each is applied to a copy of the checkout.
-Then tests without process groups run with -x: first those that execute the line (`tests.reach`), then the
-others of the files that import the module.  A run that takes too long counts as caught.
+Then tests without process groups run with -x: those of the files that import the module, and then all that
+execute the line (`tests.reach`).  A run that takes too long counts as caught.
 Results are kept in build/mutations.json, so that a run goes on where the last run stopped; a mutation of a
 module that has changed since is tried again.
 
@@ -27,6 +27,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -294,9 +295,15 @@ class Reach:
             sys.exit("what tests execute is recorded by coverage: pip install coverage")
         self._data = CoverageData(str(file))
         self._data.read()
+        self._size = Counter(
+            name
+            for path in self._data.measured_files()
+            for names in self._data.contexts_by_lineno(path).values()
+            for name in names
+        )
 
     def reaching(self, mutation: Mutation) -> list[str]:
-        """The tests that execute a mutation's statement.
+        """The tests that execute a mutation's statement, those first that execute the fewest lines.
 
         Every test that executes anything of the module, if the statement runs on import.
         """
@@ -312,7 +319,7 @@ class Reach:
         names = {name for line in of_it for name in line}
         if "" in names:
             names = {name for line in by_line.values() for name in line}
-        return sorted(names - {""})
+        return sorted(names - {""}, key=lambda name: (self._size[name], name))
 
 
 def _holds(node: ast.stmt, mutation: Mutation) -> bool:

@@ -1,7 +1,7 @@
 """A pytest plugin of `tests.mutations`: records which lines each test executes, or runs named tests only.
 
     python -m pytest -p tests.reach --record FILE     write coverage's data file, a context for each test
-    python -m pytest -p tests.reach --these FILE      run the tests and files named in FILE, one a line
+    python -m pytest -p tests.reach --these FILE      run the tests and files named in FILE, in its order
 
 Lines that run on import, while pytest collects, have no context.  What a shared fixture or a cached function
 executes counts for the first test that uses it; what a child process or a compiled kernel executes is not
@@ -29,9 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if file := config.getoption("--these"):
-        named = set(Path(file).read_text(encoding="utf-8").splitlines())
-        asked = [i for i in items if {i.nodeid, i.nodeid.partition("::")[0]} & named]
-        items[:] = sorted(asked, key=lambda item: item.nodeid not in named)
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        place = {name: number for number, name in enumerate(lines)}
+        found = {
+            item: [place[n] for n in (item.nodeid, item.nodeid.partition("::")[0]) if n in place]
+            for item in items
+        }
+        items[:] = sorted((i for i in items if found[i]), key=lambda item: min(found[item]))
 
 
 class _Recording:

@@ -143,6 +143,9 @@ def gather_again(job: Job) -> None:
             assert job.device.check.alive_bytes() == before, (
                 f"bucket {bucket.id} left something on the device"
             )
+            model.upkeep.release_shards(bucket)
+            held = [r.places()[0].held for r in model.records.of(bucket)]  # type: ignore[attr-defined]
+            assert all(shard.untyped_storage().nbytes() == 0 for shard in held), "not released"
 
 
 def accumulate(job: Job) -> None:

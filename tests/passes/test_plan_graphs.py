@@ -1,0 +1,34 @@
+"""Graphs of one model share its device memory."""
+
+from __future__ import annotations
+
+from builders_graph import Where, make_context, make_specs, toy_forward
+from fcdp_compile.passes.memory.placement import Room
+from fcdp_compile.passes.planning.book import BucketBook
+from fcdp_compile.passes.planning.plan_graphs import plan_graphs
+from fcdp_compile.plan import Direction, Plan, Tier
+
+SPECS = make_specs({"a": (64, 64), "b": (32, 32)}, Where())
+CONTEXT = make_context(SPECS, Where(), frozen=["a", "b"])
+
+
+def _plan(name: str, book: BucketBook) -> Plan:
+    """The plan of an inference graph that reads one parameter."""
+    graphs = {Direction.INFERENCE: toy_forward(SPECS, uses=[name])}
+    room = Room(capacity_bytes=1 << 20, threshold=1.0)
+    return plan_graphs(graphs, book, room, CONTEXT, number=0).plan
+
+
+def test_what_other_graphs_keep_is_taken() -> None:
+    book = BucketBook(CONTEXT.specs)
+    (kept,) = _plan("a", book).placements
+    assert kept.tier is Tier.GPU_FULL
+    alone, beside = _plan("b", BucketBook(CONTEXT.specs)), _plan("b", book)
+    assert alone.peak_bytes is not None
+    full_bytes = 64 * 64 * 4
+    assert (
+        beside.peak_bytes == alone.peak_bytes + full_bytes + full_bytes // 4
+    )  # and its home shard
+    assert _plan("b", book).peak_bytes == beside.peak_bytes, (
+        "a graph's own buckets are counted twice"
+    )
