@@ -51,6 +51,9 @@ EXPLAINED = {
     "runtime/cache/pinned.py: slab_bytes = -(-max(size, 2) // mmap.PAGESIZE) * mmap.PAGESIZE": (
         "one byte and two bytes take one page"
     ),
+    "runtime/collectives/channel.py: out.copy_(arrived, non_blocking=False)": (
+        "the lane's own thread waits for the copy, the last work of its task; no result can differ"
+    ),
     "runtime/program.py: first = self._place[node.args[0]] "
     "if node.args and isinstance(node.args[0], Node) else -2": (
         "the number stands for no place, and the only steps without one, stamp and load, do not read it"

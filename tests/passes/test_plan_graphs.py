@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from builders_graph import Where, make_context, make_specs, toy_forward
+from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.plan_graphs import plan_graphs
 from fcdp_compile.plan import Direction, Plan, Tier
 
-SPECS = make_specs({"a": (64, 64), "b": (32, 32)}, Where())
-CONTEXT = make_context(SPECS, Where(), frozen=["a", "b"])
+
+def _context(where: Where) -> PassContext:
+    return make_context(make_specs({"a": (64, 64), "b": (32, 32)}, where), where, frozen=["a", "b"])
 
 
-def _plan(name: str, book: BucketBook) -> Plan:
+CONTEXT = _context(Where())
+
+
+def _plan(name: str, book: BucketBook, context: PassContext = CONTEXT) -> Plan:
     """The plan of an inference graph that reads one parameter."""
-    graphs = {Direction.INFERENCE: toy_forward(SPECS, uses=[name])}
+    graphs = {Direction.INFERENCE: toy_forward(context.specs, uses=[name])}
     room = Room(capacity_bytes=1 << 20, threshold=1.0)
-    return plan_graphs(graphs, book, room, CONTEXT, number=0).plan
+    return plan_graphs(graphs, book, room, context, number=0).plan
 
 
 def test_what_other_graphs_keep_is_taken() -> None:
@@ -32,3 +37,9 @@ def test_what_other_graphs_keep_is_taken() -> None:
     assert _plan("b", book).peak_bytes == beside.peak_bytes, (
         "a graph's own buckets are counted twice"
     )
+
+
+def test_a_rank_alone_in_its_node_has_the_whole_bucket_anyway() -> None:
+    context = _context(Where(ranks_per_node=1))
+    (kept,) = _plan("a", BucketBook(context.specs), context).placements
+    assert kept.tier is Tier.GPU
