@@ -311,23 +311,17 @@ class Reach:
         Every test that executes anything of the module, if the statement runs on import.
         """
         tree = ast.parse((ROOT / mutation.file).read_text(encoding="utf-8"))
-        around = [
-            n.lineno for n in ast.walk(tree) if isinstance(n, ast.stmt) and _holds(n, mutation)
-        ]
+        statements = [n for n in ast.walk(tree) if isinstance(n, ast.stmt)]
+        starts = [n.lineno for n in statements if n.lineno <= mutation.line <= (n.end_lineno or 0)]
         by_line = {}
         for path in self._data.measured_files():
             if path.endswith(f"/fcdp_compile/{mutation.file}"):
                 by_line = self._data.contexts_by_lineno(path)
-        of_it = [by_line.get(n, []) for n in range(max(around), mutation.end_line + 1)]
+        of_it = [by_line.get(n, []) for n in range(max(starts), mutation.end_line + 1)]
         names = {name for line in of_it for name in line}
         if "" in names:
             names = {name for line in by_line.values() for name in line}
         return sorted(names - {""}, key=lambda name: (self._size[name], name))
-
-
-def _holds(node: ast.stmt, mutation: Mutation) -> bool:
-    assert node.end_lineno is not None
-    return node.lineno <= mutation.line and mutation.end_line <= node.end_lineno
 
 
 def digest(*texts: str) -> str:
@@ -359,9 +353,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument(
-        "--own", action="store_true", help="ask only the tests of files that import the module"
-    )
+    parser.add_argument("--own", action="store_true", help="only tests that import the module")
     options = parser.parse_args(arguments)
     picks = dict(enumerate(chosen()))
     if options.only:

@@ -30,6 +30,7 @@ def test_what_other_graphs_keep_is_taken() -> None:
     assert kept.tier is Tier.GPU_FULL
     alone, beside = _plan("b", BucketBook(CONTEXT.specs)), _plan("b", book)
     assert alone.peak_bytes is not None
+    assert alone.memory_limit_bytes == beside.memory_limit_bytes == 1 << 20
     full_bytes = 64 * 64 * 4
     assert (
         beside.peak_bytes == alone.peak_bytes + full_bytes + full_bytes // 4
