@@ -4,11 +4,15 @@
 
 Sixty mutations, one of each of sixty modules (`chosen`): a flipped comparison, a swapped sign, an
 off-by-one, a swapped argument, a dropped call, `and` for `or`.  Each is applied to a copy of the checkout.
-Then the tests without process groups run with -x: first the files that import the module, then all others.
-A run that takes too long counts as caught.  Results are kept in build/mutations.json, so that a run goes on
-where the last run stopped; a mutation of a module that has changed since is tried again.
+Then tests without process groups run with -x: those of the files that import the module, and then all that
+execute the line (`tests.reach`).  A run that takes too long counts as caught.
+Results are kept in build/mutations.json, so that a run goes on where the last run stopped; a mutation of a
+module that has changed since is tried again.
 
-Not part of CI: an hour or two.  EXPLAINED says why the fast layer need not notice some.
+Which tests execute a line is recorded once for a state of passes and runtime, in build/reach-….  That takes
+as long as the tests, and needs coverage (pip install coverage).  Delete the file once there are new tests.
+
+Not part of CI: an hour.  EXPLAINED says why the fast layer need not notice some.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -34,12 +39,27 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "build" / "mutations.json"
 COUNT = 60
 LIMIT_S = 1800
-_NEAREST = ("tests/test_backend_single.py", "tests/runtime", "tests/passes", "tests/streams")
-"""Which of the other tests are asked first."""
+FAST = "not distributed and not cluster and not slow and not gpu"
+_NOT_ASKED = ("docs", "benchmarks", "examples", "cluster", "test_packaging.py", "test_shapes.py")
+"""Tests of documents, packaging, examples and the text of the source, which check no numbers."""
 
 
-EXPLAINED: dict[str, str] = {}
-"""Why the tests need not notice a mutation, by the mutation's text."""
+EXPLAINED = {
+    "passes/graph/repetition.py: begin = end = 1  # the match that reaches furthest": (
+        "the first item with a match behind it sets both anew: no position is before 1"
+    ),
+    "runtime/cache/pinned.py: slab_bytes = -(-max(size, 2) // mmap.PAGESIZE) * mmap.PAGESIZE": (
+        "one byte and two bytes take one page"
+    ),
+    "runtime/collectives/channel.py: out.copy_(arrived, non_blocking=False)": (
+        "the lane's own thread waits for the copy, the last work of its task; no result can differ"
+    ),
+    "runtime/program.py: first = self._place[node.args[0]] "
+    "if node.args and isinstance(node.args[0], Node) else -2": (
+        "the number stands for no place, and the only steps without one, stamp and load, do not read it"
+    ),
+}
+"""Why the tests need not notice a mutation, by its file and the line as changed."""
 
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -160,15 +180,19 @@ def _changes(node: ast.expr | ast.stmt) -> Iterator[tuple[str, str]]:
             return
 
 
-def chosen() -> list[Mutation]:
-    """One mutation of each of the modules with the most code; equal sources give equal mutations."""
-    files = [
-        str(path.relative_to(ROOT))
+def sources() -> dict[str, str]:
+    """The text of every module of passes and runtime."""
+    return {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
         for folder in ("passes", "runtime")
         for path in sorted((ROOT / folder).rglob("*.py"))
-    ]
-    of = {file: mutations(file, (ROOT / file).read_text(encoding="utf-8")) for file in files}
-    rich = sorted((f for f in files if of[f]), key=lambda file: -len(of[file]))
+    }
+
+
+def chosen() -> list[Mutation]:
+    """One mutation of each of the modules with the most code; equal sources give equal mutations."""
+    of = {file: mutations(file, text) for file, text in sources().items()}
+    rich = sorted((f for f in of if of[f]), key=lambda file: -len(of[file]))
     picks = []
     number = 0
     while len(picks) < COUNT:  # one of each module, then more of the largest
@@ -215,65 +239,105 @@ class Copy:
         for top in ("passes", "runtime"):
             (folder / top).symlink_to(folder / "fcdp_compile" / top)
 
-    def test(self, *arguments: str) -> tuple[int, str]:
+    def test(self, *arguments: str, limit_s: float | None = LIMIT_S) -> tuple[int, str]:
         """Run pytest; return its exit code (5: no tests, 124: out of time) and the end of its output."""
-        marks = "not distributed and not cluster and not slow and not gpu"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            marks,
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         try:
             done = subprocess.run(
-                [*command, *arguments],
+                [*command, "-p", "tests.reach", "-m", FAST, *arguments],
                 cwd=self.root,
-                env=environment,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
                 capture_output=True,
                 text=True,
-                timeout=LIMIT_S,
+                timeout=limit_s,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             return 124, "it takes too long"
-        return done.returncode, done.stdout[-4000:]
+        return done.returncode, (done.stdout + done.stderr)[-4000:]
 
-    def caught(self, mutation: Mutation, *, by_own: bool) -> str:
+    def record(self, to: Path) -> None:
+        """Run all tests that are asked, and write which lines each of them executes."""
+        ignored = [f"--ignore=tests/{name}" for name in _NOT_ASKED]
+        part = to.with_suffix(".part")
+        code, text = self.test("--record", str(part), *ignored, "tests", limit_s=None)
+        if code:
+            sys.exit(f"the tests fail without a mutation, too, or do not run:\n{text}")
+        part.rename(to)
+
+    def caught(self, mutation: Mutation, reaching: Sequence[str]) -> str:
         """The name of the test that notices a mutation; empty if no test does.
 
-        by_own: only the tests of files that import the module are asked.
+        reaching: tests that are asked besides those of files that import the module.
         """
         path = self.root / mutation.file
         source = path.read_text(encoding="utf-8")
+        own = own_tests(self.root, name_of(mutation.file))
+        asked = dict.fromkeys([*own, *(name.partition("::")[0] for name in reaching)])
+        files = [file for file in asked if (self.root / file).exists()]
+        these = self.root / "these.txt"
+        these.write_text("\n".join([*own, *reaching]), encoding="utf-8")
         path.write_text(mutation.applied(source), encoding="utf-8")
         try:
-            own = own_tests(self.root, name_of(mutation.file))
-            others = [f"--ignore={file}" for file in own]
-            # Tests of documents, packaging and examples check no numbers.
-            others += [f"--ignore=tests/{n}" for n in ("docs", "benchmarks", "examples", "cluster")]
-            rest = (
-                [] if by_own else [*_NEAREST, "tests", "--ignore=tests/test_packaging.py", *others]
-            )
-            for arguments in (own, rest):
-                code, text = self.test(*arguments) if arguments else (5, "")
-                if code not in (0, 5):
-                    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
-                    return str(failed[0]) if failed else text.strip().splitlines()[-1][:200]
+            code, text = self.test("-x", "--these", str(these), *files) if files else (5, "")
         finally:
             path.write_text(source, encoding="utf-8")
-        return ""
+        if code in (0, 5):
+            return ""
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+        return str(failed[0]) if failed else text.strip().splitlines()[-1][:200]
+
+
+class Reach:
+    """Which test executes which line, from the file that `Copy.record` writes."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            from coverage import CoverageData
+        except ImportError:
+            sys.exit("what tests execute is recorded by coverage: pip install coverage")
+        self._data = CoverageData(str(file))
+        self._data.read()
+        self._size = Counter(
+            name
+            for path in self._data.measured_files()
+            for names in self._data.contexts_by_lineno(path).values()
+            for name in names
+        )
+
+    def reaching(self, mutation: Mutation) -> list[str]:
+        """The tests that execute a mutation's statement, those first that execute the fewest lines.
+
+        Every test that executes anything of the module, if the statement runs on import.
+        """
+        tree = ast.parse((ROOT / mutation.file).read_text(encoding="utf-8"))
+        statements = [n for n in ast.walk(tree) if isinstance(n, ast.stmt)]
+        starts = [n.lineno for n in statements if n.lineno <= mutation.line <= (n.end_lineno or 0)]
+        by_line = {}
+        for path in self._data.measured_files():
+            if path.endswith(f"/fcdp_compile/{mutation.file}"):
+                by_line = self._data.contexts_by_lineno(path)
+        of_it = [by_line.get(n, []) for n in range(max(starts), mutation.end_line + 1)]
+        names = {name for line in of_it for name in line}
+        if "" in names:
+            names = {name for line in by_line.values() for name in line}
+        return sorted(names - {""}, key=lambda name: (self._size[name], name))
+
+
+def digest(*texts: str) -> str:
+    """Names files and results by what they were made of."""
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 
 def key_of(mutation: Mutation) -> str:
     """The key of a result: the change, and a digest of the module's text."""
-    text = (ROOT / mutation.file).read_text(encoding="utf-8") + json.dumps(asdict(mutation))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest((ROOT / mutation.file).read_text(encoding="utf-8"), json.dumps(asdict(mutation)))
+
+
+def changed_line(mutation: Mutation) -> str:
+    """A mutation's file, and its line after the change."""
+    text = mutation.applied((ROOT / mutation.file).read_text(encoding="utf-8"))
+    return f"{mutation.file}: {text.splitlines()[mutation.line - 1].strip()}"
 
 
 def say(text: str) -> None:
@@ -289,9 +353,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument(
-        "--own", action="store_true", help="ask only the tests of files that import the module"
-    )
+    parser.add_argument("--own", action="store_true", help="only tests that import the module")
     options = parser.parse_args(arguments)
     picks = dict(enumerate(chosen()))
     if options.only:
@@ -300,30 +362,38 @@ def main(arguments: Sequence[str]) -> int:
         for number, mutation in picks.items():
             say(f"{number:2} {mutation.kind:18} {mutation}")
         return 0
+    RESULTS.parent.mkdir(exist_ok=True)
     results: dict[str, str] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     lock = Lock()
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         copies = [Copy(Path(folder) / str(n)) for n in range(options.jobs)]
+        if not options.own:
+            record = RESULTS.parent / f"reach-{digest(*sources().values())}"
+            if not record.exists():
+                say("recording which tests execute which lines")
+                copies[0].record(record)
+            reach = Reach(record)
 
         def one(number: int) -> None:
             mutation = picks[number]
             if options.again or key_of(mutation) not in results:
                 with lock:
                     copy = copies.pop()
-                said = copy.caught(mutation, by_own=options.own)
+                said = copy.caught(mutation, [] if options.own else reach.reaching(mutation))
                 with lock:
                     copies.append(copy)
                     if said or not options.own:  # other tests may notice what the own tests do not
                         results[key_of(mutation)] = said
-                    RESULTS.parent.mkdir(exist_ok=True)
                     RESULTS.write_text(json.dumps(results, indent=1))
-            said = results.get(key_of(mutation)) or EXPLAINED.get(str(mutation), "NOT CAUGHT")
+            said = results.get(key_of(mutation)) or EXPLAINED.get(
+                changed_line(mutation), "NOT CAUGHT"
+            )
             say(f"{number:2} {mutation.kind:18} {mutation}\n      {said}")
 
         list(pool.map(one, picks))
     survivors = [m for m in picks.values() if not results.get(key_of(m))]
     say(f"{len(picks) - len(survivors)} of {len(picks)} are caught")
-    return int(any(str(m) not in EXPLAINED for m in survivors))
+    return int(any(changed_line(m) not in EXPLAINED for m in survivors))
 
 
 if __name__ == "__main__":

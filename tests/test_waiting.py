@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from fcdp_compile.errors import LostRankError
 from fcdp_compile.ranks import waiting
 from fcdp_compile.ranks.waiting import Wait, finish
+from fcdp_compile.runtime.collectives.word_of_all import Telling
 
 
 class Work:
@@ -79,3 +84,24 @@ def test_ctrl_c_ends_the_wait_and_closes_the_group(closed: list[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
         finish(Work(1000, on_look=interrupt), GROUP, WAIT)  # type: ignore[arg-type]
     assert closed == [GROUP]
+
+
+def test_words_of_all_ranks_travel_until_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Work] = []
+
+    def gather(own: Tensor, everyone: list[Tensor], *, async_op: bool, **_: object) -> Work:
+        def arrive() -> None:
+            for words, said in zip(everyone, ([1, 0], [4, 2]), strict=True):
+                words.copy_(torch.tensor(said))
+
+        assert async_op, "it would block"
+        begun.append(Work(1, on_look=arrive))
+        return begun[0]
+
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "gather", gather)
+    monkeypatch.setattr(dist, "broadcast", lambda *args, **more: Work(0))
+    group: Any = SimpleNamespace(size=lambda: 2)
+    telling = Telling([1, 0], group, str)
+    assert not begun[0].is_completed()
+    assert telling.finish() == [5, 2]

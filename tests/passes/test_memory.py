@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from builders_graph import GraphBuilder, Where, aten, lower_toy
 from fcdp_compile import ops
+from fcdp_compile.passes.graph.work import accessed_bytes_of
 from fcdp_compile.passes.memory.curve import hints_of, storages, timeline
 from fcdp_compile.plan import LANES, Lane
 from fcdp_compile.torch_compat import storage_id
@@ -91,7 +92,7 @@ def test_a_started_gather_holds_its_input_until_its_wait() -> None:
 
 
 def test_symbols_count_with_the_values_that_they_were_traced_with_or_others() -> None:
-    gm = make_fx(lambda x: (x * 2.0).sum(0), tracing_mode="symbolic")(torch.empty(6, 5))
+    gm = make_fx(lambda x: [(x * 2.0).sum(0)], tracing_mode="symbolic")(torch.empty(6, 5))
 
     def of_sizes(sizes: dict[sympy.Symbol, int] | None) -> list[int]:
         alive = timeline(gm, elsewhere=NONE, device_type="cpu", sizes=sizes)
@@ -101,6 +102,8 @@ def test_symbols_count_with_the_values_that_they_were_traced_with_or_others() ->
     assert of_sizes(None) == of_sizes(hints_of(gm)) == [240, 240 - 120 + 20]
     assert of_sizes({s: 3, t: 7}) == [8 * 21, 4 * 21 + 4 * 7]
     assert of_sizes({s: 3})[0] == 0, "what data decide is not known"
+    accessed = [accessed_bytes_of(gm.graph, sizes) for sizes in ({}, {s: 3, t: 7})]
+    assert accessed == [120 + 20, 4 * 21 + 4 * 7]
 
 
 # --- from scratch ---------------------------------------------------------------------------------------

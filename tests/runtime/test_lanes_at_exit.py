@@ -42,10 +42,20 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 
 def test_an_idle_lane_is_no_hindrance() -> None:
     done = run("""
+        import atexit
+
+        @atexit.register
+        def look():
+            for thread in threading.enumerate():
+                if thread.daemon:
+                    thread.join(10)
+                    print(thread.name * thread.is_alive(), end="")
+
+        lanes = Lanes(Cpu(), is_blocking=True)  # after `look`, so that it gives up before
         lanes.start(Lane.INTER, lambda: None, out=out, reads=[], name="x").wait()
         sys.exit(3)
     """)
-    assert (done.returncode, done.stderr) == (3, "")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
 
 
 def test_blocked_tasks_give_up_and_others_never_begin() -> None:

@@ -116,10 +116,15 @@ def evaluate_too(job: Job) -> None:
     job.step()
     with torch.no_grad():
         job.loss()
-    parameter = next(p for p in job.model.parameters() if not p.requires_grad)
+    frozen = next(p for p in job.model.parameters() if not p.requires_grad)
+    trained = next(p for p in job.model.parameters() if p.requires_grad)
+    sent = state_of(job.model).counters.sent
     with job.device.watching("what reads a parameter"):
-        fcdp_compile.full(parameter).sum()
-        parameter.to_local().sum()  # type: ignore[attr-defined]
+        before = sent[Kind.INTER_ALL_GATHER.value]
+        fcdp_compile.full(frozen).sum()
+        frozen.to_local().sum()  # type: ignore[attr-defined]
+        assert sent[Kind.INTER_ALL_GATHER.value] == before, "a copy of it is in the cache"
+        fcdp_compile.full(trained).sum()
     gather_again(job)
     job.step()
 
@@ -138,6 +143,9 @@ def gather_again(job: Job) -> None:
             assert job.device.check.alive_bytes() == before, (
                 f"bucket {bucket.id} left something on the device"
             )
+            model.upkeep.release_shards(bucket)
+            held = [r.places()[0].held for r in model.records.of(bucket)]  # type: ignore[attr-defined]
+            assert all(shard.untyped_storage().nbytes() == 0 for shard in held), "not released"
 
 
 def accumulate(job: Job) -> None:
