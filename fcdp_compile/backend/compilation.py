@@ -30,7 +30,6 @@ from fcdp_compile.params import registry
 from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.params.mesh import process_count
 from fcdp_compile.passes.graph.context import PassContext
-from fcdp_compile.passes.graph.inline import Inliner
 from fcdp_compile.passes.graph.runner import Stages, watched
 from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.partition import partition
@@ -112,7 +111,6 @@ class _Compilation:
         self._machine = options.machine_on(device_type)
         kind = Compute.available(options.compute_on(device_type), device_type)
         self._compute = Compute(kind, settings)
-        self._inliner = Inliner(self._compute.decompositions())
         self._bound: CompiledPlan | None = None
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
         self._dump: Dump | None = None
@@ -219,7 +217,7 @@ class _Compilation:
             machine=self._machine,
             in_flight_bytes=self._options.in_flight_bytes,
             host_budget=model.host_memory.budget,
-            inliner=self._inliner,
+            decompositions=self._compute.decompositions() or {},
         )
 
     def _room(self, model: ShardedModel) -> Room:

@@ -2,103 +2,99 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
 
-from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode
+from fcdp_compile.torch_compat import DispatchMode, OpOverload, tree_map_only
 
-Table = Mapping[Any, Callable[..., Any]]
+Decompositions = Mapping[Any, Callable[..., Any]]
+"""For each op that a compiler does not take, a function that computes it with other ops."""
 
 
-class Inliner:
-    """Inserts functions into the graphs of one compilation.
+def inline(
+    graph: Graph,
+    function: Callable[[list[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Node],
+    decompositions: Decompositions,
+    meta: Mapping[str, object] | None = None,
+) -> list[Node]:
+    """Insert `function(inputs)` at the graph's insert point and return the nodes of its results.
 
-    decompositions: the table that AOTAutograd uses for the rest of the graphs.
+    The function runs once, on the inputs' fake values, so shapes must not depend on values.
+    meta: entries of the new nodes' `meta` besides `val`.
+    """
+    # Aliases, so that each input has a value of its own, without a gradient.
+    values = [n.meta["val"].detach() for n in inputs]
+    recorder = _Recorder(graph, decompositions, meta or {})
+    recorder.nodes = {id(v): n for v, n in zip(values, inputs, strict=True)}
+    with recorder:
+        results = [recorder.nodes[id(r)] for r in function(values)]
+    for node in reversed(recorder.added):
+        if not node.users and node not in results:
+            graph.erase_node(node)
+    return results
+
+
+class _Recorder(DispatchMode):
+    """Inserts every op that runs into a graph.
+
+    nodes: by the ids of their values, which the nodes' `meta` keeps alive.
     """
 
-    def __init__(self, decompositions: Table | None = None) -> None:
-        self._decompositions = dict(decompositions or {})
-        self._traced: dict[tuple[_Closure, tuple[_Like, ...]], Graph] = {}
+    def __init__(
+        self, graph: Graph, decompositions: Decompositions, meta: Mapping[str, object]
+    ) -> None:
+        super().__init__()
+        self._graph = graph
+        self._decompositions = decompositions
+        self._meta = meta
+        self.nodes: dict[int, Node] = {}
+        self.added: list[Node] = []
 
-    def inline(
+    def __torch_dispatch__(
         self,
-        graph: Graph,
-        function: Callable[[list[Tensor]], Sequence[Tensor]],
-        inputs: Sequence[Node],
-        meta: Mapping[str, object] | None = None,
-    ) -> list[Node]:
-        """Insert `function(inputs)` at the graph's insert point and return the nodes of its results.
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks for a property of a tensor, such as its device
+            return func(*args, **kwargs)
+        with self:
+            for decompose in (self._decompositions.get(func), func.decompose):
+                if decompose is not None:
+                    result = decompose(*args, **kwargs)
+                    if result is not NotImplemented:
+                        return result
+        result = func(*args, **kwargs)
+        taken = tree_map_only(Tensor, lambda t: self.nodes[id(t)], (args, kwargs))
+        node = self._add(func, *taken, name=func.overloadpacket.__name__, value=result)
+        if isinstance(result, list | tuple):
+            for index, part in enumerate(result):
+                self._add(operator.getitem, (node, index), {}, name="getitem", value=part)
+        return result
 
-        The function is a lambda.  It is traced on fake tensors, so shapes must not depend on values.
-        Lambdas with the same code that close over equal values, such as those that pack equal layers, are
-        traced once.  meta: entries of the new nodes' `meta` besides `val`.
-        """
-        like = tuple(_Like.of(n.meta["val"]) for n in inputs)
-        key = _Closure(function), like
-        if key not in self._traced:
-            self._traced[key] = self._trace(function, like)
-        traced = self._traced[key]
-        env: dict[Node, Node] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
-        for node in traced.nodes:
-            if node.op == "call_function":
-                copy = env[node] = graph.node_copy(node, env.__getitem__)
-                args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-                copy.meta = {"val": node.target(*args, **kwargs), **(meta or {})}
-        results: Any = traced.output_node().args[0]
-        return [env[n] for n in results]
-
-    def _trace(
-        self, function: Callable[[list[Tensor]], Sequence[Tensor]], like: tuple[_Like, ...]
-    ) -> Graph:
-        # While AOTAutograd calls the passes, its fake mode is on and refuses fake tensors of other modes.
-        with detect_fake_mode() or FakeTensorMode():
-            values = [
-                torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device) for v in like
-            ]
-        traced = make_fx(lambda *tensors: list(function(list(tensors))), self._decompositions)
-        graph = traced(*values).graph
-        for node in graph.nodes:  # so that nothing keeps this trace's values and fake mode
-            node.meta.clear()
-        return graph
-
-
-class _Like(NamedTuple):
-    """The properties of a tensor that the trace of a function depends on."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(value: Tensor) -> _Like:
-        return _Like(tuple(value.shape), value.stride(), value.dtype, value.device)
-
-
-class _Closure:
-    """A function; two are equal if they have the same code and close over equal values."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        assert not function.__defaults__, "an argument's default value would not be compared"
-        self.function = function
-        cells = function.__closure__ or ()
-        self._key = function.__code__, tuple(_frozen(c.cell_contents) for c in cells)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Closure) and self._key == other._key
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+    def _add(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        name: str,
+        value: Any,
+    ) -> Node:
+        node = self._graph.create_node("call_function", target, args, kwargs, name)
+        node.meta = {"val": value, **self._meta}
+        self.added.append(node)
+        if isinstance(value, Tensor):
+            self.nodes[id(value)] = node
+        return node
 
 
 def fake_flat(like: Node, elements: int, dtype: torch.dtype) -> Tensor:
