@@ -35,9 +35,7 @@ def gather_params(
         started = _start(graph, bucket, use_of(unshards[0]), shards, stores, ctx)
         is_pending = started.target in ops.EXPLICIT
         buffer = wait_for(graph, started) if is_pending else started
-        full = inline(
-            graph, lambda b: unpack_full(b[0], layouts), [buffer], ctx.decompositions
-        )
+        full = inline(graph, lambda b: unpack_full(b[0], layouts), [buffer], ctx.decompositions)
     params = dict(zip([p.name for p in bucket.params], full, strict=True))
     used = [params[ctx.specs[str(n.args[1])].name] for n in unshards]
     for node, param in zip(unshards, used, strict=True):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._library.fake_class_registry import FakeScriptObject
@@ -52,6 +53,17 @@ def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
         gm
     )  # else its first call would recompile it and then call it twice
     return gm.forward
+
+
+def meta_of(fake: Tensor) -> Tensor:
+    """A meta tensor with a fake tensor's storage, for ops that need no device; call it `without_modes`."""
+    meta = torch.empty(0, dtype=fake.dtype, device="meta")
+    return meta.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+
+
+def fake_of(meta: Tensor, like: FakeTensor) -> FakeTensor:
+    """A fake tensor with a meta tensor's storage, in the mode and on the device of another fake tensor."""
+    return FakeTensor(like.fake_mode, meta, like.device)
 
 
 def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:

@@ -9,8 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
-from fcdp_compile.torch_compat import DispatchMode, OpOverload, tree_map_only
+from fcdp_compile.torch_compat import (
+    DispatchMode,
+    FakeTensor,
+    OpOverload,
+    fake_of,
+    meta_of,
+    without_modes,
+)
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 """For each op that a compiler does not take, a function that computes it with other ops."""
@@ -25,15 +33,16 @@ def inline(
 ) -> list[Node]:
     """Insert `function(inputs)` at the graph's insert point and return the nodes of its results.
 
-    The function runs once, on the inputs' fake values, so shapes must not depend on values.
+    The function runs once, on meta tensors: ops on fake tensors take ten times as long.  It makes new
+    tensors on the device of its inputs, which is the same for all.
     meta: entries of the new nodes' `meta` besides `val`.
     """
-    # Aliases, so that each input has a value of its own, without a gradient.
-    values = [n.meta["val"].detach() for n in inputs]
-    recorder = _Recorder(graph, decompositions, meta or {})
-    recorder.nodes = {id(v): n for v, n in zip(values, inputs, strict=True)}
-    with recorder:
-        results = [recorder.nodes[id(r)] for r in function(values)]
+    recorder = _Recorder(graph, inputs[0].meta["val"], decompositions, meta or {})
+    with without_modes():
+        values = [meta_of(n.meta["val"]) for n in inputs]
+        recorder.nodes = {id(v): n for v, n in zip(values, inputs, strict=True)}
+        with recorder:
+            results = [recorder.nodes[id(r)] for r in function(values)]
     for node in reversed(recorder.added):
         if not node.users and node not in results:
             graph.erase_node(node)
@@ -43,16 +52,22 @@ def inline(
 class _Recorder(DispatchMode):
     """Inserts every op that runs into a graph.
 
-    nodes: by the ids of their values, which the nodes' `meta` keeps alive.
+    nodes: by the ids of their values, which live as long as the recorder.
     """
 
     def __init__(
-        self, graph: Graph, decompositions: Decompositions, meta: Mapping[str, object]
+        self,
+        graph: Graph,
+        like: FakeTensor,
+        decompositions: Decompositions,
+        meta: Mapping[str, object],
     ) -> None:
         super().__init__()
         self._graph = graph
+        self._like = like
         self._decompositions = decompositions
         self._meta = meta
+        self._kept: list[Any] = []
         self.nodes: dict[int, Node] = {}
         self.added: list[Node] = []
 
@@ -64,21 +79,28 @@ class _Recorder(DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks for a property of a tensor, such as its device
-            return func(*args, **kwargs)
-        with self:
-            for decompose in (self._decompositions.get(func), func.decompose):
-                if decompose is not None:
-                    result = decompose(*args, **kwargs)
-                    if result is not NotImplemented:
-                        return result
+        if (decompose := self._decompositions.get(func)) is not None:
+            with self:
+                result = decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         result = func(*args, **kwargs)
-        taken = tree_map_only(Tensor, lambda t: self.nodes[id(t)], (args, kwargs))
-        node = self._add(func, *taken, name=func.overloadpacket.__name__, value=result)
-        if isinstance(result, list | tuple):
-            for index, part in enumerate(result):
-                self._add(operator.getitem, (node, index), {}, name="getitem", value=part)
+        self._kept.append(result)
+        taken: Any = map_aggregate((args, kwargs), self._in_graph)
+        if isinstance(result, Tensor):
+            self._add(func, *taken, value=result, name=func.overloadpacket.__name__)
+            return result
+        parts = [fake_of(part, self._like) for part in result]
+        node = self._add(func, *taken, value=parts, name=func.overloadpacket.__name__)
+        for index, part in enumerate(result):
+            self._add(operator.getitem, (node, index), {}, value=part, name="getitem")
         return result
+
+    def _in_graph(self, value: Any) -> Any:
+        """What stands for an argument of an op in the graph."""
+        if isinstance(value, torch.device):
+            return self._like.device
+        return self.nodes[id(value)] if isinstance(value, Tensor) else value
 
     def _add(
         self,
@@ -86,14 +108,15 @@ class _Recorder(DispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
+        value: Tensor | list[FakeTensor],
         name: str,
-        value: Any,
     ) -> Node:
         node = self._graph.create_node("call_function", target, args, kwargs, name)
-        node.meta = {"val": value, **self._meta}
-        self.added.append(node)
         if isinstance(value, Tensor):
             self.nodes[id(value)] = node
+            value = fake_of(value, self._like)
+        node.meta = {"val": value, **self._meta}
+        self.added.append(node)
         return node
 
 
