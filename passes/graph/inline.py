@@ -62,7 +62,7 @@ class _Recorder(DispatchMode):
         decompositions: Decompositions,
         meta: Mapping[str, object],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._graph = graph
         self._like = like
         self._decompositions = decompositions
