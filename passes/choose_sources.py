@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.graph.context import META, PassContext, Source, Use, use_of
@@ -27,12 +27,17 @@ def choose_sources(gm: GraphModule, ctx: PassContext) -> GraphModule:
     Requires: `bucket`.
     Leaves: a source on every `unshard`; no other change.
     """
+    for node, use in uses_with_sources(gm, ctx).items():
+        node.meta[META] = use
+    return gm
+
+
+def uses_with_sources(gm: GraphModule, ctx: PassContext) -> dict[Node, Use]:
+    """The record of each `unshard` with the source that `choose_sources` gives it; no graph is changed."""
     nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
     present = {ctx.specs[str(n.args[1])].name for n in nodes}
-    for node in nodes:
-        use = use_of(node)
-        node.meta[META] = replace(use, source=_source(use, present, ctx))
-    return gm
+    uses = {node: use_of(node) for node in nodes}
+    return {n: replace(use, source=_source(use, present, ctx)) for n, use in uses.items()}
 
 
 def _source(use: Use, present: set[str], ctx: PassContext) -> Source:

@@ -13,7 +13,7 @@ from fcdp_compile import ops
 from fcdp_compile.params.packing import pack_home, unpack_full
 from fcdp_compile.passes.graph.context import META, Packing, PassContext, Source, Use, use_of
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
-from fcdp_compile.passes.graph.inline import fake_flat
+from fcdp_compile.passes.graph.inline import fake_flat, inline
 from fcdp_compile.passes.graph.views import copy_returned, same_values
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.plan.cost import assembled_bytes
@@ -35,7 +35,7 @@ def gather_params(
         started = _start(graph, bucket, use_of(unshards[0]), shards, stores, ctx)
         is_pending = started.target in ops.EXPLICIT
         buffer = wait_for(graph, started) if is_pending else started
-        full = ctx.inliner.inline(graph, lambda b: unpack_full(b[0], layouts), [buffer])
+        full = inline(graph, lambda b: unpack_full(b[0], layouts), [buffer], ctx.decompositions)
     params = dict(zip([p.name for p in bucket.params], full, strict=True))
     used = [params[ctx.specs[str(n.args[1])].name] for n in unshards]
     for node, param in zip(unshards, used, strict=True):
@@ -145,10 +145,11 @@ class _Steps:
 def _pack(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -> Node:
     layouts = [p.layout for p in bucket.params]
     dtype = getattr(torch, bucket.dtype)
-    (buffer,) = ctx.inliner.inline(
+    (buffer,) = inline(
         graph,
         lambda s: [pack_home(s, layouts, dtype)],
         members,
+        ctx.decompositions,
         {META: Packing(bucket=bucket.id)},
     )
     return buffer

@@ -16,6 +16,7 @@ from fcdp_compile.passes.graph.views import changes_nothing, same_values
 from fcdp_compile.torch_compat import (
     CheckpointPolicy,
     detect_fake_mode,
+    graph_module,
     is_opaque,
     saved_output_descriptor,
 )
@@ -56,7 +57,9 @@ def partition(
     if not _has_backward(joint.graph, num_fwd_outputs):
         return partitioner(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
     _prefer_recomputing(joint.graph)
-    fw, bw = partitioner(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    halves = partitioner(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    # The partitioner's backward would generate its code again at each `recompile`.
+    fw, bw = (graph_module(gm, gm.graph) for gm in halves)
     for gm in (fw, bw):
         _describe_random(gm.graph)
     _order_saved(fw.graph, bw.graph, num_fwd_outputs)

@@ -15,7 +15,7 @@ from fcdp_compile.params.packing import pack_grads, padded, unpack_grads
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
-from fcdp_compile.passes.graph.inline import fake_flat
+from fcdp_compile.passes.graph.inline import fake_flat, inline
 from fcdp_compile.plan import Bucket, Kind, Tier, Variant
 from fcdp_compile.plan.reduction import INTER_KINDS, REDUCTIONS, all_reduce_bytes
 from fcdp_compile.strategy import Scope
@@ -57,8 +57,11 @@ def _reduce_bucket(
     last = max(grads, key=order.__getitem__)
     with graph.inserting_before(_after(last)):
         together = ctx.ranks_per_node // bucket.ranks_per_node
-        (packed,) = ctx.inliner.inline(
-            graph, lambda g: [padded(pack_grads(g, layouts, dtype), together)], grads
+        (packed,) = inline(
+            graph,
+            lambda g: [padded(pack_grads(g, layouts, dtype), together)],
+            grads,
+            ctx.decompositions,
         )
         reduced = _reduce_packed(graph, bucket, packed, specs, ctx)
     with graph.inserting_before(min(members, key=order.__getitem__)):
@@ -66,8 +69,11 @@ def _reduce_bucket(
         if _variant(bucket, ctx) is Variant.ACCUMULATE:
             shards = [_negative_zeros(graph, packed, s) for s in specs]
         else:
-            shards = ctx.inliner.inline(
-                graph, lambda b: unpack_grads(b[0], layouts, shapes, homes), [reduced]
+            shards = inline(
+                graph,
+                lambda b: unpack_grads(b[0], layouts, shapes, homes),
+                [reduced],
+                ctx.decompositions,
             )
     for node, result in zip(members, shards, strict=True):
         node.replace_all_uses_with(result)

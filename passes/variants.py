@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from torch.fx import Graph, GraphModule, Node
 
-from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.choose_sources import choose_sources
-from fcdp_compile.passes.graph.context import PassContext, Source, Use, use_of
+from fcdp_compile.passes.choose_sources import uses_with_sources
+from fcdp_compile.passes.graph.context import PassContext, Source, Use
 from fcdp_compile.plan import Direction, Variant
 from fcdp_compile.torch_compat import graph_module
 
@@ -31,8 +30,7 @@ def only_loaded(placed: GraphModule, ctx: PassContext) -> list[int]:
 
 
 def _cold_uses(gm: GraphModule, ctx: PassContext) -> list[Use]:
-    cold = choose_sources(clone(gm), replace(ctx, variant=Variant.COLD))
-    return [use_of(n) for n in cold.graph.find_nodes(op="call_function", target=UNSHARD)]
+    return list(uses_with_sources(gm, replace(ctx, variant=Variant.COLD)).values())
 
 
 def clone(gm: GraphModule) -> GraphModule:

@@ -30,12 +30,15 @@ from fcdp_compile.params import registry
 from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.params.mesh import process_count
 from fcdp_compile.passes.graph.context import PassContext
-from fcdp_compile.passes.graph.inline import Inliner
 from fcdp_compile.passes.graph.runner import Stages, watched
 from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.partition import mark_constant, partition
 from fcdp_compile.passes.planning.book import BucketBook
-from fcdp_compile.passes.planning.plan_graphs import plan_accumulation, plan_graphs
+from fcdp_compile.passes.planning.plan_graphs import (
+    Planned,
+    plan_accumulation,
+    plan_graphs,
+)
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.set_apart import set_apart, shard_inputs
 from fcdp_compile.passes.variants import clone
@@ -119,7 +122,6 @@ class _Compilation:
             for i, value in enumerate(example_inputs)
             if is_of_module(value) and not isinstance(value, nn.Parameter)
         }
-        self._inliner = Inliner(self._compute.decompositions())
         self._bound: CompiledPlan | None = None
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
         self._dump: Dump | None = None
@@ -195,21 +197,27 @@ class _Compilation:
                     self._options.record, clock_of(model.device), self._dump.write_recordings
                 )
         if model.topology.ranks > 1:
-            kept = {direction: clone(gm) for direction, gm in graphs.items()}
-            places = {d: _shard_places(gm) for d, gm in kept.items()}
-            given = next(iter(places.values()))  # a backward compares only the forward's shards
-            bound.shards = {
-                d: {key: i for key, i in found.items() if key in given}
-                for d, found in places.items()
-            }
-            bound.add_given = partial(self._add_given, bound, kept)
-        if planned.backward is not None and any(b.strategy.accumulates_on for b in plan.buckets):
-            backward = clone(graphs[Direction.BACKWARD])
-            bound.add_accumulation = partial(
-                self._add_accumulation, bound, backward, planned.backward
-            )
+            self._keep(bound, graphs, planned)
         log.info("%s", _summary(plan))
         self._show(plan, again=False)
+
+    def _keep(
+        self, bound: CompiledPlan, graphs: Mapping[Direction, GraphModule], planned: Planned
+    ) -> None:
+        """Let the plan compile, when they are first needed, the variants that most users never run."""
+        # AOTAutograd goes on to change the graphs.
+        kept = {direction: clone(gm) for direction, gm in graphs.items()}
+        places = {d: _shard_places(gm) for d, gm in kept.items()}
+        given = next(iter(places.values()))  # a backward compares only the forward's shards
+        bound.shards = {
+            d: {key: i for key, i in found.items() if key in given} for d, found in places.items()
+        }
+        bound.add_given = partial(self._add_given, bound, kept)
+        strategies = [b.strategy for b in planned.plan.buckets]
+        if planned.backward is not None and any(s.accumulates_on for s in strategies):
+            bound.add_accumulation = partial(
+                self._add_accumulation, bound, kept[Direction.BACKWARD], planned.backward
+            )
 
     def _context(self, model: ShardedModel, book: BucketBook) -> PassContext:
         return PassContext(
@@ -227,7 +235,7 @@ class _Compilation:
             machine=self._machine,
             in_flight_bytes=self._options.in_flight_bytes,
             host_budget=model.host_memory.budget,
-            inliner=self._inliner,
+            decompositions=self._compute.decompositions() or {},
         )
 
     def _room(self, model: ShardedModel) -> Room:
@@ -273,7 +281,7 @@ class _Compilation:
         """Compile the variants for calls with other values than the model's own; they are not planned."""
         for direction, gm in graphs.items():
             with _fake_mode(gm):
-                self._lowered[direction, Variant.GIVEN] = segment(set_apart(gm, every=True))
+                self._lowered[direction, Variant.GIVEN] = segment(set_apart(clone(gm), every=True))
             self._bind(bound, direction, Variant.GIVEN)
 
     # --- compiling ----------------------------------------------------------------------------------------

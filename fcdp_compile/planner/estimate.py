@@ -20,7 +20,6 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import REDUCE_GRAD
 from fcdp_compile.params.spec import fit_strategy
 from fcdp_compile.passes.graph.context import PassContext
-from fcdp_compile.passes.graph.inline import Inliner
 from fcdp_compile.passes.memory.curve import evaluate, storages
 from fcdp_compile.passes.memory.place_gradients import gradient_bytes
 from fcdp_compile.passes.memory.placement import Room
@@ -102,16 +101,12 @@ class Estimate:
         )
 
 
-def estimate(
-    traced: TracedModel, strategy: Strategy, job: Job, inliner: Inliner | None = None
-) -> Estimate:
+def estimate(traced: TracedModel, strategy: Strategy, job: Job) -> Estimate:
     """Plan a strategy for a job, without a cluster.
-
-    inliner: shared by several estimates, so that they also share its traces.
 
     Raises: ValueError for a strategy that makes no sense on so many nodes.
     """
-    return _Estimation(traced, strategy, job, inliner or Inliner()).run()
+    return _Estimation(traced, strategy, job).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +126,7 @@ class _Graph:
 
 
 class _Estimation:
-    def __init__(self, traced: TracedModel, strategy: Strategy, job: Job, inliner: Inliner) -> None:
+    def __init__(self, traced: TracedModel, strategy: Strategy, job: Job) -> None:
         self._traced, self._strategy, self._job = traced, strategy, job
         if job.batch != traced.batch and not traced.has_any_batch:
             raise FcdpError(
@@ -150,7 +145,6 @@ class _Estimation:
             next_bucket=0,
             machine=job.profile.rank_machine,
             host_budget=HostBudget(bytes=job.host_bytes_per_rank, limit=Limit.AVAILABLE),
-            inliner=inliner,
         )
 
     def run(self) -> Estimate:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.spec import fit_strategy
-from fcdp_compile.passes.graph.inline import Inliner
 from fcdp_compile.planner.estimate import Estimate, estimate
 from fcdp_compile.planner.job import Job
 from fcdp_compile.planner.traced import TracedModel
@@ -90,11 +89,11 @@ def estimates(
 
     Raises: FcdpError for a strategy that makes no sense for the job.
     """
-    found, inliner = [], Inliner()
+    found = []
     for number, strategy in enumerate(strategies, 1):
         note(f"planning {strategy.name} ({number} of {len(strategies)})")
         try:
-            found.append(estimate(traced, strategy, job, inliner))
+            found.append(estimate(traced, strategy, job))
         except ValueError as error:
             raise FcdpError(str(error)) from None
     return found

@@ -86,6 +86,17 @@ def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     return gm.forward
 
 
+def meta_of(fake: Tensor) -> Tensor:
+    """A meta tensor with a fake tensor's storage, for ops that need no device; call it `without_modes`."""
+    meta = torch.empty(0, dtype=fake.dtype, device="meta")
+    return meta.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+
+
+def fake_of(meta: Tensor, like: FakeTensor) -> FakeTensor:
+    """A fake tensor with a meta tensor's storage, in the mode and on the device of another fake tensor."""
+    return FakeTensor(like.fake_mode, meta, like.device)
+
+
 def saved_output_descriptor(index: int) -> SavedForBackwardsAOTOutput:
     """AOTAutograd's descriptor of the forward's output that is saved as number `index`."""
     return SavedForBackwardsAOTOutput(index)

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fcdp_compile.cluster.free_memory import HostBudget
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.passes.graph.inline import Inliner
+from fcdp_compile.passes.graph.inline import Decompositions
 from fcdp_compile.plan import Bucket, Direction, Placement, Step, Variant
 from fcdp_compile.plan.cost import MACHINES, Machine
 
@@ -75,7 +75,7 @@ class PassContext:
     once (`schedule` [Note: in-flight budget]); None for the default of `schedule`.
     backward_buckets: ids of the buckets that the backward of this graph uses.
     sizes: values of symbols (batch, sequence length) that differ from the traced values.
-    inliner: inserts functions, decomposed for the compiler of the segments.
+    decompositions: those that AOTAutograd uses for the compiler of the segments.
     """
 
     nodes: int
@@ -92,7 +92,7 @@ class PassContext:
     variant: Variant = Variant.COLD
     backward_buckets: tuple[int, ...] = ()
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
-    inliner: Inliner = field(default_factory=Inliner)
+    decompositions: Decompositions = field(default_factory=dict)
     placements: Mapping[int, Placement] = field(default_factory=dict)
 
     @property

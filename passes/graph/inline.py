@@ -2,103 +2,122 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate
 
-from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode
+from fcdp_compile.torch_compat import (
+    DispatchMode,
+    FakeTensor,
+    OpOverload,
+    fake_of,
+    meta_of,
+    without_modes,
+)
 
-Table = Mapping[Any, Callable[..., Any]]
+Decompositions = Mapping[Any, Callable[..., Any]]
+"""For each op that a compiler does not take, a function that computes it with other ops."""
 
 
-class Inliner:
-    """Inserts functions into the graphs of one compilation.
+def inline(
+    graph: Graph,
+    function: Callable[[list[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Node],
+    decompositions: Decompositions,
+    meta: Mapping[str, object] | None = None,
+) -> list[Node]:
+    """Insert `function(inputs)` at the graph's insert point and return the nodes of its results.
 
-    decompositions: the table that AOTAutograd uses for the rest of the graphs.
+    The function runs once, on meta tensors: ops on fake tensors take ten times as long.  It makes new
+    tensors on the device of its inputs, which is the same for all.
+    meta: entries of the new nodes' `meta` besides `val`.
+    """
+    recorder = _Recorder(graph, inputs[0].meta["val"], decompositions, meta or {})
+    with without_modes():
+        values = [meta_of(n.meta["val"]) for n in inputs]
+        recorder.nodes = {id(v): n for v, n in zip(values, inputs, strict=True)}
+        with recorder:
+            results = [recorder.nodes[id(r)] for r in function(values)]
+    for node in reversed(recorder.added):
+        if not node.users and node not in results:
+            graph.erase_node(node)
+    return results
+
+
+class _Recorder(DispatchMode):
+    """Inserts every op that runs into a graph.
+
+    nodes: by the ids of their values, which live as long as the recorder.
     """
 
-    def __init__(self, decompositions: Table | None = None) -> None:
-        self._decompositions = dict(decompositions or {})
-        self._traced: dict[tuple[_Closure, tuple[_Like, ...]], Graph] = {}
-
-    def inline(
+    def __init__(
         self,
         graph: Graph,
-        function: Callable[[list[Tensor]], Sequence[Tensor]],
-        inputs: Sequence[Node],
-        meta: Mapping[str, object] | None = None,
-    ) -> list[Node]:
-        """Insert `function(inputs)` at the graph's insert point and return the nodes of its results.
+        like: FakeTensor,
+        decompositions: Decompositions,
+        meta: Mapping[str, object],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self._graph = graph
+        self._like = like
+        self._decompositions = decompositions
+        self._meta = meta
+        self._kept: list[Any] = []
+        self.nodes: dict[int, Node] = {}
+        self.added: list[Node] = []
 
-        The function is a lambda.  It is traced on fake tensors, so shapes must not depend on values.
-        Lambdas with the same code that close over equal values, such as those that pack equal layers, are
-        traced once.  meta: entries of the new nodes' `meta` besides `val`.
-        """
-        like = tuple(_Like.of(n.meta["val"]) for n in inputs)
-        key = _Closure(function), like
-        if key not in self._traced:
-            self._traced[key] = self._trace(function, like)
-        traced = self._traced[key]
-        env: dict[Node, Node] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
-        for node in traced.nodes:
-            if node.op == "call_function":
-                copy = env[node] = graph.node_copy(node, env.__getitem__)
-                args, kwargs = map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
-                copy.meta = {"val": node.target(*args, **kwargs), **(meta or {})}
-        results: Any = traced.output_node().args[0]
-        return [env[n] for n in results]
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (decompose := self._decompositions.get(func)) is not None:
+            with self:
+                result = decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        self._kept.append(result)
+        taken: Any = map_aggregate((args, kwargs), self._in_graph)
+        if isinstance(result, Tensor):
+            self._add(func, *taken, value=result, name=func.overloadpacket.__name__)
+            return result
+        parts = [fake_of(part, self._like) for part in result]
+        node = self._add(func, *taken, value=parts, name=func.overloadpacket.__name__)
+        for index, part in enumerate(result):
+            self._add(operator.getitem, (node, index), {}, value=part, name="getitem")
+        return result
 
-    def _trace(
-        self, function: Callable[[list[Tensor]], Sequence[Tensor]], like: tuple[_Like, ...]
-    ) -> Graph:
-        # While AOTAutograd calls the passes, its fake mode is on and refuses fake tensors of other modes.
-        with detect_fake_mode() or FakeTensorMode():
-            values = [
-                torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device) for v in like
-            ]
-        traced = make_fx(lambda *tensors: list(function(list(tensors))), self._decompositions)
-        graph = traced(*values).graph
-        for node in graph.nodes:  # so that nothing keeps this trace's values and fake mode
-            node.meta.clear()
-        return graph
+    def _in_graph(self, value: Any) -> Any:
+        """What stands for an argument of an op in the graph."""
+        if isinstance(value, torch.device):
+            return self._like.device
+        return self.nodes[id(value)] if isinstance(value, Tensor) else value
 
-
-class _Like(NamedTuple):
-    """The properties of a tensor that the trace of a function depends on."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(value: Tensor) -> _Like:
-        return _Like(tuple(value.shape), value.stride(), value.dtype, value.device)
-
-
-class _Closure:
-    """A function; two are equal if they have the same code and close over equal values."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        assert not function.__defaults__, "an argument's default value would not be compared"
-        self.function = function
-        cells = function.__closure__ or ()
-        self._key = function.__code__, tuple(_frozen(c.cell_contents) for c in cells)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Closure) and self._key == other._key
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+    def _add(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        value: Tensor | list[FakeTensor],
+        name: str,
+    ) -> Node:
+        node = self._graph.create_node("call_function", target, args, kwargs, name)
+        if isinstance(value, Tensor):
+            self.nodes[id(value)] = node
+            value = fake_of(value, self._like)
+        node.meta = {"val": value, **self._meta}
+        self.added.append(node)
+        return node
 
 
 def fake_flat(like: Node, elements: int, dtype: torch.dtype) -> Tensor:

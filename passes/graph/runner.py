@@ -55,14 +55,16 @@ def watched(
 
     before: the graphs that it is given, by their names in the stages; new graphs are compared with the first.
     """
-    counts = {title: _ops(gm) for title, gm in before.items()}
-    first = next(iter(counts.values()))
+    is_told = stages is not None or log.isEnabledFor(logging.DEBUG)
+    counts = {title: _ops(gm) for title, gm in before.items()} if is_told else {}
     began_s = time.perf_counter()
     after = change()
     took_s = time.perf_counter() - began_s
     for title, gm in after.items():
         gm.graph.lint()
-        changes = _changes(counts.get(title, first), _ops(gm))
+        if not is_told:
+            continue
+        changes = _changes(counts.get(title, next(iter(counts.values()))), _ops(gm))
         told = ", ".join(map(str, changes)) or "no op"
         log.debug("%s, %s graph: %.1f ms, %s", name, title, 1e3 * took_s, told)
         if stages is not None:

@@ -1,88 +1,68 @@
-"""A function's operations as nodes; equal functions are traced once."""
+"""A function's operations as nodes."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder
-from fcdp_compile.passes.graph import inline as inline_module
-from fcdp_compile.passes.graph.inline import Inliner
+from fcdp_compile.passes.graph.inline import Decompositions, inline
+from fcdp_compile.torch_compat import storage_id
+
+aten = torch.ops.aten
 
 
-def scaled_twice(
-    factors: list[float], *, size: int = 4, inliner: Inliner | None = None
-) -> GraphModule:
-    """Return a graph: x -> its halves, which are views, each times a factor."""
+def parts(decompositions: Decompositions) -> GraphModule:
+    """Return a graph: x, y -> half of x, which is a view; a third of y doubled; y."""
     b = GraphBuilder({})
-    x = b.input("x", (size,))
+    x, y = b.input("x", (6,)), b.input("y", (6,))
+    y.meta["val"] = x.meta["val"]  # as a wait shares its step's value
     gm = b.finish(x)
     output = gm.graph.output_node()
+
+    def function(inputs: list[Tensor]) -> list[Tensor]:
+        x, y = inputs
+        (x + y).sin()  # nothing uses it
+        return [x.narrow(0, 3, 3), y.chunk(3)[1] * 2.0, y]
+
     with gm.graph.inserting_before(output):
-        results = (inliner or Inliner()).inline(
-            gm.graph, lambda t: [h * f for h, f in zip(t[0].chunk(2), factors, strict=True)], [x]
-        )
+        results = inline(gm.graph, function, [x, y], decompositions, {"mark": 1})
     output.args = (tuple(results),)
+    gm.graph.lint()
     gm.recompile()
     return gm
 
 
-@pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """The graphs that are traced."""
-    made: list[Graph] = []
-    real = inline_module.make_fx
-
-    def keeping(*args: Any) -> Any:
-        def call(*values: Tensor) -> GraphModule:
-            traced = real(*args)(*values)
-            made.append(traced.graph)
-            return traced
-
-        return call
-
-    monkeypatch.setattr(inline_module, "make_fx", keeping)
-    return made
+def added(gm: GraphModule) -> list[object]:
+    return [n.target for n in gm.graph.nodes if n.op == "call_function"]
 
 
 def test_nodes_compute_what_the_function_does_and_have_its_values() -> None:
-    gm = scaled_twice([2.0, 3.0])
-    one, two = gm(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert (one.tolist(), two.tolist()) == ([2.0, 4.0], [9.0, 12.0])
-    x = gm.graph.find_nodes(op="placeholder")[0].meta["val"]
+    gm = parts({})
+    x, y = torch.arange(6.0), torch.arange(10.0, 16.0)
+    half, third, whole = gm(x, y)
+    assert (half.tolist(), third.tolist(), whole is y) == ([3.0, 4.0, 5.0], [24.0, 26.0], True)
+    inputs = gm.graph.find_nodes(op="placeholder")
     for node in (n for n in gm.graph.nodes if n.op == "call_function"):
-        value = node.meta["val"]
-        if isinstance(value, Tensor):
-            assert value.fake_mode is x.fake_mode
+        assert node.meta["mark"] == 1
+        if isinstance(value := node.meta["val"], Tensor):
+            assert value.fake_mode is inputs[0].meta["val"].fake_mode
+    slice_val, product_val = (n.meta["val"] for n in gm.graph.output_node().args[0][:2])
+    assert storage_id(slice_val) == storage_id(inputs[0].meta["val"]) != storage_id(product_val)
 
 
-def test_equal_functions_are_traced_once_and_no_value_is_kept(traces: list[Graph]) -> None:
-    inliner = Inliner()
-    for _ in range(3):
-        scaled_twice([2.0, 3.0], inliner=inliner)
-    (trace,) = traces
-    assert [n for n in trace.nodes if n.meta] == []
+def test_only_what_the_results_need_stays() -> None:
+    targets = added(parts({}))
+    assert targets.count(aten.mul.Tensor) == 1
+    assert not {aten.add.Tensor, aten.sin.default} & set(targets)
+    assert len(targets) == 4, "a slice, a split, one of its parts, a product"
 
 
-@pytest.mark.parametrize(("factors", "size"), [([2.0, 4.0], 4), ([2.0, 3.0], 6)])
-def test_other_values_and_other_shapes_are_traced_anew(
-    traces: list[Graph], factors: list[float], size: int
-) -> None:
-    inliner = Inliner()
-    scaled_twice([2.0, 3.0], inliner=inliner)
-    one, two = scaled_twice(factors, size=size, inliner=inliner)(torch.ones(size))
-    assert len(traces) == 2
-    assert one.tolist() == [factors[0]] * (size // 2)
-    assert two.tolist() == [factors[1]] * (size // 2)
+def test_the_compilers_decompositions_apply() -> None:
+    def twice(value: Tensor, factor: float) -> Tensor:
+        return value + value if factor == 2.0 else NotImplemented
 
-
-def test_a_default_value_is_refused() -> None:
-    b = GraphBuilder({})
-    x = b.input("x", (4,))
-    gm = b.finish(x)
-    with pytest.raises(AssertionError, match="default value"):
-        Inliner().inline(gm.graph, lambda t, f=2.0: [t[0] * f], [x])
+    gm = parts({aten.mul.Tensor: twice})
+    assert gm(torch.arange(6.0), torch.arange(6.0))[1].tolist() == [4.0, 6.0]
+    assert (aten.add.Tensor in added(gm), aten.mul.Tensor in added(gm)) == (True, False)

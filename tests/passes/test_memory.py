@@ -121,27 +121,28 @@ def alive_from_scratch(gm: GraphModule, elsewhere: frozenset[int]) -> list[int]:
     """At each position, count every storage that exists and is still needed."""
     nodes = list(gm.graph.nodes)
     sizes = {storage_id(v): v.untyped_storage().nbytes() for v in _values(nodes)}
+    held_by = {n: {storage_id(v) for v in _values([n])} for n in nodes}
     found = []
     for i, node in enumerate(nodes):
         if node.op in ("placeholder", "output"):
             continue
+        # The lane holds a started step until a wait for it, or for a step that follows it.
+        done = {
+            step
+            for wait in nodes[:i]
+            if wait.target is ops.wait
+            for step in _before(wait.all_input_nodes[0], nodes)
+        }
         total = 0
         for storage, size in sizes.items():
 
             def has(some: list[Node], storage: int = storage) -> bool:
-                return any(storage_id(v) == storage for v in _values(some))
+                return any(storage in held_by[n] for n in some)
 
             exists = any(has([n, *_waits(n)]) for n in nodes[: i + 1])
             wanted = has([node, *_waits(node)]) or any(
                 has(later.all_input_nodes) for later in nodes[i:]
             )
-            # The lane holds a started step until a wait for it, or for a step that follows it.
-            done = {
-                step
-                for wait in nodes[:i]
-                if wait.target is ops.wait
-                for step in _before(wait.all_input_nodes[0], nodes)
-            }
             held = any(
                 _lane(started) is not None
                 and started not in done
