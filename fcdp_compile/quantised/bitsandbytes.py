@@ -9,13 +9,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.quantised.interface import NO_MEMBERS, Parts, Quantiser, Take
+from fcdp_compile.quantised.interface import Parts, Quantiser, Recipe, Take
 
 
 def bitsandbytes_format(parameter: nn.Parameter) -> Take | None:
@@ -37,8 +37,8 @@ class _Nested:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FourBit:
+@dataclass(frozen=True, kw_only=True)
+class _FourBit(Recipe):
     """bitsandbytes' Params4bit: NF4 or FP4.
 
     storage: the dtype that the packed bytes are shown as.
@@ -50,8 +50,6 @@ class _FourBit:
     dtype: torch.dtype
     storage: torch.dtype
     nested: _Nested | None
-
-    members = NO_MEMBERS  # Linear4bit's own forward reads the weight and its `quant_state`
 
     @property
     def quantiser(self) -> Quantiser:
@@ -86,7 +84,8 @@ class _FourBit:
         )
         values = tensors["packed"].view(-1).view(self.storage).view(-1, 1)
         if torch.compiler.is_compiling():  # Dynamo makes no parameters
-            values.quant_state = state
+            marked: Any = values  # Linear4bit's own forward reads the weight's `quant_state`
+            marked.quant_state = state
             return values
         weight: Tensor = library.nn.Params4bit(
             values,
@@ -105,14 +104,10 @@ class _FourBit:
         return {"quant_state": None, "support_avx512bf16_for_cpu": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FourBitQuantiser:
+@dataclass(frozen=True, kw_only=True)
+class _FourBitQuantiser(Quantiser):
     """What bitsandbytes' `quantize_4bit` does, in blocks; nested scales need the mean of all scales."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    row_elements: int | None
-    asked: tuple[str, ...]
     blocksize: int
     quant_type: str
 
@@ -220,8 +215,8 @@ def _state_8bit(module: Any) -> Any:
     return state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EightBit:
+@dataclass(frozen=True, kw_only=True)
+class _EightBit(Recipe):
     """bitsandbytes' Int8Params of a Linear8bitLt; its rows are quantised by themselves.
 
     shape, dtype: of the values that it is made of.
@@ -249,25 +244,17 @@ class _EightBit:
 
     @property
     def quantiser(self) -> Quantiser:
-        return _EightBitQuantiser(self.shape, self.dtype, self.shape[1])
+        return _EightBitQuantiser(shape=self.shape, dtype=self.dtype, row_elements=self.shape[1])
 
 
-class _EightBitQuantiser(NamedTuple):
+class _EightBitQuantiser(Quantiser):
     """What bitsandbytes does when a Linear8bitLt moves to its device."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    row_elements: int
-    asked: tuple[str, ...] = ()
 
     def quantise(self, values: Tensor) -> dict[str, Tensor]:
         library = sys.modules["bitsandbytes"].functional
-        rows = values.view(-1, self.row_elements).to(torch.float16)
+        rows = values.view(-1, self.shape[1]).to(torch.float16)
         packed, scales, _ = library.int8_vectorwise_quant(rows)
         return {"packed": packed, "SCB": scales}
-
-    def finish(self, asked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {}
 
 
 def _take_8bit(module: Any, parameter: Any) -> Parts:

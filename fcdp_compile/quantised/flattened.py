@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fcdp_compile.quantised.interface import NO_MEMBERS, Parts, Take
+from fcdp_compile.quantised.interface import Parts, Recipe, Take
 from fcdp_compile.torch_compat import is_wrapper_subclass
 
 SMALL = 0.01
@@ -30,23 +30,14 @@ class _Class(NamedTuple):
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flat:
+@dataclass(frozen=True, kw_only=True)
+class _Flat(Recipe):
     """A tensor that was taken apart by `__tensor_flatten__`."""
 
     outer: _Class
 
-    members = NO_MEMBERS
-
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return _joined(self.outer, tensors, "")
-
-    def attributes(self, module: nn.Module) -> dict[str, Any]:
-        return {}
-
-    @property
-    def quantiser(self) -> None:
-        return None
 
 
 def _joined(of: _Class, tensors: Mapping[str, Tensor], prefix: str) -> Tensor:

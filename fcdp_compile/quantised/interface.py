@@ -19,35 +19,40 @@ Sources: QLoRA (Dettmers et al., 2023), section 3 (NF4, double quantisation); LL
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-NO_MEMBERS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
+class Recipe(ABC):
+    """How the tensors of one weight become what the library's kernels take.
 
-class Recipe(Protocol):
-    """How the tensors of one weight become what the library's kernels take."""
+    members: methods that the module's class needs in place of the library's.
+    """
 
-    members: Mapping[str, Callable[..., Any]]
-    """Methods that the module's class needs in place of the library's."""
+    members: ClassVar[Mapping[str, Callable[..., Any]]] = MappingProxyType({})
 
+    @abstractmethod
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The weight, from all its tensors by name; in a graph a plain tensor with attributes."""
 
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         """Attributes of the module that must change, because they hold the weight or write to it."""
+        return {}
 
     @property
     def quantiser(self) -> Quantiser | None:
         """How values become such a weight; None if fcdp does not know."""
+        return None
 
 
-class Quantiser(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Quantiser(ABC):
     """How plain values become the tensors of a quantised weight.
 
     shape, dtype: of the values.  row_elements: the values that a row of each packed tensor stands for, in the
@@ -58,13 +63,15 @@ class Quantiser(Protocol):
     shape: torch.Size
     dtype: torch.dtype
     row_elements: int | None
-    asked: tuple[str, ...]
+    asked: tuple[str, ...] = ()
 
+    @abstractmethod
     def quantise(self, values: Tensor) -> dict[str, Tensor]:
         """The rows of the packed tensors for some values [rows * row_elements]."""
 
     def finish(self, asked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole tensors, and the packed tensors that follow from `asked`."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
