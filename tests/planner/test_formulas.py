@@ -22,7 +22,16 @@ SIZES = [(2, 2), (4, 8), (3, 5)]
 EVEN = 480 * 256  # whole quantisation blocks on every rank, for all sizes
 UNEVEN = 1009
 ITEMSIZE = 4
-_MORE = ["fcdp+w8+g4", "fcdp+c8+g8", "zero3+w8+g8", "zero3+ring", "fcdp+ho_ring", "zero+++w8"]
+_MORE = [
+    "fcdp+w8+g4",
+    "fcdp+c8+g8",
+    "fcdp+c4",
+    "fcdp+c4+c8",
+    "zero3+w8+g8",
+    "zero3+ring",
+    "fcdp+ho_ring",
+    "zero+++w8",
+]
 
 
 class Squares(nn.Module):
