@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fcdp_compile.sharding.refusals import warn_of_no_frozen
 from fcdp_compile.strategy import PRESETS, Cache, GradientOn, Life, Scope, Strategy
 from fcdp_compile.strategy.formats import Format
 
@@ -203,6 +204,20 @@ def test_impossible_formats() -> None:
         ValueError, match="on the host in format int8, but receives them in format full"
     ):
         replace(fcdp, host_format=Format.INT8)
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "warns"),
+    [("fcdp+c4", [True, True], 1), ("fcdp+c4", [True, False], 0), ("fcdp+c8", [True], 0)],
+)
+def test_a_format_for_frozen_parameters_where_none_is_frozen(
+    name: str, trained: list[bool], warns: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_no_frozen((Strategy.parse(name), requires_grad) for requires_grad in trained)
+    assert (
+        caplog.text.count("none of its parameters is frozen, so the format changes nothing")
+        == warns
+    )
 
 
 def test_the_option_of_fsdp() -> None:
