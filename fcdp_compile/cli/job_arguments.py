@@ -65,8 +65,8 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantise",
         choices=list(PACKINGS),
-        help="the frozen linear layers are quantised, as bitsandbytes does it; needs --lora (default: they "
-        "are in --dtype)",
+        help="pack the frozen linear layers below adapters as bitsandbytes does (default: they are not "
+        "quantised)",
     )
     parser.add_argument(
         "--accumulate",

@@ -89,6 +89,7 @@ def pack_frozen(model: nn.Module, packing: Packing) -> None:
     head = find()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            is_plain = type(child) is nn.Linear and child is not head
-            if is_plain and not child.weight.requires_grad:
+            if type(child) is not nn.Linear or child is head:
+                continue
+            if not child.weight.requires_grad:
                 setattr(module, name, PackedLinear(child, packing))
