@@ -15,7 +15,7 @@ from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, BucketParam, Direction, Placement, Tier
 from fcdp_compile.plan.cost import gather_s
 from fcdp_compile.strategy import Cache, GradientOn, Strategy
-from fcdp_compile.strategy.formats import BLOCK, Format, row_bytes
+from fcdp_compile.strategy.formats import CODINGS, Format
 from fcdp_compile.strategy.gathering import Algorithm
 
 _Kind = tuple[bool, torch.dtype, torch.dtype, Strategy]
@@ -150,6 +150,7 @@ def _make(number: int, keys: list[str], why: str, taken_bytes: int, ctx: PassCon
         params.append(BucketParam(name=spec.name, layout=spec.layout, offset=offset))
         offset += spec.layout.slot_elements
     frozen, strategy = keys[0] in ctx.frozen, specs[0].strategy
+    weights, on_host = strategy.formats(is_frozen=frozen)
     made = Bucket(
         id=number,
         params=tuple(params),
@@ -159,14 +160,14 @@ def _make(number: int, keys: list[str], why: str, taken_bytes: int, ctx: PassCon
         reduce_dtype=str(specs[0].reduce_dtype).removeprefix("torch."),
         reduce_itemsize=specs[0].reduce_dtype.itemsize,
         frozen=frozen,
-        wire=_wire(strategy.weight_format, specs[0].gather_dtype),
+        wire=_wire(weights, specs[0].gather_dtype),
         reduce_wire=_wire(strategy.gradient_format, specs[0].reduce_dtype),
         host_format=Format.FULL,
         algorithm=Algorithm.HIERARCHICAL,
         why=why,
     )
-    if made.wire is strategy.weight_format:
-        made = replace(made, host_format=strategy.host_format)
+    if made.wire is weights:
+        made = replace(made, host_format=on_host)
     tier = _tier(made, taken_bytes, ctx)
     return Use(
         bucket=replace(made, algorithm=_algorithm(made, tier, ctx)),
@@ -205,8 +206,9 @@ def _wire(wanted: Format, dtype: torch.dtype) -> Format:
 
     Only the dtype decides, so a parameter has the same values in its own bucket as in a shared bucket.
     """
-    is_less = row_bytes([BLOCK], wanted, dtype.itemsize) < BLOCK * dtype.itemsize
-    return wanted if dtype.is_floating_point and is_less else Format.FULL
+    if wanted is Format.FULL or not dtype.is_floating_point:
+        return Format.FULL
+    return wanted if CODINGS[wanted].value_bytes < dtype.itemsize else Format.FULL
 
 
 def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch.fx import GraphModule, Node
 
 from fcdp_compile.passes.graph.context import META, PassContext, StepMeta
-from fcdp_compile.passes.graph.work import accessed_bytes_of, flops_of
+from fcdp_compile.passes.graph.work import accessed_bytes_of, flops_of, kernel_bytes_of
 from fcdp_compile.passes.schedule import in_flight_bytes
 from fcdp_compile.plan import LANES, Kind, Schedule, Step
 
@@ -59,6 +59,7 @@ def _step_of(node: Node, gm: GraphModule, ctx: PassContext) -> Step | None:
         waits=(),
         flops=flops_of(inner.graph, ctx.sizes),
         accessed_bytes=accessed_bytes_of(inner.graph, ctx.sizes),
+        kernel_bytes=kernel_bytes_of(inner.graph, ctx.sizes),
         label=f"{node.target} ({count} ops)",
     )
 

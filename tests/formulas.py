@@ -103,12 +103,22 @@ def slot_elements(shape: Shape, nodes: int, ranks_per_node: int) -> int:
 
 ALGORITHMS = ("ring", "ho_ring")
 
-_BITS = {"w8": ("weights", 8), "c8": ("weights", 8), "g8": ("gradients", 8), "g4": ("gradients", 4)}
+_FROZEN = "frozen"
+_SENT = {"w8": "weights", "c8": "weights", "c4": _FROZEN, "g8": "gradients", "g4": "gradients"}
+_CODES = {"8": (8, 256, 4), "4": (4, 256, 4), "c4": (4, 64, 2)}
+"""Bits of a value, values of a block, bytes of its scale; by modifier, or its last letter."""
+
+Code = tuple[int, int, int]
 
 
-def _encoded(slots: Sequence[int], bits: int) -> int:
-    """Bytes of quantised values and their scales: one fp32 scale for each 256 values of a parameter."""
-    return 4 * sum(ceil(n / 256) for n in slots) + ceil(sum(slots) * bits / 8)
+def _code(modifier: str) -> Code:
+    return _CODES.get(modifier) or _CODES[modifier[-1]]
+
+
+def _encoded(slots: Sequence[int], code: Code) -> int:
+    """Bytes of quantised values and their scales: one scale for each block of a parameter."""
+    bits, block, scale = code
+    return scale * sum(ceil(n / block) for n in slots) + ceil(sum(slots) * bits / 8)
 
 
 def caches(strategy: str, nodes: int, ranks_per_node: int) -> bool:
@@ -134,11 +144,11 @@ class _Tally:
         self._all_nodes, self._all_g = nodes, ranks_per_node
         self._nodes = nodes if home == "g" else 1
         self._g = 1 if home == "n" else ranks_per_node
-        self._bits = dict(_BITS[m] for m in modifiers if m not in ALGORITHMS)
+        self._codes = {_SENT[m]: _code(m) for m in modifiers if m in _SENT}
         is_flat = self._nodes == 1 or self._g == 1
         self._algorithm = "" if is_flat else "".join(m for m in modifiers if m in ALGORITHMS)
         self._crosses = crosses
-        self._host_bits = 8 if "c8" in modifiers else 0
+        self._on_host = {_SENT[m]: _code(m) for m in modifiers if m in ("c8", "c4")}
         self._bytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
 
@@ -146,11 +156,13 @@ class _Tally:
         shapes = [self._model.shapes[n] for n in names]
         return sum(slot_elements(s, self._nodes, self._g) for s in shapes) * self._model.itemsize
 
-    def _row(self, names: Iterable[str], bits: int) -> int:
-        """Bytes of a slot, quantised if `bits` is not 0."""
-        shapes = [self._model.shapes[n] for n in names]
-        slots = [slot_elements(s, self._nodes, self._g) for s in shapes]
-        return _encoded(slots, bits) if bits else sum(slots) * self._model.itemsize
+    def _row(self, names: Bucket, codes: Mapping[str, Code], what: str = "weights") -> int:
+        """Bytes of a slot, quantised if there is a code for it."""
+        slots = [slot_elements(self._model.shapes[n], self._nodes, self._g) for n in names]
+        code = codes.get(what)
+        if what == "weights" and not set(names) & self._model.trainable:
+            code = codes.get(_FROZEN, code)
+        return _encoded(slots, code) if code else sum(slots) * self._model.itemsize
 
     def _add(self, kind: str, sent: int) -> None:
         self._bytes[kind] += sent
@@ -159,7 +171,7 @@ class _Tally:
     def gather(self, names: Bucket, *, then_kept: Callable[[], None] = int) -> None:
         """Gather home shards to full parameters, in one graph."""
         if self._algorithm == "ring":
-            sent = (self._nodes * self._g - 1) * self._row(names, self._bits.get("weights", 0))
+            sent = (self._nodes * self._g - 1) * self._row(names, self._codes)
             self._add("flat_all_gather" if self._crosses else "flat_all_gather_within", sent)
             return
         self.inter("all_gather", names)
@@ -173,8 +185,9 @@ class _Tally:
 
     def inter(self, kind: str, names: Bucket) -> None:
         if self._nodes > 1:
-            bits = self._bits.get("weights" if kind == "all_gather" else "gradients", 0)
-            self._add(f"inter_{kind}", (self._nodes - 1) * self._row(names, bits))
+            what = "weights" if kind == "all_gather" else "gradients"
+            row = self._row(names, self._codes, what)
+            self._add(f"inter_{kind}", (self._nodes - 1) * row)
 
     def intra(self, kind: str, names: Bucket, *, is_there: bool = False) -> None:
         if self._g > 1:
@@ -182,7 +195,7 @@ class _Tally:
             self._add(f"intra_{kind}", 0 if is_there else sent)
 
     def copy(self, kind: str, names: Bucket, *, to_host: bool) -> None:
-        self._add(kind, self._nodes * self._row(names, self._host_bits) if to_host else 0)
+        self._add(kind, self._nodes * self._row(names, self._on_host) if to_host else 0)
 
     def reduce(
         self, bucket: Bucket, scope: str, number: int, *, is_last: bool, on_host: bool

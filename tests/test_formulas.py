@@ -104,14 +104,21 @@ def test_quantised_with_accumulation_against_zero3() -> None:
     assert sympy.simplify(part) <= sympy.Rational(1, 30)
 
 
-def test_frozen_weights_in_eight_bits() -> None:
-    quantised, full = cost("fcdp+c8"), cost("fcdp")
-    part = sympy.Rational(65, 64) / b
+@pytest.mark.parametrize(("name", "bytes_each"), [("fcdp+c8", "65/64"), ("fcdp+c4", "17/32")])
+def test_frozen_weights_in_fewer_bits(name: str, bytes_each: str) -> None:
+    quantised, full = cost(name), cost("fcdp")
+    part = sympy.Rational(bytes_each) / b
     assert sympy.simplify(quantised["first_inter"] - full["first_inter"] * part) == 0
     no_gradients = {T: 0}
     assert sympy.simplify((quantised["host"] - full["host"] * part).subs(no_gradients)) == 0
     assert sympy.simplify((quantised["bus"] - full["bus"] * part).subs(no_gradients)) == 0
     assert quantised["gpu"].has(F), "home shards stay: what is on the host is not exact"
+
+
+def test_trained_weights_are_not_in_nf4() -> None:
+    quantised, full = cost("fcdp+c4"), cost("fcdp")
+    for of in ("inter", "intra", "bus", "gradients", "host"):
+        assert sympy.simplify((quantised[of] - full[of]).subs({F: 0})) == 0, of
 
 
 def test_memory() -> None:

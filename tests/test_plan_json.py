@@ -201,7 +201,7 @@ def test_a_fault_is_told_with_its_field(path: Place, value: object, expected: st
         ('{"a":' * 100_000, "is nested too deeply"),
         ("[" * 500 + "]" * 500, "is a list, not the JSON object"),
         ('{"schema": ' + "[" * 500 + "]" * 500 + "}", "schema: is a list"),
-        ('{"schema": "fcdp.plan/6", "schema": "fcdp.plan/6"}', "schema: appears twice"),
+        ('{"schema": "fcdp.plan/7", "schema": "fcdp.plan/7"}', "schema: appears twice"),
         ('{"schema": {"a": 1, "a": 2}}', "schema: is an object"),
     ],
 )

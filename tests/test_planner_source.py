@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.planner.source import ModelOptions, find_source
 from fcdp_compile.planner.traced import trace
+from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.torch_compat import tracing_mode
 
 pytest.importorskip("transformers", reason="configurations need transformers")
@@ -26,11 +28,12 @@ CONFIG = {
 }
 
 
-def _model(folder: Path, lora: int | None, **more: object) -> torch.nn.Module:
+def _model(folder: Path, lora: int | None, *, quantise: str | None = None, **more: object) -> Any:
     file = folder / "config.json"
     file.write_text(json.dumps(CONFIG | more))
+    options = ModelOptions(seq=8, lora=lora, quantise=quantise)
     with tracing_mode():
-        model, _ = find_source(str(file), ModelOptions(seq=8, lora=lora)).build(2, 8)
+        model, _ = find_source(str(file), options).build(2, 8)
     return model
 
 
@@ -47,6 +50,33 @@ def test_adapters_are_trained_on_a_frozen_model(tmp_path: Path) -> None:
     found = {(p.requires_grad, p.dtype) for p in _model(tmp_path, 4).parameters()}
 
     assert found == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("quantise", "in_bytes"), [("nf4", 9 / 16), ("fp4", 9 / 16), ("int8", 9 / 8)]
+)
+def test_quantised_base_weights_are_packed(tmp_path: Path, quantise: str, in_bytes: float) -> None:
+    """All linear layers but the last one, at 32 inputs each or more; adapters and norms are as before."""
+    pytest.importorskip("peft", reason="adapters need peft")
+
+    model = _model(tmp_path, 4, quantise=quantise, tie_word_embeddings=False)
+
+    values = 4 * 32 * 32 + 3 * 32 * 64
+    weights = [m for m in model.modules() if isinstance(m, QuantisedWeight)]
+    packed = sum(p.nbytes for m in weights for p in m.parameters())
+    assert len(weights) == 7
+    assert values * in_bytes * (15 / 16) < packed <= values * in_bytes
+    assert model.get_output_embeddings().weight.dtype is torch.bfloat16
+    found = {(p.requires_grad, p.dtype) for p in model.parameters()}
+    assert found == {
+        *((True, torch.float32), (False, torch.bfloat16)),
+        *((False, torch.uint8), (False, torch.float32)),
+    }
+
+
+def test_quantised_weights_need_adapters() -> None:
+    with pytest.raises(FcdpError, match="give the rank of adapters with --lora"):
+        ModelOptions(seq=8, quantise="nf4")
 
 
 def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:

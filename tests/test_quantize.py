@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +19,11 @@ from fcdp_compile.backend import codec_kernels
 from fcdp_compile.backend.codec_kernels import compile_codec
 from fcdp_compile.backend.compute import Compute
 from fcdp_compile.runtime.collectives.quantize import Codec
-from fcdp_compile.strategy.formats import BLOCK, LEVELS, Format, blocks_of, row_bytes
+from fcdp_compile.strategy.formats import CODINGS, Format, blocks_of, row_bytes
 
 CPU = torch.device("cpu")
-QUANTISED = [Format.INT8, Format.INT4]
+QUANTISED = list(CODINGS)
+BLOCK = 256  # a whole number of blocks of each format
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -48,13 +51,18 @@ def test_the_error_is_within_the_documented_bound(
     made = torch.Generator().manual_seed(seed)
     values = ((torch.rand(rows, sum(slots), generator=made) * 2 - 1) * magnitude).to(dtype)
     found = there_and_back(values, wire, slots)
+    coding = CODINGS[wire]
+    part = 1 / (2 * coding.largest) * (1 + 1e-6)
+    if coding.book:
+        part = max(b - a for a, b in itertools.pairwise(coding.book)) / 2 * (1 + 2.0**-8)
+        assert part < 0.153
     unit = torch.finfo(dtype if dtype != torch.float64 else torch.float32).eps
     for row, back in zip(values.double(), found.double(), strict=True):
         for slot, other in zip(row.split(slots), back.split(slots), strict=True):
-            for block, far in zip(slot.split(BLOCK), other.split(BLOCK), strict=True):
+            for block, far in zip(*(x.split(coding.block) for x in (slot, other)), strict=True):
                 if block.numel():
                     largest = block.abs().max()
-                    bound = largest / (2 * LEVELS[wire]) * (1 + 1e-6) + unit * largest
+                    bound = largest * part + unit * largest
                     assert ((block - far).abs() <= bound + 2.0**-126).all()
 
 
@@ -62,7 +70,10 @@ def test_the_error_is_within_the_documented_bound(
 @pytest.mark.parametrize("slots", [[2 * BLOCK], [BLOCK - 1, BLOCK + 1]])
 def test_what_is_exact(wire: Format, slots: list[int]) -> None:
     """Zeros, and values on the quantisation levels, also in a block with large values."""
-    levels = torch.arange(-LEVELS[wire], LEVELS[wire] + 1, dtype=torch.float32)
+    coding = CODINGS[wire]
+    levels = torch.tensor(
+        coding.book or range(-coding.largest, coding.largest + 1), dtype=torch.float32
+    )
     values = torch.zeros(2, 2 * BLOCK)
     values[0, : len(levels)] = levels * 0.5
     values[1, slots[0] % (2 * BLOCK) :][: len(levels)] = levels * 2.0**100
@@ -88,7 +99,34 @@ def test_the_largest_numbers_stay_finite(wire: Format, dtype: torch.dtype) -> No
     """Masks contain such numbers: a scale that is rounded up must not make them infinite."""
     largest = torch.finfo(dtype).max
     values = torch.tensor([[largest, -largest, 0.0]], dtype=dtype)
-    torch.testing.assert_close(there_and_back(values, wire, [3]), values)
+    torch.testing.assert_close(there_and_back(values, wire, [3]), values, rtol=2.0**-6, atol=0)
+
+
+def test_the_code_book_of_nf4_has_quantiles_of_a_normal_distribution() -> None:
+    """QLoRA's construction: 8 levels of the upper half, 7 of the lower one, and zero."""
+    tail = (1 / 32 + 1 / 30) / 2
+    halves = [
+        [-NormalDist().inv_cdf(tail + i * (0.5 - tail) / n) for i in range(n)] for n in (8, 7)
+    ]
+    upper, lower = ([x / halves[0][0] for x in half] for half in halves)
+    expected = [*(-x for x in lower), 0.0, *reversed(upper)]
+    assert CODINGS[Format.NF4].book == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nf4_of_nf4_is_the_same(dtype: torch.dtype) -> None:
+    """What another rank has decoded, it would send with the same bits."""
+    once = there_and_back(torch.randn(2, 1000).to(dtype), Format.NF4, [300, 700])
+    assert torch.equal(there_and_back(once, Format.NF4, [300, 700]), once)
+
+
+def test_nf4_has_the_values_of_bitsandbytes() -> None:
+    """Bitwise in bf16, whose scales bf16 holds exactly."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    values = torch.randn(1, 1 << 14).bfloat16()
+    packed, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4")
+    expected = functional.dequantize_4bit(packed, state)
+    assert torch.equal(there_and_back(values, Format.NF4, [1 << 14]), expected)
 
 
 @pytest.mark.parametrize("wire", QUANTISED)
@@ -113,11 +151,14 @@ def test_rows_and_parameters_are_independent(wire: Format) -> None:
         (Format.INT8, [100, 256, 3], 12 + 359),
         (Format.INT4, [1, 0, 2], 8 + 2),
         (Format.INT8, [0], 0),
+        (Format.NF4, [64 * 32], 17 * 64),
+        (Format.NF4, [65, 3], 6 + 34),
     ],
 )
 def test_bytes_of_a_row(wire: Format, slots: list[int], expected: int) -> None:
     assert row_bytes(slots, wire, 2) == expected
-    assert sum(blocks_of(slots)) == sum(slots)
+    if wire is not Format.FULL:
+        assert sum(blocks_of(slots, wire)) == sum(slots)
 
 
 @pytest.mark.parametrize("wire", QUANTISED)
@@ -138,8 +179,9 @@ def test_compiled_kernels_give_the_same_bits(wire: Format, dtype: torch.dtype) -
     for bad in (float("inf"), float("nan")):
         values[0, 3] = bad
         found = compiled.decode(compiled.encode(values), dtype)
-        assert not found[0, :BLOCK].isfinite().any()
-        assert found[0, BLOCK:].isfinite().all()
+        block = CODINGS[wire].block
+        assert not found[0, :block].isfinite().any()
+        assert found[0, block:].isfinite().all()
 
 
 def test_a_kernel_that_is_wrong_is_not_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fcdp_compile.sharding.refusals import warn_of_no_frozen
 from fcdp_compile.strategy import PRESETS, Cache, GradientOn, Life, Scope, Strategy
 from fcdp_compile.strategy.formats import Format
 
@@ -144,28 +145,34 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest(name: str, meant: 
 
 
 @pytest.mark.parametrize(
-    ("name", "printed", "weights", "gradients", "host"),
+    ("name", "printed", "weights", "gradients", "host", "frozen"),
     [
-        ("fcdp+w8+g4", "fcdp+w8+g4", "int8", "int4", "full"),
-        ("fcdp+g4+w8", "fcdp+w8+g4", "int8", "int4", "full"),
-        ("fcdp+c8", "fcdp+c8", "int8", "full", "int8"),
-        ("hpz+w8", "zero+++w8", "int8", "full", "full"),
-        ("paro-iig+g8", "paro-iig+g8", "full", "int8", "full"),
-        ("fsdp+w8+w8", "zero3+w8", "int8", "full", "full"),
+        ("fcdp+w8+g4", "fcdp+w8+g4", "int8", "int4", "full", "full"),
+        ("fcdp+g4+w8", "fcdp+w8+g4", "int8", "int4", "full", "full"),
+        ("fcdp+c8", "fcdp+c8", "int8", "full", "int8", "full"),
+        ("fcdp+c4", "fcdp+c4", "full", "full", "full", "nf4"),
+        ("fcdp+c4+c8", "fcdp+c8+c4", "int8", "full", "int8", "nf4"),
+        ("hpz+w8", "zero+++w8", "int8", "full", "full", "full"),
+        ("paro-iig+g8", "paro-iig+g8", "full", "int8", "full", "full"),
+        ("fsdp+w8+w8", "zero3+w8", "int8", "full", "full", "full"),
     ],
 )
-def test_modifiers(name: str, printed: str, weights: str, gradients: str, host: str) -> None:
+def test_modifiers(
+    name: str, printed: str, weights: str, gradients: str, host: str, frozen: str
+) -> None:
     """Modifiers in any order; parsing the printed form gives the strategy again."""
     found = Strategy.parse(name)
-    formats = (found.weight_format, found.gradient_format, found.host_format)
-    assert (found.name, *(f.value for f in formats)) == (printed, weights, gradients, host)
+    formats = [getattr(found, f"{of}_format") for of in ("weight", "gradient", "host", "frozen")]
+    assert (found.name, *(f.value for f in formats)) == (
+        *(printed, weights, gradients, host, frozen),
+    )
     assert Strategy.parse(printed) == found
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fcdp+w9", "unknown modifier 'w9'; choose from w8, g8, g4, c8, ring"),
+        ("fcdp+w9", "unknown modifier 'w9'; choose from w8, g8, g4, c8, c4, ring"),
         ("fcdp+", "unknown modifier ''; choose from w8"),
         ("fcdp+g4+g8", "two modifiers for the same choice; give one of g8 and g4"),
         ("zero3+ring+auto", "two modifiers for the same choice; give one of ring and auto"),
@@ -173,9 +180,10 @@ def test_modifiers(name: str, printed: str, weights: str, gradients: str, host: 
         ("mics+ho_ring", "gathers nothing between nodes"),
         (
             "fcdp+ho-ring",
-            "unknown modifier 'ho-ring'; choose from w8, g8, g4, c8, ring, ho_ring, auto; did you",
+            "unknown modifier 'ho-ring'; choose from w8, g8, g4, c8, c4, ring, ho_ring, auto; did you",
         ),
         ("zero3+c8", "keeps no node shards on the host"),
+        ("zero3+c4", "keeps no node shards on the host"),
         ("paro-iii+w8", "whole copies on every node"),
         ("ddp+g4", "whole copies on every node"),
         ("paro-nin+w8", "Principle 1"),
@@ -189,12 +197,27 @@ def test_impossible_modifiers(name: str, message: str) -> None:
 
 def test_impossible_formats() -> None:
     fcdp = PRESETS["fcdp"]
-    with pytest.raises(ValueError, match="weights in 4 bits"):
-        replace(fcdp, weight_format=Format.INT4)
+    for field, wrong in (("weight_format", Format.INT4), ("gradient_format", Format.NF4)):
+        with pytest.raises(ValueError, match=f"has {field} {wrong.value}, which is not for these"):
+            replace(fcdp, **{field: wrong})
     with pytest.raises(
         ValueError, match="on the host in format int8, but receives them in format full"
     ):
         replace(fcdp, host_format=Format.INT8)
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "warns"),
+    [("fcdp+c4", [True, True], 1), ("fcdp+c4", [True, False], 0), ("fcdp+c8", [True], 0)],
+)
+def test_a_format_for_frozen_parameters_where_none_is_frozen(
+    name: str, trained: list[bool], warns: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_no_frozen((Strategy.parse(name), requires_grad) for requires_grad in trained)
+    assert (
+        caplog.text.count("none of its parameters is frozen, so the format changes nothing")
+        == warns
+    )
 
 
 def test_the_option_of_fsdp() -> None:

@@ -21,7 +21,6 @@ from fcdp_compile.backend.compute import Compute
 from fcdp_compile.plan import Bucket
 from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.collectives.quantize import Codec, decode_blocks, encode_blocks
-from fcdp_compile.strategy.formats import BLOCK
 from fcdp_compile.strategy.gathering import Algorithm
 from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode, without_modes
 
@@ -94,24 +93,27 @@ def compile_codec(
     if (rows, dtype) in kernels or not codec.is_regular or not codec.elements:
         return
 
-    def encode(values: Tensor) -> tuple[Tensor, ...]:
-        return encode_blocks(codec, values)
+    def encode(values: Tensor, *book: Tensor) -> tuple[Tensor, ...]:
+        return encode_blocks(codec, values, *book)
 
-    def decode(scales: Tensor, data: Tensor) -> tuple[Tensor, ...]:
-        return (decode_blocks(codec, scales, data, dtype),)
+    def decode(scales: Tensor, data: Tensor, *book: Tensor) -> tuple[Tensor, ...]:
+        return (decode_blocks(codec, scales, data, *book, dtype=dtype),)
 
     function = encode if encodes else decode
     # Equal on every rank, and from a separate generator: compiling must not change users' random numbers.
     numbers = torch.Generator().manual_seed(0)
-    values = torch.randn(rows, codec.blocks, BLOCK, generator=numbers, device="cpu")
-    values = values.to(device, dtype)
-    inputs = [values] if encodes else list(encode_blocks(codec, values))
+    values = torch.randn(rows, codec.blocks, codec.coding.block, generator=numbers, device="cpu")
+    values, book = values.to(device, dtype), codec.book(device)
+    sent = encode_blocks(codec, values, *book)
+    inputs = [values, *book] if encodes else [*sent, *book]
     kernel = compute.compile(_trace(function, inputs, compute))
     # Checked before use: with torch 2.13 on CPUs, Inductor can silently leave elements out of a loop.
-    expected = decode_blocks(codec, *encode_blocks(codec, values), torch.float32)
+    expected = decode_blocks(codec, *sent, *book, dtype=torch.float32)
     found = kernel(list(inputs))
     decoded = (
-        decode_blocks(codec, found[0], found[1], torch.float32) if encodes else found[0].float()
+        decode_blocks(codec, found[0], found[1], *book, dtype=torch.float32)
+        if encodes
+        else found[0].float()
     )
     if torch.allclose(decoded, expected, rtol=2.0**-7, atol=0.0):
         kernels[rows, dtype] = kernel

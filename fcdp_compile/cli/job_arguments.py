@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fcdp_compile.cluster.model_table import MODELS
-from fcdp_compile.cluster.plan_request import DTYPES
+from fcdp_compile.cluster.plan_request import DTYPES, PACKINGS
 from fcdp_compile.cluster.profile import CLUSTERS
 from fcdp_compile.strategy import Strategy
 
@@ -61,6 +61,12 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole,
         metavar="r",
         help="train adapters of this rank on a frozen model (default: no adapters)",
+    )
+    parser.add_argument(
+        "--quantise",
+        choices=list(PACKINGS),
+        help="pack the frozen linear layers below adapters as bitsandbytes does (default: they are not "
+        "quantised)",
     )
     parser.add_argument(
         "--accumulate",

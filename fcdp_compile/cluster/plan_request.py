@@ -15,3 +15,22 @@ class Sweep:
     of: str
     values: tuple[float, ...]
     texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How a library quantises a weight: bits of a value, and values that share a scale in fp32.
+
+    block: None: a row of the weight.
+    """
+
+    bits: int
+    block: int | None
+
+
+PACKINGS = {
+    "nf4": Packing(bits=4, block=64),
+    "fp4": Packing(bits=4, block=64),
+    "int8": Packing(bits=8, block=None),
+}
+"""What `--quantise` knows: bitsandbytes' formats without double quantisation."""

@@ -10,7 +10,6 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.strategy import Scope, Strategy
-from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
 
 
@@ -85,7 +84,7 @@ def param_spec(
     if is_packed:
         layout = replace(layout, dim=0)
         param_dtype = reduce_dtype = None
-        strategy = replace(strategy, weight_format=Format.FULL, host_format=Format.FULL)
+        strategy = strategy.with_exact_weights()
     gathers_as = param_dtype if param_dtype and dtype.is_floating_point else dtype
     reduces_as = reduce_dtype if reduce_dtype and dtype.is_floating_point else gathers_as
     return ParamSpec(

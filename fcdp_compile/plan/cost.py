@@ -65,7 +65,9 @@ class Machine:
     def time_s(self, step: Step, ranks_per_node: int) -> float:
         """Seconds that a step keeps its lane busy."""
         if step.kind is Kind.COMPUTE:
-            return max(step.flops / self.flops_per_s, step.accessed_bytes / self.memory_bytes_per_s)
+            kernels = step.kernel_bytes / self.memory_bytes_per_s
+            accessing = step.accessed_bytes / self.memory_bytes_per_s
+            return kernels + max(step.flops / self.flops_per_s, accessing)
         copying = step.accessed_bytes / self.memory_bytes_per_s
         if step.kind is Kind.FLAT_ALL_GATHER:  # as fast as the slower link
             return copying + max(self.inter.time_s(step.bytes), self.intra.time_s(step.bytes))

@@ -19,7 +19,7 @@ from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.formats import Format, row_bytes
 from fcdp_compile.strategy.gathering import Algorithm
 
-SCHEMA = "fcdp.plan/6"
+SCHEMA = "fcdp.plan/7"
 
 
 class Lane(Enum):
@@ -233,7 +233,8 @@ class Step:
     index: position.  bytes: that this rank sends over the link, or is planned to copy over H2D or D2H; 0 for
     steps that move nothing.  waits: indices of the steps whose results it needs.  flops, accessed_bytes: the
     work of a compute step, floating point operations and bytes read and written; for a gather, the bytes read
-    and written to put parts in order.  label: a name for people.
+    and written to put parts in order.  kernel_bytes: bytes that kernels of other libraries in a compute step
+    read and write, such as those that dequantise weights; they run beside nothing.  label: a name for people.
     """
 
     index: int
@@ -244,6 +245,7 @@ class Step:
     waits: tuple[int, ...]
     flops: int = 0
     accessed_bytes: int = 0
+    kernel_bytes: int = 0
     label: str = ""
 
     @property

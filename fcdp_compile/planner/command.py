@@ -129,6 +129,7 @@ def asked(options: argparse.Namespace) -> Asked:
         seq=options.seq,
         dtype=getattr(torch, DTYPES[options.dtype]),
         lora=options.lora,
+        quantise=options.quantise,
         checkpointing=not options.no_checkpointing,
         attention=options.attention,
     )

@@ -30,6 +30,7 @@ def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, P
             strategy=strategy,
             mesh=mesh,
             param_dtype=p.gather_dtype,
+            is_packed=p.is_packed,
         )
         for p in traced.params
     }

@@ -24,10 +24,12 @@ import torch
 from torch import nn
 
 from fcdp_compile.cluster.model_table import MODELS
+from fcdp_compile.cluster.plan_request import PACKINGS
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.extras import require
 from fcdp_compile.passes import partition
-from fcdp_compile.planner import traced
+from fcdp_compile.planner import packed, traced
+from fcdp_compile.planner.packed import pack_frozen
 from fcdp_compile.planner.traced import Build, Inputs
 from fcdp_compile.suggestion import did_you_mean
 
@@ -37,13 +39,15 @@ class ModelOptions:
     """How a model is trained, as far as it changes the graphs.
 
     dtype: of computation.  Trained parameters are kept in fp32, frozen ones in `dtype`.  lora: rank of
-    adapters on a frozen model, None to train everything.  checkpointing: recompute activations by layer.
+    adapters on a frozen model, None to train everything.  quantise: how its linear layers are quantised, of
+    `PACKINGS`; None: they are in `dtype`.  checkpointing: recompute activations by layer.
     attention: "sdpa", torch's fused attention, or "eager".
     """
 
     seq: int
     dtype: torch.dtype = torch.bfloat16
     lora: int | None = None
+    quantise: str | None = None
     checkpointing: bool = True
     attention: str = "sdpa"
 
@@ -52,6 +56,10 @@ class ModelOptions:
             raise FcdpError(f"the sequence length must be at least 1, not {self.seq}")
         if self.lora is not None and self.lora < 1:
             raise FcdpError(f"the rank of LoRA adapters must be at least 1, not {self.lora}")
+        if self.quantise is not None and self.lora is None:
+            raise FcdpError(
+                "quantised weights cannot be trained; give the rank of adapters with --lora, too"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +116,7 @@ def _of_config(name: str, config: Mapping[str, Any], options: ModelOptions) -> S
         "config": config,
         "options": [repr(options)],
         "versions": [torch.__version__, *map(_version, ("fcdp", "transformers", "peft"))],
-        "code": [inspect.getsource(m) for m in (partition, traced, sys.modules[__name__])],
+        "code": [inspect.getsource(m) for m in (partition, packed, traced, sys.modules[__name__])],
     }
     text = json.dumps(described, sort_keys=True)
     return Source(
@@ -152,6 +160,8 @@ def _made(
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=options.lora, target_modules="all-linear")
         )
+    if options.quantise is not None:
+        pack_frozen(model, PACKINGS[options.quantise])
     if options.checkpointing:
         # nn.Module's attributes are typed as tensors
         enable: Any = model.gradient_checkpointing_enable

@@ -49,7 +49,7 @@ TRACED_BATCH = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedParam:
-    """A parameter, before a strategy and a mesh are chosen."""
+    """A parameter, before a strategy and a mesh are chosen; is_packed: as in `ParamSpec`."""
 
     key: str
     name: str
@@ -57,6 +57,7 @@ class TracedParam:
     dtype: torch.dtype
     gather_dtype: torch.dtype
     requires_grad: bool
+    is_packed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,7 @@ def trace(
             dtype=spec.home_dtype,
             gather_dtype=spec.gather_dtype,
             requires_grad=record.parameter().requires_grad,
+            is_packed=spec.is_packed,
         )
         for record in state_of(model).records.values()
         for spec in [record.spec]

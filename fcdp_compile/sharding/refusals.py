@@ -17,6 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.sharding.references import find_references
+from fcdp_compile.strategy import Strategy
+from fcdp_compile.strategy.formats import Format
 from fcdp_compile.torch_compat import FakeTensor, calls_dispatch_of_subclasses
 
 log = logging.getLogger(__name__)
@@ -190,4 +192,17 @@ def warn_of_torch() -> None:
             "sum of a parameter or gradient gives only this rank's part; use torch 2.12 or newer, or compute "
             "it from the whole tensor, such as p.grad.full_tensor().norm()",
             torch.__version__,
+        )
+
+
+def warn_of_no_frozen(found: Iterable[tuple[Strategy, bool]]) -> None:
+    """Warn of a format for frozen parameters if none is frozen; found: strategies and requires_grad."""
+    pairs = [pair for pair in found if pair[0].frozen_format is not Format.FULL]
+    used = {strategy for strategy, requires_grad in pairs if not requires_grad}
+    for strategy in dict.fromkeys(strategy for strategy, _ in pairs if strategy not in used):
+        log.warning(
+            "strategy %r sends and keeps frozen parameters in %s, but none of its parameters is frozen, so "
+            "the format changes nothing; freeze the base model, or leave the modifier out",
+            strategy.name,
+            strategy.frozen_format.value,
         )

@@ -26,7 +26,13 @@ from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import assign
 from fcdp_compile.sharding.gpus import agree_on_gpus
 from fcdp_compile.sharding.loads import watch_loads
-from fcdp_compile.sharding.refusals import Dtypes, check_model, ignore, warn_of_torch
+from fcdp_compile.sharding.refusals import (
+    Dtypes,
+    check_model,
+    ignore,
+    warn_of_no_frozen,
+    warn_of_torch,
+)
 from fcdp_compile.sharding.replicas import agree_on_replicas
 from fcdp_compile.sharding.sharded_class import (
     STATE,
@@ -156,6 +162,7 @@ def _agree(
     state.gpu_bytes = agree_on_gpus(topology, collectives, state.device)
     if topology.ranks > 1 and topology.node == topology.place == 0:
         warn_of_torch()
+        warn_of_no_frozen((r.spec.strategy, p.requires_grad) for p, r in records.items())
     tensors = [*((r.spec.name, p) for p, r in records.items()), *root.named_buffers()]
     description = [
         f"param_dtype {dtypes.param}, reduce_dtype {dtypes.reduce}, buffer_dtype={dtypes.buffer}",

@@ -1,25 +1,28 @@
 """Formats of values that are sent between nodes, or wait on the host: sizes only (`quantize` encodes).
 
 [Note: encoded rows]
-A row has the slots of some parameters one after the other.  Each slot is cut in blocks of 256 values; its
-last block may be shorter.  So no parameter is rounded to the scale of another, and a parameter has the same
-values whichever parameters are sent with it.  A block has one scale, its largest magnitude divided by the
-largest level, and each value is a level: 8 bits, -127 to 127, or 4 bits, -7 to 7.
+A row has the slots of some parameters one after the other.  Each slot is cut in blocks; its last block may be
+shorter.  So no parameter is rounded to the scale of another, and a parameter has the same values whichever
+parameters are sent with it.  A block has one scale, its largest magnitude divided by the largest level, and
+each value is the nearest level times the scale.  Levels are whole numbers, or the entries of a code book.
 
-    | scales: fp32, one a block | levels: 1 byte a value, or two values in a byte |
+    | scales: one a block | levels: 1 byte a value, or two values in a byte |
 
-Sources: ZeRO++ (Wang et al., 2023), sections 3.1 (block-based quantisation of weights) and 3.3 (gradients).
+    int8   whole levels -127 to 127   blocks of 256 values   scales in fp32
+    int4   whole levels -7 to 7       blocks of 256 values   scales in fp32
+    nf4    16 quantiles of a normal   blocks of 64 values    scales in bf16: exact, if the values are bf16
+           distribution, -1 to 1
+
+Sources: ZeRO++ (Wang et al., 2023), sections 3.1 (block-based quantisation of weights) and 3.3 (gradients);
+QLoRA (Dettmers et al., 2023), section 3 and appendix E (NF4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
-
-BLOCK = 256
-"""Values that share a scale: its 4 bytes add 1/64 to the levels of 8 bits."""
-
-_SCALE_BYTES = 4
+from fractions import Fraction
 
 
 class Format(Enum):
@@ -28,23 +31,49 @@ class Format(Enum):
     FULL = "full"
     INT8 = "int8"
     INT4 = "int4"
+    NF4 = "nf4"
 
 
-BITS = {Format.INT8: 8, Format.INT4: 4}
-"""Bits of a value, without its block's scale, in a format that quantises."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """How a format quantises.
 
-LEVELS = {wire: 2 ** (bits - 1) - 1 for wire, bits in BITS.items()}
-"""The largest level of a format that quantises."""
+    bits: of a value, without its block's scale.  block: values that share a scale.  scale_bytes: 4 (fp32) or
+    2 (bf16).  largest: the largest level.  book: the levels from the lowest to the highest, if they are not
+    whole numbers.
+    """
+
+    bits: int
+    block: int
+    scale_bytes: int
+    largest: int
+    book: tuple[float, ...] = ()
+
+    @property
+    def value_bytes(self) -> Fraction:
+        """Bytes of a value of a whole block, with its part of the scale."""
+        return Fraction(self.bits, 8) + Fraction(self.scale_bytes, self.block)
 
 
-def blocks_of(slots: Sequence[int]) -> list[int]:
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+CODINGS = {
+    Format.INT8: Coding(bits=8, block=256, scale_bytes=4, largest=127),
+    Format.INT4: Coding(bits=4, block=256, scale_bytes=4, largest=7),
+    Format.NF4: Coding(bits=4, block=64, scale_bytes=2, largest=1, book=_NF4),
+}
+"""The formats that quantise."""
+
+
+def blocks_of(slots: Sequence[int], wire: Format) -> list[int]:
     """The number of values of each block of a row."""
-    return [min(BLOCK, slot - start) for slot in slots for start in range(0, slot, BLOCK)]
-
-
-def scale_bytes(slots: Sequence[int]) -> int:
-    """Bytes of a row's scales, which come first."""
-    return _SCALE_BYTES * sum(-(-slot // BLOCK) for slot in slots)
+    block = CODINGS[wire].block
+    return [min(block, slot - start) for slot in slots for start in range(0, slot, block)]
 
 
 def row_bytes(slots: Sequence[int], wire: Format, itemsize: int) -> int:
@@ -52,4 +81,6 @@ def row_bytes(slots: Sequence[int], wire: Format, itemsize: int) -> int:
     elements = sum(slots)
     if wire is Format.FULL:
         return elements * itemsize
-    return scale_bytes(slots) + -(-elements * BITS[wire] // 8)
+    coding = CODINGS[wire]
+    scales = sum(-(-slot // coding.block) for slot in slots)
+    return coding.scale_bytes * scales + -(-elements * coding.bits // 8)

@@ -4,8 +4,8 @@ N nodes of g ranks, G = N g.  F, T: bytes of frozen and of trainable parameters 
 W = F + T; gradients are counted in that dtype, too.  s: micro-batches of an optimizer step; each of them
 gathers the parameters that its forward and its backward read (here: all), with `no_sync` around all but the
 last.  a: bytes of an accumulated gradient, in fp32 or wider, per byte of parameter.  b: bytes of an element
-before it is quantised; 8 bits take 1 + 1/64 bytes with the scales of the blocks (`formats`).  Padding is not
-counted.
+before it is quantised; 8 bits take 1 + 1/64 bytes with the scales of the blocks, nf4 takes 17/32 (`formats`).
+Padding is not counted.
 
 Sources: ZeRO (Rajbhandari et al., 2020), ZeRO++ (Wang et al., 2023), PaRO (Wu et al., 2023, tables 2 and 3),
 FCDP (Park et al., table I).
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import sympy
 
 from fcdp_compile.strategy import Cache, Scope, Strategy
-from fcdp_compile.strategy.formats import BITS, BLOCK, Format
+from fcdp_compile.strategy.formats import CODINGS, Format
 from fcdp_compile.strategy.gathering import Algorithm
 
 N, g, s = sympy.symbols("N g s", positive=True, integer=True)
@@ -59,20 +59,24 @@ def costs(strategy: Strategy) -> Costs:
     is_full = strategy.cache is Cache.GPU_FULL
     on_host = strategy.keeps_on_host
     between, within = (N - 1) / N, (g - 1) / g
-    weights, gradients, kept_part = map(
-        _part, (strategy.weight_format, strategy.gradient_format, strategy.host_format)
-    )
+    frozen, trained = (strategy.formats(is_frozen=is_frozen) for is_frozen in (True, False))
+    f_sent, t_sent = F * _part(frozen[0]), T * _part(trained[0])
+    kept_on_host = F * _part(frozen[1]) + T * _part(trained[1])
+    gradients = _part(strategy.gradient_format)
     # How often weights cross: resident ones once for each change, others in every forward, uncached twice.
-    gathered, first = s * W * (1 if strategy.cache is not Cache.NONE else 2), sympy.Integer(0)
+    gathered, first = (
+        s * (f_sent + t_sent) * (1 if strategy.cache is not Cache.NONE else 2),
+        sympy.Integer(0),
+    )
     if strategy.is_resident:
-        gathered, first = T, F
+        gathered, first = t_sent, f_sent
     # A frozen bucket that is kept in full is gathered within the node once; a node shard in every forward
     # and every backward.
     spread = T if is_full else sympy.Integer(0) if is_whole else 2 * s * W
     crossing = between
     if strategy.algorithm is Algorithm.RING:  # each slot is sent over all links but one, encoded
         crossing = (N * g - 1) / (N * g)
-        spread = gathered * weights * crossing
+        spread = gathered * crossing
     # Gradients wait whole and are reduced once, or wait within the node, or are reduced every time.
     times = s if strategy.gradient is Scope.GLOBAL else 1
     within_node = 1 if strategy.gradient is Scope.NONE else s
@@ -81,18 +85,18 @@ def costs(strategy: Strategy) -> Costs:
     reduced = times * T * gradients * (1 if is_global else 2)
     reduced_within = within_node * T + (T if is_whole else 0)
     # A frozen home shard leaves the GPU if its exact node shard is on the host.
-    leaves = on_host and strategy.is_resident and strategy.weight_format is Format.FULL
+    leaves = on_host and strategy.is_resident and frozen[0] is Format.FULL
     kept = {Cache.GPU: W / g, Cache.GPU_FULL: W}.get(strategy.cache, sympy.Integer(0))
     return Costs(
-        inter=sympy.factor(reduced * between + (gathered * weights * crossing if is_global else 0)),
+        inter=sympy.factor(reduced * between + (gathered * crossing if is_global else 0)),
         intra=sympy.factor((spread + reduced_within) * within),
         # A store in a cold forward, a load in any other forward and in every backward; gradients both ways.
-        bus=2 * s * W * kept_part / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0),
-        first_inter=sympy.factor(first * weights * between if is_global else sympy.Integer(0)),
+        bus=2 * s * kept_on_host / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0),
+        first_inter=sympy.factor(first * between if is_global else sympy.Integer(0)),
         first_intra=sympy.factor((F if is_full else sympy.Integer(0)) * within),
         gpu=sympy.factor((T if leaves else W) / shards + kept),
         gradients=sympy.factor(T / shards + (0 if on_host else waits)),
-        host=W * kept_part + g * waits if on_host else sympy.Integer(0),
+        host=kept_on_host + g * waits if on_host else sympy.Integer(0),
     )
 
 
@@ -100,4 +104,4 @@ def _part(wire: Format) -> sympy.Expr:
     """Bytes that are sent for each byte of parameters."""
     if wire is Format.FULL:
         return sympy.Integer(1)
-    return (sympy.Rational(BITS[wire], 8) + sympy.Rational(4, BLOCK)) / b
+    return sympy.Rational(CODINGS[wire].value_bytes) / b

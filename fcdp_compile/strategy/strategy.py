@@ -56,6 +56,15 @@ class Life(Enum):
     UNTIL_CHANGED = "until-changed"
 
 
+_FORMATS = {
+    "weight_format": (Format.INT8,),
+    "gradient_format": (Format.INT8, Format.INT4),
+    "host_format": (Format.INT8,),
+    "frozen_format": (Format.NF4, Format.INT8),
+}
+"""What may be sent how: 4 whole levels are too few for weights, and NF4's code book is made for weights."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """A strategy: one point of the space home x cache x gradient.
@@ -67,6 +76,7 @@ class Strategy:
     gradient_on: where these gradients wait.
     weight_format, gradient_format: formats of weights and gradients between nodes, if they are smaller.
     host_format: the format of node shards in host memory.
+    frozen_format: the format of frozen weights in both places, if it is another one.
     algorithm: of gathers between nodes.
 
     Raises: ValueError for a point that is not available.
@@ -81,6 +91,7 @@ class Strategy:
     weight_format: Format = Format.FULL
     gradient_format: Format = Format.FULL
     host_format: Format = Format.FULL
+    frozen_format: Format = Format.FULL
     algorithm: Algorithm = Algorithm.HIERARCHICAL
 
     def __post_init__(self) -> None:
@@ -123,26 +134,26 @@ class Strategy:
             )
 
     def _check_formats(self) -> None:
-        if self.home is not Scope.GLOBAL and (
-            (self.weight_format, self.gradient_format) != (Format.FULL, Format.FULL)
-        ):
+        chosen = {name: getattr(self, name) for name in _FORMATS}
+        if self.home is not Scope.GLOBAL and set(chosen.values()) != {Format.FULL}:
             raise ArgumentError(
                 f"strategy {self.name!r} keeps whole copies on every node, so no gather or scatter "
                 "between nodes could use a format; use a strategy that shards over all ranks, such as 'fcdp'"
             )
-        if self.weight_format is Format.INT4 or self.host_format is Format.INT4:
-            raise ArgumentError(
-                f"strategy {self.name!r} would send or keep weights in 4 bits, but 4 bits are only for "
-                "gradients; use int8"
-            )
-        if self.host_format is Format.FULL:
+        for name, asked in chosen.items():
+            if asked not in (Format.FULL, *_FORMATS[name]):
+                raise ArgumentError(
+                    f"strategy {self.name!r} has {name} {asked.value}, which is not for these values; use "
+                    f"{' or '.join(f.value for f in _FORMATS[name])}"
+                )
+        if self.host_format is self.frozen_format is Format.FULL:
             return
         if not self.keeps_on_host:
             raise ArgumentError(
                 f"strategy {self.name!r} keeps no node shards on the host, so no format for them can be "
-                "chosen; leave 'c8' out, or use 'fcdp'"
+                "chosen; leave 'c8' and 'c4' out, or use 'fcdp'"
             )
-        if self.weight_format is Format.FULL:
+        if self.host_format is not Format.FULL and self.weight_format is Format.FULL:
             # A backward would compute with other weights than its forward.
             raise ArgumentError(
                 f"strategy {self.name!r} keeps weights on the host in format {self.host_format.value}, but "
@@ -188,20 +199,29 @@ class Strategy:
         """Where gradients of micro-batches wait; None if each is reduced to the home shards."""
         return None if self.gradient is Scope.GLOBAL else self.gradient_on
 
+    def formats(self, *, is_frozen: bool) -> tuple[Format, Format]:
+        """The formats of weights between nodes and on the host."""
+        if is_frozen and self.frozen_format is not Format.FULL:
+            return self.frozen_format, self.frozen_format
+        return self.weight_format, self.host_format
+
+    def with_exact_weights(self) -> Strategy:
+        """The same strategy with all weights sent and kept as they are."""
+        full = Format.FULL
+        return replace(self, weight_format=full, host_format=full, frozen_format=full)
+
     def on_one_node(self, ranks_per_node: int) -> Strategy:
         """The same strategy on one node: without caches of node shards, formats and algorithms."""
         gradient = Scope.GLOBAL if self.gradient is Scope.INTRA else self.gradient
         keeps = self.cache is Cache.GPU_FULL and ranks_per_node > 1
         return replace(
-            self,
+            self.with_exact_weights(),
             home=Scope.GLOBAL if self.home is Scope.INTRA else self.home,
             cache=Cache.GPU_FULL if keeps else Cache.NONE,
             life=self.life if keeps else Life.UNTIL_BACKWARD,
             gradient=gradient,
             gradient_on=GradientOn.AUTO if gradient is Scope.GLOBAL else self.gradient_on,
-            weight_format=Format.FULL,
             gradient_format=Format.FULL,
-            host_format=Format.FULL,
             algorithm=Algorithm.HIERARCHICAL,
         )
 
@@ -332,12 +352,14 @@ MODIFIERS: dict[str, dict[str, Format | Algorithm]] = {
     "g8": {"gradient_format": Format.INT8},
     "g4": {"gradient_format": Format.INT4},
     "c8": {"weight_format": Format.INT8, "host_format": Format.INT8},
+    "c4": {"frozen_format": Format.NF4},
     "ring": {"algorithm": Algorithm.RING},
     "ho_ring": {"algorithm": Algorithm.HO_RING},
     "auto": {"algorithm": Algorithm.AUTO},
 }
 """The modifiers of a preset's name: weights between nodes in 8 bits (ZeRO++'s qwZ); gradients between nodes
-in 8 or 4 bits (qgZ); weights between nodes and on the host in 8 bits; the algorithm of gathers."""
+in 8 or 4 bits (qgZ); weights between nodes and on the host in 8 bits; frozen weights there in NF4 (QLoRA's
+code book of 4 bits); the algorithm of gathers."""
 
 
 def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:

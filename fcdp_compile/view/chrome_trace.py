@@ -116,7 +116,8 @@ def _about(step: Step, buckets: _Placed) -> Event:
     if step.bytes:
         about["bytes"] = step.bytes
     if step.kind is Kind.COMPUTE:
-        return {**about, "flops": step.flops, "accessed bytes": step.accessed_bytes}
+        about |= {"flops": step.flops, "accessed bytes": step.accessed_bytes}
+        return {**about, "bytes of kernels": step.kernel_bytes} if step.kernel_bytes else about
     if step.bucket is not None:
         bucket, placement = buckets[step.bucket]
         about |= {

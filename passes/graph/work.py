@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from fcdp_compile.torch_compat import OpOverload
+from fcdp_compile.torch_compat import OpOverload, tree_leaves
 
 _ATEN = torch.ops.aten
 _SAME_WORK = {
@@ -22,6 +22,9 @@ _SAME_WORK = {
     ),
 }
 """Operators whose work torch does not count, each with one that does the same on the same arguments."""
+
+_OF_TORCH = frozenset({"aten", "prims", "inductor_prims", "rngprims", "_c10d_functional"})
+"""Namespaces of operators that are no kernels of other libraries."""
 
 Sizes = Mapping[sympy.Symbol, int]
 """Values of symbols that differ from the traced values."""
@@ -37,6 +40,20 @@ def accessed_bytes_of(graph: Graph, sizes: Sizes) -> int:
     results: Any = graph.output_node().args[0]
     nodes = [*graph.find_nodes(op="placeholder"), *results]
     return sum(_nbytes(n.meta.get("val"), sizes) for n in nodes if isinstance(n, Node))
+
+
+def kernel_bytes_of(graph: Graph, sizes: Sizes) -> int:
+    """Bytes that operators of other libraries read and write: nothing fuses their kernels with others.
+
+    A library's kernel that dequantises a weight reads the packed weight and writes a whole one.
+    """
+    found = 0
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace not in _OF_TORCH:
+            results = tree_leaves(node.meta.get("val"))
+            values = [*(n.meta.get("val") for n in node.all_input_nodes), *results]
+            found += sum(_nbytes(v, sizes) for v in values)
+    return found
 
 
 def _flops(node: Node, sizes: Sizes) -> int:

@@ -238,7 +238,8 @@ _EACH: list[Key] = [(_CASES[i % 2], strategy, i % 3 == 0) for i, strategy in enu
 _ALL: list[Key] = [(case, "fcdp", together) for case in _CASES for together in (True, False)]
 _QUANTISED: list[Key] = [
     ("odd", "fcdp+w8+g4", True),
-    ("odd-lora", "fcdp+c8+g8", True),
+    ("odd-lora", "fcdp+c4", True),
+    ("odd-lora", "fcdp+c4+c8+g8", True),
     ("odd", "zero3+w8+g8", False),
 ]
 _ALGORITHMS: list[Key] = [
@@ -253,7 +254,7 @@ _FEW: list[Key] = [
     ("odd", "fcdp", False),
 ]
 _USUAL = [key for key in _EACH if key[1] in ("ddp", "mics", "zero1", "zero3", "zero++")]
-_QUICK: list[Key] = [*_ALL, *_USUAL, *_QUANTISED[:1], *_ALGORITHMS[:2]]
+_QUICK: list[Key] = [*_ALL, *_USUAL, *_QUANTISED[:2], *_ALGORITHMS[:2]]
 _REST = [key for key in dict.fromkeys(_EACH + _QUANTISED + _ALGORITHMS) if key not in _QUICK]
 # Sizes other than 2 x 2 lack one kind of group and have nothing else new, so one bucket size is enough.
 _MEASURED: dict[str, tuple[int, int, list[Key]]] = {

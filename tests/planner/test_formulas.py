@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from builders_planner import make_job, make_profile
+from fcdp_compile.cluster.plan_request import PACKINGS, Packing
 from fcdp_compile.passes.memory.place_gradients import gradient_bytes
 from fcdp_compile.plan import Bucket, Placement, Tier
 from fcdp_compile.planner import Estimate, TracedModel, estimate, trace
+from fcdp_compile.planner.packed import PackedLinear
 from fcdp_compile.planner.traced import Inputs
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
 from fcdp_compile.strategy.formats import Format
@@ -22,7 +24,16 @@ SIZES = [(2, 2), (4, 8), (3, 5)]
 EVEN = 480 * 256  # whole quantisation blocks on every rank, for all sizes
 UNEVEN = 1009
 ITEMSIZE = 4
-_MORE = ["fcdp+w8+g4", "fcdp+c8+g8", "zero3+w8+g8", "zero3+ring", "fcdp+ho_ring", "zero+++w8"]
+_MORE = [
+    "fcdp+w8+g4",
+    "fcdp+c8+g8",
+    "fcdp+c4",
+    "fcdp+c4+c8",
+    "zero3+w8+g8",
+    "zero3+ring",
+    "fcdp+ho_ring",
+    "zero+++w8",
+]
 
 
 class Squares(nn.Module):
@@ -62,8 +73,8 @@ def _planned(
     return estimate(squares(size, is_frozen), Strategy.parse(name), job)
 
 
-def _expected(found: Estimate) -> Costs:
-    """The closed forms with numbers for symbols; F and T include padding."""
+def _expected(found: Estimate, of: str | None = None) -> Costs:
+    """The closed forms with numbers for symbols; F and T include padding.  of: another strategy's."""
     full = {
         frozen: sum(x.full_bytes for x, _ in _placed(found) if x.frozen is frozen)
         for frozen in (True, False)
@@ -78,7 +89,7 @@ def _expected(found: Estimate) -> Costs:
         F: full[True],
         T: full[False],
     }
-    forms = costs(found.strategy)
+    forms = costs(found.strategy if of is None else Strategy.parse(of))
     return Costs(**{name: getattr(forms, name).subs(values) for name in Costs.__slots__})
 
 
@@ -95,8 +106,8 @@ def _kept_bytes(bucket: Bucket, placement: Placement) -> int:
     return (0 if leaves else bucket.slot_bytes) + cached.get(placement.tier, 0)
 
 
-def _check(found: Estimate) -> None:
-    expected, job = _expected(found), found.job
+def _check(found: Estimate, of: str | None = None) -> None:
+    expected, job = _expected(found, of), found.job
     trained = [pair for pair in _placed(found) if not pair[0].frozen]
     waiting = sum(gradient_bytes(x) for x, at in trained if at.gradient_tier is Tier.GPU)
     shards = sum(x.slot_bytes for x, _ in trained)
@@ -114,6 +125,48 @@ def test_bytes_are_those_of_the_closed_forms(
     name: str, nodes: int, ranks_per_node: int, micro_batches: int
 ) -> None:
     _check(_planned(name, nodes, ranks_per_node, micro_batches, size=EVEN, is_frozen=True))
+
+
+class Packed(nn.Module):
+    """Quantised products between vectors that are trained; the backward dequantises again."""
+
+    def __init__(self, packing: Packing) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(nn.Parameter(torch.ones(SIDE)) for _ in range(3))
+        linear = nn.Linear(SIDE, SIDE, bias=False).requires_grad_(False)
+        self.layers = nn.ModuleList(PackedLinear(linear, packing) for _ in range(2))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for vector, layer in zip(self.vectors, [*self.layers, nn.Identity()], strict=True):
+            values = layer(values * vector * vector).sin()
+        return values.sum()
+
+
+SIDE = 240
+_SCALES = {"nf4": SIDE**2 // 64, "fp4": SIDE**2 // 64, "int8": SIDE}
+
+
+@cache
+def packed(packing: str) -> TracedModel:
+    def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+        return Packed(PACKINGS[packing]), (torch.zeros(batch, SIDE),)
+
+    return trace(build, seq=1, param_dtype=None)
+
+
+@pytest.mark.parametrize("name", ["fcdp", "fcdp+c4", "zero3", "zero2", "mics"])
+@pytest.mark.parametrize("packing", list(PACKINGS))
+def test_quantised_weights(name: str, packing: str) -> None:
+    """Packed bytes are sent and kept as they are, and their kernels' bytes are counted."""
+    job = make_job(accumulate=2, profile=make_profile(device_memory_bytes=1))
+    found = estimate(packed(packing), Strategy.parse(name), job)
+    _check(found, of=name.removesuffix("+c4"))
+    values = SIDE**2 * PACKINGS[packing].bits // 8
+    frozen = values + 4 * _SCALES[packing]
+    assert sum(x.full_bytes for x, _ in _placed(found) if x.frozen) == 2 * frozen
+    kernels = sum(s.kernel_bytes for part in found.parts for s in part.steps)
+    uses = 2 * 2 * 2  # layers, forward and backward, micro-batches
+    assert kernels == uses * (frozen + SIDE**2 * ITEMSIZE)
 
 
 @pytest.mark.parametrize("name", [n for n, x in PRESETS.items() if x.home is Scope.GLOBAL])

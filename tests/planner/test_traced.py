@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import logging.handlers
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import fcdp_compile
 from builders_planner import (
     LENGTH,
     build_of,
@@ -19,7 +23,9 @@ from builders_planner import (
     make_profile,
     traced,
 )
+from fcdp_compile.cluster.plan_request import PACKINGS
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.plan import Plan
 from fcdp_compile.planner import (
     Estimate,
     ModelOptions,
@@ -30,8 +36,11 @@ from fcdp_compile.planner import (
     trace,
     traced_model,
 )
+from fcdp_compile.planner.packed import PackedLinear
 from fcdp_compile.planner.traced import TRACED_BATCH, Inputs
+from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy import Strategy
+from tests.distributed.ranks import run
 
 OPTIONS = ModelOptions(seq=LENGTH, dtype=torch.float32)
 SMALL = make_profile(device_memory_bytes=50_000)
@@ -376,3 +385,65 @@ class Total(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         total: Tensor = self.model(values).sum()
         return total
+
+
+# Quantised weights.
+
+
+class Adapted(nn.Module):
+    """A quantised layer between trained ones, so that its weight is read in the backward, too."""
+
+    def __init__(self, quantised: nn.Module) -> None:
+        super().__init__()
+        self.first, self.quantised, self.last = nn.Linear(16, 128), quantised, nn.Linear(64, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden: Tensor = self.last(self.quantised(self.first(values)))
+        return hidden.square().mean()
+
+
+def _adapted(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+    frozen = nn.Linear(128, 64, bias=False).requires_grad_(False)
+    return Adapted(PackedLinear(frozen, PACKINGS["nf4"])), {"values": torch.zeros(batch, 16)}
+
+
+def test_packed_parameters_stay_packed_in_a_kept_trace(tmp_path: Path) -> None:
+    source = Source(name="adapted", build=_adapted, identity="adapted")
+    first, second = (traced_model(source, OPTIONS) for _ in range(2))
+    assert first.params == second.params
+    assert first is not second
+    (plan,) = _estimate(second, "fcdp+c8").plans
+    by_name = {p.name: b for b in plan.buckets for p in b.params}
+    packed = by_name["quantised.weight.packed"]
+    assert (packed.dtype, packed.wire.value, packed.full_bytes) == ("uint8", "full", 128 * 32)
+    assert by_name["quantised.weight.absmax"].wire.value == "full", "scales are exact"
+    assert by_name["first.weight"].wire.value == "int8"
+
+
+def _frozen_bytes(mesh: DeviceMesh) -> dict[str, int]:
+    """Sizes of the frozen buckets of a model that bitsandbytes quantised, and the bytes that it sent."""
+    bnb = importlib.import_module("bitsandbytes")
+    torch.manual_seed(0)
+    linear = bnb.nn.Linear4bit(128, 64, bias=False, compress_statistics=False, quant_type="nf4")
+    model: Any = fcdp_compile.shard(Adapted(linear.to("cpu")), mesh)
+    net = torch.compile(model, backend="fcdp")
+    net(torch.ones(2, 16)).backward()
+    sent = state_of(model).counters.sent["inter_all_gather"]
+    return {"sent": sent, **_sizes(list(state_of(model).plans.values()))}
+
+
+def _sizes(plans: list[Plan]) -> dict[str, int]:
+    return {p.name: b.full_bytes for x in plans for b in x.buckets for p in b.params if b.frozen}
+
+
+@pytest.mark.distributed
+def test_the_bytes_are_those_of_bitsandbytes() -> None:
+    pytest.importorskip("bitsandbytes")
+    job = make_job(nodes=2, ranks_per_node=1)
+    (plan,) = estimate(trace(_adapted, seq=1, param_dtype=None), Strategy.parse("fcdp"), job).plans
+    expected = _sizes([plan])
+    assert sum(expected.values()) == 128 * 64 // 2 + 4 * 128
+    for found in run(_frozen_bytes, nodes=2, ranks_per_node=1):
+        sent = found.pop("sent")
+        assert found == expected
+        assert sent == sum(b.wire_bytes for b in plan.buckets), "one of two nodes sends its half"

@@ -94,7 +94,8 @@ class EveryRank:
         machine = self.profile.machine
         flops_s = step.flops / machine.flops_per_s
         memory_s = step.accessed_bytes / machine.memory_bytes_per_s
-        rank.until_s = self.now + max(flops_s, memory_s) * node.slowdown
+        kernels_s = step.kernel_bytes / machine.memory_bytes_per_s
+        rank.until_s = self.now + (kernels_s + max(flops_s, memory_s)) * node.slowdown
         return True
 
     def _lanes(self) -> bool:

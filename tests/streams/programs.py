@@ -253,7 +253,7 @@ PROGRAMS = {
     "accumulation on the host": Program(gradient_on="host", options=PACKED, once=accumulate),
     "the rest": Program(gradient_on="host", once=leave_some_out),
     "w8+g4": Program(strategy="fcdp+w8+g4"),
-    "c8": Program(strategy="fcdp+c8", build=adapted),
+    "c8+c4": Program(strategy="fcdp+c8+c4", build=adapted),
     "ring": Program(strategy="zero3+ring", options=PACKED),
     "ho_ring": Program(strategy="zero3+ho_ring", options=PACKED),
     "ho_ring+w8": Program(strategy="zero3+w8+ho_ring"),
