@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from fcdp_compile.cluster.plan_request import Packing
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.quantised.formats import Parts
+from fcdp_compile.quantised.interface import Parts, Recipe
 from fcdp_compile.quantised.weight import QuantisedWeight
 
 
@@ -31,26 +30,18 @@ def _fake_dequantise(
     return packed.new_empty(shape, dtype=dtype)
 
 
-_NO_MEMBERS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Dequantised:
+@dataclass(frozen=True, kw_only=True)
+class _Dequantised(Recipe):
     """The recipe of a weight that a kernel dequantises at each use."""
 
     shape: torch.Size
     dtype: torch.dtype
-
-    members = _NO_MEMBERS
 
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         made: Tensor = torch.ops.fcdp.dequantise(
             tensors["packed"], tensors["absmax"], list(self.shape), self.dtype
         )
         return made
-
-    def attributes(self, module: nn.Module) -> dict[str, Any]:
-        return {}
 
 
 class PackedLinear(nn.Module):

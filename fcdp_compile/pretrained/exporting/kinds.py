@@ -62,8 +62,8 @@ def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int |
         return Saver(name="adapter", write=_write_attached, adapters=_attached)
     if getattr(base_of(root), "hf_quantizer", None) is not None:
         raise FcdpError(
-            f"{type(base_of(root)).__name__} is quantised, and fcdp does not export quantised weights; load "
-            "the model without quantisation"
+            f"{type(base_of(root)).__name__} is quantised, and fcdp writes no quantised weights; save the "
+            "adapters alone, and merge them into the base in bf16 (PeftModel.merge_and_unload)"
         )
     return Saver(
         name="merged" if merge else "model",
