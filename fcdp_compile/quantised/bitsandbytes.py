@@ -86,7 +86,7 @@ class _FourBit:
         )
         values = tensors["packed"].view(-1).view(self.storage).view(-1, 1)
         if torch.compiler.is_compiling():  # Dynamo makes no parameters
-            values.quant_state = state
+            values.quant_state, values.blocksize = state, self.blocksize
             return values
         weight: Tensor = library.nn.Params4bit(
             values,
