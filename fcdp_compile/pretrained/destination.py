@@ -35,7 +35,11 @@ class Part:
         """Read the part."""
         source.fill(self.values, self.at, files)
 
-    def finish(self) -> None:
+    def gather(self) -> dict[str, Tensor]:
+        """Nothing is needed of other ranks; see `QuantisedPart`."""
+        return {}
+
+    def finish(self, whole: dict[str, Tensor]) -> None:
         """Nothing is left to do; see `QuantisedPart`."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from fcdp_compile.errors import CheckpointError, FcdpError
 from fcdp_compile.pretrained.destination import Destinations, Part
 from fcdp_compile.pretrained.folder import open_checkpoint, refuse
 from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match, told
+from fcdp_compile.pretrained.quantising import QuantisedPart
 from fcdp_compile.pretrained.rows import is_local
 from fcdp_compile.pretrained.source import Files, Source
 from fcdp_compile.ranks.all_or_none import together
@@ -186,14 +187,32 @@ def _fill(
     together(control, lambda: _check_tied(path, order, destinations, files), CheckpointError)
     try:
         together(control, lambda: _read(order, destinations, files, shows=shows))
-        with torch.no_grad():
-            for assignment in order:
-                destinations.part(assignment.held).finish()
+        failed = _finish(destinations.part(a.held) for a in order)
+        together(control, lambda: _raise_first(failed))
     except FcdpError as error:
         state.validity.values_changed()
         raise FcdpError(
             f"{path} was read only in part, so the model is half loaded: {error}"
         ) from error
+
+
+@torch.no_grad()
+def _finish(parts: Iterable[Part | QuantisedPart]) -> list[Exception]:
+    """Compute what depends on all ranks' blocks; a rank that fails gathers on with the others."""
+    failed: list[Exception] = []
+    for part in parts:
+        whole = part.gather()
+        try:
+            part.finish(whole)
+        except Exception as error:
+            # The other ranks must learn of any exception.
+            failed.append(error)
+    return failed
+
+
+def _raise_first(failed: Sequence[Exception]) -> None:
+    if failed:
+        raise failed[0]
 
 
 def _read(

@@ -60,8 +60,8 @@ class QuantisedPart:
             else:
                 local.copy_(rows.view(local.dtype) if rows.itemsize == 1 else rows)
 
-    def finish(self) -> None:
-        """Compute what depends on all blocks; all ranks call it, for the same weights in the same order."""
+    def gather(self) -> dict[str, Tensor]:
+        """What `finish` needs of all blocks; all ranks call it, for the same weights in the same order."""
         whole: dict[str, Tensor] = {}
         for name in self._quantiser.asked:
             record = self._packed[name]
@@ -69,6 +69,10 @@ class QuantisedPart:
             if mine is None:  # this rank has no rows
                 mine = torch.empty(record.spec.local_shape, device=record.local().device)
             whole[name] = self._state.gather(record.spec.key, mine, mine.dtype)
+        return whole
+
+    def finish(self, whole: dict[str, Tensor]) -> None:
+        """Compute what depends on all blocks, from what `gather` has returned."""
         for name, tensor in self._quantiser.finish(whole).items():
             if name in self._packed:
                 self._packed[name].local().copy_(tensor.narrow(0, *self._rows(name)))

@@ -84,8 +84,8 @@ class _FourBit(Recipe):
         )
         values = tensors["packed"].view(-1).view(self.storage).view(-1, 1)
         if torch.compiler.is_compiling():  # Dynamo makes no parameters
-            marked: Any = values  # Linear4bit's own forward reads the weight's `quant_state`
-            marked.quant_state = state
+            marked: Any = values  # the layers' own forwards read these
+            marked.quant_state, marked.blocksize = state, self.blocksize
             return values
         weight: Tensor = library.nn.Params4bit(
             values,

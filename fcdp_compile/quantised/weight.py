@@ -89,9 +89,10 @@ class _Unfolded:
 
     def __init__(self, module: nn.Module, name: str, weight: QuantisedWeight) -> None:
         self._module, self._name, self._class = module, name, type(module)
-        changed = weight.recipe.attributes(module)
+        changed = {n: v for n, v in weight.recipe.attributes(module).items() if n in vars(module)}
         self._attributes = {n: vars(module)[n] for n in changed}
-        self._parameter = module._parameters.pop(name)
+        self._parameters = dict(module._parameters)
+        del module._parameters[name]
         module._modules[name] = weight
         vars(module).update(changed)
         members: dict[str, Any] = {name: _joining(name), **weight.recipe.members}
@@ -105,13 +106,15 @@ class _Unfolded:
         self._module.__class__ = self._class
         vars(self._module).update(self._attributes)
         del self._module._modules[self._name]
-        self._module._parameters[self._name] = self._parameter
+        self._module._parameters = self._parameters  # in the order of before
 
 
 def _joining(name: str) -> property:
     def get(self: nn.Module) -> Tensor:
-        weight: Any = self._modules[name]
-        joined: Tensor = weight.join()
-        return joined
+        weight = self._modules.get(name)
+        if not isinstance(weight, QuantisedWeight):
+            # Somebody has assigned a parameter, which nn.Module finds; the next forward refuses it.
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return weight.join()
 
     return property(get)

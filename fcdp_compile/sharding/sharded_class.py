@@ -21,6 +21,7 @@ from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterErro
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.params.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
 from fcdp_compile.params.registry import whole_error
+from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.refusals import is_ignored
 from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
@@ -224,6 +225,9 @@ def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Modul
     def apply(
         self: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
     ) -> nn.Module:
+        if isinstance(self, QuantisedWeight):
+            # Its library leaves these tensors' dtypes as they are, too.
+            convert = _to_device_of(convert)
         held = self._parameters
         for name, parameter in held.items():
             if parameter is not None and key_of(parameter) is not None:
@@ -236,6 +240,10 @@ def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Modul
             self._parameters = {n: homes.get(n, self._parameters.get(n)) for n in held}
 
     return apply
+
+
+def _to_device_of(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(convert(tensor).device)
 
 
 def _refuse_to_convert(

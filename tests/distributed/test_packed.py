@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.sharding.shard import state_of
 from tests.distributed.ranks import run
 from tests.quantised.layers import adapted, loss_of
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 pytest.importorskip("torchao", reason="torchao is not installed")
 pytestmark = pytest.mark.distributed
 
@@ -118,6 +119,20 @@ def _load(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> None:
         torch.save({name: tensor.detach() for name, tensor in found.items()}, folder / "loaded")
 
 
+def _load_where_one_rank_fails(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> str:
+    """What this rank is told if rank 1 fails after the last tensor was read, before others gather again."""
+    model = fcdp_compile.shard(_on_meta(folder, options), mesh)
+    if dist.get_rank() == 1:
+        bitsandbytes.functional.quantize_blockwise = _fails
+    with pytest.raises(FcdpError) as raised:
+        fcdp_compile.load_pretrained(model, folder)
+    return str(raised.value)
+
+
+def _fails(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("no memory")
+
+
 def _on_meta(folder: Path, options: dict[str, Any]) -> nn.Module:
     import transformers  # optional
     from transformers.quantizers import AutoHfQuantizer
@@ -160,6 +175,9 @@ def test_a_checkpoint_is_quantised_as_the_library_does(
     )
     transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
     run(_load, tmp_path, options, nodes=2, ranks_per_node=2)
+    if "load_in_4bit" in options:
+        (told,) = set(run(_load_where_one_rank_fails, tmp_path, options, nodes=2, ranks_per_node=1))
+        assert told.endswith("so the model is half loaded: rank 1: no memory")
     loaded = torch.load(tmp_path / "loaded")
     library = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fcdp_compile
-from fcdp_compile.errors import ArgumentError
+from fcdp_compile.errors import ArgumentError, UnshardedParameterError
 from fcdp_compile.quantised.formats import take_apart
 from fcdp_compile.quantised.weight import QuantisedWeight, unfolded
 from tests.quantised.layers import LAYERS, WIDTH, adapted, four_bit, loss_of
@@ -200,13 +201,59 @@ def test_what_fcdp_cannot_take_apart_is_refused(layer, told: str) -> None:
 
 def test_a_refused_model_is_as_it_was() -> None:
     model = adapted("nf4-nested")
-    before = {n: id(p) for n, p in model.named_parameters()}
+    before = [(n, id(p)) for n, p in model.named_parameters()]
     classes = [type(m) for m in model.modules()]
     with pytest.raises(ArgumentError, match="no module of the model matches it"):
         fcdp_compile.shard(model, module_strategies={"nowhere": "ddp"})
-    assert {n: id(p) for n, p in model.named_parameters()} == before
+    assert [(n, id(p)) for n, p in model.named_parameters()] == before
     assert [type(m) for m in model.modules()] == classes
     assert loss_of(model, 0).item() == loss_of(adapted("nf4-nested"), 0).item()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_conversions_leave_scales_as_the_kernels_need_them(nested: bool) -> None:
+    """A model in bf16 may be converted to bf16 again."""
+    plain, model = (
+        nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64, compress_statistics=nested, bias=False))
+        for _ in range(2)
+    )
+    model.load_state_dict(plain.state_dict())
+    plain, model = (m.requires_grad_(False).to("cpu") for m in (plain, model))
+    fcdp_compile.shard(model).to(torch.bfloat16)
+    x = torch.randn(4, 64)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_a_weight_that_is_replaced_after_shard_is_refused() -> None:
+    model = fcdp_compile.shard(adapted("nf4", layers=1))
+    model[0].base.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    assert model[0].base.weight.shape == (WIDTH, WIDTH)
+    with pytest.raises(UnshardedParameterError, match="was added or replaced"):
+        loss_of(model, 0)
+
+
+class _Multiplies(nn.Module):
+    """A module of one's own that holds a library's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = bitsandbytes.nn.Params4bit(torch.ones(64, 64), requires_grad=False).to("cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.held
+        return bitsandbytes.matmul_4bit(x, held.t(), quant_state=held.quant_state)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: bitsandbytes.nn.Embedding4bit(50, 64).to("cpu"), _Multiplies]
+)
+def test_any_module_may_hold_a_4_bit_weight(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    x = torch.arange(7) if isinstance(module, nn.Embedding) else torch.randn(7, 64)
+    expected = module(x)
+    model = fcdp_compile.shard(nn.Sequential(module))
+    assert torch.equal(model(x), expected)
+    assert torch.equal(torch.compile(model, backend="fcdp")(x), expected)
 
 
 def test_a_tied_weight_stays_one_and_ignored_ones_stay_the_librarys() -> None:
