@@ -16,6 +16,7 @@ from fcdp_compile.pretrained.huggingface import (
     Renamed,
     Renaming,
     base_of,
+    dtype_of,
     ignored_patterns,
     reading_order,
 )
@@ -165,7 +166,9 @@ class _Matching:
         if (quantiser := weight.recipe.quantiser) is None:
             return
         if weight not in self.weights:
-            values = torch.empty(quantiser.shape, dtype=quantiser.dtype, device="meta")
+            # On meta a library's layer has torch's default dtype, but it quantises values of the model's.
+            dtype = dtype_of(self.base) or quantiser.dtype
+            values = torch.empty(quantiser.shape, dtype=dtype, device="meta")
             name, plain = (n.rpartition(".")[0] for n in (entry.name, entry.plain))
             whole = Held(tensor=values, weight=weight)
             whole.entries.append(replace(entry, name=name, plain=plain, leaf="", tensor=values))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -52,6 +52,9 @@ class _FourBit:
     nested: _Nested | None
 
     members = NO_MEMBERS  # Linear4bit's own forward reads the weight and its `quant_state`
+
+    def made_of(self, dtype: torch.dtype) -> _FourBit:
+        return replace(self, dtype=dtype)
 
     @property
     def quantiser(self) -> Quantiser:
@@ -246,6 +249,9 @@ class _EightBit:
 
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         return {"state": _state_8bit(module)}
+
+    def made_of(self, dtype: torch.dtype) -> _EightBit:
+        return replace(self, dtype=dtype)
 
     @property
     def quantiser(self) -> Quantiser:

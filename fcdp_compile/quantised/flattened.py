@@ -44,6 +44,9 @@ class _Flat:
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         return {}
 
+    def made_of(self, dtype: torch.dtype) -> _Flat:
+        return self
+
     @property
     def quantiser(self) -> None:
         return None

@@ -42,6 +42,9 @@ class Recipe(Protocol):
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         """Attributes of the module that must change, because they hold the weight or write to it."""
 
+    def made_of(self, dtype: torch.dtype) -> Recipe:
+        """The same for a weight that is made of values of this dtype."""
+
     @property
     def quantiser(self) -> Quantiser | None:
         """How values become such a weight; None if fcdp does not know."""
