@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.set_apart import set_apart, shard_inputs
 from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Direction, Plan, Tier, Variant
+from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
@@ -55,7 +56,6 @@ from fcdp_compile.torch_compat import (
     aot_autograd,
     as_boxed,
     detect_fake_mode,
-    is_of_module,
     min_cut_rematerialization_partition,
     unwritten_inputs,
     without_code,
@@ -117,11 +117,7 @@ class _Compilation:
         self._machine = options.machine_on(device_type)
         kind = Compute.available(options.compute_on(device_type), device_type)
         self._compute = Compute(kind, settings)
-        self._buffers = {
-            i
-            for i, value in enumerate(example_inputs)
-            if is_of_module(value) and not isinstance(value, nn.Parameter)
-        }
+        self._inputs = [id(value) for value in example_inputs]
         self._bound: CompiledPlan | None = None
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
         self._dump: Dump | None = None
@@ -146,7 +142,10 @@ class _Compilation:
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
         joint = self._set_apart("joint", joint)
-        mark_constant(unwritten_inputs(joint, self._buffers))
+        if (model := _model_of(joint)) is not None:
+            scales = {id(tensor) for tensor in _scales_of(model)}
+            of_weights = {i for i, value in enumerate(self._inputs) if value in scales}
+            mark_constant(unwritten_inputs(joint, of_weights))
 
         def cut() -> dict[str, GraphModule]:
             halves = partition(
@@ -372,6 +371,14 @@ def _model_of(gm: GraphModule) -> ShardedModel | None:
         return None
     assert isinstance(owners[0], ShardedModel)
     return owners[0]
+
+
+def _scales_of(model: ShardedModel) -> Iterator[Tensor]:
+    """The whole tensors of quantised weights, which nobody changes between a forward and its backward."""
+    for record in model.records.values():
+        for module, _ in record.owners():
+            if isinstance(module, QuantisedWeight):
+                yield from module.buffers()
 
 
 def _summary(plan: Plan) -> str:

@@ -68,7 +68,19 @@ def materialize(model: nn.Module) -> None:
     with torch.device("cpu"):  # also within `with torch.device("meta")`
         _agree_on_unset(state)
         if state.unset:
+            _refuse_quantised(state)
             _Materialisation(root, state).run()
+
+
+def _refuse_quantised(state: ShardedModel) -> None:
+    packed = [
+        r.spec.name for k, r in state.records.items() if k in state.unset.keys and r.spec.is_packed
+    ]
+    if packed:
+        raise FcdpError(
+            f"{packed[0]!r} is a part of a quantised weight, which has no initialisation; call "
+            "fcdp_compile.load_pretrained before fcdp_compile.materialize"
+        )
 
 
 def _agree_on_unset(state: ShardedModel) -> None:

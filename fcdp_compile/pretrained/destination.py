@@ -62,7 +62,9 @@ class Destinations:
         """Return this rank's part; a buffer on meta gets memory, which `arrived` puts into the model."""
         if held.weight is not None:
             if id(held.tensor) not in self._quantised:
-                self._quantised[id(held.tensor)] = self._quantised_part(held.weight)
+                self._quantised[id(held.tensor)] = self._quantised_part(
+                    held.weight, held.tensor.dtype
+                )
             return self._quantised[id(held.tensor)]
         record = self._records.get(id(held.tensor))
         if record is None:
@@ -77,9 +79,9 @@ class Destinations:
         at = tuple(start if dim == layout.dim else 0 for dim in range(len(layout.shape)))
         return Part(values=record.local(), at=at)
 
-    def _quantised_part(self, weight: QuantisedWeight) -> QuantisedPart:
+    def _quantised_part(self, weight: QuantisedWeight, dtype: torch.dtype) -> QuantisedPart:
         packed = {name: self._records[id(p)] for name, p in weight.named_parameters()}
-        return QuantisedPart(weight, packed, self._state)
+        return QuantisedPart(weight, dtype, packed, self._state)
 
     def rows(self, assignments: Iterable[Assignment]) -> CheckpointRows:
         """Return the checkpoint's rows, from which other ranks' home shards can be read as well."""

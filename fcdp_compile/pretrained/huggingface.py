@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from fcdp_compile.errors import FcdpError
@@ -38,6 +39,12 @@ def let_this_rank_save(model: nn.Module) -> None:
     """
     if hasattr(model, "should_save_on_this_rank"):
         vars(model)["should_save_on_this_rank"] = lambda is_main_process: is_main_process
+
+
+def dtype_of(base: nn.Module) -> torch.dtype | None:
+    """The dtype that `from_pretrained` casts weights to, as the config says; None without a config."""
+    dtype = getattr(getattr(base, "config", None), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def base_of(root: nn.Module) -> nn.Module:

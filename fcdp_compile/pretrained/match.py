@@ -16,6 +16,7 @@ from fcdp_compile.pretrained.huggingface import (
     Renamed,
     Renaming,
     base_of,
+    dtype_of,
     ignored_patterns,
     reading_order,
 )
@@ -165,7 +166,9 @@ class _Matching:
         if (quantiser := weight.recipe.quantiser) is None:
             return
         if weight not in self.weights:
-            values = torch.empty(quantiser.shape, dtype=quantiser.dtype, device="meta")
+            # On meta a library's layer has torch's default dtype, but it quantises values of the model's.
+            dtype = dtype_of(self.base) or quantiser.dtype
+            values = torch.empty(quantiser.shape, dtype=dtype, device="meta")
             name, plain = (n.rpartition(".")[0] for n in (entry.name, entry.plain))
             whole = Held(tensor=values, weight=weight)
             whole.entries.append(replace(entry, name=name, plain=plain, leaf="", tensor=values))
@@ -213,6 +216,13 @@ class _Matching:
         return None if held is None else tuple(held.tensor.shape)
 
     def _give(self, held: Held, source: Source) -> None:
+        if held.weight is not None and not next(source.leaves).dtype.is_floating_point:
+            self._refuse(
+                held,
+                f"tensor {_told(source)} is quantised already; build the model with from_pretrained, or give "
+                "the checkpoint that it was quantised from",
+            )
+            return
         if source.shape != tuple(held.tensor.shape):
             self._refuse(
                 held,

@@ -18,13 +18,19 @@ class QuantisedPart:
     """This rank's part of a quantised weight.
 
     Peak memory: the rows of the checkpoint's tensor that this rank's blocks are in.
+    dtype: of the values that are quantised.
     replaced: the buffers that `finish` has replaced.
     """
 
     def __init__(
-        self, weight: QuantisedWeight, packed: Mapping[str, ParamRecord], state: ShardedModel
+        self,
+        weight: QuantisedWeight,
+        dtype: torch.dtype,
+        packed: Mapping[str, ParamRecord],
+        state: ShardedModel,
     ) -> None:
-        quantiser = weight.recipe.quantiser
+        self._recipe = weight.recipe.made_of(dtype)
+        quantiser = self._recipe.quantiser
         assert quantiser is not None
         self._weight, self._packed, self._state = weight, packed, state
         self._quantiser: Quantiser = quantiser
@@ -73,6 +79,7 @@ class QuantisedPart:
 
     def finish(self, whole: dict[str, Tensor]) -> None:
         """Compute what depends on all blocks, from what `gather` has returned."""
+        self._weight.recipe = self._recipe
         for name, tensor in self._quantiser.finish(whole).items():
             if name in self._packed:
                 self._packed[name].local().copy_(tensor.narrow(0, *self._rows(name)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +24,7 @@ def bitsandbytes_format(parameter: nn.Parameter) -> Take | None:
         return None
     if isinstance(parameter, library.nn.Params4bit):
         return _take_4bit
-    if isinstance(parameter, library.nn.Int8Params) and not parameter.has_fp16_weights:
+    if isinstance(parameter, library.nn.Int8Params):
         return _take_8bit
     return None
 
@@ -50,6 +50,9 @@ class _FourBit(Recipe):
     dtype: torch.dtype
     storage: torch.dtype
     nested: _Nested | None
+
+    def made_of(self, dtype: torch.dtype) -> _FourBit:
+        return replace(self, dtype=dtype)
 
     @property
     def quantiser(self) -> Quantiser:
@@ -242,6 +245,9 @@ class _EightBit(Recipe):
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         return {"state": _state_8bit(module)}
 
+    def made_of(self, dtype: torch.dtype) -> _EightBit:
+        return replace(self, dtype=dtype)
+
     @property
     def quantiser(self) -> Quantiser:
         return _EightBitQuantiser(shape=self.shape, dtype=self.dtype, row_elements=self.shape[1])
@@ -258,8 +264,12 @@ class _EightBitQuantiser(Quantiser):
 
 
 def _take_8bit(module: Any, parameter: Any) -> Parts:
-    library = sys.modules["bitsandbytes"]
-    linear = library.nn.Linear8bitLt
+    if parameter.has_fp16_weights:
+        raise ArgumentError(
+            "is an Int8Params with has_fp16_weights=True, which bitsandbytes quantises again in each forward; "
+            "make the layer with has_fp16_weights=False"
+        )
+    linear = sys.modules["bitsandbytes"].nn.Linear8bitLt
     if getattr(type(module), "forward", None) is not linear.forward:
         raise ArgumentError(
             f"is an Int8Params of a {type(module).__name__}, whose forward fcdp does not know; use "

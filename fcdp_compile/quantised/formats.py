@@ -29,12 +29,13 @@ def take_apart(module: nn.Module, name: str) -> Parts | None:
     assert parameter is not None
     for format_of in FORMATS:
         if (take := format_of(parameter)) is not None:
+            parts = take(module, parameter)
             if parameter.requires_grad:
                 raise ArgumentError(
                     "is quantised but trainable, and fcdp cannot average gradients of packed values; call "
                     "requires_grad_(False) on it and train adapters"
                 )
-            return take(module, parameter)
+            return parts
     if _has_meaning_of_its_own(parameter):
         raise ArgumentError(
             f"is a {type(parameter).__name__}, whose values fcdp cannot take apart; quantise with "

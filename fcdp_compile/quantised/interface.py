@@ -45,6 +45,10 @@ class Recipe(ABC):
         """Attributes of the module that must change, because they hold the weight or write to it."""
         return {}
 
+    def made_of(self, dtype: torch.dtype) -> Recipe:
+        """The same for a weight that is made of values of this dtype."""
+        return self
+
     @property
     def quantiser(self) -> Quantiser | None:
         """How values become such a weight; None if fcdp does not know."""

@@ -54,7 +54,6 @@ from fcdp_compile.torch_compat.graphs import fake_of as fake_of
 from fcdp_compile.torch_compat.graphs import graph_module as graph_module
 from fcdp_compile.torch_compat.graphs import graphs_from_bytes as graphs_from_bytes
 from fcdp_compile.torch_compat.graphs import graphs_to_bytes as graphs_to_bytes
-from fcdp_compile.torch_compat.graphs import is_of_module as is_of_module
 from fcdp_compile.torch_compat.graphs import is_opaque as is_opaque
 from fcdp_compile.torch_compat.graphs import meta_of as meta_of
 from fcdp_compile.torch_compat.graphs import saved_output_descriptor as saved_output_descriptor

@@ -29,11 +29,6 @@ def is_opaque(node: Node) -> bool:
     return isinstance(node.meta.get("val"), FakeScriptObject)
 
 
-def is_of_module(example_input: object) -> bool:
-    """Whether Dynamo took an input of its graph from a module: a parameter, buffer or attribute."""
-    return getattr(example_input, "_dynamo_static_input_type", None) is not None
-
-
 def unwritten_inputs(joint: GraphModule, positions: Collection[int]) -> list[Node]:
     """The inputs of a joint graph, of those at positions of Dynamo's graph, that nothing writes to."""
     descriptions = joint.graph.output_node().meta.get("desc", ())

@@ -173,7 +173,7 @@ def test_a_checkpoint_is_quantised_as_the_library_does(
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(config).half().save_pretrained(tmp_path)
     run(_load, tmp_path, options, nodes=2, ranks_per_node=2)
     if "load_in_4bit" in options:
         (told,) = set(run(_load_where_one_rank_fails, tmp_path, options, nodes=2, ranks_per_node=1))

@@ -188,11 +188,15 @@ def _trainable() -> nn.Module:
             "parameter 'weight' is a Params4bit that is not quantised yet",
         ),
         (
+            lambda: bitsandbytes.nn.Linear8bitLt(64, 64).requires_grad_(False),
+            "parameter 'weight' is an Int8Params with has_fp16_weights=True",
+        ),
+        (
             lambda: _OwnForward(64, 64, has_fp16_weights=False).requires_grad_(False).to("cpu"),
             "parameter 'weight' is an Int8Params of a _OwnForward, whose forward fcdp does not know",
         ),
     ],
-    ids=["unknown", "trainable", "early", "forward"],
+    ids=["unknown", "trainable", "early", "anew", "forward"],
 )
 def test_what_fcdp_cannot_take_apart_is_refused(layer, told: str) -> None:
     with pytest.raises(ArgumentError, match=told):
@@ -275,3 +279,39 @@ def test_an_8_bit_layer_keeps_its_threshold() -> None:
     model = fcdp_compile.shard(nn.Sequential(layer))
     assert torch.equal(model(x), expected)
     assert math.isfinite(expected.sum().item())
+
+
+def test_a_plain_buffer_is_no_constant() -> None:
+    """A program may change its buffers between a forward and its backward, even past torch's notice."""
+    gradients = []
+    for is_compiled in (False, True):
+        model = _Masked()
+        net: nn.Module = model
+        if is_compiled:
+            net = torch.compile(fcdp_compile.shard(model), backend="fcdp")
+        x = torch.ones(2, 8, requires_grad=True)
+        loss = net(x).sum()
+        model.mask.data.zero_()
+        loss.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0].any()
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.arange(64.0).view(8, 8)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("mask", torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * self.mask)
+
+
+def test_a_quantised_weight_has_no_initialisation() -> None:
+    with torch.device("meta"):
+        layer = bitsandbytes.nn.Linear4bit(64, 64).requires_grad_(False)
+    model = fcdp_compile.shard(nn.Sequential(layer))
+    with pytest.raises(fcdp_compile.FcdpError, match="call fcdp_compile.load_pretrained before"):
+        fcdp_compile.materialize(model)
