@@ -266,7 +266,7 @@ class _EightBitQuantiser(Quantiser):
 def _take_8bit(module: Any, parameter: Any) -> Parts:
     if parameter.has_fp16_weights:
         raise ArgumentError(
-            "is an Int8Params with has_fp16_weights=True, which bitsandbytes quantises again in each forward; "
+            "is an Int8Params with has_fp16_weights=True, which bitsandbytes quantises in each forward; "
             "make the layer with has_fp16_weights=False"
         )
     linear = sys.modules["bitsandbytes"].nn.Linear8bitLt

@@ -313,5 +313,5 @@ def test_a_quantised_weight_has_no_initialisation() -> None:
     with torch.device("meta"):
         layer = bitsandbytes.nn.Linear4bit(64, 64).requires_grad_(False)
     model = fcdp_compile.shard(nn.Sequential(layer))
-    with pytest.raises(fcdp_compile.FcdpError, match="call fcdp_compile.load_pretrained before"):
+    with pytest.raises(fcdp_compile.FcdpError, match=r"call fcdp_compile\.load_pretrained before"):
         fcdp_compile.materialize(model)
