@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fcdp_compile.cluster.model_table import MODELS
-from fcdp_compile.cluster.plan_request import DTYPES, PACKINGS
+from fcdp_compile.cluster.plan_request import DTYPES, PACKED_FORMATS
 from fcdp_compile.cluster.profile import CLUSTERS
 from fcdp_compile.strategy import Strategy
 
@@ -64,7 +64,7 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--quantise",
-        choices=list(PACKINGS),
+        choices=list(PACKED_FORMATS),
         help="pack the frozen linear layers below adapters as bitsandbytes does (default: they are not "
         "quantised)",
     )

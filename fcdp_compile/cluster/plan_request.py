@@ -18,7 +18,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
+class PackedFormat:
     """How a library quantises a weight: bits of a value, and values that share a scale in fp32.
 
     block: None: a row of the weight.
@@ -28,9 +28,9 @@ class Packing:
     block: int | None
 
 
-PACKINGS = {
-    "nf4": Packing(bits=4, block=64),
-    "fp4": Packing(bits=4, block=64),
-    "int8": Packing(bits=8, block=None),
+PACKED_FORMATS = {
+    "nf4": PackedFormat(bits=4, block=64),
+    "fp4": PackedFormat(bits=4, block=64),
+    "int8": PackedFormat(bits=8, block=None),
 }
 """What `--quantise` knows: bitsandbytes' formats without double quantisation."""

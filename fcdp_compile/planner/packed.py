@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.cluster.plan_request import Packing
+from fcdp_compile.cluster.plan_request import PackedFormat
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.quantised.interface import Parts, Recipe
 from fcdp_compile.quantised.weight import QuantisedWeight
@@ -47,7 +47,7 @@ class _Dequantised(Recipe):
 class PackedLinear(nn.Module):
     """A linear layer with a quantised weight."""
 
-    def __init__(self, linear: nn.Linear, packing: Packing) -> None:
+    def __init__(self, linear: nn.Linear, packing: PackedFormat) -> None:
         super().__init__()
         self.weight = QuantisedWeight(_parts(linear.weight, packing))
         self.bias = linear.bias
@@ -57,7 +57,7 @@ class PackedLinear(nn.Module):
         return nn.functional.linear(values, self.weight.join(), self.bias)
 
 
-def _parts(weight: Tensor, packing: Packing) -> Parts:
+def _parts(weight: Tensor, packing: PackedFormat) -> Parts:
     """The tensors of a quantised weight, cut between blocks where blocks are whole."""
     count, block = weight.numel(), packing.block or weight.shape[1]
     in_bytes = -(-count * packing.bits // 8)
@@ -74,7 +74,7 @@ def _parts(weight: Tensor, packing: Packing) -> Parts:
     )
 
 
-def pack_frozen(model: nn.Module, packing: Packing) -> None:
+def pack_frozen(model: nn.Module, packing: PackedFormat) -> None:
     """Quantise the frozen linear layers of a model, all but the one of its results, as transformers does."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from fcdp_compile.cluster.model_table import MODELS
-from fcdp_compile.cluster.plan_request import PACKINGS
+from fcdp_compile.cluster.plan_request import PACKED_FORMATS
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.extras import require
 from fcdp_compile.passes import partition
@@ -40,7 +40,7 @@ class ModelOptions:
 
     dtype: of computation.  Trained parameters are kept in fp32, frozen ones in `dtype`.  lora: rank of
     adapters on a frozen model, None to train everything.  quantise: how its linear layers are quantised, of
-    `PACKINGS`; None: they are in `dtype`.  checkpointing: recompute activations by layer.
+    `PACKED_FORMATS`; None: they are in `dtype`.  checkpointing: recompute activations by layer.
     attention: "sdpa", torch's fused attention, or "eager".
     """
 
@@ -161,7 +161,7 @@ def _made(
             model, peft.LoraConfig(r=options.lora, target_modules="all-linear")
         )
     if options.quantise is not None:
-        pack_frozen(model, PACKINGS[options.quantise])
+        pack_frozen(model, PACKED_FORMATS[options.quantise])
     if options.checkpointing:
         # nn.Module's attributes are typed as tensors
         enable: Any = model.gradient_checkpointing_enable

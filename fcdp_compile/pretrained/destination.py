@@ -50,8 +50,7 @@ class Destinations:
         self._state = state
         self._records = {id(p): r for r in state.records.values() for p in r.places()}
         self._buffer_names = {id(b): name for name, b in root.named_buffers()}
-        self._made: dict[int, Tensor] = {}  # for buffers on meta
-        self._quantised: dict[int, QuantisedPart] = {}
+        self._parts: dict[int, Part | QuantisedPart] = {}
 
     def is_unset(self, held: Held) -> bool:
         """Whether a tensor has no values yet."""
@@ -60,18 +59,18 @@ class Destinations:
 
     def part(self, held: Held) -> Part | QuantisedPart:
         """Return this rank's part; a buffer on meta gets memory, which `arrived` puts into the model."""
+        if id(held.tensor) not in self._parts:
+            self._parts[id(held.tensor)] = self._part(held)
+        return self._parts[id(held.tensor)]
+
+    def _part(self, held: Held) -> Part | QuantisedPart:
         if held.weight is not None:
-            if id(held.tensor) not in self._quantised:
-                self._quantised[id(held.tensor)] = self._quantised_part(
-                    held.weight, held.tensor.dtype
-                )
-            return self._quantised[id(held.tensor)]
+            return self._quantised_part(held.weight, held.tensor.dtype)
         record = self._records.get(id(held.tensor))
         if record is None:
             whole = held.tensor.detach()
             if whole.is_meta:
                 whole = torch.empty_like(whole, device=self._state.device.torch)
-                self._made[id(held.tensor)] = whole
             return Part(values=whole, at=(0,) * whole.ndim)
         layout = record.spec.layout
         home = self._state.topology.home(record.spec.strategy.home)
@@ -97,14 +96,14 @@ class Destinations:
         """Mark tensors as filled: they are no longer unset, and gathered copies of them are stale."""
         keys, buffers = [], []
         for held in filled:
-            if held.weight is not None:
-                part = self._quantised[id(held.tensor)]
+            part = self.part(held)
+            if isinstance(part, QuantisedPart):
                 keys += part.keys
                 buffers += [self._buffer_names[id(b)] for b in part.replaced]
             elif (record := self._records.get(id(held.tensor))) is not None:
                 keys.append(record.spec.key)
-            elif (made := self._made.get(id(held.tensor))) is not None:
+            elif held.tensor.is_meta:
                 buffers.append(self._buffer_names[id(held.tensor)])
                 for entry in held.entries:
-                    entry.module._buffers[entry.leaf] = made
+                    entry.module._buffers[entry.leaf] = part.values
         self._state.validity.values_arrived(keys, buffers)

@@ -357,9 +357,7 @@ MODIFIERS: dict[str, dict[str, Format | Algorithm]] = {
     "ho_ring": {"algorithm": Algorithm.HO_RING},
     "auto": {"algorithm": Algorithm.AUTO},
 }
-"""The modifiers of a preset's name: weights between nodes in 8 bits (ZeRO++'s qwZ); gradients between nodes
-in 8 or 4 bits (qgZ); weights between nodes and on the host in 8 bits; frozen weights there in NF4 (QLoRA's
-code book of 4 bits); the algorithm of gathers."""
+"""The modifiers of a preset's name; w8 is ZeRO++'s qwZ, g8 and g4 are its qgZ, c4 is QLoRA's code book."""
 
 
 def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:

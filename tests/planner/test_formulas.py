@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from builders_planner import make_job, make_profile
-from fcdp_compile.cluster.plan_request import PACKINGS, Packing
+from fcdp_compile.cluster.plan_request import PACKED_FORMATS, PackedFormat
 from fcdp_compile.passes.memory.place_gradients import gradient_bytes
 from fcdp_compile.plan import Bucket, Placement, Tier
 from fcdp_compile.planner import Estimate, TracedModel, estimate, trace
@@ -130,7 +130,7 @@ def test_bytes_are_those_of_the_closed_forms(
 class Packed(nn.Module):
     """Quantised products between vectors that are trained; the backward dequantises again."""
 
-    def __init__(self, packing: Packing) -> None:
+    def __init__(self, packing: PackedFormat) -> None:
         super().__init__()
         self.vectors = nn.ParameterList(nn.Parameter(torch.ones(SIDE)) for _ in range(3))
         linear = nn.Linear(SIDE, SIDE, bias=False).requires_grad_(False)
@@ -149,19 +149,19 @@ _SCALES = {"nf4": SIDE**2 // 64, "fp4": SIDE**2 // 64, "int8": SIDE}
 @cache
 def packed(packing: str) -> TracedModel:
     def build(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
-        return Packed(PACKINGS[packing]), (torch.zeros(batch, SIDE),)
+        return Packed(PACKED_FORMATS[packing]), (torch.zeros(batch, SIDE),)
 
     return trace(build, seq=1, param_dtype=None)
 
 
 @pytest.mark.parametrize("name", ["fcdp", "fcdp+c4", "zero3", "zero2", "mics"])
-@pytest.mark.parametrize("packing", list(PACKINGS))
+@pytest.mark.parametrize("packing", list(PACKED_FORMATS))
 def test_quantised_weights(name: str, packing: str) -> None:
     """Packed bytes are sent and kept as they are, and their kernels' bytes are counted."""
     job = make_job(accumulate=2, profile=make_profile(device_memory_bytes=1))
     found = estimate(packed(packing), Strategy.parse(name), job)
     _check(found, of=name.removesuffix("+c4"))
-    values = SIDE**2 * PACKINGS[packing].bits // 8
+    values = SIDE**2 * PACKED_FORMATS[packing].bits // 8
     frozen = values + 4 * _SCALES[packing]
     assert sum(x.full_bytes for x, _ in _placed(found) if x.frozen) == 2 * frozen
     kernels = sum(s.kernel_bytes for part in found.parts for s in part.steps)

@@ -23,7 +23,7 @@ from builders_planner import (
     make_profile,
     traced,
 )
-from fcdp_compile.cluster.plan_request import PACKINGS
+from fcdp_compile.cluster.plan_request import PACKED_FORMATS
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Plan
 from fcdp_compile.planner import (
@@ -404,7 +404,7 @@ class Adapted(nn.Module):
 
 def _adapted(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
     frozen = nn.Linear(128, 64, bias=False).requires_grad_(False)
-    return Adapted(PackedLinear(frozen, PACKINGS["nf4"])), {"values": torch.zeros(batch, 16)}
+    return Adapted(PackedLinear(frozen, PACKED_FORMATS["nf4"])), {"values": torch.zeros(batch, 16)}
 
 
 def test_packed_parameters_stay_packed_in_a_kept_trace(tmp_path: Path) -> None:
