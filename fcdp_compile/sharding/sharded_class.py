@@ -132,15 +132,17 @@ def _forward_within_gate(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_root:
             self._fcdp_refuse_new_parameters()
+        if input_dtype is not None:
+            args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
         gate = _state(self).gate
-        was_inside = gate.inside
+        if gate.inside:
+            # Dynamo of torch 2.11 allows no assignments in a checkpointed function.
+            return inner(self, *args, **kwargs)
         gate.inside = True
         try:
-            if input_dtype is not None:
-                args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
             return inner(self, *args, **kwargs)
         finally:
-            gate.inside = was_inside
+            gate.inside = False
 
     # Dynamo counts recompiles by code object: a shared object would add up all classes and models.
     own: Any = forward
@@ -159,14 +161,15 @@ def gated_forward(
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        was_inside = gate.inside
+        if input_dtype is not None:
+            args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
+        if gate.inside:
+            return own(*args, **kwargs)
         gate.inside = True
         try:
-            if input_dtype is not None:
-                args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
             return own(*args, **kwargs)
         finally:
-            gate.inside = was_inside
+            gate.inside = False
 
     return forward
 

@@ -110,8 +110,7 @@ def adamw_of(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor of the full shape, whether it is sharded or not."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
