@@ -102,6 +102,11 @@ class _FourBit(Recipe):
         )
         return weight
 
+    def dequantise(self, weight: Any) -> Tensor:
+        library = sys.modules["bitsandbytes"].functional
+        values: Tensor = library.dequantize_4bit(weight.data, weight.quant_state)
+        return values
+
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         # In an evaluation on some CPUs the library would write reordered bytes to the weight.
         return {"quant_state": None, "support_avx512bf16_for_cpu": False}
@@ -241,6 +246,11 @@ class _EightBit(Recipe):
             values, requires_grad=False, has_fp16_weights=False, CB=values, SCB=scales
         )
         return weight
+
+    def dequantise(self, weight: Any) -> Tensor:
+        library = sys.modules["bitsandbytes"].functional
+        values: Tensor = library.int8_vectorwise_dequant(weight.data, weight.SCB)
+        return values
 
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         return {"state": _state_8bit(module)}

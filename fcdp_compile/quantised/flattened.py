@@ -39,6 +39,10 @@ class _Flat(Recipe):
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return _joined(self.outer, tensors, "")
 
+    def dequantise(self, weight: Any) -> Tensor:
+        values: Tensor = weight.dequantize()
+        return values
+
 
 def _joined(of: _Class, tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
     inner = {

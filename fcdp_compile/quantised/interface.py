@@ -41,6 +41,10 @@ class Recipe(ABC):
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The weight, from all its tensors by name; in a graph a plain tensor with attributes."""
 
+    @abstractmethod
+    def dequantise(self, weight: Tensor) -> Tensor:
+        """The plain values of a weight that `join` has made, as the library computes them."""
+
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         """Attributes of the module that must change, because they hold the weight or write to it."""
         return {}

@@ -148,43 +148,27 @@ def _on_meta(folder: Path, options: dict[str, Any]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": torch.bfloat16,
-        },
-        {"load_in_8bit": True},
-    ],
-    ids=["nf4", "int8"],
-)
+NF4 = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": torch.bfloat16,
+}
+INT8 = {"load_in_8bit": True}
+
+
+@pytest.mark.parametrize("options", [NF4, INT8], ids=["nf4", "int8"])
 def test_a_checkpoint_is_quantised_as_the_library_does(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=80,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).half().save_pretrained(tmp_path)
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    _write_llama(tmp_path)
     run(_load, tmp_path, options, nodes=2, ranks_per_node=2)
     if "load_in_4bit" in options:
         (told,) = set(run(_load_where_one_rank_fails, tmp_path, options, nodes=2, ranks_per_node=1))
         assert told.endswith("so the model is half loaded: rank 1: no memory")
     loaded = torch.load(tmp_path / "loaded")
-    library = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        quantization_config=transformers.BitsAndBytesConfig(**options),
-        device_map="cpu",
-        dtype=torch.bfloat16,
-    )
+    library = _from_pretrained(tmp_path, options)
     expected = fcdp_compile.shard(library.requires_grad_(False))
     weights = [m for m in expected.modules() if isinstance(m, QuantisedWeight)]
     assert len(weights) == 7
@@ -193,3 +177,60 @@ def test_a_checkpoint_is_quantised_as_the_library_does(
     for name, tensor in own.items():
         assert tensor.dtype == loaded[name].dtype
         assert torch.equal(tensor.detach(), loaded[name]), name
+
+
+def _write_llama(folder: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=80,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).half().save_pretrained(folder)
+
+
+def _from_pretrained(folder: Path, options: dict[str, Any]) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=transformers.BitsAndBytesConfig(**options),
+        device_map="cpu",
+        dtype=torch.bfloat16,
+    )
+
+
+def _merge(mesh: DeviceMesh, folder: Path) -> None:
+    import peft
+
+    for name, options in (("nf4", NF4), ("int8", INT8)):
+        model = peft.PeftModel.from_pretrained(
+            _from_pretrained(folder, options), folder / "adapter"
+        )
+        fcdp_compile.shard(model, mesh)
+        fcdp_compile.save_pretrained(model, folder / name, merge=True)
+
+
+def test_adapters_are_merged_into_the_dequantised_base(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    _write_llama(tmp_path)
+    adapters = peft.LoraConfig(
+        target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    peft.get_peft_model(_from_pretrained(tmp_path, NF4), adapters).save_pretrained(
+        tmp_path / "adapter"
+    )
+    run(_merge, tmp_path, nodes=2, ranks_per_node=1)
+    for name, options in (("nf4", NF4), ("int8", INT8)):
+        base = _from_pretrained(tmp_path, options).dequantize()
+        peft.PeftModel.from_pretrained(
+            base, tmp_path / "adapter"
+        ).merge_and_unload().save_pretrained(tmp_path / "expected")
+        for file in ("config.json", "model.safetensors"):
+            assert (tmp_path / name / file).read_bytes() == (
+                tmp_path / "expected" / file
+            ).read_bytes()

@@ -55,7 +55,7 @@ def save_pretrained(
     model: sharded, compiled or not; in a single process also one that is not sharded.
     folder: need not exist; other files in it stay, files of an earlier export are replaced.
     merge: for a PEFT model, write the base model with the active adapters merged into it; the model stays as
-    it is.
+    it is.  A quantised base is dequantised for it.
     tokenizer: or a processor; its save_pretrained is called, too.
     max_shard_bytes: larger weights are written to several files, with an index.
     progress: show a bar on the rank that writes, while tensors are gathered.
@@ -126,7 +126,7 @@ def export(
         if kind.adapters is None and (merge or is_transformers_model(root)):
             _refuse_beside_adapter(path)
         names = copies.names(of_adapters=kind.adapters is not None)
-        _refuse_without_room(copies.size_bytes(names))
+        _refuse_without_room(copies.size_bytes(names) + kind.more_bytes)
         aside.make()
 
     def finish(twin: nn.Module) -> None:

@@ -20,6 +20,12 @@ from torch import Tensor, nn
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.files.safetensors_writer import TensorFileWriter, TensorMeta
+from fcdp_compile.pretrained.exporting.dequantised import (
+    dense_bytes,
+    merged_into_dequantised,
+    quantised_layers,
+    refuse_unknown_layers,
+)
 from fcdp_compile.pretrained.huggingface import (
     base_of,
     has_attached_adapters,
@@ -37,11 +43,13 @@ class Saver:
     name: compared between ranks.  write: writes the files of a twin to a folder.
     adapters: None if the twin must be whole.  Otherwise the twin begins with the adapters alone, and
     `adapters` returns the tensors that `write` will write: some may be the base's, such as embeddings.
+    more_bytes: the host memory that writing takes besides the twin.
     """
 
     name: str
     write: Callable[[Any, Path], None]
     adapters: Callable[[Any], Iterable[Tensor]] | None = None
+    more_bytes: int = 0
 
 
 def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int | str) -> Saver:
@@ -60,22 +68,33 @@ def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int |
         )
     elif has_attached_adapters(root):
         return Saver(name="adapter", write=_write_attached, adapters=_attached)
-    if getattr(base_of(root), "hf_quantizer", None) is not None:
+    merged: Callable[[Any], Any] | None = _merged if merge else None
+    if merge and quantised_layers(root):
+        refuse_unknown_layers(root)
+        merged = merged_into_dequantised
+    elif getattr(base_of(root), "hf_quantizer", None) is not None:
         raise FcdpError(
-            f"{type(base_of(root)).__name__} is quantised, and fcdp writes no quantised weights; save the "
-            "adapters alone, and merge them into the base in bf16 (PeftModel.merge_and_unload)"
+            f"{type(base_of(root)).__name__} is quantised, and fcdp writes no quantised weights; add "
+            "adapters, and save them, or the dequantised base with the adapters merged into it (merge=True)"
         )
     return Saver(
         name="merged" if merge else "model",
-        write=partial(_write_whole, merge=merge, max_shard_size=max_shard_size),
+        write=partial(_write_whole, merged=merged, max_shard_size=max_shard_size),
+        more_bytes=dense_bytes(root),
     )
 
 
 # --- whole models -----------------------------------------------------------------------------------------
 
 
-def _write_whole(twin: Any, folder: Path, *, merge: bool, max_shard_size: int | str) -> None:
-    model = twin.merge_and_unload() if merge else twin
+def _merged(twin: Any) -> Any:
+    return twin.merge_and_unload()
+
+
+def _write_whole(
+    twin: Any, folder: Path, *, merged: Callable[[Any], Any] | None, max_shard_size: int | str
+) -> None:
+    model = twin if merged is None else merged(twin)
     state = model.state_dict()
     if is_transformers_model(model):
         _copy_own_ties(model, state)

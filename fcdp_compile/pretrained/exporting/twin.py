@@ -6,6 +6,7 @@ Libraries that change a model to save or merge it work on a twin with whole tens
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,8 @@ class Twins:
             return {n: None if p is None else self._parameter(p) for n, p in value.items()}
         if name == "_buffers":
             return {n: None if b is None else self._buffer(b) for n, b in value.items()}
+        if name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+            return OrderedDict()  # those of `shard` wait for other ranks, which have no twin
         if name in ("config", "peft_config"):  # merging and saving write to them
             return copy.deepcopy(value, self._memo)
         return self._mapped(value)
