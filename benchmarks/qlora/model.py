@@ -54,9 +54,13 @@ def quantise_and_adapt(config: transformers.PretrainedConfig) -> nn.Module:
         if type(module) is nn.Linear and path != "lm_head":
             model.set_submodule(path, quantised(module))
     model.requires_grad_(False)
-    adapters = LoraConfig(r=8, target_modules=ADAPTED, task_type="CAUSAL_LM")
-    adapted: nn.Module = get_peft_model(model, adapters)
+    adapted: nn.Module = get_peft_model(model, adapters())
     return adapted
+
+
+def adapters() -> LoraConfig:
+    """LoRA of rank 8 on the linear layers."""
+    return LoraConfig(r=8, target_modules=ADAPTED, task_type="CAUSAL_LM")
 
 
 def quantised(plain: nn.Linear) -> nn.Module:

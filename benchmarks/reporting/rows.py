@@ -28,9 +28,9 @@ class ResultRow:
     step_s: for each step, the slowest rank's time.  sent_bytes: for each step, the bytes that each node sent.
     check_losses: the loss, averaged over the ranks, after each check step up to and with this accumulation;
     all systems take equal check steps.  step_losses: the losses of the timed steps.
-    first_step_s: the launch's first step, with compilation.  first_sent_bytes: what each node sent in it; rows
-    from before it was counted have none.  compute_s: a step of one micro-batch without
-    communication, on all ranks at once, measured at the beginning of the launch.
+    first_step_s: the launch's first step, with compilation.  first_sent_bytes: what each node sent in it;
+    older rows have none.  compute_s: a step of one micro-batch without communication, on all ranks at once,
+    measured at the beginning of the launch.
     heap_bytes: for each rank, the heap's peak in a step, less the heap before the model was made (`memory`)
     and less the part of `host_bytes` in the heap.  host_bytes: for each rank, parameters in host memory.
     all_bytes, trained_bytes: of the whole model.
