@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from math import isnan
 from pathlib import Path
 from statistics import mean
 
@@ -21,7 +22,7 @@ from tabulate import tabulate
 from benchmarks.cluster.nodes import why_not
 from benchmarks.launch import ROOT, run_job
 from benchmarks.reporting.rows import Failure, ResultRow, read_rows, write_records
-from benchmarks.reporting.summary import summarise
+from benchmarks.reporting.summary import REFERENCE, summarise
 from benchmarks.running.job import BenchmarkJob, TimedSteps
 from benchmarks.running.machine import MachineRecord
 from benchmarks.running.network import NETWORKS
@@ -82,10 +83,7 @@ def main() -> int:
 
 
 def table(rows: Sequence[ResultRow]) -> str:
-    """A line for each system, bytes and memory of the largest network's rows, seconds of each network.
-
-    Seconds are medians, with the fastest and the slowest step.
-    """
+    """A line for each system; seconds are medians, with the fastest and the slowest step."""
     cells = summarise(rows)
     networks = list(dict.fromkeys(row.network for row in rows))
     lines = []
@@ -107,12 +105,29 @@ def table(rows: Sequence[ResultRow]) -> str:
                 **seconds,
                 "memory MiB": round(max(c.heap_bytes for c in mine) / 2**20),
                 "host MiB": round(max(c.host_bytes for c in mine) / 2**20),
-                "loss": next((c.wrong for c in mine if c.wrong), f"{mine[0].loss:.6f}"),
+                "loss against DDP's": _difference(rows, system),
             }
         )
     sizes = {(row.all_bytes, row.trained_bytes) for row in rows}
     said = [f"weights {a / 1e6:.2f} MB, of them adapters {t / 1e6:.2f} MB" for a, t in sizes]
-    return "\n".join([tabulate(lines, headers="keys", tablefmt="github"), *said])
+    return "\n".join(
+        [tabulate(lines, headers="keys", tablefmt="github", disable_numparse=True), *said]
+    )
+
+
+def _difference(rows: Sequence[ResultRow], system: str) -> str:
+    """The largest relative difference of a loss from the reference's; "–" without a reference."""
+    references = [row.check_losses for row in rows if row.system == REFERENCE]
+    if not references:
+        return "–"
+    pairs = [
+        pair
+        for row in rows
+        if row.system == system
+        for pair in zip(row.check_losses, references[0], strict=True)
+    ]
+    found = [abs(loss - right) / abs(right) for loss, right in pairs]
+    return "NaN" if any(map(isnan, found)) else f"{max(found):.1e}"
 
 
 if __name__ == "__main__":
