@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,8 +28,9 @@ class ResultRow:
     step_s: for each step, the slowest rank's time.  sent_bytes: for each step, the bytes that each node sent.
     check_losses: the loss, averaged over the ranks, after each check step up to and with this accumulation;
     all systems take equal check steps.  step_losses: the losses of the timed steps.
-    first_step_s: the launch's first step, with compilation.  compute_s: a step of one micro-batch without
-    communication, on all ranks at once, measured at the beginning of the launch.
+    first_step_s: the launch's first step, with compilation.  first_sent_bytes: what each node sent in it;
+    older rows have none.  compute_s: a step of one micro-batch without communication, on all ranks at once,
+    measured at the beginning of the launch.
     heap_bytes: for each rank, the heap's peak in a step, less the heap before the model was made (`memory`)
     and less the part of `host_bytes` in the heap.  host_bytes: for each rank, parameters in host memory.
     all_bytes, trained_bytes: of the whole model.
@@ -46,6 +47,7 @@ class ResultRow:
     check_losses: list[float]
     step_losses: list[float]
     first_step_s: float
+    first_sent_bytes: list[int] = field(default_factory=list)
     compute_s: float
     heap_bytes: list[int]
     host_bytes: list[int]

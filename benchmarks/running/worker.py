@@ -24,8 +24,8 @@ from benchmarks.reporting.rows import ResultRow, write_records
 from benchmarks.running import memory, network
 from benchmarks.running.job import BenchmarkJob
 from benchmarks.running.network import NETWORKS
-from benchmarks.systems.model import make_batch, make_model
-from benchmarks.systems.names import BY_NAME
+from benchmarks.systems.model import make_batch
+from benchmarks.systems.names import BY_NAME, MODEL_MODULES
 from benchmarks.systems.train_torch import make_compute_trainer
 from benchmarks.systems.trainer import RankOfNodes, SystemTrainer
 
@@ -44,12 +44,13 @@ class Rank:
         self.is_first_of_node = self.place.rank % job.ranks_per_node == 0
         self.trainer: SystemTrainer
         _load_compiler()
-        build = _builder(job.system)
+        build = _function("make_trainer", f"benchmarks.systems.{BY_NAME[job.system].family}")
+        self.make_model = _function("make_model", MODEL_MODULES[job.mode])
         self.compute_s = self.measure_compute()
         del self.trainer
         gc.collect()
         self.baseline_bytes = memory.heap_bytes()
-        model = make_model(job.shape, job.mode)
+        model = self.make_model(job.shape, job.mode)
         self.all_bytes = sum(p.nbytes for p in model.parameters())
         self.trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self.trainer = build(job.system, model, self.place)
@@ -57,13 +58,15 @@ class Rank:
 
     def measure_compute(self) -> float:
         """Return the seconds of a step without communication, the least of three; the first warms up."""
-        model = make_model(self.job.shape, self.job.mode)
+        model = self.make_model(self.job.shape, self.job.mode)
         self.trainer = make_compute_trainer(model, self.place)
         return min(self.train(1)[0] for _ in range(3))
 
     def run(self) -> list[ResultRow]:
         """Do the job; returns the rows, which are equal on every rank."""
-        first_step_s, first_loss = self.train(1)
+        before = self.sent()
+        self.first_step_s, first_loss = self.train(1)
+        self.first_sent_bytes = [b - a for a, b in zip(before, self.sent(), strict=True)]
         losses = [first_loss]
         check_losses: dict[int, list[float]] = {}
         for accumulation, steps in sorted(self.job.check_steps.items()):
@@ -75,12 +78,10 @@ class Rank:
             check_losses[accumulation] = list(losses)
         rows = []
         for accumulation in sorted({timed.accumulation for timed in self.job.timed}):
-            rows += self.measure(accumulation, first_step_s, check_losses[accumulation])
+            rows += self.measure(accumulation, check_losses[accumulation])
         return rows
 
-    def measure(
-        self, accumulation: int, first_step_s: float, check_losses: list[float]
-    ) -> list[ResultRow]:
+    def measure(self, accumulation: int, check_losses: list[float]) -> list[ResultRow]:
         """Time the steps of one accumulation, one on each network in turn."""
         wanted = {t.network: t.steps for t in self.job.timed if t.accumulation == accumulation}
         step_s: dict[str, list[float]] = {name: [] for name in wanted}
@@ -113,7 +114,8 @@ class Rank:
                 sent_bytes=sent[name],
                 check_losses=check_losses,
                 step_losses=losses[name],
-                first_step_s=first_step_s,
+                first_step_s=self.first_step_s,
+                first_sent_bytes=self.first_sent_bytes,
                 compute_s=self.compute_s,
                 heap_bytes=heaps,
                 host_bytes=hosts,
@@ -152,11 +154,10 @@ class Rank:
         return values
 
 
-def _builder(name: str) -> Callable[..., SystemTrainer]:
-    # Imported by name, so that a worker imports DeepSpeed only to measure it.
-    module = importlib.import_module(f"benchmarks.systems.{BY_NAME[name].family}")
-    make: Callable[..., SystemTrainer] = module.make_trainer
-    return make
+def _function(name: str, module: str) -> Callable[..., Any]:
+    # Imported by name, so that a worker imports DeepSpeed or bitsandbytes only to measure it.
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _load_compiler() -> None:

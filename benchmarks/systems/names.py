@@ -202,3 +202,10 @@ SYSTEMS: tuple[System, ...] = (
 )
 
 BY_NAME = {system.name: system for system in SYSTEMS}
+
+MODEL_MODULES = {
+    "lora": "benchmarks.systems.model",
+    "full": "benchmarks.systems.model",
+    "qlora": "benchmarks.qlora.model",
+}
+"""The module that makes the model of a mode."""

@@ -13,11 +13,24 @@ from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 
+_AT_ONCE = 2**18
+"""Values that are quantised at a time."""
+
+
+def quantised_in_pieces(
+    quantiser: Quantiser, values: Tensor, *, at_once: int = _AT_ONCE
+) -> dict[str, Tensor]:
+    """Quantise some rows at a time, because libraries make copies in fp32 on the way."""
+    width = quantiser.row_elements
+    pieces = (values,) if width is None else values.split(max(width, at_once // width * width))
+    made = [quantiser.quantise(piece) for piece in pieces]
+    return {name: torch.cat([tensors[name] for tensors in made]) for name in made[0]}
+
 
 class QuantisedPart:
     """This rank's part of a quantised weight.
 
-    Peak memory: the rows of the checkpoint's tensor that this rank's blocks are in.
+    Peak memory: the rows of the checkpoint's tensor that this rank's blocks are in, and the packed tensors.
     dtype: of the values that are quantised.
     replaced: the buffers that `finish` has replaced.
     """
@@ -55,7 +68,7 @@ class QuantisedPart:
             values = self._read(source, 0, self._quantiser.shape.numel(), files)
         else:
             values = self._read(source, first * width, (first + count) * width, files)
-        made = self._quantiser.quantise(values) if values.numel() else {}
+        made = quantised_in_pieces(self._quantiser, values) if values.numel() else {}
         for name, tensor in made.items():
             local = self._packed[name].local()
             rows = tensor.reshape(-1, *local.shape[1:])

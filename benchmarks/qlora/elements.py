@@ -1,6 +1,6 @@
 """Bytes, memory and losses of QLoRA under fcdp, next to the same job replicated on every rank.
 
-    torchrun --standalone --nproc-per-node=4 -m benchmarks.qlora --nodes 2
+    torchrun --standalone --nproc-per-node=4 -m benchmarks.qlora.elements --nodes 2
 
 A base in NF4 with double quantisation, LoRA on the linear layers, SGD, fp32.  Prints a row for each model:
 the bytes that all nodes gather from others in the first step, for a 4-bit element, times N / (N - 1); the
@@ -15,15 +15,14 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import bitsandbytes
 import torch
 import torch.distributed as dist
 import transformers
-from peft import LoraConfig, get_peft_model
 from tabulate import tabulate
 from torch import Tensor, nn
 
 import fcdp_compile
+from benchmarks.qlora.model import quantise_and_adapt
 from fcdp_compile.sharding.shard import state_of
 
 SHAPE: dict[str, Any] = {
@@ -41,7 +40,6 @@ MODELS = {
     "Qwen2": transformers.Qwen2Config(**SHAPE),
     "Mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=4),
 }
-ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STEPS = 4
 
 
@@ -64,8 +62,8 @@ def measure(name: str, mesh: Any, nodes: int) -> dict[str, Any]:
     """Train a model replicated and sharded; returns its row."""
     torch.compiler.reset()
     rank, world = dist.get_rank(), dist.get_world_size()
-    expected, _ = train(build(name), range(world), world)
-    model = fcdp_compile.shard(build(name), mesh)
+    expected, _ = train(quantise_and_adapt(MODELS[name]), range(world), world)
+    model = fcdp_compile.shard(quantise_and_adapt(MODELS[name]), mesh)
     compiled = torch.compile(model, backend="fcdp")
     losses, sent = train(compiled, [rank], world, model)
     means = torch.tensor(losses, dtype=torch.float64)
@@ -97,34 +95,6 @@ def measure(name: str, mesh: Any, nodes: int) -> dict[str, Any]:
             abs(a / world - b) / b for a, b in zip(means.tolist(), expected, strict=True)
         ),
     }
-
-
-def build(name: str) -> nn.Module:
-    """The model with a quantised base and adapters, the same on every rank."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name])
-    for path, module in list(model.named_modules()):
-        if type(module) is nn.Linear and path != "lm_head":
-            model.set_submodule(path, quantised(module))
-    model.requires_grad_(False)
-    adapted: nn.Module = get_peft_model(
-        model, LoraConfig(r=8, target_modules=ADAPTED, task_type="CAUSAL_LM")
-    )
-    return adapted
-
-
-def quantised(plain: nn.Linear) -> nn.Module:
-    """The layer in NF4 with double quantisation."""
-    layer = bitsandbytes.nn.Linear4bit(
-        plain.in_features,
-        plain.out_features,
-        bias=plain.bias is not None,
-        compute_dtype=torch.float32,
-        quant_type="nf4",
-    )
-    layer.load_state_dict(plain.state_dict())
-    made: nn.Module = layer.to("cpu")
-    return made
 
 
 def train(

@@ -1,0 +1,1 @@
+"""QLoRA: fcdp next to its peers, bytes for each element, and the memory of loading."""
