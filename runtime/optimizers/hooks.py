@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.optimizers.loads import OptimizerLoads
 from fcdp_compile.runtime.optimizers.steps import OptimizerSteps
-from fcdp_compile.runtime.parameters.record import Records
+from fcdp_compile.runtime.parameters.record import ParamRecord, Records
 from fcdp_compile.runtime.parameters.unset import Unset
 from fcdp_compile.runtime.parameters.validity import Validity
 
@@ -68,7 +68,7 @@ class OptimizerHooks:
         self._validity = validity
         self._accumulates_elsewhere = accumulates_elsewhere
         self._is_unsynchronised_elsewhere = False
-        self._loads = OptimizerLoads(collectives)
+        self._loads = OptimizerLoads(collectives, records)
         self._steps = OptimizerSteps(topology)
         me = weakref.ref(self)
         for handle in (
@@ -86,11 +86,11 @@ class OptimizerHooks:
 
         A gradient that is cut otherwise than its parameter is cut anew: if the training loop computes with a
         parameter, DTensor's own backward may leave such a gradient, which torch's optimizers refuse.
+        An optimizer that owns no parameter of this model is left alone: only some ranks may step it.
 
         Raises: UnsynchronizedGradientError; FcdpError for parameters without values, for parameters that are
         whole or that `shard` has replaced, and while a CUDA graph is captured.
         """
-        refuse_capture()
         for p in _owned_by(optimizer):
             if (name := getattr(p, REPLACED, None)) is not None:
                 raise FcdpError(
@@ -98,55 +98,60 @@ class OptimizerHooks:
                     f"{name!r} as it was then, so stepping it would train nothing; build the optimizer "
                     "after sharding"
                 )
-            grad = p.grad if isinstance(p, HomeShard) else None
-            if isinstance(grad, DTensor) and grad.placements != p.placements:
-                p.grad = grad.redistribute(placements=p.placements)
-        self._refuse_unsynchronised_elsewhere(optimizer)
+        self._refuse_whole(optimizer)
+        mine = self._mine(optimizer)
+        if not mine:
+            return
+        refuse_capture()
+        self._refuse_unsynchronised_elsewhere(mine)
         self._loads.watch(optimizer)
-        self._refuse_incomplete(optimizer)
-        for p in _owned_by(optimizer):
-            if isinstance(p, HomeShard) and p.grad is not None:
-                p.seal = (
-                    None  # its values change; if the step fails, they do not count as the old ones
-                )
+        self._refuse_incomplete({record.spec.key: record.spec.name for record, _ in mine})
+        for _, p in mine:
+            if not isinstance(p, HomeShard) or p.grad is None:
+                continue
+            if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+                p.grad = p.grad.redistribute(placements=p.placements)
+            p.seal = None  # its values change; if the step fails, they do not count as the old ones
         self._steps.begin(optimizer)
 
-    def _refuse_incomplete(self, optimizer: Optimizer) -> None:
-        names = self._accumulation.concerns()
-        if not (names or self._unset or self._whole):
-            return
+    def _mine(self, optimizer: Optimizer) -> list[tuple[ParamRecord, nn.Parameter]]:
+        """The parameters of this model that an optimizer owns, with their records, in its order."""
+        places = {id(p): (record, p) for record in self._records.values() for p in record.places()}
+        return [places[id(p)] for p in _owned_by(optimizer) if id(p) in places]
+
+    def _refuse_whole(self, optimizer: Optimizer) -> None:
         owned = {id(p) for p in _owned_by(optimizer)}
         if within := next((k for k, w in self._whole.items() if id(w.home) in owned), None):
             raise FcdpError(
                 f"an optimizer steps parameter {self._records[within].spec.name!r} while it is whole; leave "
                 "the block of fcdp_compile.gathered before training goes on"
             )
-        unset = [self._records[key] for key in self._unset.keys]
-        if any(id(p) in owned for record in unset for p in record.places()):
+
+    def _refuse_incomplete(self, mine: Mapping[str, str]) -> None:
+        """mine: names of the optimizer's parameters, by key."""
+        if not self._unset.keys.isdisjoint(mine):
             # Without asking other ranks: not every rank has to step this optimizer.
             self._unset.refuse_here("an optimizer step")
-        by_name = self._records.by_name
-        mine = [n for n in names if any(id(p) in owned for p in by_name[n].places())]
-        left = self._accumulation.settle() if mine else []
-        if lacking := [n for n in mine if n in left]:
+        names = [name for name in self._accumulation.concerns() if name in mine.values()]
+        left = self._accumulation.settle() if names else []
+        if lacking := [name for name in names if name in left]:
             raise _unsynchronised(lacking[0], len(lacking))
 
-    def _refuse_unsynchronised_elsewhere(self, optimizer: Optimizer) -> None:
+    def _refuse_unsynchronised_elsewhere(
+        self, mine: Sequence[tuple[ParamRecord, nn.Parameter]]
+    ) -> None:
         """Refuse a step right after `no_sync`, as on several nodes, although nothing waits here."""
         if not self._is_unsynchronised_elsewhere:
             return
-        owned = {id(p) for p in _owned_by(optimizer)}
-        for record in self._records.values():
-            for p in record.places():
-                if id(p) in owned and p.grad is not None and bool(p.grad.any()):
-                    raise _unsynchronised(record.spec.name, 1)
+        for record, p in mine:
+            if p.grad is not None and bool(p.grad.any()):
+                raise _unsynchronised(record.spec.name, 1)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Note which parameters an optimizer has just changed."""
         self._steps.end()
-        owned = {id(p): (key, p) for key, r in self._records.items() for p in r.places()}
-        mine = [owned[id(p)] for p in _owned_by(optimizer) if id(p) in owned]
-        if stepped := [key for key, p in mine if p.grad is not None]:
+        mine = self._mine(optimizer)
+        if stepped := [record.spec.key for record, p in mine if p.grad is not None]:
             self._validity.values_changed(stepped)
         if mine:
             self._steps.report(optimizer)

@@ -18,13 +18,15 @@ from torch.optim import Optimizer
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.runtime.collectives.agreement import same_tensors
 from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.parameters.record import Records
 
 
 class OptimizerLoads:
     """The optimizers that step a model's parameters; each is checked once, and after each load."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, records: Records) -> None:
         self._collectives = collectives
+        self._records = records
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -43,7 +45,8 @@ class OptimizerLoads:
 
     def _cut(self, optimizer: Optimizer) -> None:
         """Raises: PlanMismatchError or FcdpError on every rank if ranks have loaded different tensors."""
-        found = list(_whole(optimizer))
+        mine = {id(p) for record in self._records.values() for p in record.places()}
+        found = [each for each in _whole(optimizer) if id(each[1]) in mine]
         if not found:
             return
         same_tensors(

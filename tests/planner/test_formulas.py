@@ -47,7 +47,8 @@ class Squares(nn.Module):
         )
 
     def forward(self, values: Tensor) -> Tensor:
-        for vector in (self.first, *self.others, self.last):
+        # Dynamo of torch 2.12 cannot unpack a ParameterList, but can loop over it.
+        for vector in [self.first, *list(self.others), self.last]:
             values = (values * vector * vector).sin()
         return values.sum()
 

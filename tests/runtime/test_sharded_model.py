@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.word_of_all import Telling
 from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.torch_compat import calls_dispatch_of_subclasses
 from tests.streams.programs import four_ranks
 
 
@@ -43,6 +47,10 @@ def test_a_home_shard_is_known_by_its_memory() -> None:
     assert not record.is_home(home[:1])
 
 
+@pytest.mark.skipif(
+    not calls_dispatch_of_subclasses(),
+    reason="operations on home shards are DTensor's own on torch 2.11",
+)
 def test_an_optimizer_that_communicates_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     model = _sharded()
     optimizer = torch.optim.Muon([model.weight])
@@ -64,3 +72,24 @@ def test_whole_moments_are_cut_and_told_to_nobody(monkeypatch: pytest.MonkeyPatc
     assert isinstance(part := cut.to_local(), Tensor)
     assert torch.equal(part, model.weight.part_of(whole))  # type: ignore[attr-defined]
     assert said == []
+
+
+def test_an_optimizer_is_the_business_of_the_model_that_it_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    companion, model, plain = _sharded(), _sharded(), nn.Linear(8, 8)
+    of_plain, of_model = (torch.optim.Adam(m.parameters()) for m in (plain, model))
+    _step(plain, of_plain)
+    asked: list[Collectives] = []
+    tell = Collectives.tell
+
+    def told(self: Collectives, *args: Any) -> Telling:
+        asked.append(self)
+        return tell(self, *args)
+
+    monkeypatch.setattr(Collectives, "tell", told)
+    _step(model, of_model)
+    of_model.load_state_dict(of_plain.state_dict())
+    _step(model, of_model)
+    assert companion.weight.grad is None
+    assert set(asked) == {state_of(model).collectives}
