@@ -49,6 +49,8 @@ def load_pretrained(
     stay as they are, or without values if the model was built on meta.  If the checkpoint has a tied weight
     under several names, they must have equal values.  Values that PEFT computes from the base's weights
     (DoRA's magnitudes, PiSSA's factors) are not computed again: add such adapters after loading.
+    Weights of layers that bitsandbytes quantises are quantised while they are read, or read as they are if
+    the checkpoint has them quantised in the same way.
 
     folder: a folder with model.safetensors, or with model.safetensors.index.json and its files; or one
     safetensors file, or an index.  head: whether the checkpoint has this model's head; with False, tensors
@@ -71,6 +73,8 @@ def load_pretrained(
     with Files() as files:
         _fill(path, state, order, destinations, files, shows=progress and is_first)
     destinations.arrived(a.held for a in order)
+    for weight, recipe in matched.recipes.items():
+        weight.recipe = recipe
     if is_on_disk:
         # The first gather of frozen parameters then reads other nodes' rows from this node's own disk.
         rows = destinations.rows(order)

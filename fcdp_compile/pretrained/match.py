@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from fcdp_compile.errors import CheckpointError
+from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.files.safetensors_header import Stored
 from fcdp_compile.pretrained.conversion import Target, converted
 from fcdp_compile.pretrained.huggingface import (
@@ -21,7 +21,8 @@ from fcdp_compile.pretrained.huggingface import (
     reading_order,
 )
 from fcdp_compile.pretrained.names import Entry, Role, entries_of
-from fcdp_compile.pretrained.source import Leaf, Source
+from fcdp_compile.pretrained.source import BytesOf, Files, Known, Leaf, Source
+from fcdp_compile.quantised.interface import Recipe
 from fcdp_compile.quantised.weight import QuantisedWeight
 
 _SHOWN = 12  # names of tensors in one message
@@ -89,12 +90,14 @@ def told(problems: Iterable[Problem]) -> list[str]:
 class Matched:
     """All assignments and all problems.
 
+    recipes: those of the weights that the checkpoint has quantised already.
     renaming: the rules that were used for names and tensors.  kept_copies: names of copies that PEFT trains
     in place of tensors that the checkpoint has, and that keep their values.
     """
 
     assignments: list[Assignment]
     problems: list[Problem]
+    recipes: dict[QuantisedWeight, Recipe]
     renaming: Renaming
     kept_copies: list[str]
 
@@ -117,7 +120,9 @@ class _Matching:
         self.known: dict[str, Held] = {}  # by their names in checkpoints of the base
         self.by_name: dict[str, Held] = {}
         self.copies: dict[str, list[Held]] = {}
-        self.weights: dict[QuantisedWeight, tuple[Held, list[Held]]] = {}
+        self.weights: dict[QuantisedWeight, tuple[Held, dict[str, Held]]] = {}
+        self.saved: dict[str, tuple[QuantisedWeight, str | None]] = {}  # part by its library's name
+        self.recipes: dict[QuantisedWeight, Recipe] = {}
         for entry in entries_of(root):
             held = self.held.setdefault(id(entry.tensor), Held(tensor=entry.tensor))
             held.entries.append(entry)
@@ -135,9 +140,14 @@ class _Matching:
 
     def of(self, tensors: dict[str, Stored]) -> Matched:
         ignore_missing, ignore_unexpected = ignored_patterns(self.base)
-        for name, source in self._sources(tensors):
+        sources = list(self._sources(tensors))
+        self._describe_saved(sources)
+        for name, source in sources:
             held = self.known.get(name) or self.by_name.get(name)
-            if held is not None:
+            weight, part = self.saved.get(name, (None, None))
+            if weight is not None and self._is_saved(weight):
+                self._give_part(weight, part, source)
+            elif held is not None:
                 self._give(held, source)
             elif not ignore_unexpected.search(name):
                 of_head = self.renaming.is_foreign_head(next(source.leaves).name, tensors)
@@ -157,6 +167,7 @@ class _Matching:
         return Matched(
             assignments=assignments,
             problems=self.problems,
+            recipes=self.recipes,
             renaming=self.renaming,
             kept_copies=self.kept_copies,
         )
@@ -175,17 +186,62 @@ class _Matching:
             self.held[id(values)] = self.by_name[name] = whole
             if entry.role is Role.BASE:
                 self.known[plain] = whole
-            self.weights[weight] = (whole, [])
-        self.weights[weight][1].append(part)
+                self._know_saved(weight, plain)
+            self.weights[weight] = (whole, {})
+        self.weights[weight][1][entry.leaf] = part
+
+    def _know_saved(self, weight: QuantisedWeight, plain: str) -> None:
+        """Know the tensors of a weight that its library has quantised and saved; plain: the weight's name."""
+        layer, dot, leaf = plain.rpartition(".")
+        if (saved := weight.recipe.saved(leaf)) is not None:
+            self.saved[layer + dot + saved.state] = weight, None
+            for theirs, part in saved.parts.items():
+                self.saved[layer + dot + theirs] = weight, part
+
+    def _describe_saved(self, sources: Sequence[tuple[str, Source]]) -> None:
+        """Read what the checkpoint says of weights that it has quantised already."""
+        with Files() as files:
+            for name, source in sources:
+                weight, part = self.saved.get(name, (None, ""))
+                if weight is None or part is not None:
+                    continue
+                whole, parts = self.weights[weight]
+                stored = next(source.leaves)
+                state = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+                source.fill(state, (0,) * state.ndim, files)
+                try:
+                    self.recipes[weight], values = weight.recipe.described_by(state)
+                except ArgumentError as error:
+                    self._refuse(whole, f"the weight of {_told(source)} {error}")
+                    continue
+                for leaf, value in values.items():
+                    self.found[id(parts[leaf].tensor)] = [Known(stored, value)]
+
+    def _is_saved(self, weight: QuantisedWeight) -> bool:
+        """Whether the checkpoint describes the weight as its library saves it."""
+        return weight in self.recipes or id(self.weights[weight][0].tensor) in self.refused
+
+    def _give_part(self, weight: QuantisedWeight, part: str | None, source: Source) -> None:
+        if part is None or weight not in self.recipes:
+            return
+        held, stored = self.weights[weight][1][part], next(source.leaves)
+        is_same_size = stored.size_bytes == held.tensor.nbytes
+        if held.tensor.dtype == torch.uint8 and is_same_size and isinstance(source, Leaf):
+            self.found[id(held.tensor)] = [BytesOf(stored, tuple(held.tensor.shape))]
+        else:
+            self._give(held, source)
 
     def _is_given(self, held: Held) -> bool:
         """Whether a tensor has a source, or needs none: a weight's parts follow from its values."""
         if held.weight is not None:
-            return any(self._is_noted(h) for h in (held, *self.weights[held.weight][1]))
+            return any(self._is_noted(h) for h in (held, *self.weights[held.weight][1].values()))
         module = held.entries[0].module
         if isinstance(module, QuantisedWeight) and module in self.weights:
-            parts = self.weights[module][1]
-            return self._is_noted(held) or not any(map(self._is_noted, parts))
+            whole, parts = self.weights[module]
+            is_refused = id(whole.tensor) in self.refused
+            return (
+                is_refused or self._is_noted(held) or not any(map(self._is_noted, parts.values()))
+            )
         return self._is_noted(held)
 
     def _is_noted(self, held: Held) -> bool:
@@ -219,8 +275,9 @@ class _Matching:
         if held.weight is not None and not next(source.leaves).dtype.is_floating_point:
             self._refuse(
                 held,
-                f"tensor {_told(source)} is quantised already; build the model with from_pretrained, or give "
-                "the checkpoint that it was quantised from",
+                f"tensor {_told(source)} is quantised already, but not as the model's layer is; build "
+                "the model with the checkpoint's quantization_config, or give the checkpoint that it was "
+                "quantised from",
             )
             return
         if source.shape != tuple(held.tensor.shape):

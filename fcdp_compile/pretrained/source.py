@@ -5,6 +5,7 @@ A source is a tensor in a file, or others stacked, joined, cut or transposed, wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,53 @@ class Leaf:
         """Read the part from the file."""
         part = tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))
         files.copy(self.stored, part, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Values that were read already, from a tensor in a file."""
+
+    stored: Stored
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The values' shape."""
+        return tuple(self.values.shape)
+
+    @property
+    def leaves(self) -> Iterator[Stored]:
+        """The tensor in a file."""
+        yield self.stored
+
+    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
+        """Copy the part."""
+        out.copy_(self.values[tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))])
+
+
+@dataclass(frozen=True, slots=True)
+class BytesOf:
+    """The bytes of a tensor in a file, as uint8 of another shape; parts are whole rows of it."""
+
+    stored: Stored
+    shape: tuple[int, ...]
+
+    @property
+    def leaves(self) -> Iterator[Stored]:
+        """The tensor in a file."""
+        yield self.stored
+
+    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
+        """Read the rows of the file's tensor that the part is in, and take the part."""
+        row_bytes = math.prod(self.shape[1:])
+        their_bytes = math.prod(self.stored.shape[1:]) * self.stored.dtype.itemsize
+        begin, end = at[0] * row_bytes, (at[0] + len(out)) * row_bytes
+        first, last = begin // their_bytes, -(-end // their_bytes)
+        shape = (last - first, *self.stored.shape[1:])
+        rows = torch.empty(shape, dtype=self.stored.dtype, device="cpu")
+        files.copy(self.stored, (slice(first, last), *(slice(None) for _ in shape[1:])), rows)
+        mine = slice(begin - first * their_bytes, end - first * their_bytes)
+        out.copy_(rows.view(-1).view(torch.uint8)[mine].view(out.shape))
 
 
 @dataclass(frozen=True, slots=True)

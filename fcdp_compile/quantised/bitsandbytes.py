@@ -5,6 +5,7 @@ The library is never imported here: a model can hold such a weight only if someb
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.quantised.interface import Parts, Quantiser, Recipe, Take
+from fcdp_compile.quantised.interface import Parts, Quantiser, Recipe, Saved, Take
 
 
 def bitsandbytes_format(parameter: nn.Parameter) -> Take | None:
@@ -101,6 +102,28 @@ class _FourBit(Recipe):
             bnb_quantized=True,
         )
         return weight
+
+    def saved(self, leaf: str) -> Saved:
+        whole = ["quant_map"] + ["nested_absmax", "nested_quant_map"] * (self.nested is not None)
+        return Saved(
+            parts={leaf: "packed"} | {f"{leaf}.{name}": name for name in ("absmax", *whole)},
+            state=f"{leaf}.quant_state.bitsandbytes__{self.quant_type}",
+        )
+
+    def described_by(self, state: Tensor) -> tuple[Recipe, Mapping[str, Tensor]]:
+        try:
+            found = json.loads(bytes(state.tolist()))
+            theirs = [tuple(found["shape"]), found["blocksize"], found.get("nested_blocksize")]
+            dtype = getattr(torch, found["dtype"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ArgumentError(f"is described by text that cannot be read ({error!r})") from None
+        nested = None if self.nested is None else self.nested.blocksize
+        if theirs != (ours := [tuple(self.shape), self.blocksize, nested]):
+            names = "shape, block size and block size of the scales"
+            raise ArgumentError(f"has {names} {theirs}, but the model's layer has {ours}")
+        offset = found.get("nested_offset")
+        parts = {} if offset is None else {"nested_offset": torch.tensor(offset, device="cpu")}
+        return self.made_of(dtype), parts
 
     def dequantise(self, weight: Any) -> Tensor:
         library = sys.modules["bitsandbytes"].functional
@@ -257,6 +280,16 @@ class _EightBit(Recipe):
 
     def made_of(self, dtype: torch.dtype) -> _EightBit:
         return replace(self, dtype=dtype)
+
+    def saved(self, leaf: str) -> Saved:
+        return Saved(parts={leaf: "packed", "SCB": "SCB"}, state="weight_format")
+
+    def described_by(self, state: Tensor) -> tuple[Recipe, Mapping[str, Tensor]]:
+        if state.item() != 0:
+            raise ArgumentError(
+                "is not stored by rows; load and save it with a newer bitsandbytes, which stores it by rows"
+            )
+        return self.made_of(torch.float16), {}
 
     @property
     def quantiser(self) -> Quantiser:

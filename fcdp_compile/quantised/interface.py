@@ -58,6 +58,22 @@ class Recipe(ABC):
         """How values become such a weight; None if fcdp does not know."""
         return None
 
+    def saved(self, leaf: str) -> Saved | None:
+        """Where the parts are in the library's own state dicts; None if fcdp does not know.
+
+        leaf: the weight's name in its layer.
+        """
+        return None
+
+    def described_by(self, state: Tensor) -> tuple[Recipe, Mapping[str, Tensor]]:
+        """The recipe of a weight that the library has saved, and the parts that `state` has the values of.
+
+        state: the tensor that `Saved.state` names.
+
+        Raises: ArgumentError with the end of a sentence about the saved weight if it is of another kind.
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantiser(ABC):
@@ -89,6 +105,18 @@ class Parts:
     packed: Mapping[str, Tensor]
     whole: Mapping[str, Tensor]
     recipe: Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A quantised weight in its library's state dicts; names are relative to the layer's.
+
+    parts: names of parts of the weight, by their names there; the bytes are the same, the shapes may differ.
+    state: the name of a small tensor that describes the weight.
+    """
+
+    parts: Mapping[str, str]
+    state: str
 
 
 Take = Callable[[nn.Module, Any], Parts]

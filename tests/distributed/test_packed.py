@@ -107,16 +107,17 @@ def test_a_quantised_base_trains_as_replicated_and_crosses_the_network_once() ->
             assert (sent[0], sent[-1]) == (slots[False] + slots[True], slots[False]), case
 
 
-def _load(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> None:
-    model = _on_meta(folder, options)
-    fcdp_compile.shard(model, mesh)
-    fcdp_compile.load_pretrained(model, folder)
-    fcdp_compile.materialize(model)
-    found = dict(model.named_buffers())
-    for name, parameter in model.named_parameters():
-        found[name] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    if dist.get_rank() == 0:
-        torch.save({name: tensor.detach() for name, tensor in found.items()}, folder / "loaded")
+def _load(mesh: DeviceMesh, folders: list[Path], options: dict[str, Any]) -> None:
+    for folder in folders:
+        model = _on_meta(folder, options)
+        fcdp_compile.shard(model, mesh)
+        fcdp_compile.load_pretrained(model, folder)
+        fcdp_compile.materialize(model)
+        found = dict(model.named_buffers())
+        for name, parameter in model.named_parameters():
+            found[name] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if dist.get_rank() == 0:
+            torch.save({name: tensor.detach() for name, tensor in found.items()}, folder / "loaded")
 
 
 def _load_where_one_rank_fails(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> str:
@@ -163,20 +164,21 @@ def test_a_checkpoint_is_quantised_as_the_library_does(
 ) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     _write_llama(tmp_path)
-    run(_load, tmp_path, options, nodes=2, ranks_per_node=2)
+    library, already = _from_pretrained(tmp_path, options), tmp_path / "quantised"
+    library.save_pretrained(already)
+    run(_load, [tmp_path, already], options, nodes=2, ranks_per_node=2)
     if "load_in_4bit" in options:
         (told,) = set(run(_load_where_one_rank_fails, tmp_path, options, nodes=2, ranks_per_node=1))
         assert told.endswith("so the model is half loaded: rank 1: no memory")
-    loaded = torch.load(tmp_path / "loaded")
-    library = _from_pretrained(tmp_path, options)
     expected = fcdp_compile.shard(library.requires_grad_(False))
     weights = [m for m in expected.modules() if isinstance(m, QuantisedWeight)]
     assert len(weights) == 7
     own = {**dict(expected.named_buffers()), **dict(expected.named_parameters())}
-    assert own.keys() == loaded.keys()
-    for name, tensor in own.items():
-        assert tensor.dtype == loaded[name].dtype
-        assert torch.equal(tensor.detach(), loaded[name]), name
+    for loaded in (torch.load(folder / "loaded") for folder in (tmp_path, already)):
+        assert own.keys() == loaded.keys()
+        for name, tensor in own.items():
+            assert tensor.dtype == loaded[name].dtype
+            assert torch.equal(tensor.detach(), loaded[name]), name
 
 
 def _write_llama(folder: Path) -> None:
