@@ -118,7 +118,7 @@ def test_lora_sends_adapters_only(wire: Callable[[str], list[Wire]]) -> None:
         assert all(sent <= limit for sent in found.steps[1:])
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_evaluation_sends_nothing_after_its_first_batch(
     wire: Callable[[str], list[Wire]], mode: str
 ) -> None:

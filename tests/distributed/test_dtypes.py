@@ -168,6 +168,7 @@ def test_two_nodes_of_two() -> None:
     run(_check_each, SMALL, nodes=2, ranks_per_node=2)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one() -> None:
     run(_check_each, LARGE, nodes=2, ranks_per_node=1)
 
