@@ -178,11 +178,14 @@ class OutsideReads:
 
     def _loaded(self, key: str, bucket: Bucket) -> Tensor:
         pending = self._cache.load(bucket, self._validity.generation(bucket))
-        if bucket.ranks_per_node > 1 and not pending.is_full:
+        is_new = bucket.ranks_per_node > 1 and not pending.is_full
+        if is_new:
             kind = Kind.INTRA_ALL_GATHER
             pending = self._collectives.all_gather(kind, pending, range_name(kind, bucket))
         whole = unpack_full(pending.wait(), [p.layout for p in bucket.params])
-        return whole[self._records.keys_of(bucket).index(key)].clone()
+        found = whole[self._records.keys_of(bucket).index(key)]
+        # Neither the cache's copy may be returned, nor memory that holds other parameters, too.
+        return found if is_new and len(whole) == 1 else found.clone()
 
 
 def _about(spec: ParamSpec, bucket: Bucket) -> About:

@@ -102,6 +102,9 @@ def _train(mesh: DeviceMesh, hows: list[str], strategy: str) -> dict[str, Any]:
         net = model if how == "uncompiled" else torch.compile(model, backend="fcdp")
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         sent, losses, counters = [], [], state_of(model).counters
+        with torch.inference_mode():
+            net(_batch(0, rank))
+        sent.append([counters.sent.get(k, 0) for k in BETWEEN])
         for step in range(STEPS):
             _poke(model, step)
             before = dict(counters.sent)
@@ -156,7 +159,8 @@ def test_bytes_are_those_of_a_graph(strategy: str) -> None:
     ranks = run(_train, HOWS, strategy, nodes=2, ranks_per_node=2)
     whole = ranks[0]["whole"][0]
     matrix, bias = 12 * 12 * 4 // 4, 12 * 4 // 4  # bytes of a rank's slot
-    assert whole[1] == [3 * matrix, 3 * matrix], "adapters alone"
+    assert whole[0] == [6 * matrix + 3 * bias, 0], "the evaluation gathers everything once"
+    assert whole[1:3] == [[0, 3 * matrix], [3 * matrix, 3 * matrix]], "adapters alone"
     for rank, found in enumerate(ranks):
         for how, (sent, losses, texts) in found.items():
             about = f"{how}, rank {rank}"
@@ -165,11 +169,11 @@ def test_bytes_are_those_of_a_graph(strategy: str) -> None:
             if how == "whole":
                 continue
             if how == "tied":  # gathered once for both uses, and reduced for each
-                assert sent[1] == sent[2] == [2 * matrix, 3 * matrix], about
+                assert sent[2] == sent[3] == [2 * matrix, 3 * matrix], about
                 continue
-            assert sent[:3] == whole[:3], about
+            assert sent[:4] == whole[:4], about
             # A graph gathers the whole bucket of what was written to; outside, a parameter is its own.
-            assert sent[3] == [3 * matrix + bias, 3 * matrix], about
+            assert sent[4] == [3 * matrix + bias, 3 * matrix], about
             told = [t for t in texts if "are used outside of its graphs" in t]
             assert len(told) == (rank == 0 and how != "uncompiled"), (about, texts)
             if told:
