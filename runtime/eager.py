@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
@@ -16,8 +14,6 @@ from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.strategy import Scope
-
-log = logging.getLogger(__name__)
 
 
 class Eager:
@@ -32,7 +28,6 @@ class Eager:
     def __init__(self, topology: Topology, collectives: Collectives) -> None:
         self._topology = topology
         self._collectives = collectives
-        self._has_warned = False
 
     def gather(self, spec: ParamSpec, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather a parameter in a dtype from this rank's `shard`, into new memory."""
@@ -63,20 +58,6 @@ class Eager:
         whole = pending.wait()
         shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
-
-    def warn(self, name: str) -> None:
-        """Warn once, on the first rank, that a parameter of a compiled model is gathered here."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        if self._topology.node == self._topology.place == 0:
-            log.warning(
-                "parameter %r of a compiled model is gathered eagerly, past the cache: a part of the "
-                "model was not compiled (a graph break, or torch._dynamo.config.recompile_limit); the "
-                "numbers are right but it crosses between nodes at every use "
-                "(TORCH_LOGS=graph_breaks,recompiles says why)",
-                name,
-            )
 
 
 def gathers(spec: ParamSpec) -> str:

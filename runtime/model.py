@@ -19,10 +19,11 @@ from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.collectives.counters import Counters
-from fcdp_compile.runtime.eager import Eager
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.optimizers.hooks import OptimizerHooks, WholeParameter
+from fcdp_compile.runtime.outside import OutsideReads
+from fcdp_compile.runtime.parameters.buckets import GraphBuckets
 from fcdp_compile.runtime.parameters.record import ParamRecord, Records
 from fcdp_compile.runtime.parameters.unset import Unset
 from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
@@ -55,7 +56,6 @@ class ShardedModel:
         self.counters = Counters()
         self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology, device))
         self.collectives = Collectives(topology, self.counters, self.lanes)
-        self._eager = Eager(topology, self.collectives)
         names = {key: self.records[key].spec.name for key in unset}
         self.unset = Unset(names, unset_buffers, self.collectives)
         self.pool = PinnedPool(device)
@@ -70,6 +70,8 @@ class ShardedModel:
         self.upkeep = CacheUpkeep(
             topology, self.records, self.validity, self.cache, self.collectives, self.codecs
         )
+        self.buckets = GraphBuckets(self.records)
+        self.outside = self._outside_reads()
         self.accumulation = Accumulation(
             self.records.by_name,
             self.counters,
@@ -91,10 +93,23 @@ class ShardedModel:
             self.validity,
             accumulates_elsewhere=accumulates_elsewhere and not self.accumulates,
         )
-        self._buckets: dict[str, list[Bucket]] = {}
         self.gpu_bytes: int | None = None  # of the smallest GPU of all ranks
         self.plans: dict[int, Plan] = {}  # by the number of the graph, for people
         self._has_warned_of_given = False
+
+    def _outside_reads(self) -> OutsideReads:
+        return OutsideReads(
+            self.topology,
+            self.records,
+            self.validity,
+            self.cache,
+            self.upkeep,
+            self.collectives,
+            self.host_memory,
+            self.counters,
+            self.placements,
+            self.buckets,
+        )
 
     # --- what the traced ops need (registry.Owner) -------------------------------------------------------
 
@@ -103,21 +118,18 @@ class ShardedModel:
         return self.records[key].spec
 
     def gather_eagerly(self, key: str, shard: Tensor) -> Tensor:
-        """Gather one parameter now, without buckets and cache."""
-        spec = self.spec(key)
+        """Gather one parameter now, outside of graphs; a kept copy serves if it is valid."""
         self.unset.refuse("a forward")
-        if spec.layout.nodes > 1 and self.plans:
-            self._eager.warn(spec.name)
         self.records[key].living()  # raises if it was replaced by a tensor with other rows
-        return self.gather(key, shard, spec.gather_dtype)
+        return self.outside.use(key, shard)
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather one parameter in a dtype from this rank's `shard`, into new memory."""
-        return self._eager.gather(self.spec(key), shard, dtype)
+        return self.outside.gather(key, shard, dtype)
 
     def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
         """Average one full gradient over all ranks now and return this rank's shard of it."""
-        return self._eager.reduce(self.spec(key), grad)
+        return self.outside.reduce(key, grad)
 
     def make_groups(self) -> None:
         """Make the groups that only some strategies need; all ranks of the mesh must call it."""
@@ -138,31 +150,18 @@ class ShardedModel:
     def add_plan(self, plan: Plan) -> None:
         """Note the plan of a compiled graph, and its buckets."""
         self.plans[plan.graph] = plan
-        for bucket in plan.buckets:
-            for key in self.records.keys_of(bucket):
-                known = self._buckets.setdefault(key, [])
-                if bucket not in known:
-                    known.append(bucket)
+        self.outside.note_graphs()
+        self.buckets.add(plan)
 
     @property
     def predicted_peak_bytes(self) -> int | None:
         """The most device memory that a step of any compiled graph is predicted to take."""
         return max((plan.peak_bytes or 0 for plan in self.plans.values()), default=None)
 
-    def known_buckets(self) -> dict[str, tuple[Bucket, ...]]:
-        """All buckets of each parameter, oldest first; none with a parameter that the model no longer has."""
-        living = {key for key, record in self.records.items() if record.living() is not None}
-        return {
-            key: tuple(b for b in buckets if living.issuperset(self.records.keys_of(b)))
-            for key, buckets in self._buckets.items()
-        }
-
     def release_rivals(self, bucket: Bucket) -> None:
         """Release copies of buckets that this bucket replaces because parameters were frozen or unfrozen."""
-        for key in self.records.keys_of(bucket):
-            for other in self._buckets.get(key, ()):
-                if other.frozen != bucket.frozen:
-                    self.upkeep.give_up(other)
+        for other in self.buckets.rivals(bucket):
+            self.upkeep.give_up(other)
 
     def warn_of_given(self, names: Sequence[str]) -> None:
         """Warn once that a compiled function runs on other values than the model's own."""

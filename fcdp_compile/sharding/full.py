@@ -13,7 +13,6 @@ from fcdp_compile.params import registry
 from fcdp_compile.params.home_shard import HomeShard, as_dtensor, key_of
 from fcdp_compile.params.mesh import process_count
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.runtime.read import read
 from fcdp_compile.sharding.refusals import is_ignored
 
 
@@ -55,7 +54,8 @@ class _Full(Function):
         model = registry.owner_of(key)
         assert isinstance(model, ShardedModel)
         ctx.key, ctx.mesh = key, parameter.device_mesh
-        return read(model, key, parameter.values().to(model.device.torch), dtype)
+        model.unset.refuse("reading a parameter")
+        return model.outside.read(key, parameter.values().to(model.device.torch), dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -41,7 +41,8 @@ class HostMemory:
     It is the same on all ranks: ranks agree once on the free memory, and the option is in the plan (a bucket
     without a place says why).
 
-    planned_bytes: how many bytes the plans of the model's graphs take.
+    planned_bytes: how many bytes the plans of the model's graphs take.  unplanned_bytes: what other copies
+    take (`runtime.outside`); later plans leave room for them.
 
     Models on one mesh share host memory: subtract what each other model has planned.  Memory that another
     model already uses is part of its plan, so it first counts as free.  A model that is gone counts until all
@@ -54,7 +55,7 @@ class HostMemory:
         self._available = HostBudget(bytes=UNLIMITED, limit=Limit.NOTHING)
         self._lockable_bytes = UNLIMITED
         self._asked_bytes: int | None = None
-        self.planned_bytes = 0
+        self.planned_bytes = self.unplanned_bytes = 0
         self._has_warned = False
         self._pool: PinnedPool | None = None
         self._has_ended = False
@@ -103,14 +104,16 @@ class HostMemory:
 
         The limit of locked memory does not count if the user gave a number: the rest is used unregistered.
         """
-        others = sum(other.planned_bytes for other in self._others())
+        others = sum(other.planned_bytes + other.unplanned_bytes for other in self._others())
+        others += self.unplanned_bytes
         candidates = [_less(self._available, others)]
         if self._asked_bytes is None:
             lockable = HostBudget(bytes=self._lockable_bytes, limit=Limit.LOCKED)
             candidates.append(_less(lockable, others))
         else:
             share = self._asked_bytes // self._ranks_per_node
-            candidates.append(HostBudget(bytes=share, limit=Limit.OPTION))
+            asked = HostBudget(bytes=share, limit=Limit.OPTION)
+            candidates.append(_less(asked, self.unplanned_bytes))
         return min(candidates, key=lambda budget: budget.bytes)
 
     @property

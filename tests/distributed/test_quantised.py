@@ -165,7 +165,7 @@ def _compare_nf4(mesh: DeviceMesh) -> set[Tier]:
             if not p.requires_grad:
                 assert torch.equal(found.pop(name), before[name]), "home shards are exact"
         state = state_of(mine.model)
-        kept = {b.id for known in state.known_buckets().values() for b in known if b.frozen}
+        kept = {b.id for key in state.records for b in state.buckets.of(key) if b.frozen}
         seen.update(state.placements[i].tier for i in kept)
         return found, fcdp_compile.memory(mine.model).predicted_peak_bytes or 0
 

@@ -132,7 +132,7 @@ def evaluate_too(job: Job) -> None:
 def gather_again(job: Job) -> None:
     """Frozen buckets are gathered anew; only the cache keeps anything on the device."""
     model = state_of(job.model)
-    known = {b.id: b for buckets in model.known_buckets().values() for b in buckets if b.frozen}
+    known = {b.id: b for key in model.records for b in model.buckets.of(key) if b.frozen}
     for bucket in known.values():
         model.records.shards(bucket)  # loads shards that only the cache has
         model.cache.drop(bucket.id)

@@ -41,7 +41,7 @@ with Python {python}, torch {torch}, transformers {transformers}, peft {peft}, o
   adds graphs.
 * *breaks*: the kinds of graph breaks that `fcdp_compile.explain(model)` reports. The notes below name the
   lines.
-* *outside*: the number of parameters that no compiled graph uses. They are gathered eagerly at each use
+* *outside*: the number of parameters that no compiled graph uses. They are gathered one by one
   (right, but slow), or not at all if nothing uses them.
 """
 

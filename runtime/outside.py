@@ -1,0 +1,263 @@
+"""Read parameters outside of compiled graphs: after graph breaks, without a compiler, in the training loop.
+
+[Note: outside of graphs] If a graph keeps a copy of a bucket with the parameter, the bucket's copy serves.
+Otherwise the parameter gets a bucket of its own, if its strategy keeps copies until values change.  Either
+bucket is validated like before a graph, and gathered between nodes if its copy is outdated.  So the bytes
+between nodes are those of a graph, but nothing hides the wait.  Host memory must have room; other parameters
+are gathered at every use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.params.mesh import Topology
+from fcdp_compile.params.packing import unpack_full
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.plan import Bucket, BucketParam, Kind, Placement, Tier
+from fcdp_compile.runtime.cache.host_budget import HostMemory
+from fcdp_compile.runtime.cache.host_cache import NodeShardCache
+from fcdp_compile.runtime.collectives.agreement import About
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.eager import Eager, gathers
+from fcdp_compile.runtime.lanes.lanes import range_name
+from fcdp_compile.runtime.parameters.buckets import GraphBuckets
+from fcdp_compile.runtime.parameters.record import Records
+from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
+from fcdp_compile.runtime.parameters.validity import Validity
+from fcdp_compile.strategy import Cache
+from fcdp_compile.strategy.formats import Format
+from fcdp_compile.strategy.gathering import Algorithm
+
+log = logging.getLogger(__name__)
+
+_TIERS = {Cache.GPU: Tier.GPU, Cache.GPU_FULL: Tier.GPU_FULL}
+"""Where copies of strategies that keep them on the GPU wait; all others wait on the host."""
+
+_BETWEEN_NODES = (Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER, Kind.INTER_ALL_REDUCE)
+
+
+class OutsideReads:
+    """The reads of one model's parameters outside of graphs.
+
+    buckets: those of graphs.  placements: where each bucket waits.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        records: Records,
+        validity: Validity,
+        cache: NodeShardCache,
+        upkeep: CacheUpkeep,
+        collectives: Collectives,
+        host_memory: HostMemory,
+        counters: Counters,
+        placements: dict[int, Placement],
+        buckets: GraphBuckets,
+    ) -> None:
+        self._records = records
+        self._validity = validity
+        self._cache = cache
+        self._upkeep = upkeep
+        self._collectives = collectives
+        self._host_memory = host_memory
+        self._placements = placements
+        self._buckets = buckets
+        self._eager = Eager(topology, collectives)
+        self._own: dict[str, Bucket] = {}
+        self._numbers = {key: -1 - 2 * i for i, key in enumerate(records)}
+        self._cost = _Cost(counters, is_first=topology.node == topology.place == 0)
+
+    def use(self, key: str, shard: Tensor) -> Tensor:
+        """The whole parameter `key` in the gather dtype for a forward; every rank must call it.
+
+        shard: this rank's home shard, or another value that a caller put in its place.
+
+        Raises: PlanMismatchError on every rank if ranks are about to do different things; FcdpError if
+        parameters have no values yet.
+        """
+        spec = self._records[key].spec
+        with self._cost.counted(spec.name):
+            bucket = self._bucket_for(key)
+            if bucket is None:
+                return self._eager.gather(spec, shard, spec.gather_dtype)
+            may_keep = self._records[key].is_home(shard) and self._has_room(bucket)
+            verdict = self._validity.check([bucket], _about(spec, bucket), is_given=not may_keep)
+            if verdict.is_given:
+                return self._eager.gather(spec, shard, spec.gather_dtype)
+            self._keep(key, bucket)
+            if verdict.stale[bucket.id]:
+                self._upkeep.refresh(bucket)
+            return self._loaded(key, bucket)
+
+    def read(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole parameter `key`, exactly, in new memory; every rank must call it.
+
+        If there is a valid copy, nothing is sent between nodes.  Else the parameter is gathered by itself,
+        and no copy is kept.
+
+        shard: this rank's home shard.  dtype: of the result.
+
+        Raises: as `use`.
+        """
+        spec = self._records[key].spec
+        bucket = self._copied(key) if spec.gather_dtype is dtype else None
+        if bucket is None or self._validity.check([bucket], _about(spec, bucket)).stale[bucket.id]:
+            return self._eager.gather(spec, shard, dtype)
+        return self._loaded(key, bucket)
+
+    def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gather a parameter by itself in a dtype from this rank's `shard`, into new memory."""
+        return self._eager.gather(self._records[key].spec, shard, dtype)
+
+    def reduce(self, key: str, grad: Tensor) -> Tensor:
+        """Average a full gradient over all ranks and return this rank's shard of it."""
+        spec = self._records[key].spec
+        with self._cost.counted(spec.name):
+            return self._eager.reduce(spec, grad)
+
+    def note_graphs(self) -> None:
+        """Note that graphs were compiled: reads outside of them are a loss now, and are warned of."""
+        self._cost.warns = True
+
+    # --- buckets ------------------------------------------------------------------------------------------
+
+    def _bucket_for(self, key: str) -> Bucket | None:
+        """The bucket that serves a parameter, the same on all ranks; None if no copy is to be kept."""
+        spec = self._records[key].spec
+        if spec.layout.nodes == 1 or not spec.strategy.is_resident:
+            return None
+        found = self._copied(key)
+        parameter = self._records[key].living()
+        is_frozen = parameter is not None and not parameter.requires_grad
+        if found is not None and found.frozen == is_frozen:
+            return found
+        return _bucket_of_one(spec, self._numbers[key] - is_frozen, is_frozen=is_frozen)
+
+    def _copied(self, key: str) -> Bucket | None:
+        """A bucket with exact values of a parameter of which there is a copy, perhaps an outdated one."""
+        own = [self._own[key]] if key in self._own else []
+        for bucket in (*self._buckets.of(key), *own):
+            is_kept = bucket.strategy.is_resident and self._cache.generation(bucket.id) is not None
+            if is_kept and bucket.nodes > 1 and bucket.wire is Format.FULL:
+                return bucket
+        return None
+
+    def _has_room(self, bucket: Bucket) -> bool:
+        """Whether this rank can keep a copy of the bucket; makes its own bucket's placement known."""
+        if bucket.id >= 0 or bucket.id in self._placements:
+            return True
+        tier = _TIERS.get(bucket.strategy.cache, Tier.HOST)
+        memory = self._host_memory
+        if tier is Tier.HOST:
+            if memory.budget.bytes - memory.planned_bytes < bucket.host_bytes:
+                return False
+            memory.unplanned_bytes += bucket.host_bytes
+        self._placements[bucket.id] = Placement(
+            bucket=bucket.id, tier=tier, gradient_tier=Tier.NONE, why="used outside of graphs"
+        )
+        return True
+
+    def _keep(self, key: str, bucket: Bucket) -> None:
+        """Let this bucket serve the parameter, instead of an earlier bucket of the parameter's own."""
+        own = self._own.get(key)
+        if own is not None and own != bucket:
+            del self._own[key]
+            self._upkeep.give_up(own)
+            if self._placements.pop(own.id).tier is Tier.HOST:
+                self._host_memory.unplanned_bytes -= own.host_bytes
+        if bucket.id < 0:
+            self._own[key] = bucket
+
+    def _loaded(self, key: str, bucket: Bucket) -> Tensor:
+        pending = self._cache.load(bucket, self._validity.generation(bucket))
+        is_new = bucket.ranks_per_node > 1 and not pending.is_full
+        if is_new:
+            kind = Kind.INTRA_ALL_GATHER
+            pending = self._collectives.all_gather(kind, pending, range_name(kind, bucket))
+        whole = unpack_full(pending.wait(), [p.layout for p in bucket.params])
+        found = whole[self._records.keys_of(bucket).index(key)]
+        # Neither the cache's copy may be returned, nor memory that holds other parameters, too.
+        return found if is_new and len(whole) == 1 else found.clone()
+
+
+def _about(spec: ParamSpec, bucket: Bucket) -> About:
+    act = gathers(spec) if bucket.id < 0 else f"{gathers(spec)} with bucket {bucket.id}"
+    return About(digest="", mode=act, describe=lambda: act)
+
+
+def _bucket_of_one(spec: ParamSpec, number: int, *, is_frozen: bool) -> Bucket:
+    """A parameter's own bucket; it is exact, as all gathers outside of graphs are."""
+    return Bucket(
+        id=number,
+        params=(BucketParam(name=spec.name, layout=spec.layout, offset=0),),
+        strategy=spec.strategy,
+        dtype=str(spec.gather_dtype).removeprefix("torch."),
+        itemsize=spec.gather_dtype.itemsize,
+        reduce_dtype=str(spec.reduce_dtype).removeprefix("torch."),
+        reduce_itemsize=spec.reduce_dtype.itemsize,
+        frozen=is_frozen,
+        wire=Format.FULL,
+        reduce_wire=Format.FULL,
+        host_format=Format.FULL,
+        algorithm=Algorithm.HIERARCHICAL,
+        why="used outside of graphs",
+    )
+
+
+class _Cost:
+    """What reads outside of graphs cost, for one warning.
+
+    warns: whether the model has graphs.
+    """
+
+    def __init__(self, counters: Counters, *, is_first: bool) -> None:
+        self.warns = False
+        self._counters = counters
+        self._is_first = is_first
+        self._step = -1
+        self._names: dict[str, None] = {}
+        self._between_bytes = self._other_bytes = 0
+
+    @contextmanager
+    def counted(self, name: str) -> Iterator[None]:
+        """Count what is moved within the block; warn once, after a whole step that graphs ran in, too."""
+        if not self.warns:
+            yield
+            return
+        if self._step != self._counters.steps:
+            self._warn()
+            self._step = self._counters.steps
+            self._names, self._between_bytes, self._other_bytes = {}, 0, 0
+        sent = dict(self._counters.sent)
+        yield
+        self._names[name] = None
+        for kind, now in self._counters.sent.items():
+            between = kind in {k.value for k in _BETWEEN_NODES}
+            self._between_bytes += between * (now - sent.get(kind, 0))
+            self._other_bytes += (not between) * (now - sent.get(kind, 0))
+
+    def _warn(self) -> None:
+        # The first step with graphs is not a whole one, and gathers what later steps keep.
+        if self._step < 1 or not self._names:
+            return
+        self.warns = False
+        if self._is_first:
+            log.warning(
+                "%d parameters of a compiled model (%r is one) are used outside of its graphs, because a "
+                "part of the model was not compiled (a graph break, or torch._dynamo.config."
+                "recompile_limit); the numbers are right, but in the last step this rank waited for %d "
+                "bytes from other nodes and %d bytes within its node, which no compute hides "
+                "(fcdp_compile.explain(model) names parameters and reasons)",
+                len(self._names),
+                next(iter(self._names)),
+                self._between_bytes,
+                self._other_bytes,
+            )

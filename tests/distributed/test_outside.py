@@ -1,0 +1,180 @@
+"""Parameters that no graph uses cross between nodes as often as those of a graph, with the same numbers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import fcdp_compile
+from fcdp_compile.sharding.shard import state_of
+from tests.distributed.ranks import run
+from tests.zoo.cases import ZOO
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 4
+BETWEEN = ("inter_all_gather", "inter_reduce_scatter")
+
+
+class Block(nn.Module):
+    """Two matrices: the first one stays frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(12, 12), nn.Linear(12, 12, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x)) + self.adapter(x)
+
+
+class Net(nn.Module):
+    """Three blocks; the second may be left out of graphs, checkpointed, or share the first one's adapter."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = Block(), Block(), Block()
+        self.how = how
+        if how == "tied":
+            self.second.adapter.weight = self.first.adapter.weight
+
+    def _outside(self, x: Tensor) -> Tensor:
+        if self.how == "checkpointed":
+            out: Tensor = checkpoint(self.second, x, use_reentrant=False)
+            return out
+        return self.second(x)  # type: ignore[no-any-return]  # nn.Module's call has no type
+
+    def forward(self, x: Tensor) -> Tensor:
+        outside = self._outside if self.how == "whole" else torch._dynamo.disable(self._outside)
+        return self.third(outside(self.first(x))).square().mean()  # type: ignore[no-any-return]  # as above
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _poke(model: nn.Module, step: int) -> None:
+    """Before the last step, write to a frozen parameter that no graph uses."""
+    if step == STEPS - 1:
+        second: Any = model.second
+        with torch.no_grad():
+            second.base.bias.mul_(0.5)
+
+
+def _replicated(how: str, world: int) -> list[float]:
+    model, losses = Net(how), []
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for step in range(STEPS):
+        _poke(model, step)
+        loss = torch.stack([model(_batch(step, rank)) for rank in range(world)]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _train(mesh: DeviceMesh, hows: list[str], strategy: str) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {}
+    for how in hows:
+        torch._dynamo.reset()
+        warnings = _Warnings()
+        logging.getLogger("fcdp_compile").addHandler(warnings)
+        model = fcdp_compile.shard(Net(how), mesh, strategy=strategy)
+        net = model if how == "uncompiled" else torch.compile(model, backend="fcdp")
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        sent, losses, counters = [], [], state_of(model).counters
+        with torch.inference_mode():
+            net(_batch(0, rank))
+        sent.append([counters.sent.get(k, 0) for k in BETWEEN])
+        for step in range(STEPS):
+            _poke(model, step)
+            before = dict(counters.sent)
+            loss = net(_batch(step, rank))
+            loss.backward()
+            sent.append([counters.sent.get(k, 0) - before.get(k, 0) for k in BETWEEN])
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / world)
+        logging.getLogger("fcdp_compile").removeHandler(warnings)
+        found[how] = sent, losses, warnings.texts
+    return found
+
+
+def _train_real(mesh: DeviceMesh, name: str) -> tuple[int, int, list[int]]:
+    """Bytes of all and of the trained parameters, and those sent between nodes in each step."""
+    case = ZOO[name].built()
+    torch.manual_seed(0)
+    model = case.model()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    every, mine = (sum(p.nbytes for p in ps) for ps in (model.parameters(), trained))
+    net = torch.compile(fcdp_compile.shard(model, mesh), backend="fcdp")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    sent, counters = [], state_of(model).counters
+    for step in range(3):
+        before = sum(counters.sent.get(k, 0) for k in BETWEEN)
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        ids = torch.randint(0, case.vocabulary, (2, 16), generator=generator)
+        case.loss(net, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(sum(counters.sent.get(k, 0) for k in BETWEEN) - before)
+    return every, mine, sent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5-lora-checkpointed", "gpt2-lora-checkpointed"])
+def test_breaks_of_real_models_cost_no_bytes(name: str) -> None:
+    for every, trained, sent in run(_train_real, name, nodes=2, ranks_per_node=2):
+        # Slots are padded to whole rows.
+        assert sent[0] == pytest.approx((every + trained) / 4, rel=0.01)
+        assert sent[1] == sent[2] == pytest.approx(2 * trained / 4, rel=0.01)
+
+
+HOWS = ["whole", "disabled", "checkpointed", "uncompiled", "tied"]
+
+
+@pytest.mark.parametrize("strategy", ["fcdp", "zero1"])
+def test_bytes_are_those_of_a_graph(strategy: str) -> None:
+    ranks = run(_train, HOWS, strategy, nodes=2, ranks_per_node=2)
+    whole = ranks[0]["whole"][0]
+    matrix, bias = 12 * 12 * 4 // 4, 12 * 4 // 4  # bytes of a rank's slot
+    assert whole[0] == [6 * matrix + 3 * bias, 0], "the evaluation gathers everything once"
+    assert whole[1:3] == [[0, 3 * matrix], [3 * matrix, 3 * matrix]], "adapters alone"
+    for rank, found in enumerate(ranks):
+        for how, (sent, losses, texts) in found.items():
+            about = f"{how}, rank {rank}"
+            expected = torch.tensor(_replicated(how, 4))
+            torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-6, atol=0, msg=about)
+            if how == "whole":
+                continue
+            if how == "tied":  # gathered once for both uses, and reduced for each
+                assert sent[2] == sent[3] == [2 * matrix, 3 * matrix], about
+                continue
+            assert sent[:4] == whole[:4], about
+            # A graph gathers the whole bucket of what was written to; outside, a parameter is its own.
+            assert sent[4] == [3 * matrix + bias, 3 * matrix], about
+            told = [t for t in texts if "are used outside of its graphs" in t]
+            assert len(told) == (rank == 0 and how != "uncompiled"), (about, texts)
+            if told:
+                assert f"waited for {2 * matrix} bytes from other nodes" in told[0]
