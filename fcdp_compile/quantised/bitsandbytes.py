@@ -183,6 +183,10 @@ def _take_4bit(module: nn.Module, parameter: Any) -> Parts:
         # An evaluation on this CPU has reordered the bytes for its kernel; saving brings the order back.
         module.state_dict()
         state, values = parameter.quant_state, parameter.data
+    if (
+        state.absmax.dim() == 2
+    ):  # it leaves scales as the kernel had them: [blocks of a row, rows], bf16
+        state.absmax = state.absmax.t().reshape(-1).float()
     values = values.reshape(-1).view(torch.uint8)
     if state.shape.numel() % state.blocksize == 0:
         values = values.view(-1, state.blocksize // 2)

@@ -91,17 +91,15 @@ def test_training_goes_on_as_if_there_had_been_no_evaluation() -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_model_that_was_evaluated_before_shard_has_its_weights_in_order() -> None:
-    """The library has rounded its scales then; saving gives it the order of the bytes again."""
-    plain, model = adapted("nf4"), adapted("nf4")
-    for evaluated in (plain, model):
-        evaluated.eval()
-        with torch.no_grad():
-            loss_of(evaluated, 0)
-        evaluated.train()
-    plain.state_dict()
-    fcdp_compile.shard(model)
-    assert loss_of(model, 1).item() == loss_of(plain, 1).item()
+@pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
+def test_a_model_that_was_evaluated_before_shard_has_its_weights_in_order(kind: str) -> None:
+    """The library has rounded its scales to bf16 then, and has exchanged rows and columns of some."""
+    plain, model = (adapted(kind)[0].base for _ in range(2))
+    model.eval()(torch.zeros(1, WIDTH))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        fcdp_compile.shard(nn.Sequential(model))(x), plain(x), rtol=0, atol=5e-3
+    )
 
 
 def test_packed_tensors_are_cut_between_blocks_and_float8_is_bytes() -> None:
