@@ -51,6 +51,14 @@ class _FourBit(Recipe):
     storage: torch.dtype
     nested: _Nested | None
 
+    @property
+    def meaning(self) -> str:
+        return f"{self.quant_type} {tuple(self.shape)} in blocks of {self.blocksize}"
+
+    @property
+    def source_dtype(self) -> torch.dtype:
+        return self.dtype
+
     def made_of(self, dtype: torch.dtype) -> _FourBit:
         return replace(self, dtype=dtype)
 
@@ -258,6 +266,14 @@ class _EightBit(Recipe):
 
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         return {"state": _state_8bit(module)}
+
+    @property
+    def meaning(self) -> str:
+        return "int8 with a scale for each row"
+
+    @property
+    def source_dtype(self) -> torch.dtype:
+        return self.dtype
 
     def made_of(self, dtype: torch.dtype) -> _EightBit:
         return replace(self, dtype=dtype)

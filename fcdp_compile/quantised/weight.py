@@ -45,11 +45,21 @@ class QuantisedWeight(nn.Module):
             tensors[name] = value.view(dtype)
         return self.recipe.join(tensors)
 
+    @property
+    def meaning(self) -> tuple[str, str | None]:
+        """What a checkpoint keeps of the recipe: what the bytes stand for, and the source's dtype."""
+        dtype = self.recipe.source_dtype
+        return self.recipe.meaning, None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def quantised_weights(root: nn.Module) -> Iterator[tuple[str, QuantisedWeight]]:
+    """The quantised weights of a model, by name; a tied one once."""
+    yield from ((n, m) for n, m in root.named_modules() if isinstance(m, QuantisedWeight))
+
 
 def packed_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters that are parts of quantised weights."""
-    weights = [m for m in model.modules() if isinstance(m, QuantisedWeight)]
-    return {p for weight in weights for p in weight.parameters()}
+    return {p for _, weight in quantised_weights(model) for p in weight.parameters()}
 
 
 @contextmanager

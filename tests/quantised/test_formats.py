@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,6 +268,21 @@ def test_a_tied_weight_stays_one_and_ignored_ones_stay_the_librarys() -> None:
     fcdp_compile.shard(ignored, ignored_params=[ignored[0].base.weight])
     assert type(ignored[0].base.weight) is bitsandbytes.nn.Params4bit
     assert loss_of(ignored, 0).item() == loss_of(adapted("nf4", layers=1), 0).item()
+
+
+def test_a_checkpoint_knows_what_its_bytes_stand_for(tmp_path: Path) -> None:
+    saved, alike, other = (
+        fcdp_compile.shard(nn.Sequential(four_bit(quant_type, nested=False)))
+        for quant_type in ("nf4", "nf4", "fp4")
+    )
+    weight = saved[0]._modules["weight"]
+    weight.recipe = weight.recipe.made_of(torch.bfloat16)
+    fcdp_compile.save(tmp_path, saved)
+    with pytest.raises(fcdp_compile.CheckpointError, match=r"is nf4 .* and here fp4 "):
+        fcdp_compile.load(tmp_path, other)
+    fcdp_compile.load(tmp_path, alike)
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(alike(x), saved(x)), "values of bf16 are rounded"
 
 
 def test_an_8_bit_layer_keeps_its_threshold() -> None:
