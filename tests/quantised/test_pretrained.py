@@ -84,7 +84,9 @@ def test_a_merged_model_computes_what_the_adapted_one_did(
     x = torch.arange(12)[None]
     expected: Tensor = model.train()(x).logits  # in an evaluation some kernels compute in bf16
     fcdp_compile.shard(model)
+    random = torch.get_rng_state()
     fcdp_compile.save_pretrained(model, tmp_path / "merged", merge=True)
+    assert torch.equal(torch.get_rng_state(), random)
     assert all(
         t.dtype == torch.float32 for t in load_file(tmp_path / "merged/model.safetensors").values()
     )

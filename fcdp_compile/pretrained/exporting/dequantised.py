@@ -70,15 +70,17 @@ def merged_into_dequantised(twin: Any) -> Any:
             # Other values change the base, which they have changed already.
             config.init_lora_weights = True
     layers: dict[str, Any] = {n: m for n, m in twin.named_modules() if is_adapter_layer(m)}
-    with tempfile.TemporaryDirectory() as folder:
-        twin.save_pretrained(folder, selected_adapters=active)
+    # Adapters that are made anew draw random numbers, on this rank alone.
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+        twin.save_pretrained(folder, selected_adapters=active, save_embedding_layers=False)
         base = twin.unload()
         _forget_quantisation(base)
         at = {n: Path(folder) if n == "default" else Path(folder, n) for n in active}
         first, *others = active
-        model = peft.PeftModel.from_pretrained(base, str(at[first]), adapter_name=first)
+        on_host = {"torch_device": "cpu"}  # PEFT would read to the GPU
+        model = peft.PeftModel.from_pretrained(base, at[first], adapter_name=first, **on_host)
         for name in others:
-            model.load_adapter(str(at[name]), adapter_name=name)
+            model.load_adapter(at[name], adapter_name=name, **on_host)
     for name, layer in layers.items():
         _continue(model.get_submodule(name), layer)
     return model.merge_and_unload(adapter_names=active)
