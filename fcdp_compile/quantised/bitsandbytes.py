@@ -51,6 +51,8 @@ class _FourBit(Recipe):
     storage: torch.dtype
     nested: _Nested | None
 
+    code_book = "quant_map"
+
     @property
     def meaning(self) -> str:
         return f"{self.quant_type} {tuple(self.shape)} in blocks of {self.blocksize}"

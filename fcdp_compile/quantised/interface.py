@@ -33,9 +33,11 @@ class Recipe(ABC):
     """How the tensors of one weight become what the library's kernels take.
 
     members: methods that the module's class needs in place of the library's.
+    code_book: the whole tensor that tells this format from others, if there is one.
     """
 
     members: ClassVar[Mapping[str, Callable[..., Any]]] = MappingProxyType({})
+    code_book: ClassVar[str | None] = None
 
     @abstractmethod
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:

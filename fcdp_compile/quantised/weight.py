@@ -45,6 +45,22 @@ class QuantisedWeight(nn.Module):
             tensors[name] = value.view(dtype)
         return self.recipe.join(tensors)
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *others: Any, **kwargs: Any
+    ) -> None:
+        """Refuse the bytes of a format that only a code book tells from this one."""
+        name = self.recipe.code_book
+        here, there = self._buffers.get(name or ""), state_dict.get(f"{prefix}{name}")
+        if here is not None and not here.is_meta and isinstance(there, Tensor):
+            is_alike = here.shape == there.shape and torch.allclose(there.to(here), here, atol=0.01)
+            if not is_alike:  # more than a conversion to another dtype
+                *_, errors = others
+                errors.append(
+                    f"{prefix}{name} is not the code book of {self.recipe.meaning}; load the weights into a "
+                    "model that was quantised like the one that was saved"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *others, **kwargs)
+
     @property
     def meaning(self) -> tuple[str, str | None]:
         """What a checkpoint keeps of the recipe: what the bytes stand for, and the source's dtype."""

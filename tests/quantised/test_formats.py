@@ -280,6 +280,8 @@ def test_a_checkpoint_knows_what_its_bytes_stand_for(tmp_path: Path) -> None:
     fcdp_compile.save(tmp_path, saved)
     with pytest.raises(fcdp_compile.CheckpointError, match=r"is nf4 .* and here fp4 "):
         fcdp_compile.load(tmp_path, other)
+    with pytest.raises(RuntimeError, match="is not the code book of fp4"):
+        other.load_state_dict(saved.state_dict())
     fcdp_compile.load(tmp_path, alike)
     x = torch.randn(4, WIDTH)
     assert torch.equal(alike(x), saved(x)), "values of bf16 are rounded"
