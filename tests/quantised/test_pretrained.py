@@ -65,18 +65,27 @@ def _scale(model: Any) -> None:
             module.scale_layer(0.5)
 
 
-@pytest.mark.parametrize("what", ["as it is", "scaled", "merged before", "olora"])
+ADAPTERS = {
+    **{
+        what: peft.LoraConfig(target_modules=["c_attn", "c_proj"], task_type="CAUSAL_LM")
+        for what in ("as it is", "scaled", "merged before")
+    },
+    "olora": peft.LoraConfig(target_modules=["c_attn"], init_lora_weights="olora"),
+    "ia3": peft.IA3Config(target_modules=["c_attn", "c_proj"], feedforward_modules=["c_proj"]),
+    "adalora": peft.AdaLoraConfig(target_modules=["c_attn"], total_step=9),
+}
+
+
+@pytest.mark.parametrize("what", ADAPTERS)
 def test_a_merged_model_computes_what_the_adapted_one_did(
     what: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     """Also where adapters have changed the base, or a program has changed what files do not hold."""
     torch.manual_seed(0)
-    adapters = peft.LoraConfig(
-        target_modules=["c_attn", "c_proj"],
-        task_type="CAUSAL_LM",
-        init_lora_weights="olora" if what == "olora" else False,
-    )
-    model = peft.get_peft_model(_gpt2(checkpoint), adapters)
+    model = peft.get_peft_model(_gpt2(checkpoint), ADAPTERS[what])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.1)
     if what == "scaled":
         _scale(model)
     if what == "merged before":

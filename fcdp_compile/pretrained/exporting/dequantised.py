@@ -63,6 +63,7 @@ def merged_into_dequantised(twin: Any) -> Any:
     """Return the base of a twin on the host, dequantised, with the twin's active adapters merged into it."""
     peft = import_module("peft")
     active, dtype = list(twin.active_adapters), dtype_of(base_of(twin))
+    _forget_quantisation(base_of(twin))
     for name, module, child in quantised_layers(twin):
         twin.set_submodule(name, _plain(module, child, dtype))
     for config in twin.peft_config.values():
@@ -74,7 +75,6 @@ def merged_into_dequantised(twin: Any) -> Any:
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         twin.save_pretrained(folder, selected_adapters=active, save_embedding_layers=False)
         base = twin.unload()
-        _forget_quantisation(base)
         at = {n: Path(folder) if n == "default" else Path(folder, n) for n in active}
         first, *others = active
         on_host = {"torch_device": "cpu"}  # PEFT would read to the GPU

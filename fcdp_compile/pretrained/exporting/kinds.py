@@ -180,7 +180,10 @@ def _refuse_to_merge(root: Any, *, is_wrapped: bool) -> None:
             "be merged; save the adapter itself, without merge=True"
         )
     unable = import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
+    plain_soon = {layer for _, layer, _ in quantised_layers(root)}
     for name, module in root.named_modules():
+        if module._modules.get("base_layer") in plain_soon:
+            continue  # PEFT will choose its class again
         if is_adapter_layer(module) and type(module).merge is unable:
             raise FcdpError(
                 f"PEFT cannot merge {type(module).__name__} at {name}; save the adapter itself, without "
