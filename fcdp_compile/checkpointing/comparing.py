@@ -124,7 +124,10 @@ class Comparison:
                     f"{tuple(tensor.shape)}"
                 )
         for name, weight in quantised_weights(self._root):
-            (there, _), here = values["meanings"].get(name, ("plain", None)), weight.recipe.meaning
+            (there, _), here = (
+                values.get("meanings", {}).get(name, ("plain", None)),
+                weight.recipe.meaning,
+            )
             if there != here:
                 problems.append(f"model.{name} is {there} in the checkpoint, and here {here}")
         self._raise_problems(problems)

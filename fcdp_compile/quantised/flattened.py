@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,8 +65,9 @@ def _meaning(of: _Class) -> str:
         f"{name} {within if isinstance(within, torch.dtype) else _meaning(within)}"
         for name, within in of.inner
     ]
-    context = of.context.values() if isinstance(of.context, Mapping) else of.context or ()
-    dtypes = [str(value) for value in context if isinstance(value, torch.dtype)]
+    context = of.context.values() if isinstance(of.context, Mapping) else of.context
+    values = context if isinstance(context, Iterable) else (context,)
+    dtypes = [str(value) for value in values if isinstance(value, torch.dtype)]
     return f"{of.cls.__name__}({', '.join([*inner, *dtypes])})"
 
 

@@ -52,7 +52,7 @@ class Saver:
     more_bytes: int = 0
 
 
-def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int | str) -> Saver:
+def kind_of(root: Any, folder: Path, *, merge: bool, max_shard_size: int | str) -> Saver:
     """Return how to write a model.
 
     folder: the final place of the files.
@@ -78,7 +78,7 @@ def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int |
             "adapters, and save them, or the dequantised base with the adapters merged into it (merge=True)"
         )
     return Saver(
-        name="merged" if merge else "model",
+        name=f"merged {root.base_model.active_adapters}" if merge else "model",
         write=partial(_write_whole, merged=merged, max_shard_size=max_shard_size),
         more_bytes=dense_bytes(root),
     )
