@@ -209,7 +209,10 @@ def _write_plain(plan: LoadPlan) -> None:
             else:
                 tensor.detach().copy_(plan.values[name])
     for name, weight in quantised_weights(plan.root):
-        if (dtype := plan.values["meanings"][name][1]) is not None:
+        _, dtype = plan.values["meanings"][name]
+        if (
+            dtype is not None and dtype != weight.meaning[1]
+        ):  # a new recipe may compile the model again
             weight.recipe = weight.recipe.made_of(TORCH_DTYPES[dtype])
 
 
