@@ -25,6 +25,7 @@ from fcdp_compile.checkpointing.format.tree import TensorReference, has_state
 from fcdp_compile.checkpointing.optimizers import check_groups, class_of
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.quantised.weight import quantised_weights
 from fcdp_compile.runtime.model import ShardedModel
 
 
@@ -122,6 +123,13 @@ class Comparison:
                     f"{tensor.dtype} "
                     f"{tuple(tensor.shape)}"
                 )
+        for name, weight in quantised_weights(self._root):
+            (there, _), here = (
+                values.get("meanings", {}).get(name, ("plain", None)),
+                weight.recipe.meaning,
+            )
+            if there != here:
+                problems.append(f"model.{name} is {there} in the checkpoint, and here {here}")
         self._raise_problems(problems)
 
     def own_marks(self) -> list[int]:

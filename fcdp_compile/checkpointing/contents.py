@@ -18,6 +18,7 @@ from fcdp_compile.checkpointing.optimizers import class_of, parts_of
 from fcdp_compile.checkpointing.rng import rng_state
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.quantised.weight import quantised_weights
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 
@@ -104,6 +105,7 @@ def contents_of(
     ]
     values: dict[str, Any] = {name: tensor.detach() for name, tensor in whole.items()}
     values |= {name: module.get_extra_state() for name, module in extra_states(root)}
+    values["meanings"] = {name: weight.meaning for name, weight in quantised_weights(root)}
     if job.optimizer is not None:
         optimizer = parts_of(job.optimizer, parameter_names(root, state), specs)
         locals_ += [(m.name, m.spec, m.local) for m in optimizer.moments]

@@ -36,6 +36,7 @@ from fcdp_compile.checkpointing.saving import end_of_saves, refuse_whole
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.params.home_shard import as_dtensor
 from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.quantised.weight import quantised_weights
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.model import ShardedModel
@@ -207,6 +208,12 @@ def _write_plain(plan: LoadPlan) -> None:
                 _replace_buffer(plan.root, tensor, plan.values[name].to(plan.state.device.torch))
             else:
                 tensor.detach().copy_(plan.values[name])
+    for name, weight in quantised_weights(plan.root):
+        _, dtype = plan.values["meanings"][name]
+        if (
+            dtype is not None and dtype != weight.meaning[1]
+        ):  # a new recipe may compile the model again
+            weight.recipe = weight.recipe.made_of(TORCH_DTYPES[dtype])
 
 
 def _is_expanded(tensor: Tensor) -> bool:

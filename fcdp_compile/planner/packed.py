@@ -36,6 +36,7 @@ class _Dequantised(Recipe):
 
     shape: torch.Size
     dtype: torch.dtype
+    meaning = "planned"
 
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         made: Tensor = torch.ops.fcdp.dequantise(

@@ -78,6 +78,13 @@ def is_trained_copy(module: nn.Module) -> bool:
     return _is_a(module, "peft.utils.other", "AuxiliaryTrainingWrapper")
 
 
+def transposed_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a quantised layer had before Transformers replaced it, if its weight was [in, out]."""
+    kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    source: Any = getattr(module, "source_cls", None)
+    return source if kind and isinstance(source, type) and issubclass(source, kind) else None
+
+
 def _is_a(module: nn.Module, home: str, name: str) -> bool:
     kind = getattr(sys.modules.get(home), name, None)
     return isinstance(kind, type) and isinstance(module, kind)

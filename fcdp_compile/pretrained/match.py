@@ -19,9 +19,10 @@ from fcdp_compile.pretrained.huggingface import (
     dtype_of,
     ignored_patterns,
     reading_order,
+    transposed_class,
 )
 from fcdp_compile.pretrained.names import Entry, Role, entries_of
-from fcdp_compile.pretrained.source import BytesOf, Files, Known, Leaf, Source
+from fcdp_compile.pretrained.source import BytesOf, Files, Known, Leaf, Source, Transposed
 from fcdp_compile.quantised.interface import Recipe
 from fcdp_compile.quantised.weight import QuantisedWeight
 
@@ -34,11 +35,13 @@ class Held:
 
     weight: the quantised weight that the tensor stands for: on meta, of the shape and dtype of the values
     that the weight is made of.
+    is_transposed: whether checkpoints have the weight as [in, out].
     """
 
     tensor: Tensor
     entries: list[Entry] = field(default_factory=list)
     weight: QuantisedWeight | None = None
+    is_transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -123,6 +126,12 @@ class _Matching:
         self.weights: dict[QuantisedWeight, tuple[Held, dict[str, Held]]] = {}
         self.saved: dict[str, tuple[QuantisedWeight, str | None]] = {}  # part by its library's name
         self.recipes: dict[QuantisedWeight, Recipe] = {}
+        self.transposed = {
+            child
+            for module in root.modules()
+            if transposed_class(module) is not None
+            for child in module.children()
+        }
         for entry in entries_of(root):
             held = self.held.setdefault(id(entry.tensor), Held(tensor=entry.tensor))
             held.entries.append(entry)
@@ -181,7 +190,7 @@ class _Matching:
             dtype = dtype_of(self.base) or quantiser.dtype
             values = torch.empty(quantiser.shape, dtype=dtype, device="meta")
             name, plain = (n.rpartition(".")[0] for n in (entry.name, entry.plain))
-            whole = Held(tensor=values, weight=weight)
+            whole = Held(tensor=values, weight=weight, is_transposed=weight in self.transposed)
             whole.entries.append(replace(entry, name=name, plain=plain, leaf="", tensor=values))
             self.held[id(values)] = self.by_name[name] = whole
             if entry.role is Role.BASE:
@@ -280,6 +289,8 @@ class _Matching:
                 "quantised from",
             )
             return
+        if held.is_transposed and len(source.shape) == 2:
+            source = Transposed(source, 0, 1)
         if source.shape != tuple(held.tensor.shape):
             self._refuse(
                 held,

@@ -52,6 +52,16 @@ class _FourBit(Recipe):
     storage: torch.dtype
     nested: _Nested | None
 
+    code_book = "quant_map"
+
+    @property
+    def meaning(self) -> str:
+        return f"{self.quant_type} {tuple(self.shape)} in blocks of {self.blocksize}"
+
+    @property
+    def source_dtype(self) -> torch.dtype:
+        return self.dtype
+
     def made_of(self, dtype: torch.dtype) -> _FourBit:
         return replace(self, dtype=dtype)
 
@@ -206,6 +216,10 @@ def _take_4bit(module: nn.Module, parameter: Any) -> Parts:
         # An evaluation on this CPU has reordered the bytes for its kernel; saving brings the order back.
         module.state_dict()
         state, values = parameter.quant_state, parameter.data
+    if (
+        state.absmax.dim() == 2
+    ):  # it leaves scales as the kernel had them: [blocks of a row, rows], bf16
+        state.absmax = state.absmax.t().reshape(-1).float()
     values = values.reshape(-1).view(torch.uint8)
     if state.shape.numel() % state.blocksize == 0:
         values = values.view(-1, state.blocksize // 2)
@@ -277,6 +291,14 @@ class _EightBit(Recipe):
 
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         return {"state": _state_8bit(module)}
+
+    @property
+    def meaning(self) -> str:
+        return "int8 with a scale for each row"
+
+    @property
+    def source_dtype(self) -> torch.dtype:
+        return self.dtype
 
     def made_of(self, dtype: torch.dtype) -> _EightBit:
         return replace(self, dtype=dtype)

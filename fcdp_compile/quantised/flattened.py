@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ SMALL = 0.01
 class _Class(NamedTuple):
     """A subclass of Tensor that holds others, as `__tensor_flatten__` describes it.
 
-    inner: the names of the tensors that it holds, each with their class; None: a plain tensor.
+    inner: the names of the tensors that it holds, each with their class, or the dtype of a plain tensor.
     """
 
     cls: Any
-    inner: tuple[tuple[str, _Class | None], ...]
+    inner: tuple[tuple[str, _Class | torch.dtype], ...]
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -35,6 +35,10 @@ class _Flat(Recipe):
     """A tensor that was taken apart by `__tensor_flatten__`."""
 
     outer: _Class
+
+    @property
+    def meaning(self) -> str:
+        return _meaning(self.outer)
 
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return _joined(self.outer, tensors, "")
@@ -47,12 +51,24 @@ class _Flat(Recipe):
 def _joined(of: _Class, tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
     inner = {
         name: tensors[prefix + name]
-        if within is None
+        if isinstance(within, torch.dtype)
         else _joined(within, tensors, f"{prefix}{name}_")
         for name, within in of.inner
     }
     joined: Tensor = of.cls.__tensor_unflatten__(inner, of.context, of.size, of.stride)
     return joined
+
+
+def _meaning(of: _Class) -> str:
+    """The class, and the dtypes of its tensors and of its context."""
+    inner = [
+        f"{name} {within if isinstance(within, torch.dtype) else _meaning(within)}"
+        for name, within in of.inner
+    ]
+    context = of.context.values() if isinstance(of.context, Mapping) else of.context
+    values = context if isinstance(context, Iterable) else (context,)
+    dtypes = [str(value) for value in values if isinstance(value, torch.dtype)]
+    return f"{of.cls.__name__}({', '.join([*inner, *dtypes])})"
 
 
 def flattened_format(parameter: nn.Parameter) -> Take | None:
@@ -73,12 +89,12 @@ def _take_flat(module: nn.Module, parameter: Any) -> Parts:
 def _flatten(tensor: Any, prefix: str, found: dict[str, Tensor]) -> _Class:
     """Describe a tensor that holds others, and add those that hold none to `found`."""
     names, context = tensor.__tensor_flatten__()
-    inner: list[tuple[str, _Class | None]] = []
+    inner: list[tuple[str, _Class | torch.dtype]] = []
     for name in names:
         held = getattr(tensor, name)
         if is_wrapper_subclass(held):
             inner.append((name, _flatten(held, f"{prefix}{name}_", found)))
         else:
             found[prefix + name] = held
-            inner.append((name, None))
+            inner.append((name, held.dtype))
     return _Class(type(tensor), tuple(inner), context, tensor.size(), tensor.stride())

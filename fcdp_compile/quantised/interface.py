@@ -33,9 +33,11 @@ class Recipe(ABC):
     """How the tensors of one weight become what the library's kernels take.
 
     members: methods that the module's class needs in place of the library's.
+    code_book: the whole tensor that tells this format from others, if there is one.
     """
 
     members: ClassVar[Mapping[str, Callable[..., Any]]] = MappingProxyType({})
+    code_book: ClassVar[str | None] = None
 
     @abstractmethod
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -45,9 +47,19 @@ class Recipe(ABC):
     def dequantise(self, weight: Tensor) -> Tensor:
         """The plain values of a weight that `join` has made, as the library computes them."""
 
+    @property
+    @abstractmethod
+    def meaning(self) -> str:
+        """What the bytes stand for; bytes of another meaning may have the same names, dtypes and shapes."""
+
     def attributes(self, module: nn.Module) -> dict[str, Any]:
         """Attributes of the module that must change, because they hold the weight or write to it."""
         return {}
+
+    @property
+    def source_dtype(self) -> torch.dtype | None:
+        """The dtype of the values that the weight is made of, if the recipe depends on it."""
+        return None
 
     def made_of(self, dtype: torch.dtype) -> Recipe:
         """The same for a weight that is made of values of this dtype."""

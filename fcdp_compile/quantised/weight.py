@@ -45,11 +45,37 @@ class QuantisedWeight(nn.Module):
             tensors[name] = value.view(dtype)
         return self.recipe.join(tensors)
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *others: Any, **kwargs: Any
+    ) -> None:
+        """Refuse the bytes of a format that only a code book tells from this one."""
+        name = self.recipe.code_book
+        here, there = self._buffers.get(name or ""), state_dict.get(f"{prefix}{name}")
+        if here is not None and not here.is_meta and isinstance(there, Tensor):
+            is_alike = here.shape == there.shape and torch.allclose(there.to(here), here, atol=0.01)
+            if not is_alike:  # more than a conversion to another dtype
+                *_, errors = others
+                errors.append(
+                    f"{prefix}{name} is not the code book of {self.recipe.meaning}; load the weights into a "
+                    "model that was quantised like the one that was saved"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *others, **kwargs)
+
+    @property
+    def meaning(self) -> tuple[str, str | None]:
+        """What a checkpoint keeps of the recipe: what the bytes stand for, and the source's dtype."""
+        dtype = self.recipe.source_dtype
+        return self.recipe.meaning, None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def quantised_weights(root: nn.Module) -> Iterator[tuple[str, QuantisedWeight]]:
+    """The quantised weights of a model, by name; a tied one once."""
+    yield from ((n, m) for n, m in root.named_modules() if isinstance(m, QuantisedWeight))
+
 
 def packed_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters that are parts of quantised weights."""
-    weights = [m for m in model.modules() if isinstance(m, QuantisedWeight)]
-    return {p for weight in weights for p in weight.parameters()}
+    return {p for _, weight in quantised_weights(model) for p in weight.parameters()}
 
 
 @contextmanager

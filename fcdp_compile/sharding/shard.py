@@ -20,7 +20,12 @@ from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.mesh import Topology, topology_of
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home, fit_strategy, param_spec
-from fcdp_compile.quantised.weight import QuantisedWeight, packed_parameters, unfolded
+from fcdp_compile.quantised.weight import (
+    QuantisedWeight,
+    packed_parameters,
+    quantised_weights,
+    unfolded,
+)
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import assign
@@ -173,6 +178,7 @@ def _agree(
             + (", on meta" if t.is_meta else "")
             for name, t in tensors
         ),
+        *(f"{name}: {weight.meaning}" for name, weight in quantised_weights(root)),
     ]
     present = [(name, t) for name, t in tensors if not t.is_meta]
     agree_on_replicas(topology, collectives, description, present)

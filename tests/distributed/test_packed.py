@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.sharding.shard import state_of
@@ -121,7 +121,12 @@ def _load(mesh: DeviceMesh, folders: list[Path], options: dict[str, Any]) -> Non
 
 
 def _load_where_one_rank_fails(mesh: DeviceMesh, folder: Path, options: dict[str, Any]) -> str:
-    """What this rank is told if rank 1 fails after the last tensor was read, before others gather again."""
+    """What this rank is told if rank 1 fails after the last tensor was read, before others gather again.
+
+    Before, ranks that have quantised the same model in two formats are refused.
+    """
+    with pytest.raises(ArgumentError, match="are about to shard different models"):
+        fcdp_compile.shard(adapted("nf4" if dist.get_rank() == 0 else "fp4"), mesh)
     model = fcdp_compile.shard(_on_meta(folder, options), mesh)
     if dist.get_rank() == 1:
         bitsandbytes.functional.quantize_blockwise = _fails

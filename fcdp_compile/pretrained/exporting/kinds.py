@@ -52,7 +52,7 @@ class Saver:
     more_bytes: int = 0
 
 
-def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int | str) -> Saver:
+def kind_of(root: Any, folder: Path, *, merge: bool, max_shard_size: int | str) -> Saver:
     """Return how to write a model.
 
     folder: the final place of the files.
@@ -78,7 +78,7 @@ def kind_of(root: nn.Module, folder: Path, *, merge: bool, max_shard_size: int |
             "adapters, and save them, or the dequantised base with the adapters merged into it (merge=True)"
         )
     return Saver(
-        name="merged" if merge else "model",
+        name=f"merged {root.base_model.active_adapters}" if merge else "model",
         write=partial(_write_whole, merged=merged, max_shard_size=max_shard_size),
         more_bytes=dense_bytes(root),
     )
@@ -180,7 +180,10 @@ def _refuse_to_merge(root: Any, *, is_wrapped: bool) -> None:
             "be merged; save the adapter itself, without merge=True"
         )
     unable = import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
+    plain_soon = {layer for _, layer, _ in quantised_layers(root)}
     for name, module in root.named_modules():
+        if module._modules.get("base_layer") in plain_soon:
+            continue  # PEFT will choose its class again
         if is_adapter_layer(module) and type(module).merge is unable:
             raise FcdpError(
                 f"PEFT cannot merge {type(module).__name__} at {name}; save the adapter itself, without "
