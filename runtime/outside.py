@@ -190,7 +190,8 @@ class OutsideReads:
 
 def _about(spec: ParamSpec, bucket: Bucket) -> About:
     act = gathers(spec) if bucket.id < 0 else f"{gathers(spec)} with bucket {bucket.id}"
-    return About(digest="", mode=act, describe=lambda: act)
+    question = f"the agreement before a rank {gathers(spec)}"
+    return About(digest="", mode=act, describe=lambda: act, question=question)
 
 
 def _bucket_of_one(spec: ParamSpec, number: int, *, is_frozen: bool) -> Bucket:

@@ -21,19 +21,21 @@ FLAGS_OF_A_WORD = 60
 """Words are int64; words of flags are never negative."""
 
 
-_ON_PLANS = "the agreement on the plan and on what is stale"
-
 SYNCHRONISES, ACCUMULATES = "synchronises", "accumulates"
 """The modes of a forward: what its backward will do with gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a rank is about to run: a plan's digest, a mode, and a function that returns the plan as JSON."""
+    """What a rank is about to run: a plan's digest, a mode, and a function that returns the plan as JSON.
+
+    question: names the question whether all ranks run it, for the error if a rank does not answer.
+    """
 
     digest: str
     mode: str
     describe: Callable[[], str]
+    question: str = "the agreement on the plan and on what is stale"
 
 
 def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> list[bool]:
@@ -42,7 +44,7 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
     Raises: PlanMismatchError on every rank if ranks are about to run different plans, or one plan in
     different modes.
     """
-    question = Question(collectives, f"{about.digest} {about.mode}", flags, _ON_PLANS)
+    question = Question(collectives, f"{about.digest} {about.mode}", flags, about.question)
     if (found := question.answer()) is None:
         modes = collectives.exchange_texts(about.mode)
         raise PlanMismatchError(
