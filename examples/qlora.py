@@ -98,7 +98,7 @@ def write_small_checkpoint(folder: Path) -> Path:
         vocab_size=256,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
