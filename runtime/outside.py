@@ -169,16 +169,15 @@ class OutsideReads:
         own = self._own.get(key)
         if bucket.id >= 0 or own == bucket:
             return True
+        # The check reads the placement of a bucket without room, too.
         tier = _TIERS.get(bucket.strategy.cache, Tier.HOST)
-        memory = self._host_memory
-        given_back = 0 if own is None else self._on_host(own)
-        free_bytes = memory.budget.bytes - memory.planned_bytes + given_back
-        if tier is Tier.HOST and free_bytes < bucket.host_bytes:
-            return False
         self._placements[bucket.id] = Placement(
             bucket=bucket.id, tier=tier, gradient_tier=Tier.NONE, why="used outside of graphs"
         )
-        return True
+        memory = self._host_memory
+        given_back = 0 if own is None else self._on_host(own)
+        free_bytes = memory.budget.bytes - memory.planned_bytes + given_back
+        return tier is not Tier.HOST or bucket.host_bytes <= free_bytes
 
     def _on_host(self, own: Bucket) -> int:
         """The bytes of host memory that a parameter's own bucket takes."""

@@ -195,6 +195,9 @@ def _evaluate_and_train(mesh: DeviceMesh, node_bytes: int) -> dict[str, tuple[in
         kinds = ("inter_all_gather", "intra_all_gather")
         found[name] = tuple(state.counters.sent[k] - before.get(k, 0) for k in kinds)
 
+    state.host_memory.planned_bytes = node_bytes  # as if graphs took it all
+    evaluate("no room")
+    state.host_memory.planned_bytes = 0
     evaluate("first")
     model.requires_grad_(False)
     evaluate("just frozen")
@@ -212,6 +215,7 @@ def test_a_graph_takes_the_host_memory_of_copies_of_its_parameters() -> None:
     adapters, every = 3 * 12 * 12 * 4, 3 * (2 * 12 * 12 + 12) * 4
     for found in run(_evaluate_and_train, every, nodes=2, ranks_per_node=2):
         assert found == {
+            "no room": (every // 4, every // 2),
             "first": (every // 4, every // 2),
             "just frozen": (adapters // 4, every // 2),
             "frozen": (0, every // 2),
