@@ -222,3 +222,18 @@ def test_a_graph_takes_the_host_memory_of_copies_of_its_parameters() -> None:
             "after graphs": (0, every // 2),  # each parameter, not its whole bucket
             "memory": (every // 2, 0),
         }
+
+
+def _other_values_between(mesh: DeviceMesh) -> list[float]:
+    model = fcdp_compile.shard(Net("whole"), mesh)
+    batch = _batch(0, 0)
+    with torch.no_grad():
+        before = model(batch).item()
+        halves = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+        torch.func.functional_call(model, halves, batch)
+        return [before, model(batch).item()]
+
+
+def test_values_that_a_caller_puts_in_their_place_do_not_stay() -> None:
+    for before, after in run(_other_values_between, nodes=2, ranks_per_node=1):
+        assert before == after
