@@ -10,7 +10,7 @@ are gathered at every use.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -88,8 +88,9 @@ class OutsideReads:
             bucket = self._bucket_for(key)
             if bucket is None:
                 return self._eager.gather(spec, shard, spec.gather_dtype)
-            may_keep = self._records[key].is_home(shard) and self._has_room(bucket)
-            verdict = self._validity.check([bucket], _about(spec, bucket), is_given=not may_keep)
+            may_keep = self._records[key].is_home(shard) and self._has_room(key, bucket)
+            about = _about(spec, f"{gathers(spec)} for a forward", bucket)
+            verdict = self._validity.check([bucket], about, is_given=not may_keep)
             if verdict.is_given:
                 return self._eager.gather(spec, shard, spec.gather_dtype)
             self._keep(key, bucket)
@@ -109,9 +110,11 @@ class OutsideReads:
         """
         spec = self._records[key].spec
         bucket = self._copied(key) if spec.gather_dtype is dtype else None
-        if bucket is None or self._validity.check([bucket], _about(spec, bucket)).stale[bucket.id]:
-            return self._eager.gather(spec, shard, dtype)
-        return self._loaded(key, bucket)
+        if bucket is not None:
+            about = _about(spec, f"reads a copy of parameter {spec.name!r}", bucket)
+            if not self._validity.check([bucket], about).stale[bucket.id]:
+                return self._loaded(key, bucket)
+        return self._eager.gather(spec, shard, dtype)
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather a parameter by itself in a dtype from this rank's `shard`, into new memory."""
@@ -125,7 +128,18 @@ class OutsideReads:
 
     def note_graphs(self) -> None:
         """Note that graphs were compiled: reads outside of them are a loss now, and are warned of."""
-        self._cost.warns = True
+        self._cost.has_graphs = True
+
+    def give_way(self, keys: Iterable[str]) -> None:
+        """Release these parameters' own copies, because a graph's bucket takes their place.
+
+        No home shard was released for such a copy.  All ranks must call it.
+        """
+        for key in keys:
+            if (own := self._own.pop(key, None)) is not None:
+                self._cache.drop(own.id)
+                self._host_memory.unplanned_bytes -= self._on_host(own)
+                del self._placements[own.id]
 
     # --- buckets ------------------------------------------------------------------------------------------
 
@@ -150,46 +164,52 @@ class OutsideReads:
                 return bucket
         return None
 
-    def _has_room(self, bucket: Bucket) -> bool:
+    def _has_room(self, key: str, bucket: Bucket) -> bool:
         """Whether this rank can keep a copy of the bucket; makes its own bucket's placement known."""
-        if bucket.id >= 0 or bucket.id in self._placements:
+        own = self._own.get(key)
+        if bucket.id >= 0 or own == bucket:
             return True
+        # The check reads the placement of a bucket without room, too.
         tier = _TIERS.get(bucket.strategy.cache, Tier.HOST)
-        memory = self._host_memory
-        if tier is Tier.HOST:
-            if memory.budget.bytes - memory.planned_bytes < bucket.host_bytes:
-                return False
-            memory.unplanned_bytes += bucket.host_bytes
         self._placements[bucket.id] = Placement(
             bucket=bucket.id, tier=tier, gradient_tier=Tier.NONE, why="used outside of graphs"
         )
-        return True
+        memory = self._host_memory
+        given_back = 0 if own is None else self._on_host(own)
+        free_bytes = memory.budget.bytes - memory.planned_bytes + given_back
+        return tier is not Tier.HOST or bucket.host_bytes <= free_bytes
+
+    def _on_host(self, own: Bucket) -> int:
+        """The bytes of host memory that a parameter's own bucket takes."""
+        return own.host_bytes if self._placements[own.id].tier is Tier.HOST else 0
 
     def _keep(self, key: str, bucket: Bucket) -> None:
         """Let this bucket serve the parameter, instead of an earlier bucket of the parameter's own."""
-        own = self._own.get(key)
-        if own is not None and own != bucket:
-            del self._own[key]
-            self._upkeep.give_up(own)
-            if self._placements.pop(own.id).tier is Tier.HOST:
-                self._host_memory.unplanned_bytes -= own.host_bytes
+        if self._own.get(key) == bucket:
+            return
+        self.give_way([key])
         if bucket.id < 0:
             self._own[key] = bucket
+            self._host_memory.unplanned_bytes += self._on_host(bucket)
 
     def _loaded(self, key: str, bucket: Bucket) -> Tensor:
         pending = self._cache.load(bucket, self._validity.generation(bucket))
-        is_new = bucket.ranks_per_node > 1 and not pending.is_full
-        if is_new:
+        place = bucket.params[self._records.keys_of(bucket).index(key)]
+        count = bucket.ranks if pending.is_full else bucket.nodes
+        slots = pending.wait().view(count, bucket.slot_elements)
+        rows = slots.narrow(1, place.offset, place.layout.slot_elements)
+        if bucket.ranks_per_node > 1 and not pending.is_full:
             kind = Kind.INTRA_ALL_GATHER
-            pending = self._collectives.all_gather(kind, pending, range_name(kind, bucket))
-        whole = unpack_full(pending.wait(), [p.layout for p in bucket.params])
-        found = whole[self._records.keys_of(bucket).index(key)]
-        # Neither the cache's copy may be returned, nor memory that holds other parameters, too.
-        return found if is_new and len(whole) == 1 else found.clone()
+            name = range_name(kind, bucket)
+            whole = self._collectives.all_gather(kind, rows.reshape(-1), name).wait()
+        else:  # the cache's copy must not be returned
+            whole = rows.clone(memory_format=torch.contiguous_format).view(-1)
+        return unpack_full(whole, [place.layout])[0]
 
 
-def _about(spec: ParamSpec, bucket: Bucket) -> About:
-    act = gathers(spec) if bucket.id < 0 else f"{gathers(spec)} with bucket {bucket.id}"
+def _about(spec: ParamSpec, act: str, bucket: Bucket) -> About:
+    """What ranks compare: no act has the text of another one that sends other things."""
+    act = act if bucket.id < 0 else f"{act} with bucket {bucket.id}"
     question = f"the agreement before a rank {gathers(spec)}"
     return About(digest="", mode=act, describe=lambda: act, question=question)
 
@@ -216,11 +236,12 @@ def _bucket_of_one(spec: ParamSpec, number: int, *, is_frozen: bool) -> Bucket:
 class _Cost:
     """What reads outside of graphs cost, for one warning.
 
-    warns: whether the model has graphs.
+    has_graphs: whether the model has graphs.
     """
 
     def __init__(self, counters: Counters, *, is_first: bool) -> None:
-        self.warns = False
+        self.has_graphs = False
+        self._has_warned = False
         self._counters = counters
         self._is_first = is_first
         self._step = -1
@@ -230,7 +251,7 @@ class _Cost:
     @contextmanager
     def counted(self, name: str) -> Iterator[None]:
         """Count what is moved within the block; warn once, after a whole step that graphs ran in, too."""
-        if not self.warns:
+        if not self.has_graphs or self._has_warned:
             yield
             return
         if self._step != self._counters.steps:
@@ -249,7 +270,7 @@ class _Cost:
         # The first step with graphs is not a whole one, and gathers what later steps keep.
         if self._step < 1 or not self._names:
             return
-        self.warns = False
+        self._has_warned = True
         if self._is_first:
             log.warning(
                 "%d parameters of a compiled model (%r is one) are used outside of its graphs, because a "

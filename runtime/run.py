@@ -189,6 +189,7 @@ class CompiledPlan:
         cold = bool(in_graph) and len(in_graph) == len(kept)
         for bucket in stale:
             model.release_rivals(bucket)
+            model.outside.give_way(model.records.keys_of(bucket))
             if not (cold and bucket.id in kept):
                 model.upkeep.refresh(bucket)
         for bucket in relevant:

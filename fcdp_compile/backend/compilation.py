@@ -173,6 +173,8 @@ class _Compilation:
     ) -> None:
         """Plan the graphs and bind the plan to the model."""
         model.host_memory.ask(self._options.host_memory)
+        for gm in graphs.values():
+            model.outside.give_way(_shard_places(gm))
         book = _book_of(model)
         planned = plan_graphs(
             graphs,

@@ -190,6 +190,8 @@ class Seals:
         memory others could reach.
         """
         keys = [key for key, p in parameters.items() if not isinstance(p, HomeShard)]
+        for key in keys:
+            self._own.pop(key, None)  # the home shard counts as changed when it is back
         touched: dict[str, HomeShard] = {}
         for key, p in parameters.items():
             if isinstance(p, HomeShard) and not (

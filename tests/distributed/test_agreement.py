@@ -154,15 +154,37 @@ def _different_branches(mesh: DeviceMesh) -> dict[str, str]:
         net: Any = torch.compile(model, backend="fcdp") if name == "mixed" else model
         messages[name] = message_of(PlanMismatchError, lambda: net(inputs).sum().backward())  # noqa: B023
         dist.barrier()
-    return messages
+    return messages | _full_beside_a_forward(mesh)
+
+
+def _full_beside_a_forward(mesh: DeviceMesh) -> dict[str, str]:
+    model = fcdp_compile.shard(_Branches(), mesh)
+    inputs = torch.ones(2, 8)
+
+    def differs() -> None:
+        if dist.get_rank() == 2:
+            fcdp_compile.full(model.left.weight)
+        else:
+            model(inputs)
+
+    messages = {"full": message_of(PlanMismatchError, differs)}
+    model(inputs)
+    with torch.no_grad():
+        model.left.weight.mul_(2.0)  # a forward refreshes its copy, and `full` keeps none
+    return messages | {"full, outdated": message_of(PlanMismatchError, differs)}
 
 
 def test_branches_that_depend_on_the_data_stop_before_parameters_are_mixed_up() -> None:
     for messages in run(_different_branches, nodes=2, ranks_per_node=2):
         assert messages["eager"].startswith(
-            "rank 0 gathers parameter 'left.weight' and rank 2 gathers parameter 'right.weight'; let every"
+            "rank 0 gathers parameter 'left.weight' for a forward and rank 2 gathers parameter "
+            "'right.weight' for a forward; let every"
         )
         assert messages["backward"].startswith("rank 0 reduces the gradient of parameter 'left.")
         assert messages["mixed"].startswith(
             "rank 0 runs a compiled graph and rank 2 gathers parameter 'right.weight'"
         )
+        forward = "rank 0 gathers parameter 'left.weight' for a forward and rank 2 "
+        assert messages["full"].startswith(f"{forward}gathers parameter 'left.weight'; let")
+        outdated = f"{forward}reads a copy of parameter 'left.weight'; let"
+        assert messages["full, outdated"].startswith(outdated)

@@ -178,3 +178,62 @@ def test_bytes_are_those_of_a_graph(strategy: str) -> None:
             assert len(told) == (rank == 0 and how != "uncompiled"), (about, texts)
             if told:
                 assert f"waited for {2 * matrix} bytes from other nodes" in told[0]
+
+
+def _evaluate_and_train(mesh: DeviceMesh, node_bytes: int) -> dict[str, tuple[int, int]]:
+    """Bytes sent between nodes and within, where host memory has room for one copy of each parameter."""
+    torch._dynamo.reset()
+    model, rank, found = fcdp_compile.shard(Net("whole"), mesh), dist.get_rank(), {}
+    state = state_of(model)
+    state.host_memory.ask(node_bytes)
+    net = torch.compile(model, backend="fcdp", options={"host_memory": node_bytes})
+
+    def evaluate(name: str) -> None:
+        before = dict(state.counters.sent)
+        with torch.no_grad():
+            model(_batch(0, rank))
+        kinds = ("inter_all_gather", "intra_all_gather")
+        found[name] = tuple(state.counters.sent[k] - before.get(k, 0) for k in kinds)
+
+    state.host_memory.planned_bytes = node_bytes  # as if graphs took it all
+    evaluate("no room")
+    state.host_memory.planned_bytes = 0
+    evaluate("first")
+    model.requires_grad_(False)
+    evaluate("just frozen")
+    evaluate("frozen")
+    for block in model.children():
+        block.adapter.requires_grad_(True)
+    for _ in range(2):
+        net(_batch(0, rank)).backward()
+    evaluate("after graphs")
+    found["memory"] = state.cache.host_bytes(), state.host_memory.unplanned_bytes
+    return found
+
+
+def test_a_graph_takes_the_host_memory_of_copies_of_its_parameters() -> None:
+    adapters, every = 3 * 12 * 12 * 4, 3 * (2 * 12 * 12 + 12) * 4
+    for found in run(_evaluate_and_train, every, nodes=2, ranks_per_node=2):
+        assert found == {
+            "no room": (every // 4, every // 2),
+            "first": (every // 4, every // 2),
+            "just frozen": (adapters // 4, every // 2),
+            "frozen": (0, every // 2),
+            "after graphs": (0, every // 2),  # each parameter, not its whole bucket
+            "memory": (every // 2, 0),
+        }
+
+
+def _other_values_between(mesh: DeviceMesh) -> list[float]:
+    model = fcdp_compile.shard(Net("whole"), mesh)
+    batch = _batch(0, 0)
+    with torch.no_grad():
+        before = model(batch).item()
+        halves = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+        torch.func.functional_call(model, halves, batch)
+        return [before, model(batch).item()]
+
+
+def test_values_that_a_caller_puts_in_their_place_do_not_stay() -> None:
+    for before, after in run(_other_values_between, nodes=2, ranks_per_node=1):
+        assert before == after
