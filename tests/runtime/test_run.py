@@ -49,13 +49,15 @@ class Model:
         self.refreshed: list[int] = []
         self.replaced: list[int] = []
         self.released: list[int] = []
+        self.given_way: list[int] = []
         self.modes: list[str] = []
         self.accumulation = Accumulation()
         self.placements: dict[int, Placement] = {}
         self.counters = Counters()
         self.collectives = SimpleNamespace()
         self.lanes = SimpleNamespace(device=Cpu())
-        self.records = SimpleNamespace(not_at_home=list)
+        self.records = SimpleNamespace(not_at_home=list, keys_of=lambda b: [b.id])
+        self.outside = SimpleNamespace(give_way=self.given_way.extend)
         self.validity = SimpleNamespace(check=self.check)
         self.upkeep = SimpleNamespace(
             refresh=lambda b: self.refreshed.append(b.id),
@@ -137,7 +139,7 @@ def test_resident_copies(stale: list[int], variant: str, refreshed: list[int]) -
     assert sorted(model.asked) == [0, 1, 2]
     assert ran == [f"forward {variant}"]
     assert model.refreshed == refreshed
-    assert sorted(model.replaced) == sorted(stale)
+    assert sorted(model.replaced) == sorted(model.given_way) == sorted(stale)
     assert model.released == [1], "frozen shards, at every forward: they may have come back"
 
 
