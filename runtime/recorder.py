@@ -20,7 +20,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-from fcdp_compile.devices import Device
+from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.plan import Kind, Lane, Plan, Step
 from fcdp_compile.plan.recording import RecordedRun, Recording, ScheduleKey
 from fcdp_compile.runtime.lanes.lanes import Lanes
@@ -69,7 +69,7 @@ class _OnStream:
 
     __slots__ = ("_event",)
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: StreamDevice) -> None:
         self._event = device.record(is_timed=True)
 
     def is_past(self) -> bool:
@@ -81,7 +81,7 @@ class _OnStream:
 
 def clock_of(device: Device) -> Clock:
     """The clock of the device's streams, or of threads."""
-    return partial(_OnStream, device) if device.has_streams else _Moment
+    return partial(_OnStream, device) if isinstance(device, StreamDevice) else _Moment
 
 
 class Recorder:

@@ -1,9 +1,10 @@
 """The devices that the runtime supports: their streams and events, memory, pinned host memory, collectives.
 
-    Device           the interface that the runtime uses
-      Cpu            no streams: work beside compute runs on threads
-      Cuda           GPUs of NVIDIA, and of AMD, for which torch has the same API
-      CheckedDevice  wraps a device with streams and checks their order (FCDP_CHECK_STREAMS=1)
+    Device             the interface that the runtime uses
+      Cpu              no streams: work beside compute runs on threads
+      StreamDevice     adds streams and events
+        Cuda           GPUs of NVIDIA, and of AMD, for which torch has the same API
+        CheckedDevice  wraps a device with streams and checks their order (FCDP_CHECK_STREAMS=1)
 
 Only `cuda` names a kind of GPU.  To support another accelerator, add a class here.  The tests have a
 simulated device (tests/runtime/simulated_device.py).
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from fcdp_compile.devices.checked import CheckedDevice
 from fcdp_compile.devices.cpu import Cpu
 from fcdp_compile.devices.cuda import Cuda, choose_card, has_nccl
-from fcdp_compile.devices.interface import Device, Event, Stream
+from fcdp_compile.devices.interface import Device, Event, Stream, StreamDevice
 
 __all__ = [
     "CheckedDevice",
@@ -28,6 +29,7 @@ __all__ = [
     "Device",
     "Event",
     "Stream",
+    "StreamDevice",
     "are_on_stream",
     "choose_device",
     "current_device",

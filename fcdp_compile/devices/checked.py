@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fcdp_compile.devices.clocks import Clock
-from fcdp_compile.devices.interface import Device, Event, Stream
+from fcdp_compile.devices.interface import Event, Stream, StreamDevice
 from fcdp_compile.devices.stream_check import StreamCheck
 
 
@@ -25,14 +25,12 @@ def _of_device(name: str) -> Callable[..., Any]:
     return call
 
 
-class CheckedDevice(Device):
+class CheckedDevice(StreamDevice):
     """A device with streams whose order is checked."""
 
-    has_streams = True
     is_checked = True
 
-    def __init__(self, device: Device) -> None:
-        assert device.has_streams, "a device without streams has nothing to check"
+    def __init__(self, device: StreamDevice) -> None:
         super().__init__(device.torch)
         self._device = device
         self.check = StreamCheck(device.torch, device.current_stream)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_nccl_timeout
 
-from fcdp_compile.devices.interface import Device, Event, Stream
+from fcdp_compile.devices.interface import Event, Stream, StreamDevice
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,9 @@ def choose_card(local_rank: int) -> None:
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
-class Cuda(Device):
+class Cuda(StreamDevice):
     """A GPU that torch drives by `torch.cuda`: NVIDIA's, or AMD's with ROCm."""
 
-    has_streams = True
     backends = "cpu:gloo,cuda:nccl"
     # Both backends get one timeout; torch's default for the two would let NCCL wait as long as Gloo.
     timeout = default_pg_nccl_timeout

@@ -34,39 +34,19 @@ class Stream(Protocol):
 
 
 class Device(ABC):
-    """One device of this process.
+    """One device of this process; unless it is a StreamDevice, its work is done when a call returns.
 
-    has_streams: whether work is given to streams and done later; else it is done when a call returns.
     backends: the backend argument for `torch.distributed.init_process_group`.
     is_checked: whether fcdp checks that its streams access memory in a safe order.
     timeout: the default timeout of its collectives; None: torch's default.
     """
 
-    has_streams: ClassVar[bool]
     is_checked: ClassVar[bool] = False
     backends: ClassVar[str]
     timeout: ClassVar[timedelta | None] = None
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch = torch_device
-
-    # --- streams ------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def new_stream(self, *, is_urgent: bool) -> Stream:
-        """A new stream; the device starts the work of an urgent stream first."""
-
-    @abstractmethod
-    def current_stream(self) -> Stream:
-        """The stream that this thread's work for the device goes to."""
-
-    @abstractmethod
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Make the stream this thread's current stream within a block."""
-
-    @abstractmethod
-    def record(self, *, is_timed: bool = False) -> Event:
-        """Record an event after all work that this thread's current stream has been given so far."""
 
     def synchronize(self) -> None:  # noqa: B027  # nothing to do on the host
         """Make the Python thread wait for its current stream."""
@@ -150,3 +130,23 @@ class Device(ABC):
     def identity(self) -> str | None:
         """A GPU's id, unique across machines; None if the device is the host."""
         return None
+
+
+class StreamDevice(Device):
+    """A device whose work is given to streams and done later."""
+
+    @abstractmethod
+    def new_stream(self, *, is_urgent: bool) -> Stream:
+        """A new stream; the device starts the work of an urgent stream first."""
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream that this thread's work for the device goes to."""
+
+    @abstractmethod
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Make the stream this thread's current stream within a block."""
+
+    @abstractmethod
+    def record(self, *, is_timed: bool = False) -> Event:
+        """Record an event after all work that this thread's current stream has been given so far."""

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames, ParallelMode
 
 from fcdp_compile.backend.options import Options
-from fcdp_compile.devices import current_device
+from fcdp_compile.devices import StreamDevice, current_device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.mesh import process_count
 from fcdp_compile.strategy import Strategy
@@ -129,7 +129,7 @@ def _problem(args: TrainingArguments) -> str | None:
             f"{args.n_gpu} GPUs are visible to one process, which the Trainer would use with DataParallel; "
             "start one process for each with torchrun"
         )
-    if args.use_cpu and current_device().has_streams:
+    if args.use_cpu and isinstance(current_device(), StreamDevice):
         return "use_cpu is given where there are GPUs; hide them with CUDA_VISIBLE_DEVICES= instead"
     return None
 

@@ -23,7 +23,7 @@ from fcdp_compile.cluster.free_memory import total_bytes
 from fcdp_compile.cluster.link_fit import Timed, fit_link
 from fcdp_compile.cluster.probe_request import LEAST_BYTES, ProbeOutcome, ProbeRequest
 from fcdp_compile.cluster.profile import ClusterProfile, Measured, Sample, write_profile
-from fcdp_compile.devices import Device, current_device
+from fcdp_compile.devices import Device, StreamDevice, current_device
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.mesh import Topology, make_mesh, topology_of
 from fcdp_compile.plan import Kind
@@ -163,7 +163,9 @@ def _measure(
     sizes = sizes_up_to(min(request.max_bytes, probing.room_bytes()))
     g, seconds = topology.ranks_per_node, request.seconds
     budget_s = {of: share * seconds for of, share in _SHARES.items()}
-    has_links = device.has_streams and g > 1  # on a CPU, loads only measure memory and cores
+    has_links = (
+        isinstance(device, StreamDevice) and g > 1
+    )  # on a CPU, loads only measure memory and cores
     h2d = probing.loads(sizes, budget_s=budget_s[Measured.H2D])
     d2h = probing.stores(sizes, budget_s=budget_s[Measured.D2H])
     alone_s = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fcdp_compile.cluster.free_memory import detect
 from fcdp_compile.cluster.link_fit import Timed
-from fcdp_compile.devices import Device
+from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.probe.stopwatch import Run, Stopwatch
@@ -131,8 +131,9 @@ class Probing:
 
     def matmul(self, *, budget_s: float) -> Arithmetic:
         """The time of a product of matrices as in a transformer, in bf16 on a GPU, else in fp32."""
-        dtype = torch.bfloat16 if self.device.has_streams else torch.float32
-        tokens, width, inner = _ON_A_CARD if self.device.has_streams else _ON_THE_HOST
+        is_card = isinstance(self.device, StreamDevice)
+        dtype = torch.bfloat16 if is_card else torch.float32
+        tokens, width, inner = _ON_A_CARD if is_card else _ON_THE_HOST
 
         def matrix(rows: int, columns: int) -> Tensor:
             return torch.ones(rows, columns, dtype=dtype, device=self.device.torch)

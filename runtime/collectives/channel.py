@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.devices import Device
+from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.ranks.messages import all_gather
 from fcdp_compile.ranks.waiting import Wait, finish
 from fcdp_compile.runtime.lanes.tasks import Begun
@@ -71,7 +71,7 @@ class Channel:
             # Not asynchronously: NCCL would take its own stream and make the lane's stream wait for it.
             collective(out, send, async_op=False)
             return None
-        is_staged = self.device.has_streams
+        is_staged = isinstance(self.device, StreamDevice)
         staged = self._on_host(send) if is_staged else send
         arrived = self.device.pinned_like(out) if is_staged else out
         work = collective(arrived, staged, async_op=True)

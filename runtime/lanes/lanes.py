@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from fcdp_compile.devices import Device
+from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Bucket, Kind, Lane
 from fcdp_compile.runtime.lanes.pending import Pending
@@ -60,7 +60,8 @@ class Lanes:
     def __init__(self, device: Device, *, is_blocking: bool) -> None:
         self.exiting = Event()
         self.device = device
-        self._is_blocking = is_blocking or not device.has_streams
+        # The device whose streams the Python thread issues to; None: every lane has a thread.
+        self._issued = None if is_blocking or not isinstance(device, StreamDevice) else device
         self._order = StreamOrder()
         self._last: dict[Lane, Ordered] = {}  # of each lane, if lanes are streams
         self._lanes: dict[Lane, TaskLane] = {}
@@ -92,7 +93,7 @@ class Lanes:
         after = [r.done for r in reads if isinstance(r, Pending) and r.done is not None]
         held: list[object] = [out, *reads]
         task = self._task(lane, name, run)
-        if not self.device.has_streams:
+        if not isinstance(self.device, StreamDevice):
             return Pending(out, done=self._lane(lane).start(task, after, held))
         # Before the start: a task that fails may leave unfinished work on its stream.
         clock = self._order.add(lane, after, held)
@@ -107,7 +108,7 @@ class Lanes:
         Later code may write to memory that lanes still read, such as home shards.  Does nothing if it would
         block.
         """
-        if not self._is_blocking:
+        if self._issued is not None:
             for done in self._last.values():
                 done.order()
                 done.passed()
@@ -126,8 +127,8 @@ class Lanes:
             is_urgent = lane in _URGENT
             self._lanes[lane] = (
                 ThreadLane(f"fcdp {lane.value}", self.device, self.exiting, is_urgent=is_urgent)
-                if self._is_blocking
-                else StreamLane(self.device, is_urgent=is_urgent)
+                if self._issued is None
+                else StreamLane(self._issued, is_urgent=is_urgent)
             )
         return self._lanes[lane]
 

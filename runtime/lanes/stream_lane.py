@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from fcdp_compile.devices import Device, Event
+from fcdp_compile.devices import Event, StreamDevice
 from fcdp_compile.runtime.lanes.pending import Done
 from fcdp_compile.runtime.lanes.tasks import Begun, Run
 
@@ -12,7 +13,7 @@ from fcdp_compile.runtime.lanes.tasks import Begun, Run
 class OnStream:
     """The end of a task on a stream."""
 
-    def __init__(self, end: Event, device: Device) -> None:
+    def __init__(self, end: Event, device: StreamDevice) -> None:
         self._end = end
         self._device = device
 
@@ -26,15 +27,18 @@ class OnStream:
 class StreamLane:
     """A stream; the Python thread or a lane's thread issues tasks to it."""
 
-    def __init__(self, device: Device, *, is_urgent: bool) -> None:
+    def __init__(self, device: StreamDevice, *, is_urgent: bool) -> None:
         self._stream = device.new_stream(is_urgent=is_urgent)
         self._device = device
 
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
-        return self.issue(run, after, self._device.record())
+        return self.prepared(run, after)()
 
-    def issue(self, run: Run, after: Sequence[Done], given: Event) -> Done:
-        """Issue a task that comes after the event `given`; return the task's end."""
+    def prepared(self, run: Run, after: Sequence[Done]) -> Callable[[], Done]:
+        """Return a call that issues a task after all that this thread's stream has been given by now."""
+        return partial(self._issue, run, after, self._device.record())
+
+    def _issue(self, run: Run, after: Sequence[Done], given: Event) -> Done:
         with self._device.on(self._stream):
             self._stream.wait_event(given)
             for done in after:

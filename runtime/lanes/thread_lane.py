@@ -25,7 +25,7 @@ from traceback import clear_frames
 
 import torch
 
-from fcdp_compile.devices import Device
+from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.runtime.lanes.pending import Done
 from fcdp_compile.runtime.lanes.stream_lane import OnStream, StreamLane
 from fcdp_compile.runtime.lanes.tasks import Begun, Run
@@ -41,8 +41,9 @@ class ThreadLane:
     """A worker thread, with its own stream if the device has streams."""
 
     def __init__(self, name: str, device: Device, exiting: Event, *, is_urgent: bool) -> None:
-        self._device = device
-        self._stream = StreamLane(device, is_urgent=is_urgent) if device.has_streams else None
+        self._stream: StreamLane | None = None
+        if isinstance(device, StreamDevice):
+            self._stream = StreamLane(device, is_urgent=is_urgent)
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._is_quiet = Event()
         finisher = _Finisher(f"{name} end", exiting)
@@ -51,7 +52,7 @@ class ThreadLane:
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
         call: Callable[[], object] = partial(_run_here, run, after, held)
         if self._stream is not None:
-            call = partial(self._stream.issue, run, after, self._device.record())
+            call = self._stream.prepared(run, after)
         future: Future[object] = Future()
         self._tasks.put(_Task(call, future))
         return _InThread(future)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fcdp_compile.devices import Device
+from fcdp_compile.devices import StreamDevice
 
 
 class Event:
@@ -69,13 +69,12 @@ class Buffer:
         weakref.finalize(self, device.free, self.memory)
 
 
-class SimulatedDevice(Device):
+class SimulatedDevice(StreamDevice):
     """One device, with a stream for compute.
 
     is_blocking: whether collectives block their caller, as Gloo's do.
     """
 
-    has_streams = True
     backends = "fake"
 
     def __init__(self, seed: int, *, is_blocking: bool = False) -> None:

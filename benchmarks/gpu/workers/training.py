@@ -26,6 +26,7 @@ from benchmarks.gpu.workers.traces import FORWARD, gaps_of, kept_events
 from benchmarks.systems.model import make_batch, make_model
 from benchmarks.systems.shape import Shape
 from benchmarks.systems.train_torch import TorchTrainer
+from fcdp_compile.devices import StreamDevice
 from fcdp_compile.plan import Tier
 from fcdp_compile.runtime.collectives.collectives import are_blocking
 from fcdp_compile.runtime.model import ShardedModel
@@ -107,7 +108,7 @@ def _with_places(found: Trained, trainer: TorchTrainer) -> Trained:
     Raises: RuntimeError if buckets are not in host memory or lanes are not streams: it would measure nothing.
     """
     state: ShardedModel = state_of(trainer.model)
-    if state.device.has_streams and are_blocking(state.topology, state.device):
+    if isinstance(state.device, StreamDevice) and are_blocking(state.topology, state.device):
         raise RuntimeError(
             "fcdp takes the echo group for one that blocks, so lanes are not streams"
         )
