@@ -23,7 +23,7 @@ from fcdp_compile.pretrained.huggingface import (
 )
 from fcdp_compile.pretrained.names import Entry, Role, entries_of
 from fcdp_compile.pretrained.source import BytesOf, Files, Known, Leaf, Source, Transposed
-from fcdp_compile.quantised.interface import Recipe
+from fcdp_compile.quantised.interface import Recipe, Saved
 from fcdp_compile.quantised.weight import QuantisedWeight
 
 _SHOWN = 12  # names of tensors in one message
@@ -124,7 +124,8 @@ class _Matching:
         self.by_name: dict[str, Held] = {}
         self.copies: dict[str, list[Held]] = {}
         self.weights: dict[QuantisedWeight, tuple[Held, dict[str, Held]]] = {}
-        self.saved: dict[str, tuple[QuantisedWeight, str | None]] = {}  # part by its library's name
+        self.saved: dict[str, tuple[QuantisedWeight, Saved]] = {}  # by the name of their state
+        self.saved_parts: dict[str, tuple[QuantisedWeight, str]] = {}  # part by its library's name
         self.recipes: dict[QuantisedWeight, Recipe] = {}
         self.transposed = {
             child
@@ -152,8 +153,10 @@ class _Matching:
         sources = list(self._sources(tensors))
         self._describe_saved(sources)
         for name, source in sources:
+            if name in self.saved:  # `_describe_saved` has read it
+                continue
             held = self.known.get(name) or self.by_name.get(name)
-            weight, part = self.saved.get(name, (None, None))
+            weight, part = self.saved_parts.get(name, (None, ""))
             if weight is not None and self._is_saved(weight):
                 self._give_part(weight, part, source)
             elif held is not None:
@@ -203,23 +206,23 @@ class _Matching:
         """Know the tensors of a weight that its library has quantised and saved; plain: the weight's name."""
         layer, dot, leaf = plain.rpartition(".")
         if (saved := weight.recipe.saved(leaf)) is not None:
-            self.saved[layer + dot + saved.state] = weight, None
+            self.saved[layer + dot + saved.state] = weight, saved
             for theirs, part in saved.parts.items():
-                self.saved[layer + dot + theirs] = weight, part
+                self.saved_parts[layer + dot + theirs] = weight, part
 
     def _describe_saved(self, sources: Sequence[tuple[str, Source]]) -> None:
         """Read what the checkpoint says of weights that it has quantised already."""
         with Files() as files:
             for name, source in sources:
-                weight, part = self.saved.get(name, (None, ""))
-                if weight is None or part is not None:
+                if name not in self.saved:
                     continue
+                weight, saved = self.saved[name]
                 whole, parts = self.weights[weight]
                 stored = next(source.leaves)
                 state = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                 source.fill(state, (0,) * state.ndim, files)
                 try:
-                    self.recipes[weight], values = weight.recipe.described_by(state)
+                    self.recipes[weight], values = saved.read(state)
                 except ArgumentError as error:
                     self._refuse(whole, f"the weight of {_told(source)} {error}")
                     continue
@@ -230,8 +233,8 @@ class _Matching:
         """Whether the checkpoint describes the weight as its library saves it."""
         return weight in self.recipes or id(self.weights[weight][0].tensor) in self.refused
 
-    def _give_part(self, weight: QuantisedWeight, part: str | None, source: Source) -> None:
-        if part is None or weight not in self.recipes:
+    def _give_part(self, weight: QuantisedWeight, part: str, source: Source) -> None:
+        if weight not in self.recipes:
             return
         held, stored = self.weights[weight][1][part], next(source.leaves)
         is_same_size = stored.size_bytes == held.tensor.nbytes

@@ -118,9 +118,10 @@ class _FourBit(Recipe):
         return Saved(
             parts={leaf: "packed"} | {f"{leaf}.{name}": name for name in ("absmax", *whole)},
             state=f"{leaf}.quant_state.bitsandbytes__{self.quant_type}",
+            read=self._described_by,
         )
 
-    def described_by(self, state: Tensor) -> tuple[Recipe, Mapping[str, Tensor]]:
+    def _described_by(self, state: Tensor) -> tuple[Recipe, Mapping[str, Tensor]]:
         try:
             found = json.loads(bytes(state.tolist()))
             theirs = [tuple(found["shape"]), found["blocksize"], found.get("nested_blocksize")]
@@ -304,9 +305,11 @@ class _EightBit(Recipe):
         return replace(self, dtype=dtype)
 
     def saved(self, leaf: str) -> Saved:
-        return Saved(parts={leaf: "packed", "SCB": "SCB"}, state="weight_format")
+        return Saved(
+            parts={leaf: "packed", "SCB": "SCB"}, state="weight_format", read=self._described_by
+        )
 
-    def described_by(self, state: Tensor) -> tuple[Recipe, Mapping[str, Tensor]]:
+    def _described_by(self, state: Tensor) -> tuple[Recipe, Mapping[str, Tensor]]:
         if state.item() != 0:
             raise ArgumentError(
                 "is not stored by rows; load and save it with a newer bitsandbytes, which stores it by rows"

@@ -77,15 +77,6 @@ class Recipe(ABC):
         """
         return None
 
-    def described_by(self, state: Tensor) -> tuple[Recipe, Mapping[str, Tensor]]:
-        """The recipe of a weight that the library has saved, and the parts that `state` has the values of.
-
-        state: the tensor that `Saved.state` names.
-
-        Raises: ArgumentError with the end of a sentence about the saved weight if it is of another kind.
-        """
-        raise NotImplementedError
-
 
 @dataclass(frozen=True, kw_only=True)
 class Quantiser(ABC):
@@ -125,10 +116,13 @@ class Saved:
 
     parts: names of parts of the weight, by their names there; the bytes are the same, the shapes may differ.
     state: the name of a small tensor that describes the weight.
+    read: returns the weight's recipe and the parts that this tensor has the values of; raises ArgumentError
+    with the end of a sentence about the saved weight if it is of another kind.
     """
 
     parts: Mapping[str, str]
     state: str
+    read: Callable[[Tensor], tuple[Recipe, Mapping[str, Tensor]]]
 
 
 Take = Callable[[nn.Module, Any], Parts]
