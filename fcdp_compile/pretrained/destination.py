@@ -48,7 +48,7 @@ class Destinations:
 
     def __init__(self, root: nn.Module, state: ShardedModel) -> None:
         self._state = state
-        self._records = {id(p): r for r in state.records.values() for p in r.places()}
+        self._records = state.records.by_parameter()
         self._buffer_names = {id(b): name for name, b in root.named_buffers()}
         self._parts: dict[int, Part | QuantisedPart] = {}
 

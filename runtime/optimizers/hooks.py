@@ -116,8 +116,8 @@ class OptimizerHooks:
 
     def _mine(self, optimizer: Optimizer) -> list[tuple[ParamRecord, nn.Parameter]]:
         """The parameters of this model that an optimizer owns, with their records, in its order."""
-        places = {id(p): (record, p) for record in self._records.values() for p in record.places()}
-        return [places[id(p)] for p in _owned_by(optimizer) if id(p) in places]
+        mine = self._records.by_parameter()
+        return [(mine[id(p)], p) for p in _owned_by(optimizer) if id(p) in mine]
 
     def _refuse_whole(self, optimizer: Optimizer) -> None:
         owned = {id(p) for p in _owned_by(optimizer)}

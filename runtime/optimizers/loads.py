@@ -45,7 +45,7 @@ class OptimizerLoads:
 
     def _cut(self, optimizer: Optimizer) -> None:
         """Raises: PlanMismatchError or FcdpError on every rank if ranks have loaded different tensors."""
-        mine = {id(p) for record in self._records.values() for p in record.places()}
+        mine = self._records.by_parameter()
         found = [each for each in _whole(optimizer) if id(each[1]) in mine]
         if not found:
             return

@@ -130,6 +130,10 @@ class Records(dict[str, ParamRecord]):
         """The keys of a bucket's parameters."""
         return [r.spec.key for r in self.of(bucket)]
 
+    def by_parameter(self) -> dict[int, ParamRecord]:
+        """The records by the `id` of the parameters that are in the model now."""
+        return {id(p): record for record in self.values() for p in record.places()}
+
     def shards(self, bucket: Bucket) -> list[Tensor]:
         """This rank's home shards of a bucket."""
         return [r.local() for r in self.of(bucket)]
