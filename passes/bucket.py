@@ -7,12 +7,13 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
+from fcdp_compile.buckets import exact_bucket
 from fcdp_compile.cluster.bucket_size import bucket_bytes
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.graph.context import META, PassContext, Use, use_of
 from fcdp_compile.passes.graph.grouping import group
-from fcdp_compile.plan import Bucket, BucketParam, Direction, Placement, Tier
+from fcdp_compile.plan import Bucket, Direction, Placement, Tier
 from fcdp_compile.plan.cost import gather_s
 from fcdp_compile.strategy import Cache, GradientOn, Strategy
 from fcdp_compile.strategy.formats import CODINGS, Format
@@ -145,26 +146,12 @@ def _gathered_bytes(spec: ParamSpec) -> int:
 
 def _make(number: int, keys: list[str], why: str, taken_bytes: int, ctx: PassContext) -> Use:
     specs = [ctx.specs[k] for k in keys]
-    params, offset = [], 0
-    for spec in specs:
-        params.append(BucketParam(name=spec.name, layout=spec.layout, offset=offset))
-        offset += spec.layout.slot_elements
     frozen, strategy = keys[0] in ctx.frozen, specs[0].strategy
     weights, on_host = strategy.formats(is_frozen=frozen)
-    made = Bucket(
-        id=number,
-        params=tuple(params),
-        strategy=strategy,
-        dtype=str(specs[0].gather_dtype).removeprefix("torch."),
-        itemsize=specs[0].gather_dtype.itemsize,
-        reduce_dtype=str(specs[0].reduce_dtype).removeprefix("torch."),
-        reduce_itemsize=specs[0].reduce_dtype.itemsize,
-        frozen=frozen,
+    made = replace(
+        exact_bucket(number, specs, is_frozen=frozen, why=why),
         wire=_wire(weights, specs[0].gather_dtype),
         reduce_wire=_wire(strategy.gradient_format, specs[0].reduce_dtype),
-        host_format=Format.FULL,
-        algorithm=Algorithm.HIERARCHICAL,
-        why=why,
     )
     if made.wire is weights:
         made = replace(made, host_format=on_host)

@@ -16,10 +16,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fcdp_compile.buckets import exact_bucket
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.packing import unpack_full
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.plan import Bucket, BucketParam, Kind, Placement, Tier
+from fcdp_compile.plan import Bucket, Kind, Placement, Tier
+from fcdp_compile.plan.reduction import INTER_KINDS
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.collectives.agreement import About
@@ -33,14 +35,13 @@ from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
 from fcdp_compile.runtime.parameters.validity import Validity
 from fcdp_compile.strategy import Cache
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.strategy.gathering import Algorithm
 
 log = logging.getLogger(__name__)
 
 _TIERS = {Cache.GPU: Tier.GPU, Cache.GPU_FULL: Tier.GPU_FULL}
 """Where copies of strategies that keep them on the GPU wait; all others wait on the host."""
 
-_BETWEEN_NODES = (Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER, Kind.INTER_ALL_REDUCE)
+_BETWEEN_NODES = frozenset(kind.value for kind in INTER_KINDS)
 
 
 class OutsideReads:
@@ -153,7 +154,12 @@ class OutsideReads:
         is_frozen = parameter is not None and not parameter.requires_grad
         if found is not None and found.frozen == is_frozen:
             return found
-        return _bucket_of_one(spec, self._numbers[key] - is_frozen, is_frozen=is_frozen)
+        return exact_bucket(
+            self._numbers[key] - is_frozen,
+            [spec],
+            is_frozen=is_frozen,
+            why="used outside of graphs",
+        )
 
     def _copied(self, key: str) -> Bucket | None:
         """A bucket with exact values of a parameter of which there is a copy, perhaps an outdated one."""
@@ -214,25 +220,6 @@ def _about(spec: ParamSpec, act: str, bucket: Bucket) -> About:
     return About(digest="", mode=act, describe=lambda: act, question=question)
 
 
-def _bucket_of_one(spec: ParamSpec, number: int, *, is_frozen: bool) -> Bucket:
-    """A parameter's own bucket; it is exact, as all gathers outside of graphs are."""
-    return Bucket(
-        id=number,
-        params=(BucketParam(name=spec.name, layout=spec.layout, offset=0),),
-        strategy=spec.strategy,
-        dtype=str(spec.gather_dtype).removeprefix("torch."),
-        itemsize=spec.gather_dtype.itemsize,
-        reduce_dtype=str(spec.reduce_dtype).removeprefix("torch."),
-        reduce_itemsize=spec.reduce_dtype.itemsize,
-        frozen=is_frozen,
-        wire=Format.FULL,
-        reduce_wire=Format.FULL,
-        host_format=Format.FULL,
-        algorithm=Algorithm.HIERARCHICAL,
-        why="used outside of graphs",
-    )
-
-
 class _Cost:
     """What reads outside of graphs cost, for one warning.
 
@@ -262,7 +249,7 @@ class _Cost:
         yield
         self._names[name] = None
         for kind, now in self._counters.sent.items():
-            between = kind in {k.value for k in _BETWEEN_NODES}
+            between = kind in _BETWEEN_NODES
             self._between_bytes += between * (now - sent.get(kind, 0))
             self._other_bytes += (not between) * (now - sent.get(kind, 0))
 

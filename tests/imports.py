@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = (
     *("errors", "suggestion", "extras", "torch_compat"),
     *("strategy", "devices", "ranks", "params", "quantised", "files", "plan", "cluster", "view"),
-    *("ops", "simulator"),
+    *("ops", "buckets", "simulator"),
     *("passes.graph", "passes", "passes.memory", "passes.planning"),
     *("runtime.lanes", "runtime.collectives", "runtime.cache", "runtime.parameters"),
     *("runtime.optimizers", "runtime"),
