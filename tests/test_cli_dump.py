@@ -5,15 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import os
-import subprocess
-import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-import fcdp_compile
 from builders_plan import make_bucket, make_plan, with_buckets, with_placements
 from commands import cells, refusal
 from fcdp_compile.cli import main
@@ -23,8 +18,6 @@ from fcdp_compile.plan import Lane, Plan, Tier
 from fcdp_compile.plan.json import from_json, to_json, write_plan
 from fcdp_compile.plan.stages import OpChange, Stage, read_stages, write_stages
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -32,18 +25,6 @@ def folder(tmp_path: Path) -> Path:
     write_plan(tmp_path / "graph-000.plan.json", make_plan())
     (tmp_path / "graph-000.forward.cold.txt").write_text("def forward(self): ...\n")
     return tmp_path
-
-
-def run(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "fcdp_compile.cli", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | changes,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 # Tables.
@@ -333,80 +314,6 @@ def test_tables_fit_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"\n  {name.format('{0-11}')}  x12\n" in out
     assert "bucket 0: 3 x 14 parameters that repeat" in out
     assert max(map(len, out.splitlines())) <= 120
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    version = metadata.version("fcdp")
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"fcdp {version}\n")
-    assert fcdp_compile.__version__ == version
-
-
-def test_help_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], ["dump", "--help"]):
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        assert end.value.code == 0
-        out, err = capsys.readouterr()
-        assert "usage: fcdp" in out
-        assert err == ""
-
-
-# As a process.
-
-
-def test_as_a_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run("dump", folder, NO_COLOR="1")
-    assert (done.returncode, done.stderr) == (0, "")
-    main(["dump", str(folder)])
-    assert done.stdout == capsys.readouterr().out
-    failed = run("dump", folder / "missing")
-    assert failed.returncode == 2
-    assert failed.stdout == ""
-    assert failed.stderr.count("\n") == 1
-
-
-def test_a_terminal_that_cannot_show_a_name(tmp_path: Path) -> None:
-    plan = dataclasses.replace(make_plan(), strategy="Größe")
-    write_plan(tmp_path / "graph-000.plan.json", plan)
-    done = run("dump", tmp_path, PYTHONIOENCODING="ascii")
-    assert done.returncode == 0
-    assert r"strategy Gr\xf6\xdfe," in done.stdout
-
-
-@pytest.mark.parametrize("layers", [1, 300])  # less and more than a pipe holds
-def test_a_closed_pipe_is_not_an_error(tmp_path: Path, layers: int) -> None:
-    plan = make_plan(layers=layers)
-    write_plan(tmp_path / "graph-000.plan.json", plan)
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "fcdp_compile.cli", "dump", str(tmp_path), "--format", "json"],
-            cwd=ROOT,
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            check=False,
-        )
-    finally:
-        os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_told(folder: Path) -> None:
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "fcdp_compile.cli", "dump", str(folder)],
-            cwd=ROOT,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 2
-    assert done.stderr == "fcdp: standard output: No space left on device\n"
 
 
 # Choices.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -39,6 +42,18 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 GROUPED = SIZES | {"num_key_value_heads": 2}
+
+
+def shared_folder(mesh: DeviceMesh | None) -> Path:
+    """Make a folder; returns its path on all ranks."""
+    told = [tempfile.mkdtemp(prefix="fcdp-") if rank() == 0 else ""]
+    if mesh is not None:
+        dist.broadcast_object_list(told, 0)
+    return Path(told[0])
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def llama() -> PreTrainedModel:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import errno
 import os
-import resource
-import signal
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +11,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file, save_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fcdp_compile
@@ -27,7 +21,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.pretrained.exporting import export
 from fcdp_compile.torch_compat import DispatchMode, storage_id, tree_leaves
-from tests.distributed.beside import named, whole
+from tests.distributed.beside import whole
 from tests.distributed.exports import (
     ADAPTED,
     MODELS,
@@ -38,36 +32,34 @@ from tests.distributed.exports import (
     llama_tied,
     make,
     mixtral,
+    rank,
     same_bytes,
     same_logits,
     saved,
+    shared_folder,
     train,
 )
 from tests.distributed.jobs import WORKS, Job, asked, message_of, run_jobs
 from tests.distributed.models import Odd
+from tests.distributed.refused_saves import (
+    disk_full,
+    no_folder,
+    one_rank_fails,
+    others_ask_for_another,
+    own_methods,
+    values_that_are_not_there,
+)
 from tests.distributed.released import frozen_of, held_bytes
 
 pytestmark = pytest.mark.distributed
 
 
-def _shared_folder(mesh: DeviceMesh | None) -> Path:
-    """Make a folder; returns its path on all ranks."""
-    told = [tempfile.mkdtemp(prefix="fcdp-") if _rank() == 0 else ""]
-    if mesh is not None:
-        dist.broadcast_object_list(told, 0)
-    return Path(told[0])
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _model(mesh: DeviceMesh | None, name: str, max_shard_bytes: int) -> None:
-    folder, plain = _shared_folder(mesh), make(MODELS[name])
+    folder, plain = shared_folder(mesh), make(MODELS[name])
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
     fcdp_compile.save_pretrained(model, folder / "ours", max_shard_bytes=max_shard_bytes)
     _same_by_own_method(mesh, model, folder, max_shard_size=max_shard_bytes)
-    if _rank() == 0:
+    if rank() == 0:
         theirs = saved(plain, folder / "theirs", max_shard_size=max_shard_bytes)
         compare(folder / "ours", theirs)
         back = type(plain).from_pretrained(folder / "ours", dtype=plain.dtype)
@@ -81,41 +73,41 @@ def _model(mesh: DeviceMesh | None, name: str, max_shard_bytes: int) -> None:
 def _same_by_own_method(mesh: DeviceMesh | None, model: Any, folder: Path, **options: Any) -> None:
     """`model.save_pretrained` writes equal files; in one process Transformers' or PEFT's own bytes."""
     if mesh is not None:
-        model.save_pretrained(str(folder / "own"), is_main_process=not _rank(), **options)
-        if _rank() == 0:
+        model.save_pretrained(str(folder / "own"), is_main_process=not rank(), **options)
+        if rank() == 0:
             same_bytes(folder / "own", folder / "ours")
 
 
 def _adapter(mesh: DeviceMesh | None, name: str) -> None:
     """Train an adapter two steps and save it; PEFT reads it into a base of its own."""
-    folder, plain = _shared_folder(mesh), make(ADAPTED[name])
+    folder, plain = shared_folder(mesh), make(ADAPTED[name])
     base = copy.deepcopy(plain.base_model) if name in PROMPTS else copy.deepcopy(plain).unload()
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
     train(model, plain)
     fcdp_compile.save_pretrained(model, folder / "ours")
     _same_by_own_method(mesh, model, folder)
-    if _rank() == 0:
+    if rank() == 0:
         compare(folder / "ours", saved(plain, folder / "theirs"))
         back = peft.PeftModel.from_pretrained(base, folder / "ours")
         same_logits(back, plain)
 
 
 def _merged(mesh: DeviceMesh | None, name: str) -> None:
-    folder, plain = _shared_folder(mesh), make(ADAPTED[name])
+    folder, plain = shared_folder(mesh), make(ADAPTED[name])
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
     train(model, plain)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     fcdp_compile.save_pretrained(model, folder / "ours", merge=True)
     for n, p in model.named_parameters():
         assert torch.equal(p.to_local() if mesh else p, before[n].to_local() if mesh else before[n])
-    if _rank() == 0:
+    if rank() == 0:
         merged = copy.deepcopy(plain).merge_and_unload()
         compare(folder / "ours", saved(merged, folder / "theirs"))
         same_logits(type(merged).from_pretrained(folder / "ours"), merged)
 
 
 def _prompts_are_not_merged(mesh: DeviceMesh | None) -> None:
-    folder = _shared_folder(mesh)
+    folder = shared_folder(mesh)
     model = fcdp_compile.shard(make(ADAPTED["prompt"]), mesh)
     save = partial(fcdp_compile.save_pretrained, model, folder / "new", merge=True)
     assert "type PROMPT_TUNING do not change the base's weights" in message_of(FcdpError, save)
@@ -125,21 +117,21 @@ def _prompts_are_not_merged(mesh: DeviceMesh | None) -> None:
 def _embeddings_that_were_tied(mesh: DeviceMesh | None) -> None:
     """The trained head is a copy: a reader of the merged base must not replace the head by the embedding."""
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
-    folder, plain = _shared_folder(mesh), make(lambda: peft.get_peft_model(llama_tied(), config))
+    folder, plain = shared_folder(mesh), make(lambda: peft.get_peft_model(llama_tied(), config))
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
     train(model, plain)
     fcdp_compile.save_pretrained(model, folder / "ours", merge=True)
-    if _rank() == 0:
+    if rank() == 0:
         back = type(plain.get_base_model()).from_pretrained(folder / "ours")
         same_logits(back, plain.merge_and_unload())
 
 
 def _plain_module(mesh: DeviceMesh | None) -> None:
-    folder, plain = _shared_folder(mesh), make(Odd)
+    folder, plain = shared_folder(mesh), make(Odd)
     plain.register_buffer("steps", torch.tensor(7))
     plain.again = plain.embedding
     fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
-    if _rank() == 0:
+    if rank() == 0:
         found, expected = load_file(folder / "ours" / "model.safetensors"), plain.state_dict()
         assert set(found) == set(expected)
         for name, tensor in found.items():
@@ -148,21 +140,21 @@ def _plain_module(mesh: DeviceMesh | None) -> None:
 
 def _own_tie(mesh: DeviceMesh | None) -> None:
     """A weight tied by the user, not by the configuration, is saved under both names."""
-    folder, plain = _shared_folder(mesh), make(llama)
+    folder, plain = shared_folder(mesh), make(llama)
     plain.lm_head.weight = plain.model.embed_tokens.weight
     fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
-    if _rank() == 0:
+    if rank() == 0:
         back = type(plain).from_pretrained(folder / "ours")
         same_logits(back, plain)
 
 
 def _other_homes(mesh: DeviceMesh) -> None:
     """Parameters with a copy on every rank, or on every node."""
-    folder, plain = _shared_folder(mesh), make(llama)
+    folder, plain = shared_folder(mesh), make(llama)
     rules = {"model.embed_tokens": "ddp", "lm_head": "zero3"}
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh, strategy="mics", module_strategies=rules)
     fcdp_compile.save_pretrained(model, folder / "ours")
-    if _rank() == 0:
+    if rank() == 0:
         compare(folder / "ours", saved(plain, folder / "theirs"))
 
 
@@ -173,7 +165,7 @@ class _Tokenizer:
 
 def _compiled_and_released(mesh: DeviceMesh) -> None:
     """Released shards stay on the host, and yet the export has their values."""
-    folder, plain = _shared_folder(mesh), make(ADAPTED["lora"])
+    folder, plain = shared_folder(mesh), make(ADAPTED["lora"])
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
     net: Any = torch.compile(model, backend="fcdp")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -186,7 +178,7 @@ def _compiled_and_released(mesh: DeviceMesh) -> None:
     assert not any(held_bytes(p) for n, p in frozen_of(model).items() if n in released)
     values = {n: p.full_tensor() for n, p in model.named_parameters()}
     plain.load_state_dict(values, strict=False)
-    if _rank() == 0:
+    if rank() == 0:
         saved(plain.merge_and_unload(), folder / "theirs")
         (folder / "theirs" / "tokenizer.json").write_text("{}")
         compare(folder / "ours", folder / "theirs")
@@ -218,7 +210,7 @@ class _LiveBytes(DispatchMode):
 def _memory(mesh: DeviceMesh | None) -> None:
     """The writer holds no more than it writes: the model (more if experts are split), or the adapters."""
     for name, build in (("llama", llama), ("mixtral", mixtral), ("lora", ADAPTED["lora"])):
-        folder, plain = _shared_folder(mesh), make(build)
+        folder, plain = shared_folder(mesh), make(build)
         largest = max(p.nbytes for p in plain.parameters())
         adapters = sum(p.nbytes for n, p in plain.named_parameters() if "lora_" in n)
         whole_bytes = adapters or sum(p.nbytes for p in plain.parameters())
@@ -228,128 +220,14 @@ def _memory(mesh: DeviceMesh | None) -> None:
             fcdp_compile.save_pretrained(model, folder / "ours")
         # Besides: a piece that arrives, buffers, messages between ranks.
         pieces = largest / (2 if mesh is None else mesh.size()) + 2000
-        limit = whole_bytes + experts + pieces if _rank() == 0 else pieces
+        limit = whole_bytes + experts + pieces if rank() == 0 else pieces
         assert live.peak < limit, (name, live.peak, whole_bytes, experts, limit)
-        assert _rank() or live.peak >= whole_bytes
-
-
-def _disk_full(mesh: DeviceMesh | None) -> None:
-    """The third file of four cannot be written; no rank hangs, and the folder is unchanged."""
-    folder = _shared_folder(mesh)
-    model = fcdp_compile.shard(make(llama), mesh)
-    fcdp_compile.save_pretrained(model, folder / "ours")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    before = {p.name: p.read_bytes() for p in (folder / "ours").iterdir()}
-    if _rank() == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
-    for limit in (10**9, 9000):
-        save = partial(fcdp_compile.save_pretrained, model, folder / "ours", max_shard_bytes=limit)
-        told = message_of(FcdpError, save)
-        assert os.strerror(errno.EFBIG) in told, told
-    dist.barrier()
-    if _rank() == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    assert before == {p.name: p.read_bytes() for p in (folder / "ours").iterdir()}
-    fcdp_compile.save_pretrained(model, folder / "ours")
-
-
-def _no_folder(mesh: DeviceMesh | None) -> None:
-    folder = _shared_folder(mesh)
-    (folder / "file").write_text("")
-    model = fcdp_compile.shard(make(llama), mesh)
-    for name in ("file", "file/below"):
-        told = message_of(FcdpError, partial(fcdp_compile.save_pretrained, model, folder / name))
-        assert "file" in told
-
-
-def _one_rank_fails(mesh: DeviceMesh) -> None:
-    """A rank whose shard has changed sends zeros, and no rank keeps them."""
-    folder = _shared_folder(mesh)
-    model = fcdp_compile.shard(make(llama), mesh)
-    if _rank() == 1:
-        shard = named(model, "norm.weight")
-        assert isinstance(shard, HomeShard)
-        shard._local_tensor = shard.held.double()
-    told = message_of(FcdpError, partial(fcdp_compile.save_pretrained, model, folder / "new"))
-    assert "rank 1: parameter 'model.norm.weight' is now torch.float64" in told, told
-    dist.barrier()
-    assert os.listdir(folder) == []
-
-
-def _others_ask_for_another(mesh: DeviceMesh) -> None:
-    folder = _shared_folder(mesh)
-    model = fcdp_compile.shard(make(llama), mesh)
-    size = 10**9 if _rank() == 0 else 9000
-    save = partial(fcdp_compile.save_pretrained, model, folder / "new", max_shard_bytes=size)
-    assert "ranks 0 and 1 are about to export different tensors" in message_of(FcdpError, save)
-
-
-class _OwnFormat(Odd):
-    def save_pretrained(self, folder: Path) -> None:
-        torch.save(self.state_dict(), folder / "odd.pt")
-
-
-def _own_methods(mesh: DeviceMesh) -> None:
-    """Libraries' own save methods write whole values, or name a method that does."""
-    folder = _shared_folder(mesh)
-    model = fcdp_compile.shard(make(llama), mesh)
-    for told, save in {
-        "not push_to_hub or variant; leave": partial(
-            model.save_pretrained, folder, push_to_hub=True, variant="x"
-        ),
-        "not state_dict; leave": partial(
-            model.save_pretrained, folder, state_dict=model.state_dict()
-        ),
-        "_OwnFormat has a save_pretrained of its own": partial(
-            fcdp_compile.shard(make(_OwnFormat), mesh).save_pretrained, folder
-        ),
-        "this rank alone cannot write the state dict": partial(
-            save_file, model.state_dict(), folder / "f"
-        ),
-        "or write it within a block of fcdp_compile.gathered": partial(
-            save_model, model, folder / "m"
-        ),
-    }.items():
-        found = message_of(FcdpError, save)
-        assert told in found, found
-        assert "fcdp_compile.save_pretrained(model, folder)" in found, found
-    found = message_of(FcdpError, partial(model.save_pretrained, folder, max_shard_size="much"))
-    assert "'much'" in found, found
-    dist.barrier()
-    assert os.listdir(folder) == []
-
-    def save_alone() -> None:
-        if _rank() == 0:
-            model.save_pretrained(folder)
-        else:
-            model(input_ids=torch.ones(1, 4, dtype=torch.int64))
-
-    found = message_of(FcdpError, save_alone)
-    assert "rank 0 calls save_pretrained and rank 1 gathers parameter" in found, found
-    assert "load and save on every rank" in found, found
-    assert os.listdir(folder) == []
-
-    fcdp_compile.save_pretrained(model, folder / "ours")
-    torch.save(model.state_dict(), folder / f"{_rank()}.pt")
-    cut = torch.load(folder / f"{_rank()}.pt")
-    for name, parameter in model.named_parameters():
-        assert type(cut[name]) is DTensor
-        assert torch.equal(cut[name].to_local(), parameter.to_local())
-    with fcdp_compile.gathered(model):
-        if _rank() == 0:
-            model.save_pretrained(folder / "own")
-            compare(folder / "own", folder / "ours")  # the order of tensors in the file may differ
-            save_model(model, folder / "whole.safetensors")
-            whole = load_file(folder / "whole.safetensors")
-            assert all(torch.equal(whole[n], p) for n, p in model.named_parameters())
+        assert rank() or live.peak >= whole_bytes
 
 
 def _loaded_again(mesh: DeviceMesh | None) -> None:
     """A sharded model built without values loads the export."""
-    folder, plain = _shared_folder(mesh), make(mixtral)
+    folder, plain = shared_folder(mesh), make(mixtral)
     fcdp_compile.save_pretrained(fcdp_compile.shard(copy.deepcopy(plain), mesh), folder / "ours")
     with torch.device("meta"):
         empty = mixtral()
@@ -359,17 +237,8 @@ def _loaded_again(mesh: DeviceMesh | None) -> None:
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(whole(found), expected), name
     fcdp_compile.save_pretrained(model, folder / "again")
-    if _rank() == 0:
+    if rank() == 0:
         compare_tensors(folder / "again", folder / "ours")
-
-
-def _values_that_are_not_there(mesh: DeviceMesh | None) -> None:
-    folder = _shared_folder(mesh)
-    with torch.device("meta"):
-        model = llama()
-    model = fcdp_compile.shard(model, mesh)
-    told = message_of(FcdpError, partial(fcdp_compile.save_pretrained, model, folder / "new"))
-    assert "materialize" in told, told
 
 
 ANYWHERE: dict[str, Job] = {
@@ -379,18 +248,18 @@ ANYWHERE: dict[str, Job] = {
     "embeddings that were tied": _embeddings_that_were_tied,
     "loaded again": _loaded_again,
     "memory": _memory,
-    "no folder": _no_folder,
-    "values that are not there": _values_that_are_not_there,
+    "no folder": no_folder,
+    "values that are not there": values_that_are_not_there,
 }
 """Jobs that need no particular layout."""
 
 SEVERAL: dict[str, Job] = {
     "compiled and released": _compiled_and_released,
-    "disk full": _disk_full,
+    "disk full": disk_full,
     "other homes": _other_homes,
-    "one rank fails": _one_rank_fails,
-    "others ask for another": _others_ask_for_another,
-    "own methods": _own_methods,
+    "one rank fails": one_rank_fails,
+    "others ask for another": others_ask_for_another,
+    "own methods": own_methods,
 }
 MERGED = [name for name in ADAPTED if name not in PROMPTS]
 JOBS: dict[str, Job] = {
