@@ -75,7 +75,25 @@ def reduce_given(grad: Tensor, key: str) -> Tensor:
 unshard_given.register_fake(_fake_unshard)
 reduce_given.register_fake(_fake_reduce_grad)
 
+
+@torch.library.custom_op("fcdp::require_grad", mutates_args=())
+def require_grad(tensor: Tensor, anchor: Tensor) -> Tensor:
+    """The same values, which require a gradient because `anchor` does; neither input gets a gradient.
+
+    Compiled graphs do without it (`Compute.decompositions`): it is there while Dynamo and autograd trace.
+    """
+    return tensor.clone()
+
+
+@require_grad.register_fake
+def _fake_require_grad(tensor: Tensor, anchor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+require_grad.register_autograd(lambda ctx, grad: (None, None))
+
 UNSHARD = torch.ops.fcdp.unshard.default
+REQUIRE_GRAD = torch.ops.fcdp.require_grad.default
 REDUCE_GRAD = torch.ops.fcdp.reduce_grad.default
 GIVEN = {
     UNSHARD: torch.ops.fcdp.unshard_given.default,

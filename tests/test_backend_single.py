@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,41 @@ def test_a_sharded_one_trains_under_inductor() -> None:
     compiled = torch.compile(model, backend="fcdp", fullgraph=True, options={"compute": "inductor"})
     expected = losses(plain, list(plain.parameters()))
     torch.testing.assert_close(losses(compiled, list(model.parameters())), expected)
+
+
+@pytest.mark.parametrize("compute", ["eager", "inductor"])
+def test_a_hook_that_asks_for_a_gradient_breaks_no_graph_and_costs_nothing(
+    compute: str, tmp_path: Path
+) -> None:
+    """The hook of Transformers' enable_input_require_grads, which LoRA with checkpointing adds."""
+
+    def ask(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        output.requires_grad_(True)
+
+    calls, ids = [], torch.ones(1, 5, dtype=torch.int64)
+    for is_hooked in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        model.head = nn.Linear(6, 11, bias=False)
+        model.embed.requires_grad_(False)
+        plain = copy.deepcopy(model)
+        if is_hooked:
+            model.embed.register_forward_hook(ask)
+        folder = tmp_path / str(is_hooked)
+        options = {"compute": compute, "dump": str(folder)}
+        model = fcdp_compile.shard(model)
+        net = torch.compile(model, backend="fcdp", fullgraph=True, options=options)
+        found, expected = (
+            losses(run, [p for p in run.parameters() if p.requires_grad]) for run in (net, plain)
+        )
+        torch.testing.assert_close(found, expected)
+        with torch.no_grad():
+            torch.testing.assert_close(net(ids), plain(ids))
+        texts = [p.read_text() for p in sorted(folder.glob("*.txt"))]
+        calls.append([re.findall(r"torch\.ops\.[\w.]+", text) for text in texts])
+    assert len(calls[0]) > 1
+    assert all(calls[0])
+    assert calls[0] == calls[1]
 
 
 def test_uncompiled_it_does_too() -> None:

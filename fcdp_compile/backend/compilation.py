@@ -236,7 +236,7 @@ class _Compilation:
             machine=self._machine,
             in_flight_bytes=self._options.in_flight_bytes,
             host_budget=model.host_memory.budget,
-            decompositions=self._compute.decompositions() or {},
+            decompositions=self._compute.decompositions(),
         )
 
     def _room(self, model: ShardedModel) -> Room:

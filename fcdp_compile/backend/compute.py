@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from fcdp_compile import torch_compat
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.ops import REQUIRE_GRAD
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,10 @@ class Compute:
         _warn_once(device_type, reason)
         return "eager"
 
-    def decompositions(self) -> dict[Any, Any] | None:
+    def decompositions(self) -> dict[Any, Any]:
         """The decompositions that AOTAutograd should use for this compiler."""
-        return torch_compat.inductor_decompositions() if self._is_inductor else None
+        table = torch_compat.inductor_decompositions() if self._is_inductor else {}
+        return table | {REQUIRE_GRAD: lambda tensor, anchor: tensor}
 
     def prepare_joint(self, joint: GraphModule) -> GraphModule:
         """Run the compiler's own passes over the joint graph, before it is partitioned."""

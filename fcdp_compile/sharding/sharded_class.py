@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterError
-from fcdp_compile.ops import UNSHARD
+from fcdp_compile.ops import REQUIRE_GRAD, UNSHARD
 from fcdp_compile.params.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
 from fcdp_compile.params.registry import whole_error
 from fcdp_compile.quantised.weight import QuantisedWeight
@@ -34,11 +34,13 @@ class Gate:
     """Whether a forward of any module of the model is running; shared by all its modules.
 
     calls: whether the model itself is being called, which begins before Dynamo checks its guards.
+    anchor: requires a gradient, and never gets one.
     """
 
     def __init__(self) -> None:
         self.inside = False
         self.calls = Calls()
+        self.anchor = torch.zeros((), device="cpu", requires_grad=True)
 
 
 class ModuleState:
@@ -137,10 +139,10 @@ def _forward_within_gate(
         gate = _state(self).gate
         if gate.inside:
             # Dynamo of torch 2.11 allows no assignments in a checkpointed function.
-            return inner(self, *args, **kwargs)
+            return _requiring_grad(self, inner(self, *args, **kwargs))
         gate.inside = True
         try:
-            return inner(self, *args, **kwargs)
+            return _requiring_grad(self, inner(self, *args, **kwargs))
         finally:
             gate.inside = False
 
@@ -148,6 +150,20 @@ def _forward_within_gate(
     own: Any = forward
     own.__code__ = own.__code__.replace(co_name=f"forward of {cls.__name__}")
     return forward
+
+
+def _requiring_grad(module: nn.Module, result: Any) -> Any:
+    """Let what a module returns in training require a gradient, if the module has hooks that may ask for it.
+
+    `enable_input_require_grads` of Transformers adds such a hook to a frozen embedding, for activation
+    checkpointing.  Dynamo breaks the graph where a hook sets `requires_grad` (PyTorch 2.13 only after it has
+    traced the whole model, in every frame above), but not where nothing is left to set.
+    """
+    if not (torch.compiler.is_compiling() and module._forward_hooks and module.training):
+        return result
+    if not (isinstance(result, Tensor) and result.is_floating_point() and torch.is_grad_enabled()):
+        return result
+    return result if result.requires_grad else REQUIRE_GRAD(result, _state(module).gate.anchor)
 
 
 def gated_forward(
