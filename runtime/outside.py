@@ -260,11 +260,11 @@ class _Cost:
         self._has_warned = True
         if self._is_first:
             log.warning(
-                "%d parameters of a compiled model (%r is one) are used outside of its graphs, because a "
-                "part of the model was not compiled (a graph break, or torch._dynamo.config."
-                "recompile_limit); the numbers are right, but in the last step this rank waited for %d "
-                "bytes from other nodes and %d bytes within its node, which no compute hides "
-                "(fcdp_compile.explain(model) names parameters and reasons)",
+                "parameters of a compiled model (%d; %r is one) are used outside of its graphs: a part of "
+                "the model was not compiled (a graph break, or torch._dynamo.config.recompile_limit), or "
+                "the model is also called without torch.compile; the numbers are right, but in the last "
+                "step this rank waited for %d bytes from other nodes and %d bytes within its node, which "
+                "no compute hides (fcdp_compile.explain(model) names parameters and reasons)",
                 len(self._names),
                 next(iter(self._names)),
                 self._between_bytes,

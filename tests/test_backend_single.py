@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from fcdp_compile.plan import Direction
 from fcdp_compile.plan.json import read_plan
 from fcdp_compile.plan.recording import read_recordings, timelines
 from fcdp_compile.plan.stages import read_stages
+from tests.distributed.layered import Model
 
 
 @pytest.fixture(autouse=True)
@@ -127,13 +129,33 @@ def test_a_hook_that_asks_for_a_gradient_breaks_no_graph_and_costs_nothing(
             losses(run, [p for p in run.parameters() if p.requires_grad]) for run in (net, plain)
         )
         torch.testing.assert_close(found, expected)
-        with torch.no_grad():
-            torch.testing.assert_close(net(ids), plain(ids))
+        with torch.no_grad():  # where older versions of torch do break at the hook
+            evaluated = torch.compile(model, backend="fcdp", options={"compute": compute})
+            torch.testing.assert_close(evaluated(ids), plain(ids))
         texts = [p.read_text() for p in sorted(folder.glob("*.txt"))]
         calls.append([re.findall(r"torch\.ops\.[\w.]+", text) for text in texts])
     assert len(calls[0]) > 1
     assert all(calls[0])
     assert calls[0] == calls[1]
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+    reason="this torch counts the compilations of all layers together",
+)
+def test_more_layers_than_dynamos_limit_compile_one_by_one() -> None:
+    count = torch._dynamo.config.recompile_limit + 2
+    model = Model(count, dropout=0.0)
+    plain = copy.deepcopy(model)
+    fcdp_compile.shard(model)
+    for layer in model.layers:
+        layer.compile(backend="fcdp", options={"compute": "eager"}, isolate_recompiles=True)
+    ids = torch.arange(10).view(2, 5) % 11
+    for net in (model, plain):
+        net(ids).square().mean().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    assert not [n for n in fcdp_compile.explain(model).uncovered if n.startswith("layers.")]
 
 
 def test_uncompiled_it_does_too() -> None:
