@@ -23,7 +23,6 @@ from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.memory.curve import evaluate, storages
 from fcdp_compile.passes.memory.place_gradients import gradient_bytes
 from fcdp_compile.passes.memory.placement import Room
-from fcdp_compile.passes.memory.predict import predict
 from fcdp_compile.passes.pipeline import Graphs
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
@@ -234,15 +233,7 @@ class _Estimation:
         For two batch sizes.
         """
         for sizes, earlier in zip(graph.sizes, saved, strict=True):
-            step = predict(
-                graph.graphs,
-                planned.lowered.graphs,
-                planned.lowered.buckets,
-                planned.lowered.placements,
-                replace(self._base, sizes=sizes),
-                device_type=_DEVICE,
-                accumulates=self._job.accumulate > 1,
-            )
+            step = planned.memory.at(sizes)
             yield [step.static_bytes + earlier + alive for alive in step.alive_bytes]
 
     def _parts(self, plans: Sequence[Plan]) -> Iterator[Schedule]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import sympy
@@ -66,31 +67,39 @@ def timeline(
 
     Requires: fake `val`s on all nodes whose results are tensors; explicit nodes or none.
     """
-    events = list(_events(gm))
-    lives = _lives(events, elsewhere, device_type)
-    known = hints_of(gm) if sizes is None else sizes
-    change = [0] * (len(events) + 1)
-    found: dict[Bytes, int] = {}  # few of the thousands of sizes differ
-    for life in lives.values():
-        if life.bytes not in found:
-            found[life.bytes] = evaluate(life.bytes, known)
-        change[life.born] += found[life.bytes]
-        change[life.dies + 1] -= found[life.bytes]
-    now = 0
-    alive = []
-    for event, delta in zip(events, change, strict=False):
-        now = now + delta
-        if event.node.op not in ("placeholder", "output"):
-            alive.append(
+    lifetimes = Lifetimes(gm, elsewhere=elsewhere, device_type=device_type)
+    return lifetimes.alive(hints_of(gm) if sizes is None else sizes)
+
+
+class Lifetimes:
+    """When each storage of a graph is alive, whatever the sizes; arguments as of `timeline`."""
+
+    def __init__(self, gm: GraphModule, *, elsewhere: Collection[int], device_type: str) -> None:
+        events = list(_events(gm))
+        self._count = len(events)
+        self._lives = list(_lives(events, elsewhere, device_type).values())
+        self._nodes = [
+            (
+                i,
                 Alive(
-                    node=event.node.name,
-                    at=event.at,
-                    step=_step(event.node),
-                    bucket=_bucket(event.node),
-                    bytes=now,
-                )
+                    node=e.node.name, at=e.at, step=_step(e.node), bucket=_bucket(e.node), bytes=0
+                ),
             )
-    return tuple(alive)
+            for i, e in enumerate(events)
+            if e.node.op not in ("placeholder", "output")
+        ]
+
+    def alive(self, sizes: Mapping[sympy.Symbol, int]) -> tuple[Alive, ...]:
+        """`timeline` for some values of the symbols in sizes."""
+        change = [0] * (self._count + 1)
+        found: dict[Bytes, int] = {}  # few of the thousands of sizes differ
+        for life in self._lives:
+            if life.bytes not in found:
+                found[life.bytes] = evaluate(life.bytes, sizes)
+            change[life.born] += found[life.bytes]
+            change[life.dies + 1] -= found[life.bytes]
+        now = list(accumulate(change))
+        return tuple(replace(node, bytes=now[i]) for i, node in self._nodes)
 
 
 def evaluate(size: Bytes, hints: Mapping[sympy.Symbol, int]) -> int:

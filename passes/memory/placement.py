@@ -1,4 +1,4 @@
-"""Choose where buckets and gradients wait, and predict the device memory that a step then takes.
+"""Choose where buckets and gradients wait, and the device memory that a step then takes.
 
 Both the backend and the planner use this module.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.memory.choose_tiers import choose_tiers, place_steps
 from fcdp_compile.passes.memory.place_gradients import place_gradients
-from fcdp_compile.passes.memory.predict import fixed_bytes, predict
-from fcdp_compile.passes.pipeline import Graphs, Lowered
+from fcdp_compile.passes.memory.predict import StepMemory, fixed_bytes
+from fcdp_compile.passes.pipeline import Lowered
 from fcdp_compile.plan import Bucket, Placement, Schedule
 
 
@@ -47,24 +46,11 @@ class Room:
     accumulates: bool = True
 
 
-def place_all(
-    graphs: Graphs, lowered: Lowered, ctx: PassContext, room: Room
-) -> tuple[Placed, dict[int, int]]:
-    """Predict the memory of a step and choose all placements.
-
-    graphs: the graphs before `lower`.
+def place_all(step: StepMemory, lowered: Lowered, room: Room) -> tuple[Placed, dict[int, int]]:
+    """Choose all placements for the predicted memory of a step.
 
     Returns the result, and the bytes that each bucket keeps on the device.
     """
-    step = predict(
-        graphs,
-        lowered.graphs,
-        lowered.buckets,
-        lowered.placements,
-        ctx,
-        device_type=room.device_type,
-        accumulates=room.accumulates,
-    )
     chosen = choose_tiers(
         step.entries,
         step.alive_bytes,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
 from torch.fx import Graph, GraphModule
 
 from fcdp_compile.ops import UNSHARD
@@ -19,7 +20,14 @@ from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.describe import is_step
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.memory.choose_tiers import Entry
-from fcdp_compile.passes.memory.curve import Alive, evaluate, hints_of, storages, timeline
+from fcdp_compile.passes.memory.curve import (
+    Alive,
+    Bytes,
+    Lifetimes,
+    evaluate,
+    hints_of,
+    storages,
+)
 from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Tier, Variant
 from fcdp_compile.strategy import Cache
 from fcdp_compile.strategy.formats import Format
@@ -52,51 +60,45 @@ class StepMemory:
         return {key: tuple(most) for key, most in found.items()}
 
 
-def predict(
-    graphs: Mapping[Direction, GraphModule],
-    lowered: Mapping[tuple[Direction, Variant], GraphModule],
-    buckets: Sequence[Bucket],
-    placements: Mapping[int, Placement],
-    ctx: PassContext,
-    *,
-    device_type: str,
-    accumulates: bool = True,
-) -> StepMemory:
-    """Predict the step's memory from its lowered graphs; buckets whose tier can be chosen become entries.
+class MemoryPrediction:
+    """A step's memory, predicted from its lowered graphs, for any sizes of its batch.
 
     graphs: the graphs before `lower`; they show which inputs are home shards.  placements: of the buckets, by
-    number.
-
-    Symbolic sizes count with the values of `ctx.sizes`, or else with the traced values.
+    number.  Buckets whose tier can be chosen become entries.
 
     accumulates: count gradient shards of earlier micro-batches beside those that a backward returns.
     """
-    elsewhere: dict[int, int] = {}
-    hints = {s: v for gm in graphs.values() for s, v in hints_of(gm).items()} | dict(ctx.sizes)
-    homes: set[int] = set()
-    for direction, gm in graphs.items():
-        homes |= _home_shards(gm.graph, device_type)
-        if direction is not Direction.BACKWARD:
-            inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
-            elsewhere |= {
-                s: evaluate(size, hints) for s, size in storages(inputs, device_type).items()
-            }
-    others = sum(size for s, size in elsewhere.items() if s not in homes)
-    parts = {
-        key: timeline(gm, elsewhere=homes | set(elsewhere), device_type=device_type, sizes=hints)
-        for key, gm in lowered.items()
-    }
-    placed = [(b, placements[b.id]) for b in buckets]
-    released = {p.name for b, at in placed for p in b.params if is_released(b, at, ctx)}
-    return StepMemory(
-        entries=tuple(_entries(parts, placed, ctx)),
-        alive_bytes=tuple(a.bytes for part in parts.values() for a in part),
-        steps=tuple(
-            (*key, step) for key, part in parts.items() for step in _steps(lowered[key], part)
-        ),
-        static_bytes=others
-        + sum(fixed_bytes(*pair) for pair in placed)
-        + sum(
+
+    def __init__(
+        self,
+        graphs: Mapping[Direction, GraphModule],
+        lowered: Mapping[tuple[Direction, Variant], GraphModule],
+        buckets: Sequence[Bucket],
+        placements: Mapping[int, Placement],
+        ctx: PassContext,
+        *,
+        device_type: str,
+        accumulates: bool = True,
+    ) -> None:
+        self._ctx = ctx
+        self._hints = {s: v for gm in graphs.values() for s, v in hints_of(gm).items()}
+        inputs: dict[int, Bytes] = {}
+        homes: set[int] = set()
+        for direction, gm in graphs.items():
+            homes |= _home_shards(gm.graph, device_type)
+            if direction is not Direction.BACKWARD:
+                values = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
+                inputs |= storages(values, device_type)
+        elsewhere = homes | set(inputs)
+        self._others = [size for s, size in inputs.items() if s not in homes]
+        self._lifetimes = {
+            key: Lifetimes(gm, elsewhere=elsewhere, device_type=device_type)
+            for key, gm in lowered.items()
+        }
+        self._reached = {key: _reached_steps(gm) for key, gm in lowered.items()}
+        self._placed = [(b, placements[b.id]) for b in buckets]
+        released = {p.name for b, at in self._placed for p in b.params if is_released(b, at, ctx)}
+        self._fixed_bytes = sum(fixed_bytes(*pair) for pair in self._placed) + sum(
             _static(
                 spec,
                 frozen=key in ctx.frozen,
@@ -104,17 +106,29 @@ def predict(
                 accumulates=accumulates,
             )
             for key, spec in ctx.specs.items()
-        ),
-    )
+        )
+
+    def at(self, sizes: Mapping[sympy.Symbol, int]) -> StepMemory:
+        """The memory for some values of the symbols in sizes; symbols without one have the traced value."""
+        known = self._hints | dict(sizes)
+        parts = {key: lifetimes.alive(known) for key, lifetimes in self._lifetimes.items()}
+        return StepMemory(
+            entries=tuple(_entries(parts, self._placed, self._ctx)),
+            alive_bytes=tuple(a.bytes for part in parts.values() for a in part),
+            steps=tuple(
+                (*key, self._reached[key][a.at]) for key, part in parts.items() for a in part
+            ),
+            static_bytes=self._fixed_bytes + sum(evaluate(size, known) for size in self._others),
+        )
 
 
-def _steps(gm: GraphModule, alive: Sequence[Alive]) -> list[int | None]:
-    """The number of the step that each position of a timeline belongs to."""
+def _reached_steps(gm: GraphModule) -> list[int | None]:
+    """The number of the step that each node of a graph belongs to."""
     reached, count = [], 0
     for node in gm.graph.nodes:
         count += is_step(node)
         reached.append(count - 1 if count else None)
-    return [reached[a.at] for a in alive]
+    return reached
 
 
 def fixed_bytes(bucket: Bucket, placement: Placement) -> int:

@@ -17,6 +17,7 @@ from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.runner import Stages, run, watched
 from fcdp_compile.passes.memory.choose_tiers import place_steps
 from fcdp_compile.passes.memory.placement import Room, place_all
+from fcdp_compile.passes.memory.predict import MemoryPrediction
 from fcdp_compile.passes.pipeline import (
     Graphs,
     Key,
@@ -34,13 +35,15 @@ from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Variant
 class Planned:
     """The plan of some graphs, and the lowered graphs.
 
-    backward: the context for `plan_accumulation`, which lowers the variants for `no_sync`; None without a
-    backward.  wanting: the forward's buckets that the strategy keeps on the host.  without_room: the new
-    buckets among `wanting` that found no room.
+    memory: of a step with everything on the host that may wait there.  backward: the context for
+    `plan_accumulation`, which lowers the variants for `no_sync`; None without a backward.  wanting: the
+    forward's buckets that the strategy keeps on the host.  without_room: the new buckets among `wanting` that
+    found no room.
     """
 
     plan: Plan
     lowered: Lowered
+    memory: MemoryPrediction
     backward: PassContext | None
     without_room: tuple[Bucket, ...]
     wanting: tuple[Bucket, ...]
@@ -70,7 +73,18 @@ def plan_graphs(
     contexts = {d: book.context(base, d, forward) for d in graphs}
     lowered = lower_all(graphs, contexts, stages)
     taken_bytes = room.taken_bytes + book.device_bytes_of_others(lowered.buckets)
-    placed, kept_bytes = place_all(graphs, lowered, base, replace(room, taken_bytes=taken_bytes))
+    memory = MemoryPrediction(
+        graphs,
+        lowered.graphs,
+        lowered.buckets,
+        lowered.placements,
+        base,
+        device_type=room.device_type,
+        accumulates=room.accumulates,
+    )
+    placed, kept_bytes = place_all(
+        memory.at(base.sizes), lowered, replace(room, taken_bytes=taken_bytes)
+    )
     book.keep_on_device(kept_bytes)
     plan = Plan(
         strategy=", ".join(dict.fromkeys(b.strategy.name for b in placed.buckets)),
@@ -88,6 +102,7 @@ def plan_graphs(
     return Planned(
         plan=plan,
         lowered=lowered,
+        memory=memory,
         backward=backward and replace(backward, backward_buckets=used_again(graphs)),
         without_room=without_room,
         wanting=wanting,

@@ -12,9 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fcdp_compile
 from fcdp_compile.backend import compilation
-from fcdp_compile.passes.memory import placement
 from fcdp_compile.passes.memory.choose_tiers import choose_tiers
-from fcdp_compile.passes.memory.predict import StepMemory
+from fcdp_compile.passes.memory.predict import MemoryPrediction, StepMemory
 from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan.json import from_json, to_json
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
@@ -78,8 +77,8 @@ class Trained:
                 capacity_bytes=capacity_bytes, threshold=threshold, used_bytes=lambda: used
             )
 
-        def predict(*args: Any, **more: Any) -> StepMemory:
-            self.steps.append(_PREDICT(*args, **more))
+        def at(prediction: MemoryPrediction, sizes: Any) -> StepMemory:
+            self.steps.append(_AT(prediction, sizes))
             return self.steps[-1]
 
         class Bound(CompiledPlan):
@@ -89,7 +88,7 @@ class Trained:
 
         # A CPU does not tell how much memory is used.
         DeviceMemory.of = staticmethod(of)  # type: ignore[method-assign, assignment]
-        placement.predict = predict  # type: ignore[assignment]
+        MemoryPrediction.at = at  # type: ignore[method-assign]
         compilation.CompiledPlan = Bound  # type: ignore[misc]
 
     @property
@@ -97,7 +96,7 @@ class Trained:
         return [p.tier for p in self.plans[0].placements if p.is_cached]
 
 
-_PREDICT = placement.predict
+_AT = MemoryPrediction.at
 
 
 def _numbers(mesh: DeviceMesh, name: str, nothing: Trained, plenty: Trained) -> None:
