@@ -158,6 +158,40 @@ def test_more_layers_than_dynamos_limit_compile_one_by_one() -> None:
     assert not [n for n in fcdp_compile.explain(model).uncovered if n.startswith("layers.")]
 
 
+@pytest.mark.parametrize("does", ["nothing", "keeps"])
+def test_hooks_that_do_more_or_less_than_ask_change_nothing(does: str) -> None:
+    """A result that requires a gradient would be another tensor than the module's, and no leaf."""
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        kept.append(output.requires_grad_())
+
+    class Aliased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 6).requires_grad_(False)
+            self.same, self.head = nn.Identity(), nn.Linear(6, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            found = self.embed(ids)
+            same = self.same(found)
+            if does == "nothing":
+                same += 1
+            return (self.head(same) + self.head(found)).square().mean()
+
+    model = Aliased()
+    model.same.register_forward_hook(keep if does == "keeps" else lambda *_: None)
+    plain = copy.deepcopy(model)
+    net = torch.compile(fcdp_compile.shard(model), backend="fcdp", options={"compute": "eager"})
+    ids = torch.arange(10).view(2, 5)
+    for run in (net, plain):
+        run(ids).backward()
+    torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
+    assert len(kept) == (2 if does == "keeps" else 0)
+    if kept:
+        torch.testing.assert_close(kept[0].grad, kept[1].grad)
+
+
 def test_uncompiled_it_does_too() -> None:
     model = Net()
     plain = copy.deepcopy(model)

@@ -72,6 +72,7 @@ def sharded_class(
         members["save_pretrained"] = _saving(cls.save_pretrained)  # type: ignore[attr-defined]  # a library's
     if cls.forward is not nn.Module.forward:
         members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
+        members["_fcdp_only_asks_for_gradients"] = _fcdp_only_asks_for_gradients
     if is_root:
         members["__call__"] = _noted_call(cls)
         members["_fcdp_refuse_new_parameters"] = _fcdp_refuse_new_parameters
@@ -153,17 +154,38 @@ def _forward_within_gate(
 
 
 def _requiring_grad(module: nn.Module, result: Any) -> Any:
-    """Let what a module returns in training require a gradient, if the module has hooks that may ask for it.
+    """Let what a module returns require a gradient if the module's hooks only ask for that.
 
     `enable_input_require_grads` of Transformers adds such a hook to a frozen embedding, for activation
     checkpointing.  Dynamo breaks the graph where a hook sets `requires_grad` (PyTorch 2.13 only after it has
     traced the whole model, in every frame above), but not where nothing is left to set.
     """
-    if not (torch.compiler.is_compiling() and module._forward_hooks and module.training):
+    if not (torch.compiler.is_compiling() and module._forward_hooks and torch.is_grad_enabled()):
         return result
-    if not (isinstance(result, Tensor) and result.is_floating_point() and torch.is_grad_enabled()):
+    if not (isinstance(result, Tensor) and result.is_floating_point()) or result.requires_grad:
         return result
-    return result if result.requires_grad else REQUIRE_GRAD(result, _state(module).gate.anchor)
+    asks: Any = (
+        module._fcdp_only_asks_for_gradients
+    )  # nn.Module's attributes are typed as tensors and modules
+    return REQUIRE_GRAD(result, _state(module).gate.anchor) if asks() else result
+
+
+# Constant for Dynamo, as `_fcdp_refuse_new_parameters` is; Dynamo's own guards notice other hooks.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _fcdp_only_asks_for_gradients(module: nn.Module) -> bool:
+    """Whether no forward hook of a module does more than call `requires_grad_`.
+
+    The compiled graph has no leaf where such a hook has one in eager mode.  So a hook that could keep the
+    module's result, for its gradient, must not count: its code has no name but `requires_grad_`.
+    """
+    codes = [getattr(hook, "__code__", None) for hook in module._forward_hooks.values()]
+    return all(
+        code is not None
+        and code.co_names == ("requires_grad_",)
+        and not code.co_freevars
+        and False not in code.co_consts
+        for code in codes
+    )
 
 
 def gated_forward(
