@@ -190,10 +190,13 @@ class OutsideReads:
         return own.host_bytes if self._placements[own.id].tier is Tier.HOST else 0
 
     def _keep(self, key: str, bucket: Bucket) -> None:
-        """Let this bucket serve the parameter, instead of an earlier bucket of the parameter's own."""
+        """Let this bucket serve the parameter, instead of an earlier bucket of the parameter's own.
+
+        Also release the copies of parameters that the model no longer has, such as a deleted adapter's.
+        """
         if self._own.get(key) == bucket:
             return
-        self.give_way([key])
+        self.give_way([key, *(k for k in self._own if not self._records[k].places())])
         if bucket.id < 0:
             self._own[key] = bucket
             self._host_memory.unplanned_bytes += self._on_host(bucket)

@@ -224,6 +224,25 @@ def test_a_graph_takes_the_host_memory_of_copies_of_its_parameters() -> None:
         }
 
 
+def _delete_a_block(mesh: DeviceMesh) -> list[tuple[int, int]]:
+    """Bytes of copies on the host, held and counted, before and after a block was replaced."""
+    model, batch, found = fcdp_compile.shard(Net("whole"), mesh), _batch(0, 0), []
+    state = state_of(model)
+    for change in (lambda: None, lambda: setattr(model, "second", nn.Identity())):
+        change()
+        with torch.no_grad():
+            model(batch)
+        found.append((state.cache.host_bytes(), state.host_memory.unplanned_bytes))
+        model.requires_grad_(False)  # so that adapters get other copies
+    return found
+
+
+def test_copies_of_deleted_parameters_are_released() -> None:
+    block = (2 * 12 * 12 + 12) * 4
+    for found in run(_delete_a_block, nodes=2, ranks_per_node=1):
+        assert found == [(3 * block, 3 * block), (2 * block, 2 * block)]
+
+
 def _other_values_between(mesh: DeviceMesh) -> list[float]:
     model = fcdp_compile.shard(Net("whole"), mesh)
     batch = _batch(0, 0)
