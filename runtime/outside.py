@@ -10,6 +10,7 @@ are gathered at every use.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -73,6 +74,9 @@ class OutsideReads:
         self._buckets = buckets
         self._eager = Eager(topology, collectives)
         self._own: dict[str, Bucket] = {}
+        # Parameters that have had own buckets, and those of them of which a module has gone.
+        self._watched: set[str] = set()
+        self._gone: list[str] = []
         self._numbers = {key: -1 - 2 * i for i, key in enumerate(records)}
         self._cost = _Cost(counters, is_first=topology.node == topology.place == 0)
 
@@ -196,10 +200,21 @@ class OutsideReads:
         """
         if self._own.get(key) == bucket:
             return
-        self.give_way([key, *(k for k in self._own if not self._records[k].places())])
+        self.give_way([key])
+        while self._gone:
+            if not self._records[gone := self._gone.pop()].places():
+                self.give_way([gone])
         if bucket.id < 0:
+            self._watch(key)
             self._own[key] = bucket
             self._host_memory.unplanned_bytes += self._on_host(bucket)
+
+    def _watch(self, key: str) -> None:
+        """Note it in `_gone` when a module of the parameter goes."""
+        if key not in self._watched:
+            self._watched.add(key)
+            for module, _ in self._records[key].owners():
+                weakref.finalize(module, self._gone.append, key).atexit = False
 
     def _loaded(self, key: str, bucket: Bucket) -> Tensor:
         pending = self._cache.load(bucket, self._validity.generation(bucket))
