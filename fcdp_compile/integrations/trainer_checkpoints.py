@@ -37,7 +37,14 @@ from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.sharding.shard import state_of
 
 if TYPE_CHECKING:
-    _Base = transformers.Trainer
+
+    class _Base(transformers.Trainer):
+        """What `FcdpMixin` brings together."""
+
+        def sharded_model(self) -> nn.Module:
+            """Return `self.model`, sharded by now; `FcdpMixin` has it."""
+            ...
+
 else:
     _Base = object
 
@@ -54,11 +61,6 @@ class TrainerCheckpoints(_Base):
 
     _generators: dict[str, Any] | None = None
     """The states of this rank's generators right after the checkpoint was loaded."""
-
-    def sharded_model(self) -> nn.Module:
-        """Return `self.model`, sharded by now."""
-        # FcdpMixin has it.  abstractmethod would have no effect: the metaclass of Trainers is not ABCMeta.
-        raise NotImplementedError
 
     # --- saving -------------------------------------------------------------------------------------------
 
