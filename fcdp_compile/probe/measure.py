@@ -163,9 +163,8 @@ def _measure(
     sizes = sizes_up_to(min(request.max_bytes, probing.room_bytes()))
     g, seconds = topology.ranks_per_node, request.seconds
     budget_s = {of: share * seconds for of, share in _SHARES.items()}
-    has_links = (
-        isinstance(device, StreamDevice) and g > 1
-    )  # on a CPU, loads only measure memory and cores
+    # On a CPU, loads only measure memory and cores.
+    has_links = isinstance(device, StreamDevice) and g > 1
     h2d = probing.loads(sizes, budget_s=budget_s[Measured.H2D])
     d2h = probing.stores(sizes, budget_s=budget_s[Measured.D2H])
     alone_s = None

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from tabulate import tabulate
 from torch import nn
 
 from fcdp_compile.plan import Direction, Lane, Plan, Schedule
 from fcdp_compile.report.memory import Memory, memory
+from fcdp_compile.sharding import sharded_class
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import graph_break_places, graph_breaks
 
-_OWN = str(Path(__file__).parents[1])  # the forwards of sharded modules, which call the model's
+_OWN = sharded_class.__file__  # its forwards call the model's, and so break where these do
 _LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
 _SHOWN = 5
 _PLACES_SHOWN = 12
@@ -104,7 +104,7 @@ def explain(model: nn.Module) -> Explanation:
         passes=tuple(_pass(plan, schedule) for plan in plans for schedule in plan.schedules),
         uncovered=tuple(s.name for s in specs if s.name not in covered),
         graph_breaks=tuple(graph_breaks().items()),
-        broken_at=tuple(p for p in graph_break_places() if not p.startswith(_OWN)),
+        broken_at=tuple(p for p in graph_break_places() if not p.startswith(f"{_OWN}:")),
         memory=memory(model),
     )
 

@@ -173,10 +173,10 @@ def _requiring_grad(module: nn.Module, result: Any) -> Any:
 # Constant for Dynamo, as `_fcdp_refuse_new_parameters` is; Dynamo's own guards notice other hooks.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _fcdp_only_asks_for_gradients(module: nn.Module) -> bool:
-    """Whether no forward hook of a module does more than call `requires_grad_`.
+    """Whether all that a module's forward hooks do is to call `requires_grad_`, and not with False.
 
-    The compiled graph has no leaf where such a hook has one in eager mode.  So a hook that could keep the
-    module's result, for its gradient, must not count: its code has no name but `requires_grad_`.
+    In eager mode such a hook makes the module's result a leaf; in the compiled graph it is none.  So a hook
+    that could keep the result, for its gradient, must not count: its code has another name, or a closure.
     """
     codes = [getattr(hook, "__code__", None) for hook in module._forward_hooks.values()]
     return all(

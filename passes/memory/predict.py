@@ -1,7 +1,7 @@
 """Predict the device memory of a whole step with every cached bucket on the host; no graph is changed.
 
     static      home shards, gradient shards, optimizer state, the caller's inputs and buffers
-    positions   forward cold | forward warm | backward, node by node: `curve.timeline` of each
+    positions   forward cold | forward warm | backward, node by node: `curve.Lifetimes` of each
 
 `choose_tiers` then decides which cached buckets may stay on the device.
 """

@@ -1,4 +1,4 @@
-"""Jobs in which saving is refused and leaves the folder as it was."""
+"""Jobs in which saving is refused and leaves the folder as it was; what the refusals name works."""
 
 from __future__ import annotations
 

@@ -70,6 +70,7 @@ def test_what_it_says() -> None:
         assert "graph breaks (TORCH_LOGS" in text
         line = next(n for n, text in enumerate(_SOURCE, 1) if "return self._eagerly(" in text)
         assert f"{__file__}:{line}" in partly.broken_at
+        assert not any("sharded_class" in place for place in partly.broken_at)
         assert f"\n  at {__file__}:{line}" in text
 
 
