@@ -70,20 +70,26 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Use]:
     by_name = {ctx.specs[k].name: k for k in keys}
-
-    def is_reusable(bucket: Bucket) -> bool:
-        members = [by_name[p.name] for p in bucket.params if p.name in by_name]
-        unchanged = all(
-            bucket in ctx.known.get(k, ()) and (k in ctx.frozen) == bucket.frozen for k in members
-        )
-        can_load = bucket.strategy.is_resident or ctx.direction is Direction.BACKWARD
-        loads = can_load and ctx.placements[bucket.id].is_cached
-        return unchanged and (loads or len(members) == len(bucket.params))
-
-    found = {k: next(filter(is_reusable, ctx.known.get(k, ())), None) for k in keys}
-    return {
-        k: Use(bucket=b, placement=ctx.placements[b.id]) for k, b in found.items() if b is not None
-    }
+    found: dict[str, Bucket] = {}
+    for key in keys:
+        for bucket in ctx.known.get(key, ()) if key not in found else ():
+            members = [by_name[p.name] for p in bucket.params if p.name in by_name]
+            unchanged = all(
+                bucket in ctx.known.get(k, ()) and (k in ctx.frozen) == bucket.frozen
+                for k in members
+            )
+            can_load = bucket.strategy.is_resident or ctx.direction is Direction.BACKWARD
+            if unchanged and can_load and ctx.placements[bucket.id].is_cached:
+                found[key] = bucket
+                break
+            if (
+                unchanged
+                and len(members) == len(bucket.params)
+                and found.keys().isdisjoint(members)
+            ):
+                found |= dict.fromkeys(members, bucket)
+                break
+    return {k: Use(bucket=b, placement=ctx.placements[b.id]) for k, b in found.items()}
 
 
 def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Use]:

@@ -22,7 +22,8 @@ def choose_sources(gm: GraphModule, ctx: PassContext) -> GraphModule:
                             cold          GATHER_AND_STORE
                             warm          LOAD
 
-    If this graph lacks a parameter of a bucket, it cannot gather the bucket and loads it.
+    If this graph does not read every parameter of a bucket from the bucket, it cannot gather the bucket and
+    loads it.
 
     Requires: `bucket`.
     Leaves: a source on every `unshard`; no other change.
@@ -35,9 +36,13 @@ def choose_sources(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def uses_with_sources(gm: GraphModule, ctx: PassContext) -> dict[Node, Use]:
     """The record of each `unshard` with the source that `choose_sources` gives it; no graph is changed."""
     nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
-    present = {ctx.specs[str(n.args[1])].name for n in nodes}
     uses = {node: use_of(node) for node in nodes}
-    return {n: replace(use, source=_source(use, present, ctx)) for n, use in uses.items()}
+    present: dict[int, set[str]] = {}
+    for node, use in uses.items():
+        present.setdefault(use.bucket.id, set()).add(ctx.specs[str(node.args[1])].name)
+    return {
+        n: replace(use, source=_source(use, present[use.bucket.id], ctx)) for n, use in uses.items()
+    }
 
 
 def _source(use: Use, present: set[str], ctx: PassContext) -> Source:

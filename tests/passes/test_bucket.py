@@ -22,7 +22,8 @@ from builders_graph import (
 from builders_plan import ranks, shapes
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.bucket import bucket, buckets_of, placements_of
-from fcdp_compile.passes.graph.context import META, use_of
+from fcdp_compile.passes.choose_sources import choose_sources
+from fcdp_compile.passes.graph.context import META, Source, use_of
 from fcdp_compile.plan import Direction, Tier
 from fcdp_compile.plan.cost import MACHINES, Link, Machine
 
@@ -168,6 +169,28 @@ class TestKnown:
     def test_so_does_a_backward(self, strategy: str, kept: int) -> None:
         (made,) = buckets_of(self.again(strategy, ["b"], direction=Direction.BACKWARD))
         assert made.id == kept
+
+    @pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
+    def test_a_bucket_that_shares_parameters_with_another_is_gathered_whole_or_not(
+        self, strategy: str
+    ) -> None:
+        """Graphs with values that are not the model's own leave such buckets."""
+        made, known, placements = self.first(strategy)
+        c, (old,) = key_of("c"), make_specs({"c": (4,)}, WHERE).values()
+        of_c = replace(made.params[0], name="c", layout=old.layout)
+        other = replace(made, id=1, params=(made.params[0], of_c))
+        known |= {key_of("a"): (made, other), c: (other,)}
+        placements |= {1: replace(placements[made.id], bucket=1)}
+        ctx = make_context(self.specs, WHERE, strategy=strategy, known=known, next_bucket=2)
+        ctx = replace(ctx, placements=placements)
+        gm = choose_sources(bucket(toy_forward(self.specs), ctx), ctx)
+        uses = {str(n.args[1]): use_of(n) for n in calls(gm, UNSHARD)}
+        assert uses[key_of("a")].bucket == uses[key_of("b")].bucket == made
+        if strategy == "fcdp":  # it is refreshed before the graph starts
+            assert (uses[c].bucket, uses[c].source) == (other, Source.LOAD)
+            assert uses[key_of("a")].source is Source.GATHER_AND_STORE
+        else:
+            assert [p.name for p in uses[c].bucket.params] == ["c"]
 
     @pytest.mark.parametrize("frozen", [["a"], ["a", "b"]])
     def test_freezing_makes_new_ones(self, frozen: list[str]) -> None:
