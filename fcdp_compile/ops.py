@@ -182,10 +182,10 @@ def accumulate(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
 
 
 def stamp(buckets: tuple[int, ...]) -> Tensor:
-    """The values that this forward uses, saved for its backward: int64 [2 + len(buckets)] on the CPU.
+    """The values that this forward uses, saved for its backward: int64 [3 + len(buckets)] on the CPU.
 
     Whether the backward will accumulate gradients; the fingerprint of the shards that the forward was given
-    if they are not the model's own, else 0; then the generation of each bucket.
+    if they are not the model's own, else 0; the number of the plan; then the generation of each bucket.
     """
     _only_in_a_graph("stamp")
 

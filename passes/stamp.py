@@ -38,7 +38,7 @@ def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
     mode = detect_fake_mode([n.meta.get("val") for n in fw.graph.nodes])
     assert mode is not None, "graphs are traced with fake tensors"
     with mode:
-        node.meta["val"] = torch.zeros(2 + len(buckets), dtype=torch.int64, device="cpu")
+        node.meta["val"] = torch.zeros(3 + len(buckets), dtype=torch.int64, device="cpu")
     at = num_fwd_outputs + len(tensors)
     output.args = ((*outputs[:at], node, *outputs[at:]),)
     if (descriptions := output.meta.get("desc")) is not None:

@@ -93,7 +93,10 @@ class Program:
         lowered: GraphModule,
         segments: dict[str, Callable[[list[Any]], Sequence[Any]]],
         buckets: dict[int, Bucket],
+        *,
+        number: int,
     ) -> None:
+        self._number = number
         self._buckets = buckets
         self._segments = segments
         nodes = list(lowered.graph.nodes)
@@ -131,6 +134,10 @@ class Program:
     def was_given(self, args: list[Any]) -> int:
         """The mark of the values that a backward's forward was given; 0 if they were the model's own."""
         return max((_stamped(args[i])[1] for i in self._stamps), key=abs, default=0)
+
+    def graph_of(self, args: list[Any]) -> int:
+        """The number of the plan that a backward's forward ran; only if it is stamped."""
+        return _stamped(args[self._stamps[0]])[2]
 
     def run(
         self,
@@ -328,13 +335,14 @@ class Program:
         if not run.given:
             run.model.validity.notice(_uncached(buckets, run.model))
         generations = [run.model.validity.generation(b) for b in buckets]
-        return torch.tensor([int(run.accumulates), run.given, *generations], device="cpu")
+        numbers = [int(run.accumulates), run.given, self._number, *generations]
+        return torch.tensor(numbers, device="cpu")
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
         run: _Run = values[-1]
         if run.given:  # compared before the program began
             return
-        generations = _stamped(values[first])[2:]
+        generations = _stamped(values[first])[3:]
         # A cached bucket is checked when it is loaded: its copy may be of an older generation.
         run.generations.update(zip(ids, generations, strict=True))
         uncached = _uncached([self._buckets[i] for i in ids], run.model)

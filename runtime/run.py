@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from fcdp_compile.torch_compat import backward_number
 
 
 class CompiledPlan:
-    """The function that Dynamo calls instead of one graph of the model.
+    """One graph of the model with one set of parameters.
 
     The backend fills `programs`; it compiles a backward only when it is first needed.
     """
@@ -59,8 +59,12 @@ class CompiledPlan:
         self._is_resident = any(b.strategy.is_resident for b in plan.buckets)
         self._accumulated = [p.bucket for p in plan.placements if p.accumulates]
 
-    def forward(self, direction: Direction, args: list[Any]) -> tuple[Any, ...]:
+    def forward(
+        self, direction: Direction, args: list[Any], *, others: Sequence[str] = ()
+    ) -> tuple[Any, ...]:
         """Run the forward (or inference) graph on `args`, which is emptied.
+
+        others: the names of the parameters in whose places `args` has other values than the model's own.
 
         Raises: PlanMismatchError if another rank is about to run another plan.
         """
@@ -68,13 +72,12 @@ class CompiledPlan:
         accumulates = direction is Direction.FORWARD and model.accumulation.is_on
         self._accumulates = accumulates
         with self._told(model, direction):
-            places = self.shards.get(direction, {})
-            others = model.records.not_at_home({key: args[i] for key, i in places.items()})
             with model.lanes.device.watching(f"the start of a {direction.value} pass"):
                 variant = self._prepare(model, accumulates=accumulates, is_given=bool(others))
             if variant is not Variant.GIVEN:
                 return self._run(model, (direction, variant), args, accumulates=accumulates)
             model.warn_of_given(others)
+            places = self.shards[direction]
             used_again = self.shards.get(Direction.BACKWARD, {})
             mark = _mark([args[places[key]] for key in used_again])
             return self._run(model, (direction, variant), args, given=mark)

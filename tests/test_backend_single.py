@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import re
 import shutil
@@ -139,23 +138,21 @@ def test_a_hook_that_asks_for_a_gradient_breaks_no_graph_and_costs_nothing(
     assert calls[0] == calls[1]
 
 
-@pytest.mark.skipif(
-    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
-    reason="this torch counts the compilations of all layers together",
-)
-def test_more_layers_than_dynamos_limit_compile_one_by_one() -> None:
+def test_more_layers_than_dynamos_limit_share_a_trace() -> None:
     count = torch._dynamo.config.recompile_limit + 2
+    torch._dynamo.utils.counters.clear()
     model = Model(count, dropout=0.0)
     plain = copy.deepcopy(model)
     fcdp_compile.shard(model)
     for layer in model.layers:
-        layer.compile(backend="fcdp", options={"compute": "eager"}, isolate_recompiles=True)
+        layer.compile(backend="fcdp", options={"compute": "eager"})
     ids = torch.arange(10).view(2, 5) % 11
     for net in (model, plain):
         net(ids).square().mean().backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
     assert not [n for n in fcdp_compile.explain(model).uncovered if n.startswith("layers.")]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("does", ["nothing", "keeps"])

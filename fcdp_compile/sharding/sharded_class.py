@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class Gate:
 class ModuleState:
     """The state of a sharded module: its model, the keys of its own parameters, the gate.
 
+    alike: for each parameter, the key of the first one that is alike (`passes.planning.alike`).
     cuts: the placements of its own parameters.  is_on_mesh: whether they are DTensors, as with several ranks.
     """
 
@@ -54,6 +55,7 @@ class ModuleState:
         self.gate = gate
         self.keys = keys
         self.is_on_mesh = model.topology.home_mesh is not None
+        self.alike = {name: model.records.alike[key] for name, key in keys.items()}
         specs = {name: model.spec(key) for name, key in keys.items()}
         self.cuts = {n: placements_of(s.layout, s.strategy.home) for n, s in specs.items()}
 
@@ -68,6 +70,8 @@ def sharded_class(
     members: dict[str, Any] = {name: _gathering_property(name) for name in names}
     members["__reduce_ex__"] = _refuse_to_copy
     members["_apply"] = _apply_to_buffers(cls._apply)
+    members["_fcdp_key_of"] = _fcdp_key_of
+    members["compile"] = _compile_within_gate(cls)
     if callable(getattr(cls, "save_pretrained", None)):
         members["save_pretrained"] = _saving(cls.save_pretrained)  # type: ignore[attr-defined]  # a library's
     if cls.forward is not nn.Module.forward:
@@ -118,10 +122,21 @@ def _gathering_property(name: str) -> property:
             local = parameter.to_gather()
         elif isinstance(parameter, DTensor):
             local = parameter.to_local()
-        full: Tensor = UNSHARD(local, state.keys[name])
+        if not torch.compiler.is_compiling():
+            return cast(Tensor, UNSHARD(local, state.keys[name]))
+        # Dynamo guards what is alike, and not the key: so equal modules share a trace.
+        assert state.alike[name], "every parameter is like itself"
+        own: Any = self
+        full: Tensor = UNSHARD(local, own._fcdp_key_of(name))
         return full
 
     return property(get)
+
+
+# Constant for Dynamo, as `_fcdp_refuse_new_parameters` is.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _fcdp_key_of(module: nn.Module, name: str) -> str:
+    return _state(module).keys[name]
 
 
 def _forward_within_gate(
@@ -151,6 +166,30 @@ def _forward_within_gate(
     own: Any = forward
     own.__code__ = own.__code__.replace(co_name=f"forward of {cls.__name__}")
     return forward
+
+
+def _compile_within_gate(cls: type[nn.Module]) -> Callable[..., None]:
+    inner: Callable[..., None] = cls.compile
+
+    @functools.wraps(inner)
+    def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        compiled: Any = self._compiled_call_impl
+        gate = _state(self).gate
+
+        # The gate is a guard of the compiled code, and activation checkpointing calls a module outside of
+        # any forward, where its code must not be compiled again.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = gate.inside, gate.calls.inside
+            gate.inside = gate.calls.inside = True
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                gate.inside, gate.calls.inside = before
+
+        self._compiled_call_impl = call
+
+    return compile_module
 
 
 def _requiring_grad(module: nn.Module, result: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -100,6 +100,44 @@ class BucketBook:
         if direction is not Direction.BACKWARD:
             kept = [b.id for b in made if b.strategy.keeps_on_host]
             self._without_room |= {i: None for i in kept if not self._placements[i].is_cached}
+
+    def repeat(
+        self,
+        buckets: Sequence[Bucket],
+        keys: Mapping[str, str],
+        frozen: Collection[str],
+        *,
+        host_bytes: int | None,
+    ) -> dict[int, Bucket] | None:
+        """Note buckets like these with other parameters, by the number of each; None if they would differ.
+
+        buckets: of a graph, in order of their numbers.  keys: the new parameters by the old.  frozen: those
+        of the new parameters that need no gradient.  host_bytes: of host memory that node shards may take.
+        """
+        if any(key in self._by_key for key in keys.values()):
+            return None
+        params = {self.specs[old].name: self.specs[new].name for old, new in keys.items()}
+        made: dict[int, Bucket] = {}
+        taken_bytes = self._cached_bytes
+        for number, bucket in enumerate(buckets, max(self._buckets, default=-1) + 1):
+            if not all(p.name in params for p in bucket.params) or self.is_without_room(bucket):
+                return None
+            of = [self._keys[params[p.name]] for p in bucket.params]
+            if any((key in frozen) != bucket.frozen for key in of):
+                return None
+            if self._placements[bucket.id].tier is Tier.HOST:
+                taken_bytes += bucket.host_bytes
+            renamed = tuple(replace(p, name=params[p.name]) for p in bucket.params)
+            made[bucket.id] = replace(bucket, id=number, params=renamed)
+        if host_bytes is not None and taken_bytes > host_bytes:
+            return None
+        for old, bucket in made.items():
+            self._buckets[bucket.id] = bucket
+            self._placements[bucket.id] = replace(self._placements[old], bucket=bucket.id)
+            for p in bucket.params:
+                self._by_key.setdefault(self._keys[p.name], []).append(bucket)
+        self._cached_bytes = taken_bytes
+        return made
 
     def is_without_room(self, bucket: Bucket) -> bool:
         """Whether a forward found no room on the host for the bucket."""

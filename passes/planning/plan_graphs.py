@@ -17,7 +17,7 @@ from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.runner import Stages, run, watched
 from fcdp_compile.passes.memory.choose_tiers import place_steps
 from fcdp_compile.passes.memory.placement import Room, place_all
-from fcdp_compile.passes.memory.predict import MemoryPrediction
+from fcdp_compile.passes.memory.predict import MemoryPrediction, StepMemory
 from fcdp_compile.passes.pipeline import (
     Graphs,
     Key,
@@ -35,7 +35,8 @@ from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Variant
 class Planned:
     """The plan of some graphs, and the lowered graphs.
 
-    memory: of a step with everything on the host that may wait there.  backward: the context for
+    memory: of a step with everything on the host that may wait there.  step_memory: the same, for the traced
+    sizes.  backward: the context for
     `plan_accumulation`, which lowers the variants for `no_sync`; None without a backward.  wanting: the
     forward's buckets that the strategy keeps on the host.  without_room: the new buckets among `wanting` that
     found no room.
@@ -44,6 +45,7 @@ class Planned:
     plan: Plan
     lowered: Lowered
     memory: MemoryPrediction
+    step_memory: StepMemory
     backward: PassContext | None
     without_room: tuple[Bucket, ...]
     wanting: tuple[Bucket, ...]
@@ -72,7 +74,6 @@ def plan_graphs(
         _stamp(graphs, num_fwd_outputs, stages)
     contexts = {d: book.context(base, d, forward) for d in graphs}
     lowered = lower_all(graphs, contexts, stages)
-    taken_bytes = room.taken_bytes + book.device_bytes_of_others(lowered.buckets)
     memory = MemoryPrediction(
         graphs,
         lowered.graphs,
@@ -82,14 +83,49 @@ def plan_graphs(
         device_type=room.device_type,
         accumulates=room.accumulates,
     )
-    placed, kept_bytes = place_all(
-        memory.at(base.sizes), lowered, replace(room, taken_bytes=taken_bytes)
-    )
-    book.keep_on_device(kept_bytes)
-    plan = Plan(
-        strategy=", ".join(dict.fromkeys(b.strategy.name for b in placed.buckets)),
+    step_memory = memory.at(base.sizes)
+    plan = placed_plan(
+        step_memory,
+        lowered,
+        book,
+        room,
         nodes=base.nodes,
         ranks_per_node=base.ranks_per_node,
+        number=number,
+    )
+    backward = contexts.get(Direction.BACKWARD)
+    return Planned(
+        plan=plan,
+        lowered=lowered,
+        memory=memory,
+        step_memory=step_memory,
+        backward=backward and replace(backward, backward_buckets=used_again(graphs)),
+        without_room=without_room,
+        wanting=wanting,
+    )
+
+
+def placed_plan(
+    memory: StepMemory,
+    lowered: Lowered,
+    book: BucketBook,
+    room: Room,
+    *,
+    nodes: int,
+    ranks_per_node: int,
+    number: int,
+) -> Plan:
+    """The plan of lowered graphs, with the placements for the predicted memory of a step.
+
+    book: gets the bytes that the plan keeps on the device.
+    """
+    taken_bytes = room.taken_bytes + book.device_bytes_of_others(lowered.buckets)
+    placed, kept_bytes = place_all(memory, lowered, replace(room, taken_bytes=taken_bytes))
+    book.keep_on_device(kept_bytes)
+    return Plan(
+        strategy=", ".join(dict.fromkeys(b.strategy.name for b in placed.buckets)),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
         graph=number,
         buckets=placed.buckets,
         placements=tuple(placed.placements.values()),
@@ -97,15 +133,6 @@ def plan_graphs(
         schedules=placed.schedules,
         peak_bytes=placed.peak_bytes,
         memory_limit_bytes=placed.limit_bytes,
-    )
-    backward = contexts.get(Direction.BACKWARD)
-    return Planned(
-        plan=plan,
-        lowered=lowered,
-        memory=memory,
-        backward=backward and replace(backward, backward_buckets=used_again(graphs)),
-        without_room=without_room,
-        wanting=wanting,
     )
 
 

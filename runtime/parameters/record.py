@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -78,14 +79,18 @@ class ParamRecord:
             now = None if (owner := module()) is None else owner._parameters.get(name)
             if isinstance(now, HomeShard) and now.held is shard:
                 return True
-        parameter = self.parameter()
-        home = parameter.held if isinstance(parameter, HomeShard) else parameter
-        if isinstance(home, DTensor):
-            home = home._local_tensor
+        home = self.held(self.parameter())
         if shard is home or not shard.numel():
             return True
         layouts = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (shard, home)]
         return storage_id(shard) == storage_id(home) and layouts[0] == layouts[1]
+
+    @staticmethod
+    def held(parameter: Tensor) -> Tensor:
+        """The local tensor of a parameter, which has no memory while the shard is released."""
+        if isinstance(parameter, HomeShard):
+            return parameter.held
+        return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
     def peek(self) -> Tensor:
         """This rank's home shard to read, without autograd; a released shard is read on the host."""
@@ -115,12 +120,18 @@ class ParamRecord:
 class Records(dict[str, ParamRecord]):
     """The parameters of a model by key, and those of each bucket.
 
-    by_name: the same records by the parameter's name.
+    by_name: the same records by the parameter's name.  alike: for each key, the key of the first parameter
+    with the same facts (`passes.planning.alike` [Note: alike parameters]).
     """
 
     def __init__(self, records: Iterable[ParamRecord]) -> None:
         self.by_name = {r.spec.name: r for r in records}
         super().__init__((r.spec.key, r) for r in self.by_name.values())
+        first: dict[ParamSpec, str] = {}
+        self.alike = {
+            key: first.setdefault(replace(r.spec, key="", name=""), key) for key, r in self.items()
+        }
+        self._keys_by_memory: dict[tuple[int, int], str] = {}
 
     def of(self, bucket: Bucket) -> list[ParamRecord]:
         """The parameters of a bucket, in its order."""
@@ -138,6 +149,25 @@ class Records(dict[str, ParamRecord]):
         """This rank's home shards of a bucket."""
         return [r.local() for r in self.of(bucket)]
 
+    def keys_at(self, shards: Sequence[Tensor]) -> tuple[str | None, ...]:
+        """The key of the parameter of which each tensor is the home shard or an alias; None for others."""
+        found = tuple(map(self._key_at, shards))
+        if None in found:  # home shards may have other memory now
+            self._keys_by_memory = {
+                _memory(record.held(p)): key
+                for key, record in self.items()
+                for p in record.places()
+            }
+            found = tuple(map(self._key_at, shards))
+        return found
+
+    def _key_at(self, shard: Tensor) -> str | None:
+        key = self._keys_by_memory.get(_memory(shard))
+        if key is None or not (places := self[key].places()):
+            return None
+        is_same = _memory(self[key].held(places[0])) == _memory(shard)
+        return key if is_same and self[key].is_home(shard) else None
+
     def not_at_home(self, shards: Mapping[str, Tensor]) -> list[str]:
         """The names of the parameters for which `shards`, by key, has anything but the home shard.
 
@@ -146,3 +176,8 @@ class Records(dict[str, ParamRecord]):
         return [
             self[key].spec.name for key, shard in shards.items() if not self[key].is_home(shard)
         ]
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's elements begin."""
+    return storage_id(tensor), int(tensor.storage_offset())

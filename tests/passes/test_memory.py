@@ -85,7 +85,7 @@ def test_several_results_of_one_node() -> None:
 def test_a_started_gather_holds_its_input_until_its_wait() -> None:
     lowered = lower_toy({"w": (8,)}, WHERE, strategy="zero3").forward()
     alive = {a.step: a for a in timeline(lowered, elsewhere=NONE, device_type="cpu")}
-    shard, x, stamps = 8, 4, 24  # this rank has 2 of 8 elements; the forward's result comes later
+    shard, x, stamps = 8, 4, 32  # this rank has 2 of 8 elements; the forward's result comes later
     assert alive["inter_all_gather"].bytes == shard + x + 16 + stamps
     assert alive["intra_all_gather"].bytes == shard + x + 16 + 32 + stamps
     assert alive["intra_all_gather"].bucket == 0

@@ -46,7 +46,7 @@ def test_forward_returns_what_the_backward_takes_in_the_same_place() -> None:
     assert saved[-1] is made
     assert inputs.index(checked.args[0]) == saved.index(made)
     assert inputs[-1].name == "tangent"
-    assert (made.meta["val"].dtype, made.meta["val"].shape) == (torch.int64, (2 + 2,))
+    assert (made.meta["val"].dtype, made.meta["val"].shape) == (torch.int64, (3 + 2,))
 
 
 def test_the_check_comes_before_anything_else() -> None:
@@ -89,7 +89,7 @@ def test_a_backward_that_neither_gathers_nor_reduces_needs_no_stamp(reduces: boo
     assert ((str(fw.graph), str(bw.graph)) == before) == (not reduces)
     if reduces:
         (made,) = calls(fw, ops.stamp)
-        assert (made.args, made.meta["val"].shape) == (((),), (2,))
+        assert (made.args, made.meta["val"].shape) == (((),), (3,))
 
 
 def test_both_variants_stamp_and_only_the_backward_checks() -> None:

@@ -113,7 +113,7 @@ def program(
     gm: GraphModule = made.graphs[direction, variant]
     names = [str(n.target) for n in gm.graph.find_nodes(op="call_module")]
     segments = {n: wrap(boxed(gm.get_submodule(n))) for n in names}
-    return Program(gm, segments, made.buckets)
+    return Program(gm, segments, made.buckets, number=0)
 
 
 def same_on_all_ranks() -> tuple[dict[str, Tensor], list[Tensor]]:

@@ -111,7 +111,7 @@ def test_full_parameters_die_before_the_next_bucket_is_unpacked(scheduled: bool)
         if direction is Direction.FORWARD:
             args = [*homes, X]
         else:
-            stamps = torch.zeros(2 + 3, dtype=torch.int64)
+            stamps = torch.zeros(3 + 3, dtype=torch.int64)
             args = [X, *homes, stamps, T]
         model = fake_model("zero3")
         model.collectives.is_instant = True  # else a gradient lives until its lane handles it
@@ -252,4 +252,4 @@ def test_buckets_are_looked_up_when_the_program_is_made() -> None:
     made = lower_toy(EVEN, WHERE, segmented=True)
     buckets: dict[int, Bucket] = {}
     with pytest.raises(KeyError):
-        Program(made.backward, {}, buckets)
+        Program(made.backward, {}, buckets, number=0)

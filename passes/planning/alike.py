@@ -1,0 +1,159 @@
+"""Plan a trace again for alike parameters, by exchanging the parameters and buckets of a plan.
+
+[Note: alike parameters] Parameters of one model are alike if all facts about them are equal but their names:
+layout, dtypes, strategy.  Dynamo traces equal layers once, so a trace has the keys of the parameters that it
+was made with, and serves alike ones.  Which ones a call is for, its inputs tell (`runtime.alike`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fcdp_compile import ops
+from fcdp_compile.ops import GIVEN, REDUCE_GRAD, UNSHARD
+from fcdp_compile.passes.graph.context import META, PassContext, Use
+from fcdp_compile.passes.memory.choose_tiers import Entry
+from fcdp_compile.passes.memory.placement import Room
+from fcdp_compile.passes.pipeline import Lowered
+from fcdp_compile.passes.planning.book import BucketBook
+from fcdp_compile.passes.planning.plan_graphs import Planned, placed_plan
+from fcdp_compile.passes.variants import clone
+from fcdp_compile.plan import Bucket, Placement, Schedule
+
+
+def renamed(gm: GraphModule, keys: Mapping[str, str]) -> GraphModule:
+    """A copy of a traced graph with other keys, which are given by the graph's own."""
+    copied = clone(gm)
+    for target in (UNSHARD, REDUCE_GRAD, *GIVEN.values()):
+        for node in copied.graph.find_nodes(op="call_function", target=target):
+            node.args = (node.args[0], keys.get(str(node.args[1]), node.args[1]))
+    copied.recompile()
+    return copied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counterparts:
+    """The parameters and buckets that take the places of others.
+
+    keys, names: of the new parameters, by those of the old.  buckets: the new buckets by the old number.
+    """
+
+    keys: Mapping[str, str]
+    names: Mapping[str, str]
+    buckets: Mapping[int, Bucket]
+
+    def graph(self, gm: GraphModule) -> GraphModule:
+        """A copy of a graph, lowered or not, with the new parameters and buckets."""
+        new_graph = renamed(gm, self.keys)
+        for node in new_graph.graph.nodes:
+            if isinstance(use := node.meta.get(META), Use):
+                new = self.buckets[use.bucket.id]
+                node.meta[META] = replace(use, bucket=new, placement=self.placement(use.placement))
+            if node.target not in ops.EXPLICIT:
+                continue
+            if isinstance(bucket_id := node.kwargs.get("bucket"), int):
+                node.update_kwarg("bucket", self.buckets[bucket_id].id)
+            if params := node.kwargs.get("params"):
+                node.update_kwarg("params", tuple(self.names[name] for name in params))
+            if node.target in (ops.stamp, ops.check):
+                *before, ids = node.args
+                node.args = (*before, self.numbers(ids))
+        new_graph.recompile()
+        return new_graph
+
+    def numbers(self, ids: Any) -> tuple[int, ...]:
+        """The numbers of the new buckets."""
+        return tuple(self.buckets[i].id for i in ids)
+
+    def placement(self, old: Placement) -> Placement:
+        """The placement of a new bucket."""
+        return replace(old, bucket=self.buckets[old.bucket].id)
+
+    def schedule(self, old: Schedule) -> Schedule:
+        """A schedule with the new buckets."""
+        steps = (
+            s if s.bucket is None else replace(s, bucket=self.buckets[s.bucket].id)
+            for s in old.steps
+        )
+        return replace(old, steps=tuple(steps))
+
+    def entry(self, old: Entry) -> Entry:
+        """The entry of a new bucket."""
+        return replace(old, bucket=self.buckets[old.bucket].id)
+
+    def lowered(self, old: Lowered) -> Lowered:
+        """The lowered graphs of the new parameters and their schedules."""
+        placements = [self.placement(p) for p in old.placements.values()]
+        return Lowered(
+            buckets=tuple(self.buckets[b.id] for b in old.buckets),
+            placements={p.bucket: p for p in placements},
+            refresh=self.numbers(old.refresh),
+            graphs={key: self.graph(gm) for key, gm in old.graphs.items()},
+            schedules=tuple(map(self.schedule, old.schedules)),
+        )
+
+    def context(self, old: PassContext) -> PassContext:
+        """A context that knows the new buckets alone."""
+        mine = self.buckets
+        return replace(
+            old,
+            known={
+                self.keys[key]: tuple(mine[b.id] for b in buckets if b.id in mine)
+                for key, buckets in old.known.items()
+                if key in self.keys
+            },
+            placements={
+                mine[i].id: self.placement(p) for i, p in old.placements.items() if i in mine
+            },
+            backward_buckets=self.numbers(old.backward_buckets),
+        )
+
+
+def plan_alike(
+    like: Planned,
+    keys: Mapping[str, str],
+    book: BucketBook,
+    room: Room,
+    frozen: Collection[str],
+    *,
+    number: int,
+    host_bytes: int | None,
+) -> tuple[Planned, Counterparts] | None:
+    """Plan the graphs of `like` for alike parameters ([Note: alike parameters]) as the passes would.
+
+    None if the passes would decide otherwise, or may: a parameter has a bucket already, was frozen or
+    unfrozen, or the host has no room for all buckets.
+
+    keys: the new parameters by the old.  book: gets the new buckets.  frozen: those of the new parameters
+    that need no gradient.  number: the plan's.  host_bytes: of host memory that node shards may take.
+    """
+    new = book.repeat(like.plan.buckets, keys, frozen, host_bytes=host_bytes)
+    if new is None:
+        return None
+    names = {book.specs[old].name: book.specs[key].name for old, key in keys.items()}
+    others = Counterparts(keys=keys, names=names, buckets=new)
+    lowered = others.lowered(like.lowered)
+    memory = replace(like.step_memory, entries=tuple(map(others.entry, like.step_memory.entries)))
+    plan = placed_plan(
+        memory,
+        lowered,
+        book,
+        room,
+        nodes=like.plan.nodes,
+        ranks_per_node=like.plan.ranks_per_node,
+        number=number,
+    )
+    planned = replace(
+        like,
+        plan=plan,
+        lowered=lowered,
+        step_memory=memory,
+        backward=like.backward and others.context(like.backward),
+        without_room=(),
+        wanting=tuple(new[b.id] for b in like.wanting),
+    )
+    return planned, others

@@ -1,0 +1,174 @@
+"""`layer.compile(backend="fcdp")`: equal layers share a trace, and train as without fcdp."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
+
+import fcdp_compile
+from fcdp_compile.sharding.shard import state_of
+from tests.distributed.beside import Beside, assert_close
+from tests.distributed.layered import VOCABULARY, Model
+from tests.distributed.models import Case, with_lora
+from tests.distributed.parity import fresh
+from tests.distributed.ranks import run
+
+pytestmark = pytest.mark.distributed
+
+LAYERS = 3
+
+
+def _loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def _model() -> nn.Module:
+    return Model(LAYERS, 0.0)
+
+
+def _checkpointed() -> nn.Module:
+    return Model(LAYERS, 0.0, checkpointed=True)
+
+
+def _lora() -> nn.Module:
+    return with_lora(_model(), "mix", "out")
+
+
+def _tied() -> nn.Module:
+    """The last layer has a weight of the first."""
+    model = _model()
+    layers: Any = model.layers
+    layers[-1].up.weight = layers[0].up.weight
+    return model
+
+
+def _odd_one() -> nn.Module:
+    """The second layer is frozen, so that its trace is another one."""
+    model = _model()
+    layers: Any = model.layers
+    layers[1].requires_grad_(False)
+    return model
+
+
+CASES = {
+    f.__name__.strip("_"): Case(model=f, loss=_loss, vocabulary=VOCABULARY)
+    for f in (_model, _checkpointed, _lora, _tied, _odd_one)
+}
+
+
+class Layered(Beside):
+    """A pair whose sharded model has each layer compiled on its own, and nothing else."""
+
+    def compiled(self, model: nn.Module) -> Any:
+        layers: Any = named_layers(model)
+        for layer in layers:
+            layer.compile(backend="fcdp", options=self.options)
+        return model
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs Dynamo has traced."""
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def named_layers(model: nn.Module) -> Any:
+    """The list of layers, in the base of an adapted model."""
+    return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == LAYERS)
+
+
+def _train(
+    mesh: DeviceMesh, case: str, strategy: str, options: dict[str, Any]
+) -> tuple[int, int, dict[str, int]]:
+    """Returns traces, plans, and the bytes that the last step has moved, by kind."""
+    fresh()
+    torch._dynamo.utils.counters.clear()
+    pair = Layered(mesh, CASES[case], strategy=strategy, options=options)
+    for step in range(2):
+        for last in (False, True):  # micro-batches
+            with nullcontext() if last or step == 0 else fcdp_compile.no_sync(pair.model):
+                pair.case.loss(pair.net, pair.data(pair.step)).backward()
+            pair.plain_backward(pair.step)
+            pair.step += 1
+        pair.compare_gradients()
+        pair.optimize()
+    pair.train()
+    pair.compare_parameters()
+    sent = {k: n for k, n in pair.counters.last_step.items() if n and k != "agree"}
+    return pair.graphs, len(state_of(pair.model).plans), sent
+
+
+def _train_all(mesh: DeviceMesh, trials: list[tuple[str, str, bool]], folder: str) -> list[Any]:
+    options = {"compute": "eager"}
+    results = []
+    for case, strategy, is_compared in trials:
+        results.append(_train(mesh, case, strategy, options))
+        if is_compared:  # with dumps, every layer goes through the passes
+            again = _train(mesh, case, strategy, options | {"dump": folder})
+            assert results[-1] == again, f"{case}, {strategy}"
+    return results
+
+
+TRIALS = [
+    *(("model", s, True) for s in ("fcdp", "zero3")),
+    ("model", "mics", False),
+    ("checkpointed", "fcdp", False),
+    ("lora", "fcdp", False),
+    ("tied", "fcdp", True),
+    ("odd_one", "fcdp", False),
+]
+"""A model, a strategy, and whether to compare with plans that the passes make for each layer."""
+
+
+def test_equal_layers_share_a_trace(tmp_path: Path) -> None:
+    for of_rank in run(_train_all, TRIALS, str(tmp_path), nodes=2, ranks_per_node=1):
+        for (case, strategy, _), (graphs, plans, _) in zip(TRIALS, of_rank, strict=True):
+            # The first layer with adapters gets an input that needs no gradient.
+            traces = 2 if case in ("lora", "odd_one") else 1
+            assert (graphs, plans) == (traces, LAYERS), f"{case}, {strategy}"
+
+
+class Thin(nn.Module):
+    """Layers with a bias that is smaller than the number of ranks, so that a rank has nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8)) for _ in range(LAYERS)]
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = nn.functional.one_hot(ids, 8).float()
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _given(mesh: DeviceMesh) -> None:
+    """One layer is called with other values, before and after calls with its own."""
+    fresh()
+    pair = Layered(mesh, Case(model=Thin, loss=_loss, vocabulary=8), options={"compute": "eager"})
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(pair.rank))
+    every = [n for n, _ in named_layers(pair.plain)[0].named_parameters()]
+    with torch.no_grad():
+        for factor, i in product((0.5, 1.0), (2, 0, 1)):
+            mine, plain = (named_layers(m)[i] for m in pair.both)
+            for names in (["0.bias"], ["1.weight"], every):
+                values = [
+                    {n: m.get_parameter(n).detach() * factor for n in names} for m in (mine, plain)
+                ]
+                found = functional_call(mine, values[0], (x,))
+                assert_close(found, functional_call(plain, values[1], (x,)), f"layer {i}, {names}")
+    pair.train(2)
+    pair.compare_parameters()
+
+
+def test_other_values_in_the_place_of_a_layers_parameters() -> None:
+    run(_given, nodes=2, ranks_per_node=2)
