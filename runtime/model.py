@@ -28,6 +28,7 @@ from fcdp_compile.runtime.parameters.record import ParamRecord, Records
 from fcdp_compile.runtime.parameters.unset import Unset
 from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
 from fcdp_compile.runtime.parameters.validity import Validity
+from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.strategy.gathering import Algorithm
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,9 @@ class ShardedModel:
             self.collectives,
             self.codecs,
             self.placements,
+        )
+        self.seams = Seams(
+            self.records, self.validity, self.cache, self.collectives, self.codecs, self.counters
         )
         self.whole: dict[str, WholeParameter] = {}
         self.optimizer_hooks = OptimizerHooks(

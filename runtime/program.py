@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.FLAT_ALL_GATHER: lambda collectives: collectives.flat_all_gather,
 }
 """The kinds of gathers that may send another format."""
+
+_FETCHES = (*_GATHERS, Kind.LOAD, Kind.INTRA_ALL_GATHER, Kind.INTRA_REST_ALL_GATHER)
 
 Call = Callable[[list[Any]], Any]
 """Runs one node on the values of a run."""
@@ -59,6 +61,10 @@ class _Run:
         """The stamped generation in a backward, the current one in a forward."""
         stamped = self.generations.get(bucket.id)
         return self.model.validity.generation(bucket) if stamped is None else stamped
+
+    def started(self, kind: Kind, bucket: Bucket) -> Pending | None:
+        """The transfer, if it has started before the program ([Note: seams])."""
+        return self.model.seams.take(kind, bucket, self.generation(bucket))
 
     def refuse_changed(self) -> None:
         """At the end of a backward, raise if it may have gathered other values than its forward.
@@ -109,6 +115,15 @@ class Program:
             if n.op not in ("placeholder", "output")
         ]
         self._kinds = [ops.kind_of(n) for n in nodes if n.op not in ("placeholder", "output")]
+        starts = [i for i, kind in enumerate(self._kinds) if kind in _FETCHES]
+        self._started_all = starts[-1] if starts else -1
+        called = [n for n in nodes if n.target in ops.EXPLICIT]
+        before_waits = takewhile(lambda n: n.target is not ops.wait, called)
+        self.leading = [
+            (k, buckets[n.kwargs["bucket"]])
+            for n in before_waits
+            if (k := ops.kind_of(n)) in _FETCHES
+        ]
         (output,) = nodes[-1].args
         self._outputs = [self._place[o] if isinstance(o, Node) else None for o in output]
         self._constants = [None if isinstance(o, Node) else o for o in output]
@@ -147,24 +162,30 @@ class Program:
         accumulates: bool = False,
         given: int = 0,
         around: Around | None = None,
+        then: Callable[[], None] = lambda: None,
     ) -> tuple[Any, ...]:
         """Run on `args`, which is emptied.
 
         accumulates: for a forward, whether its backward will accumulate gradients.
         given: the mark of the values that it runs on if they are not the model's own.
-        around: wraps the steps of a run that is recorded.
+        around: wraps the steps of a run that is recorded.  then: called when all gathers have started.
         """
         instructions = self._instructions if around is None else self._with(around)
         run = _Run(model, accumulates=accumulates, given=given)
         values = self._start(run, args)
         try:
-            for call, place, dead in instructions:
+            if self._started_all < 0:
+                then()
+            for i, (call, place, dead) in enumerate(instructions):
                 values[place] = call(values)
                 for d in dead:
                     values[d] = None
+                if i == self._started_all:
+                    then()
             run.refuse_changed()
         except BaseException:
             values.clear()  # the error's traceback holds this frame, perhaps for long
+            model.seams.drop()
             model.lanes.settle()
             raise
         return tuple(
@@ -265,7 +286,10 @@ class Program:
     def _gather(
         self, bucket: Bucket, kind: Kind, first: int, name: str, values: list[Any]
     ) -> Pending:
-        model: ShardedModel = values[-1].model
+        run: _Run = values[-1]
+        if (started := run.started(kind, bucket)) is not None:
+            return started
+        model = run.model
         codec = model.codecs.of_weights(bucket)
         return _GATHERS[kind](model.collectives)(kind, values[first], name, codec=codec)
 
@@ -286,6 +310,8 @@ class Program:
 
     def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
         run: _Run = values[-1]
+        if (started := run.started(Kind.LOAD, bucket)) is not None:
+            return started
         loaded = run.model.cache.load(bucket, run.generation(bucket))
         run.model.cache.make_room(bucket)
         return loaded
@@ -299,6 +325,8 @@ class Program:
         if isinstance(part, Pending) and part.is_full:
             run.model.counters.add(Kind.INTRA_ALL_GATHER, 0)
             return passed_on(part)
+        if (started := run.started(Kind.INTRA_ALL_GATHER, bucket)) is not None:
+            return started
         full: Pending = run.model.collectives.all_gather(Kind.INTRA_ALL_GATHER, part, name)
         run.model.cache.keep_full(bucket, run.generation(bucket), full)
         return full

@@ -27,17 +27,23 @@ from fcdp_compile.runtime.lanes.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
+from fcdp_compile.runtime.seams import startable
 from fcdp_compile.torch_compat import backward_number
 
 
 class CompiledPlan:
     """One graph of the model with one set of parameters.
 
+    in_flight_bytes: the budget of `passes.schedule`, if the user gave one.
+
     The backend fills `programs`; it compiles a backward only when it is first needed.
     """
 
-    def __init__(self, plan: Plan, model: ShardedModel) -> None:
+    def __init__(
+        self, plan: Plan, model: ShardedModel, *, in_flight_bytes: int | None = None
+    ) -> None:
         self.plan = plan
+        self.in_flight_bytes = in_flight_bytes
         # Compiled code outlives the model in Dynamo's caches and must not keep its host memory alive.
         self._model = weakref.ref(model)
         self.programs: dict[ScheduleKey, Program] = {}
@@ -50,7 +56,7 @@ class CompiledPlan:
         self.reads: dict[ScheduleKey, tuple[int, ...]] = {}
         # The input of each graph that is the home shard of each key, with several ranks.
         self.shards: dict[Direction, dict[str, int]] = {}
-        self._digest = plan.digest()
+        self._digest = f"{plan.digest()} {in_flight_bytes}"
         self._accumulates = False  # whether the last forward's backward will
         self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
         self._gathers = _stored(plan)
@@ -141,10 +147,22 @@ class CompiledPlan:
             add()
         bring_back_inputs(args[i] for i in self.reads.get(key, ()))
         program = self.programs[key]
+        model.seams.begin((self._digest, *key), startable(key[0], program.leading))
+        more: dict[str, Any] = {"accumulates": accumulates, "given": given}
+        more["then"] = partial(model.seams.start_next, self._room_after(key))
         if self.recorder is None or given:
-            return _watched(program, key, model, args, accumulates=accumulates, given=given)
+            return _watched(program, key, model, args, **more)
         with self.recorder.run(self.plan, key, program, model.lanes) as around:
-            return _watched(program, key, model, args, accumulates=accumulates, around=around)
+            return _watched(program, key, model, args, around=around, **more)
+
+    def _room_after(self, key: ScheduleKey) -> int | None:
+        """Bytes of the in-flight budget that a schedule leaves; None without a limit."""
+        if self.in_flight_bytes is None:
+            return None
+        used = next(
+            (s.in_flight_bytes for s in self.plan.schedules if (s.direction, s.variant) == key), 0
+        )
+        return self.in_flight_bytes - used
 
     def _backward_variant(self, model: ShardedModel, args: list[Any]) -> Variant:
         """The variant, from the forward's mode and from whether gradients wait; the same on all ranks."""
@@ -176,7 +194,10 @@ class CompiledPlan:
             mode=ACCUMULATES if accumulates else SYNCHRONISES,
             describe=lambda: to_json(self.plan),
         )
-        verdict = model.validity.check(relevant, about, is_given=is_given)
+        is_outdated = model.seams.is_outdated()
+        verdict = model.validity.check(relevant, about, is_given=is_given, is_outdated=is_outdated)
+        if verdict.is_outdated:
+            model.seams.drop()
         if verdict.is_given:
             return Variant.GIVEN
         if not self._is_resident:

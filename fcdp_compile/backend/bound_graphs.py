@@ -124,7 +124,7 @@ class BoundGraphs:
         model.host_memory.warn(planned.without_room, planned.wanting)
         model.add_plan(plan)
         self._lowered |= planned.lowered.graphs
-        bound = CompiledPlan(plan, model)
+        bound = CompiledPlan(plan, model, in_flight_bytes=self._options.in_flight_bytes)
         if self._options.dump is not None:
             self._dump = Dump(self._options.dump, model.number)
             if self._options.record:

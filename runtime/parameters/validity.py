@@ -37,12 +37,13 @@ class Verdict:
 
     stale: for each bucket by id, whether its copy is missing or outdated.  refused: for each bucket that may
     be kept whole, whether it must not be.  is_given: whether the graph is given other values than the model's
-    own.
+    own.  is_outdated: whether transfers that started early are of values that have changed.
     """
 
     stale: Mapping[int, bool]
     refused: Mapping[int, bool]
     is_given: bool
+    is_outdated: bool
 
 
 class Validity:
@@ -69,19 +70,26 @@ class Validity:
 
     # --- before a graph runs ------------------------------------------------------------------------------
 
-    def check(self, buckets: Sequence[Bucket], about: About, *, is_given: bool = False) -> Verdict:
+    def check(
+        self,
+        buckets: Sequence[Bucket],
+        about: About,
+        *,
+        is_given: bool = False,
+        is_outdated: bool = False,
+    ) -> Verdict:
         """Agree with all ranks on what is about to run, and on which of these buckets are to be gathered.
 
         Raises: PlanMismatchError on every rank if ranks are about to run different plans, FcdpError on every
         rank if anything has no values yet.
         """
         self._unset.refuse("a forward")
-        seen = self.look(buckets, is_given=is_given)
+        seen = self.look(buckets, is_given=is_given, is_outdated=is_outdated)
         agreed = self.agree(seen, about)
         self.apply(buckets, seen, agreed)
         return agreed
 
-    def look(self, buckets: Sequence[Bucket], *, is_given: bool) -> Verdict:
+    def look(self, buckets: Sequence[Bucket], *, is_given: bool, is_outdated: bool) -> Verdict:
         """This rank's findings on these buckets; asks no other rank."""
         self.notice(buckets)
         choosing = [b for b in buckets if b.strategy.may_keep_full and b.ranks_per_node > 1]
@@ -89,17 +97,20 @@ class Validity:
             stale={b.id: self._cache.generation(b.id) != self.generation(b) for b in buckets},
             refused={b.id: not self._cache.wants_in_full(b) for b in choosing},
             is_given=is_given,
+            is_outdated=is_outdated,
         )
 
     def agree(self, seen: Verdict, about: About) -> Verdict:
         """The findings of any rank; changes nothing."""
-        flags = [*seen.stale.values(), *seen.refused.values(), seen.is_given]
-        *found, is_given = any_rank(self._collectives, about, flags)
+        own = [seen.is_given, seen.is_outdated]
+        flags = [*seen.stale.values(), *seen.refused.values(), *own]
+        *found, is_given, is_outdated = any_rank(self._collectives, about, flags)
         count = len(seen.stale)
         return Verdict(
             stale=dict(zip(seen.stale, found[:count], strict=True)),
             refused=dict(zip(seen.refused, found[count:], strict=True)),
             is_given=is_given,
+            is_outdated=is_outdated,
         )
 
     def apply(self, buckets: Sequence[Bucket], seen: Verdict, agreed: Verdict) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import fcdp_compile
-from fcdp_compile.backend import compilation
+from fcdp_compile.backend import bound_graphs
 from fcdp_compile.passes.memory.choose_tiers import choose_tiers
 from fcdp_compile.passes.memory.predict import MemoryPrediction, StepMemory
 from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
@@ -82,14 +82,14 @@ class Trained:
             return self.steps[-1]
 
         class Bound(CompiledPlan):
-            def __init__(bound, plan: Plan, model: Any) -> None:
+            def __init__(bound, plan: Plan, model: Any, **more: Any) -> None:
                 self.plans.append(plan)
-                super().__init__(plan, model)
+                super().__init__(plan, model, **more)
 
         # A CPU does not tell how much memory is used.
         DeviceMemory.of = staticmethod(of)  # type: ignore[method-assign, assignment]
         MemoryPrediction.at = at  # type: ignore[method-assign]
-        compilation.CompiledPlan = Bound  # type: ignore[misc]
+        bound_graphs.CompiledPlan = Bound  # type: ignore[misc]
 
     @property
     def tiers(self) -> list[Tier]:

@@ -57,6 +57,12 @@ class Model:
         self.collectives = SimpleNamespace()
         self.lanes = SimpleNamespace(device=Cpu())
         self.records = SimpleNamespace(not_at_home=list, keys_of=lambda b: [b.id])
+        self.seams = SimpleNamespace(
+            begin=lambda event, leading: None,
+            start_next=lambda room_bytes: None,
+            is_outdated=lambda: False,
+            drop=lambda: None,
+        )
         self.outside = SimpleNamespace(give_way=self.given_way.extend)
         self.validity = SimpleNamespace(check=self.check)
         self.upkeep = SimpleNamespace(
@@ -65,11 +71,13 @@ class Model:
         )
         self.optimizer_hooks = SimpleNamespace(note_backward=lambda *, accumulates: None)
 
-    def check(self, buckets: list[Bucket], about: About, *, is_given: bool) -> Verdict:
+    def check(
+        self, buckets: list[Bucket], about: About, *, is_given: bool, is_outdated: bool
+    ) -> Verdict:
         self.modes.append(about.mode)
         self.asked = [b.id for b in buckets]
         stale = {b.id: b.id in self.stale_ids for b in buckets}
-        return Verdict(stale=stale, refused={}, is_given=is_given)
+        return Verdict(stale=stale, refused={}, is_given=is_given, is_outdated=is_outdated)
 
     def release_rivals(self, bucket: Bucket) -> None:
         self.replaced.append(bucket.id)
@@ -103,7 +111,12 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
 
     def program(name: str) -> Any:
         def run(
-            model: Model, args: list[Any], *, accumulates: bool = False, given: int = 0
+            model: Model,
+            args: list[Any],
+            *,
+            accumulates: bool = False,
+            given: int = 0,
+            then: Any = None,
         ) -> tuple[Any, ...]:
             assert not given, "no model has its parameters among the arguments here"
             ran.append(name)
@@ -112,7 +125,7 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
 
         told = {"is_stamped": True, "shall_accumulate": lambda args: bool(args)}
         told["was_given"] = lambda args: 0
-        return SimpleNamespace(run=run, **told)
+        return SimpleNamespace(run=run, leading=[], **told)
 
     for direction, variant in graphs:
         bound.programs[direction, variant] = program(f"{direction.value} {variant.value}")
@@ -196,7 +209,7 @@ def test_what_a_backward_does_with_gradients(
         added.append(len(ran))
         for variant in (Variant.ACCUMULATE, Variant.COLLECT):
             run = partial(_note, ran, variant.value)
-            bound.programs[Direction.BACKWARD, variant] = SimpleNamespace(run=run)
+            bound.programs[Direction.BACKWARD, variant] = SimpleNamespace(run=run, leading=[])
 
     bound.add_accumulation = add
     cold.run = partial(_note, ran, "cold")
@@ -209,7 +222,14 @@ def test_what_a_backward_does_with_gradients(
 
 
 def _note(
-    ran: list[str], name: str, model: Model, args: list[Any], *, accumulates: bool, given: int
+    ran: list[str],
+    name: str,
+    model: Model,
+    args: list[Any],
+    *,
+    accumulates: bool,
+    given: int,
+    then: Any,
 ) -> tuple[Any, ...]:
     assert not accumulates, "that is a forward's"
     ran.append(name)

@@ -43,7 +43,7 @@ MODULES = (
     "cache.released",
     "parameters.upkeep",
     "eager",
-    "read",
+    "outside",
     "program",
 )
 """The modules of the runtime that order work."""

@@ -53,8 +53,8 @@ def test_what_is_alive_is_what_was_planned(name: str, monkeypatch: pytest.Monkey
     bound: list[CompiledPlan] = []
     make = CompiledPlan.__init__
 
-    def noted(self: CompiledPlan, *args: Any) -> None:
-        make(self, *args)
+    def noted(self: CompiledPlan, *args: Any, **more: Any) -> None:
+        make(self, *args, **more)
         bound.append(self)
 
     monkeypatch.setattr(CompiledPlan, "__init__", noted)

@@ -1,0 +1,160 @@
+"""Start the first transfers of a program while the program before it still computes.
+
+[Note: seams] Programs and backwards follow each other in the same order in nearly every step.  The model
+remembers which one followed which.  When a program has started all of its own gathers, the model starts
+those with which the next program begins, and this program finds them on their way or done.  So a graph break,
+or layers that are compiled one by one, leave less to wait for.
+
+Every rank starts the same transfers at the same place, because all ranks run programs with equal plans in the
+same variants, and remember by these (`Event`).  Where another program follows than before, all ranks drop
+what they started, and never again start anything there.  If a value has changed on any rank since, all ranks
+learn of it in the agreement before the program, and drop it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fcdp_compile.params.packing import pack_home
+from fcdp_compile.plan import Bucket, Direction, Kind, Variant
+from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.cache.host_cache import NodeShardCache
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.lanes.lanes import range_name
+from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.parameters.record import Records
+from fcdp_compile.runtime.parameters.validity import Validity
+
+Event = tuple[str, Direction, Variant]
+"""The run of a program, equal on all ranks: the digest of its plan, and the schedule that it follows."""
+
+Transfer = tuple[Kind, Bucket]
+
+
+class Seams:
+    """What runs after what, and the transfers that have started for the program that is to run next."""
+
+    def __init__(
+        self,
+        records: Records,
+        validity: Validity,
+        cache: NodeShardCache,
+        collectives: Collectives,
+        codecs: Codecs,
+        counters: Counters,
+    ) -> None:
+        self._records = records
+        self._validity = validity
+        self._cache = cache
+        self._collectives = collectives
+        self._codecs = codecs
+        self._counters = counters
+        self._now: Event | None = None
+        self._step = 0  # in which it began
+        # None: not always the same.
+        self._after: dict[Event, Event | None] = {}
+        self._leading: dict[Event, Sequence[Transfer]] = {}
+        self._next: Event | None = None
+        self._early: dict[Transfer, tuple[int, Pending]] = {}
+
+    # --- the order ----------------------------------------------------------------------------------------
+
+    def begin(self, event: Event, leading: Sequence[Transfer]) -> None:
+        """Note that a program begins; drop the transfers that started for another one.
+
+        leading: the transfers with which the program begins (`startable`).
+        """
+        if self._now is not None:
+            # An optimizer between them changes values.
+            seen = event if self._step == self._counters.steps else None
+            if self._after.setdefault(self._now, seen) != seen:
+                self._after[self._now] = None
+        if self._next != event:
+            self.drop()
+        self._now, self._step = event, self._counters.steps
+        self._leading[event] = leading
+
+    def start_next(self, room_bytes: int | None) -> None:
+        """Start the transfers of the program that is to run next.
+
+        room_bytes: device memory for their results; None without a limit.
+        """
+        assert self._now is not None, "a program runs"
+        self._next = self._after.get(self._now)
+        # The memory of one plan's forward and backward is predicted without.
+        if self._next is None or self._next[0] == self._now[0]:
+            return
+        leading = self._leading[self._next]
+        sizes = (
+            b.full_bytes if kind is Kind.INTRA_ALL_GATHER else b.node_bytes for kind, b in leading
+        )
+        if room_bytes is not None and sum(sizes) > room_bytes:
+            return
+        for kind, bucket in leading:
+            self._start(kind, bucket)
+
+    # --- the transfers ------------------------------------------------------------------------------------
+
+    def is_outdated(self) -> bool:
+        """Whether a value has changed on this rank since its transfer started, for a forward."""
+        buckets = [bucket for _, bucket in self._early]
+        self._validity.notice(buckets)
+        now = {b.id: self._validity.generation(b) for b in buckets}
+        return any(generation != now[b.id] for (_, b), (generation, _) in self._early.items())
+
+    def take(self, kind: Kind, bucket: Bucket, generation: int) -> Pending | None:
+        """The transfer of values of this generation, if it has started; None otherwise."""
+        started, pending = self._early.pop((kind, bucket), (None, None))
+        return pending if started == generation else None
+
+    def drop(self) -> None:
+        """Drop the transfers that have started."""
+        self._early.clear()
+
+    def _start(self, kind: Kind, bucket: Bucket) -> None:
+        name = range_name(kind, bucket)
+        if kind is Kind.LOAD:
+            generation = self._cache.generation(bucket.id)
+            if generation is None:
+                return
+            pending = self._cache.load(bucket, generation)
+            self._cache.make_room(bucket)
+        elif kind is Kind.INTER_ALL_GATHER:
+            generation = self._validity.generation(bucket)
+            shards, layouts = self._records.shards(bucket), [p.layout for p in bucket.params]
+            home = pack_home(shards, layouts, getattr(torch, bucket.dtype))
+            codec = self._codecs.of_weights(bucket)
+            pending = self._collectives.all_gather(kind, home, name, codec=codec)
+        else:
+            found = self._early.get((Kind.LOAD, bucket)) or self._early.get(
+                (Kind.INTER_ALL_GATHER, bucket)
+            )
+            if found is None or found[1].is_full:
+                return
+            generation, node_shard = found
+            pending = self._collectives.all_gather(kind, node_shard, name)
+            self._cache.keep_full(bucket, generation, pending)
+        self._early[kind, bucket] = generation, pending
+
+
+def startable(direction: Direction, transfers: Iterable[Transfer]) -> list[Transfer]:
+    """The transfers among these, in order, that may start before their program.
+
+    A copy that lives until the backward may be loaded once only.  A backward gathers nothing between nodes
+    early, because ranks do not agree before it whether values have changed.
+    """
+    found: list[Transfer] = []
+    for kind, bucket in transfers:
+        if kind is Kind.LOAD:
+            is_possible = bucket.strategy.is_resident
+        elif kind is Kind.INTER_ALL_GATHER:
+            is_possible = direction is not Direction.BACKWARD
+        else:
+            sources = (Kind.LOAD, bucket), (Kind.INTER_ALL_GATHER, bucket)
+            is_possible = kind is Kind.INTRA_ALL_GATHER and any(s in found for s in sources)
+        if is_possible:
+            found.append((kind, bucket))
+    return found

@@ -1,0 +1,123 @@
+"""Transfers that start while the program before still computes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from builders_graph import Where, lower_toy
+from fcdp_compile.params.layout import choose_dim
+from fcdp_compile.plan import Direction, Kind, Variant
+from fcdp_compile.runtime.seams import Seams, startable
+from tests.passes.lockstep import cut
+from tests.runtime.fake_model import fake_model, program
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+A, B, C = (("plan " + name, FORWARD, Variant.COLD) for name in "abc")
+FULL = {"w": torch.full((8, 4), 3.0), "b": torch.full((4,), 2.0)}
+SHAPES = {name: tuple(w.shape) for name, w in FULL.items()}
+HOMES = [cut(w, choose_dim(w.shape, 2, 2), 2, 2)[0] for w in FULL.values()]
+X, T = torch.tensor(2.0), torch.tensor(1.0)
+
+
+def _model(strategy: str = "fcdp") -> Any:
+    model = fake_model(strategy)
+    shards = dict(zip(FULL, HOMES, strict=True))
+    records = SimpleNamespace(shards=lambda b: [shards[p.name] for p in b.params])
+    model.seams = Seams(
+        records, model.validity, model.cache, model.collectives, model.codecs, model.counters
+    )
+    return model
+
+
+class TestOrder:
+    """Which program follows which; the transfers do not matter."""
+
+    @pytest.fixture
+    def seams(self, monkeypatch: pytest.MonkeyPatch) -> Seams:
+        made: Seams = _model().seams
+        self.started: list[str] = []
+        monkeypatch.setattr(made, "_start", lambda kind, bucket: self.started.append(bucket))
+        return made
+
+    def run(self, seams: Seams, *events: Any) -> list[str]:
+        """Runs programs; returns the plan for which each of them started transfers."""
+        self.started.clear()
+        for event in events:
+            if event is None:
+                seams._counters.steps += 1
+                continue
+            seams.begin(event, [(Kind.LOAD, event[0][-1])])  # type: ignore[list-item]
+            seams.start_next(None)
+        return self.started
+
+    def test_from_the_second_step_on(self, seams: Seams) -> None:
+        assert self.run(seams, A, B, C, None) == []
+        assert self.run(seams, A, B, C, None) == ["b", "c"]
+        assert self.run(seams, A, B, C, None) == ["b", "c"]
+
+    def test_nothing_where_another_program_followed_once(self, seams: Seams) -> None:
+        self.run(seams, A, B, C, None)
+        assert self.run(seams, A, C, None) == ["b"], "it was wrong once"
+        assert self.run(seams, A, B, C, None, A, C) == ["c"], "after B alone"
+
+    def test_what_follows_in_the_same_step(self, seams: Seams) -> None:
+        self.run(seams, A, B, A, B, None)
+        assert self.run(seams, A, B, A, B, None) == ["b", "b"], "A or an optimizer follows B"
+
+    def test_nothing_for_the_same_plan(self, seams: Seams) -> None:
+        backward = (A[0], BACKWARD, Variant.COLD)
+        assert self.run(seams, *[A, backward, None] * 3) == []
+
+    def test_the_budget(self, seams: Seams) -> None:
+        made = lower_toy(SHAPES, Where(), segmented=True)
+        bucket = made.buckets[0]
+        enough = bucket.full_bytes + bucket.node_bytes
+        seams.begin(A, [])
+        for room, count in ((None, 2), (enough, 2), (enough - 1, 0)):
+            seams.begin(B, [(Kind.LOAD, bucket), (Kind.INTRA_ALL_GATHER, bucket)])
+            seams.begin(A, [])
+            self.started.clear()
+            seams.start_next(room)
+            assert len(self.started) == count, room
+
+
+def _pair(model: Any, *, early: bool, change: int = 0) -> tuple[Any, ...]:
+    """A forward and its backward; the transfers of each start before it if `early`."""
+    made = lower_toy(SHAPES, Where(), bucket_bytes=1, segmented=True, scheduled=True)
+    args = {FORWARD: [*HOMES, X]}
+    results: tuple[Any, ...] = ()
+    before = ("before", FORWARD, Variant.WARM)
+    for direction in (FORWARD, BACKWARD):
+        running = program(made, direction)
+        event = ("plan", direction, Variant.COLD)
+        leading = startable(direction, running.leading)
+        assert leading
+        if early:
+            for _ in range(2):
+                model.seams.begin(before, [])
+                model.seams.start_next(None)
+                assert bool(model.seams._early) == (_ == 1)
+                if not _:
+                    model.seams.begin(event, leading)
+            model.current += change
+            if model.seams.is_outdated():
+                model.seams.drop()
+        model.seams.begin(event, leading)
+        results = running.run(model, args.pop(direction))
+        assert not model.seams._early
+        args[BACKWARD] = [*results[1:], T]
+        before = ("between", FORWARD, Variant.WARM)
+    return results
+
+
+@pytest.mark.parametrize("strategy", ["fcdp", "zero3", "zero++", "mics"])
+def test_the_same_results_and_bytes(strategy: str) -> None:
+    models = [_model(strategy) for _ in range(2)]
+    made = [_pair(m, early=early) for m, early in zip(models, (False, True), strict=True)]
+    for found, expected in zip(*made, strict=True):
+        assert torch.equal(found, expected)
+    assert models[0].counters.sent == models[1].counters.sent
