@@ -63,8 +63,8 @@ class _Run:
         return self.model.validity.generation(bucket) if stamped is None else stamped
 
     def started(self, kind: Kind, bucket: Bucket) -> Pending | None:
-        """The transfer, if it has started before the program ([Note: seams])."""
-        return self.model.seams.take(kind, bucket, self.generation(bucket))
+        """The transfer, if it has started before the program (`seams`)."""
+        return self.model.seams.take(kind, bucket, self.generations.get(bucket.id))
 
     def refuse_changed(self) -> None:
         """At the end of a backward, raise if it may have gathered other values than its forward.
@@ -325,9 +325,9 @@ class Program:
         if isinstance(part, Pending) and part.is_full:
             run.model.counters.add(Kind.INTRA_ALL_GATHER, 0)
             return passed_on(part)
-        if (started := run.started(Kind.INTRA_ALL_GATHER, bucket)) is not None:
-            return started
-        full: Pending = run.model.collectives.all_gather(Kind.INTRA_ALL_GATHER, part, name)
+        full = run.started(Kind.INTRA_ALL_GATHER, bucket)
+        if full is None:
+            full = run.model.collectives.all_gather(Kind.INTRA_ALL_GATHER, part, name)
         run.model.cache.keep_full(bucket, run.generation(bucket), full)
         return full
 

@@ -105,10 +105,13 @@ class Seams:
         now = {b.id: self._validity.generation(b) for b in buckets}
         return any(generation != now[b.id] for (_, b), (generation, _) in self._early.items())
 
-    def take(self, kind: Kind, bucket: Bucket, generation: int) -> Pending | None:
-        """The transfer of values of this generation, if it has started; None otherwise."""
+    def take(self, kind: Kind, bucket: Bucket, generation: int | None) -> Pending | None:
+        """The transfer, if it has started.
+
+        generation: of the values that a backward needs; a forward's were compared in the agreement before it.
+        """
         started, pending = self._early.pop((kind, bucket), (None, None))
-        return pending if started == generation else None
+        return pending if generation in (None, started) else None
 
     def drop(self) -> None:
         """Drop the transfers that have started."""
@@ -123,6 +126,7 @@ class Seams:
             pending = self._cache.load(bucket, generation)
             self._cache.make_room(bucket)
         elif kind is Kind.INTER_ALL_GATHER:
+            self._validity.notice([bucket])
             generation = self._validity.generation(bucket)
             shards, layouts = self._records.shards(bucket), [p.layout for p in bucket.params]
             home = pack_home(shards, layouts, getattr(torch, bucket.dtype))
@@ -136,7 +140,6 @@ class Seams:
                 return
             generation, node_shard = found
             pending = self._collectives.all_gather(kind, node_shard, name)
-            self._cache.keep_full(bucket, generation, pending)
         self._early[kind, bucket] = generation, pending
 
 
