@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.running.matrix import ACCUMULATIONS, MODES
 from benchmarks.running.network import NETWORKS
-from benchmarks.systems.names import BY_NAME
+from benchmarks.systems.names import SYSTEMS
 from benchmarks.systems.shape import QUICK, Shape
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
         description="Train one small GPT with fcdp and its peers on two simulated nodes, and write a report.",
     )
     default = Shape()
-    names = list(BY_NAME)
+    names = [s.name for s in SYSTEMS]
     add = parser.add_argument
     add("--only", type=_list(names), default=names, metavar="SYSTEM,...", help=", ".join(names))
     add("--modes", type=_list(MODES), default=list(MODES), metavar="MODE,...")

@@ -89,7 +89,7 @@ class JobOrder:
 
 def all_cells(
     *,
-    systems: Sequence[str] = tuple(BY_NAME),
+    systems: Sequence[str] = tuple(s.name for s in SYSTEMS),
     modes: Sequence[str] = MODES,
     accumulations: Sequence[int] = ACCUMULATIONS,
     networks: Sequence[str] = tuple(NETWORKS),

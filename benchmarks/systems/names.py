@@ -201,7 +201,38 @@ SYSTEMS: tuple[System, ...] = (
     ),
 )
 
-BY_NAME = {system.name: system for system in SYSTEMS}
+_BREAKS = {
+    "fcdp-break-1": "one graph break",
+    "fcdp-break-3": "three graph breaks",
+    "fcdp-break-all": "a graph break after every block",
+}
+
+SEAMS: tuple[System, ...] = (
+    System(
+        name="fcdp-layers",
+        title="fcdp, block by block",
+        about='`block.compile(backend="fcdp")` for every block, and nothing else compiled',
+        family="train_fcdp",
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(step_t=1.0),
+        is_ours=True,
+    ),
+    *(
+        System(
+            name=name,
+            title=f"fcdp, {breaks}",
+            about=f'`torch.compile(backend="fcdp")` of the model with {breaks}',
+            family="train_fcdp",
+            state=ShardedOver.GLOBAL,
+            traffic=ExpectedBytes(step_t=1.0),
+            is_ours=True,
+        )
+        for name, breaks in _BREAKS.items()
+    ),
+)
+"""Systems of `benchmarks.seams` alone."""
+
+BY_NAME = {system.name: system for system in (*SYSTEMS, *SEAMS)}
 
 MODEL_MODULES = {
     "lora": "benchmarks.systems.model",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,15 +22,29 @@ STRATEGIES = {
     "fcdp-zero2": "zero2",
     "fcdp-zero3": "zero3",
 }
-"""The strategy of each system, by the system's name."""
+"""The strategy of each system, by the system's name; of systems without one here, fcdp."""
+
+BREAKS = {"fcdp-break-1": 1, "fcdp-break-3": 3}
+"""How often each system's graph breaks."""
 
 
 class FcdpTrainer(TorchTrainer):
     """The plain loop around a sharded and compiled model."""
 
-    def __init__(self, sharded: nn.Module, options: Mapping[str, Any] | None = None) -> None:
-        compiled = torch.compile(sharded, backend="fcdp", options=dict(options or {}))
-        super().__init__(compiled, list(sharded.parameters()))
+    def __init__(
+        self,
+        sharded: nn.Module,
+        options: Mapping[str, Any] | None = None,
+        *,
+        blocks: Sequence[nn.Module] = (),
+    ) -> None:
+        """blocks: to be compiled one by one, instead of the whole model."""
+        how: Any = {"backend": "fcdp", "options": dict(options or {})}
+        for block in blocks:
+            block.compile(**how)
+        super().__init__(
+            sharded if blocks else torch.compile(sharded, **how), list(sharded.parameters())
+        )
         self._sharded = sharded
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -43,4 +57,22 @@ class FcdpTrainer(TorchTrainer):
 def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> FcdpTrainer:
     """Shard and compile the model with the strategy of the named system."""
     mesh = fcdp_compile.make_mesh(nodes=place.nodes)
-    return FcdpTrainer(fcdp_compile.shard(model, mesh, strategy=STRATEGIES[name]))
+    blocks = list(model.blocks)
+    sharded = fcdp_compile.shard(model, mesh, strategy=STRATEGIES.get(name, "fcdp"))
+    if name == "fcdp-layers":
+        return FcdpTrainer(sharded, blocks=blocks)
+    for block in breaks_after(name, blocks):
+        block.register_forward_hook(_break)
+    return FcdpTrainer(sharded)
+
+
+def breaks_after(name: str, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks after which the graph of the named system breaks, evenly spread."""
+    breaks = len(blocks) if name == "fcdp-break-all" else BREAKS.get(name, 0)
+    parts = min(breaks + 1, len(blocks))
+    return [blocks[i * len(blocks) // parts - 1] for i in range(1, breaks + 1)]
+
+
+@torch.compiler.disable
+def _break(module: nn.Module, args: Any, output: Any) -> None:
+    """A hook that Dynamo may not trace."""

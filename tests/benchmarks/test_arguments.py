@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.running.arguments import parse
-from benchmarks.systems.names import BY_NAME
+from benchmarks.systems.names import SYSTEMS
 from benchmarks.systems.shape import QUICK, Shape
 
 
 def test_defaults_are_the_full_matrix() -> None:
     args = parse([])
-    assert args.systems == list(BY_NAME)
+    assert args.systems == [s.name for s in SYSTEMS]
     assert (args.modes, args.accumulations) == (["lora", "full"], [1, 8])
     assert args.networks == ["unlimited", "1gbit", "100mbit"]
     assert args.shape == Shape()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 import fcdp_compile
+from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside, assert_close
 from tests.distributed.layered import VOCABULARY, Model
@@ -73,24 +75,39 @@ class Layered(Beside):
             layer.compile(backend="fcdp", options=self.options)
         return model
 
-    @property
-    def graphs(self) -> int:
-        """How many graphs Dynamo has traced."""
-        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
 
 def named_layers(model: nn.Module) -> Any:
     """The list of layers, in the base of an adapted model."""
     return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == LAYERS)
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a run did: graphs that Dynamo traced, plans, transfers that started early, and the bytes that the
+    last step has moved, by kind.
+    """
+
+    traces: int
+    plans: int
+    early: int
+    bytes: dict[str, int]
+
+
 def _train(
-    mesh: DeviceMesh, case: str, strategy: str, options: dict[str, Any]
-) -> tuple[int, int, dict[str, int]]:
-    """Returns traces, plans, and the bytes that the last step has moved, by kind."""
+    mesh: DeviceMesh, case: str, strategy: str, kind: type[Beside], **options: Any
+) -> Trained:
     fresh()
     torch._dynamo.utils.counters.clear()
-    pair = Layered(mesh, CASES[case], strategy=strategy, options=options)
+    pair = kind(mesh, CASES[case], strategy=strategy, options={"compute": "eager", **options})
+    seams = state_of(pair.model).seams
+    taken: list[bool] = []
+
+    def take(*args: Any) -> Any:
+        found = Seams.take(seams, *args)
+        taken.append(found is not None)
+        return found
+
+    seams.take = take  # type: ignore[method-assign]
     for step in range(2):
         for last in (False, True):  # micro-batches
             with nullcontext() if last or step == 0 else fcdp_compile.no_sync(pair.model):
@@ -99,26 +116,35 @@ def _train(
             pair.step += 1
         pair.compare_gradients()
         pair.optimize()
-    pair.train()
+    pair.train(2)
     pair.compare_parameters()
-    sent = {k: n for k, n in pair.counters.last_step.items() if n and k != "agree"}
-    return pair.graphs, len(state_of(pair.model).plans), sent
+    return Trained(
+        traces=int(torch._dynamo.utils.counters["stats"]["unique_graphs"]),
+        plans=len(state_of(pair.model).plans),
+        early=sum(taken),
+        bytes={k: n for k, n in pair.counters.last_step.items() if n and k != "agree"},
+    )
 
 
-def _train_all(mesh: DeviceMesh, trials: list[tuple[str, str, bool]], folder: str) -> list[Any]:
-    options = {"compute": "eager"}
+def _train_all(mesh: DeviceMesh, trials: list[tuple[str, str, bool]], folder: str) -> list[Trained]:
     results = []
     for case, strategy, is_compared in trials:
-        results.append(_train(mesh, case, strategy, options))
+        mine = _train(mesh, case, strategy, Layered)
+        results.append(mine)
         if is_compared:  # with dumps, every layer goes through the passes
-            again = _train(mesh, case, strategy, options | {"dump": folder})
-            assert results[-1] == again, f"{case}, {strategy}"
+            assert mine == _train(mesh, case, strategy, Layered, dump=folder), (case, strategy)
+        if strategy != "zero3":  # which gathers at every use outside of graphs
+            whole = _train(mesh, case, strategy, Beside)
+            # Every graph reduces its own gradient of a tied weight.
+            kind = "inter_all_gather" if case == "tied" else "inter"
+            between = [{k: n for k, n in t.bytes.items() if kind in k} for t in (mine, whole)]
+            assert between[0] == between[1], (case, strategy)
     return results
 
 
 TRIALS = [
-    *(("model", s, True) for s in ("fcdp", "zero3")),
-    ("model", "mics", False),
+    ("model", "fcdp", True),
+    *(("model", s, False) for s in ("zero3", "mics")),
     ("checkpointed", "fcdp", False),
     ("lora", "fcdp", False),
     ("tied", "fcdp", True),
@@ -129,10 +155,11 @@ TRIALS = [
 
 def test_equal_layers_share_a_trace(tmp_path: Path) -> None:
     for of_rank in run(_train_all, TRIALS, str(tmp_path), nodes=2, ranks_per_node=1):
-        for (case, strategy, _), (graphs, plans, _) in zip(TRIALS, of_rank, strict=True):
+        for (case, strategy, _), found in zip(TRIALS, of_rank, strict=True):
             # The first layer with adapters gets an input that needs no gradient.
             traces = 2 if case in ("lora", "odd_one") else 1
-            assert (graphs, plans) == (traces, LAYERS), f"{case}, {strategy}"
+            assert (found.traces, found.plans) == (traces, LAYERS), f"{case}, {strategy}"
+            assert found.early or strategy == "mics", f"{case}, {strategy}"
 
 
 class Thin(nn.Module):

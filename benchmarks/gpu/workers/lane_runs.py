@@ -29,7 +29,7 @@ from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.collectives.reductions import all_reduce, reduce_encoded, reduce_scatter
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.tasks import Run
-from fcdp_compile.strategy.formats import LEVELS, Format
+from fcdp_compile.strategy.formats import CODINGS, Format
 
 _ELEMENTS, _QUICK_ELEMENTS = 1 << 24, 1 << 12
 _TIMES, _QUICK_TIMES = 200, 5
@@ -75,7 +75,7 @@ def lane_runs(setting: Setting) -> LaneRuns:
 def _cases(channel: Channel, elements: int, device: torch.device) -> list[_LaneCase]:
     codec = Codec(Format.INT8, [elements])
     small = Codec(Format.INT8, [_QUICK_ELEMENTS])
-    rounding = 1.0 / LEVELS[Format.INT8]
+    rounding = 1.0 / CODINGS[Format.INT8].largest
     order = torch.zeros(1, dtype=torch.int64, device=device)
 
     def fitting(out: Tensor) -> Codec:
