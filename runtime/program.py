@@ -185,7 +185,7 @@ class Program:
             run.refuse_changed()
         except BaseException:
             values.clear()  # the error's traceback holds this frame, perhaps for long
-            model.seams.drop()
+            model.seams.fail()
             model.lanes.settle()
             raise
         return tuple(

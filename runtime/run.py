@@ -197,7 +197,7 @@ class CompiledPlan:
         is_outdated = model.seams.is_outdated()
         verdict = model.validity.check(relevant, about, is_given=is_given, is_outdated=is_outdated)
         if verdict.is_outdated:
-            model.seams.drop()
+            model.seams.cut()
         if verdict.is_given:
             return Variant.GIVEN
         if not self._is_resident:

@@ -7,8 +7,9 @@ or layers that are compiled one by one, leave less to wait for.
 
 Every rank starts the same transfers at the same place, because all ranks run programs with equal plans in the
 same variants, and remember by these (`Event`).  Where another program follows than before, all ranks drop
-what they started, and never again start anything there.  If a value has changed on any rank since, all ranks
-learn of it in the agreement before the program, and drop it.
+what they started, and never again start anything there.  The agreement before a forward tells all ranks if on
+any rank a value has changed since, an optimizer has stepped or a program has failed: then all of them do the
+same (`cut`).  Nothing else that one rank alone may notice changes what a rank starts or drops.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Seams:
         self._counters = counters
         self._now: Event | None = None
         self._step = 0  # in which it began
+        self._is_cut = False  # all ranks agreed that what follows `_now` must not start early
+        self._has_failed = False  # a program, perhaps on this rank only
         # None: not always the same.
         self._after: dict[Event, Event | None] = {}
         self._leading: dict[Event, Sequence[Transfer]] = {}
@@ -68,12 +71,12 @@ class Seams:
         leading: the transfers with which the program begins (`startable`).
         """
         if self._now is not None:
-            # An optimizer between them changes values.
-            seen = event if self._step == self._counters.steps else None
+            seen = None if self._is_cut else event
             if self._after.setdefault(self._now, seen) != seen:
                 self._after[self._now] = None
         if self._next != event:
             self.drop()
+        self._is_cut = False
         self._now, self._step = event, self._counters.steps
         self._leading[event] = leading
 
@@ -88,6 +91,8 @@ class Seams:
         if self._next is None or self._next[0] == self._now[0]:
             return
         leading = self._leading[self._next]
+        if not all(self._lives(bucket) for _, bucket in leading):
+            return
         sizes = (
             b.full_bytes if kind is Kind.INTRA_ALL_GATHER else b.node_bytes for kind, b in leading
         )
@@ -99,8 +104,13 @@ class Seams:
     # --- the transfers ------------------------------------------------------------------------------------
 
     def is_outdated(self) -> bool:
-        """Whether a value has changed on this rank since its transfer started, for a forward."""
+        """Whether what has started on this rank may be of no use to the forward that is about to begin."""
+        has_failed, self._has_failed = self._has_failed, False
+        if has_failed or self._step != self._counters.steps:
+            return True
         buckets = [bucket for _, bucket in self._early]
+        if not all(map(self._lives, buckets)):
+            return True
         self._validity.notice(buckets)
         now = {b.id: self._validity.generation(b) for b in buckets}
         return any(generation != now[b.id] for (_, b), (generation, _) in self._early.items())
@@ -112,6 +122,18 @@ class Seams:
         """
         started, pending = self._early.pop((kind, bucket), (None, None))
         return pending if generation in (None, started) else None
+
+    def cut(self) -> None:
+        """As all ranks agreed: drop what has started, and never again start anything here."""
+        self._is_cut = True
+        self.drop()
+
+    def fail(self) -> None:
+        """Note that a program failed, perhaps on this rank alone: the next forward tells all ranks."""
+        self._has_failed = True
+
+    def _lives(self, bucket: Bucket) -> bool:
+        return all(r.living() is not None for r in self._records.of(bucket))
 
     def drop(self) -> None:
         """Drop the transfers that have started."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -17,7 +18,7 @@ from torch.func import functional_call
 import fcdp_compile
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.sharding.shard import state_of
-from tests.distributed.beside import Beside, assert_close
+from tests.distributed.beside import Beside, assert_close, sgd
 from tests.distributed.layered import VOCABULARY, Model
 from tests.distributed.models import Case, with_lora
 from tests.distributed.parity import fresh
@@ -199,3 +200,79 @@ def _given(mesh: DeviceMesh) -> None:
 
 def test_other_values_in_the_place_of_a_layers_parameters() -> None:
     run(_given, nodes=2, ranks_per_node=2)
+
+
+def _frozen_first() -> nn.Module:
+    """The first layer to run backward is not the first to run forward."""
+    model = Model(LAYERS, 0.0)
+    model.embedding.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    return model
+
+
+class Indexed(nn.Module):
+    """Layers that fail for some inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Biased() for _ in range(LAYERS)])
+
+    def forward(self, x: Tensor, ids: Sequence[Tensor]) -> Tensor:
+        for layer, i in zip(self.layers, ids, strict=True):
+            x = layer(x, i)
+        return x
+
+
+class Biased(nn.Module):
+    """A layer with a table of biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.table = nn.Linear(8, 8), nn.Embedding(4, 8)
+
+    def forward(self, x: Tensor, i: Tensor) -> Tensor:
+        result: Tensor = self.up(x) + self.table(i)
+        return result
+
+
+def _one_rank_alone(mesh: DeviceMesh, strategy: str) -> None:
+    """One rank skips an optimizer's step; an input fails on one rank; layers go."""
+    options = {"compute": "eager"}
+    fresh()
+    case = Case(model=_frozen_first, loss=_loss, vocabulary=VOCABULARY)
+    pair = Layered(mesh, case, strategy=strategy, options=options)
+    for step in range(3):
+        pair.case.loss(pair.net, pair.data(step)).backward()
+        if step or pair.rank:
+            pair.optimizer.step()
+        pair.optimizer.zero_grad()
+    pair.forget_rounding()
+    pair.train()
+
+    fresh()
+    case = Case(model=Indexed, loss=_loss, vocabulary=1)
+    pair = Layered(mesh, case, strategy=strategy, options=options)
+    x, good, bad = torch.randn(2, 8), torch.tensor([1, 2]), torch.tensor([1, 99])
+    for step in range(6):
+        last = bad if step == 3 and not pair.rank else good
+        with torch.no_grad(), nullcontext() if last is good else pytest.raises(IndexError):
+            found = pair.model(x, [good, good, last])
+            assert_close(found, pair.plain(x, [good] * LAYERS), f"after a failure, {step}")
+
+    fresh()
+    pair = Layered(mesh, CASES["model"], strategy=strategy, options=options)
+    pair.train(2)
+    for model in pair.both:
+        del model.layers[1]
+    pair.use(sgd)
+    pair.train(2)
+    pair.compare_parameters()
+
+
+def _troubles(mesh: DeviceMesh) -> None:
+    for strategy in ("fcdp", "zero3"):
+        _one_rank_alone(mesh, strategy)
+
+
+def test_what_one_rank_alone_notices_lets_ranks_start_the_same() -> None:
+    run(_troubles, nodes=2, ranks_per_node=1)

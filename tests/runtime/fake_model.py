@@ -96,7 +96,7 @@ def fake_model(strategy: str = "fcdp", tier: Tier | None = None) -> Any:
         counters=counters,
         lanes=lanes,
         codecs=Codecs(),
-        seams=SimpleNamespace(take=lambda kind, bucket, generation: None, drop=lambda: None),
+        seams=SimpleNamespace(take=lambda kind, bucket, generation: None, fail=lambda: None),
         current=0,
     )
     model.validity = SimpleNamespace(

@@ -61,7 +61,7 @@ class Model:
             begin=lambda event, leading: None,
             start_next=lambda room_bytes: None,
             is_outdated=lambda: False,
-            drop=lambda: None,
+            cut=lambda: None,
         )
         self.outside = SimpleNamespace(give_way=self.given_way.extend)
         self.validity = SimpleNamespace(check=self.check)

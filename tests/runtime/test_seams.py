@@ -26,7 +26,10 @@ X, T = torch.tensor(2.0), torch.tensor(1.0)
 def _model(strategy: str = "fcdp") -> Any:
     model = fake_model(strategy)
     shards = dict(zip(FULL, HOMES, strict=True))
-    records = SimpleNamespace(shards=lambda b: [shards[p.name] for p in b.params])
+    here = SimpleNamespace(living=lambda: True)
+    records = SimpleNamespace(
+        shards=lambda b: [shards[p.name] for p in b.params], of=lambda b: [here]
+    )
     model.seams = Seams(
         records, model.validity, model.cache, model.collectives, model.codecs, model.counters
     )
@@ -50,6 +53,8 @@ class TestOrder:
             if event is None:
                 seams._counters.steps += 1
                 continue
+            if event[1] is FORWARD and seams.is_outdated():  # as all ranks agree
+                seams.cut()
             seams.begin(event, [(Kind.LOAD, event[0][-1])])  # type: ignore[list-item]
             seams.start_next(None)
         return self.started
@@ -68,6 +73,17 @@ class TestOrder:
         self.run(seams, A, B, A, B, None)
         assert self.run(seams, A, B, A, B, None) == ["b", "b"], "A or an optimizer follows B"
 
+    def test_nothing_where_a_program_has_failed(self, seams: Seams) -> None:
+        self.run(seams, A, B, C, None)
+        self.run(seams, A)
+        seams.fail()
+        assert self.run(seams, B, C, None, A, B, C) == ["c", "c"]
+
+    def test_nothing_of_a_parameter_that_is_gone(self, seams: Seams) -> None:
+        self.run(seams, A, B, C, None)
+        seams._records.of = lambda bucket: [SimpleNamespace(living=lambda: None)]  # type: ignore[method-assign, assignment, return-value]
+        assert self.run(seams, A, C) == []
+
     def test_nothing_for_the_same_plan(self, seams: Seams) -> None:
         backward = (A[0], BACKWARD, Variant.COLD)
         assert self.run(seams, *[A, backward, None] * 3) == []
@@ -85,7 +101,7 @@ class TestOrder:
             assert len(self.started) == count, room
 
 
-def _pair(model: Any, *, early: bool, change: int = 0) -> tuple[Any, ...]:
+def _pair(model: Any, *, early: bool) -> tuple[Any, ...]:
     """A forward and its backward; the transfers of each start before it if `early`."""
     made = lower_toy(SHAPES, Where(), bucket_bytes=1, segmented=True, scheduled=True)
     args = {FORWARD: [*HOMES, X]}
@@ -103,9 +119,8 @@ def _pair(model: Any, *, early: bool, change: int = 0) -> tuple[Any, ...]:
                 assert bool(model.seams._early) == (_ == 1)
                 if not _:
                     model.seams.begin(event, leading)
-            model.current += change
-            if model.seams.is_outdated():
-                model.seams.drop()
+            if direction is FORWARD:
+                assert not model.seams.is_outdated()
         model.seams.begin(event, leading)
         results = running.run(model, args.pop(direction))
         assert not model.seams._early
