@@ -64,9 +64,8 @@ class ShardedModel:
         weakref.finalize(self, self.host_memory.end)
         self.codecs = Codecs()
         self.placements: dict[int, Placement] = {}  # of the plan that runs, or ran last
-        self.cache = NodeShardCache(
-            self.counters, self.pool, self.lanes, self.placements, self.codecs
-        )
+        where = self.lanes, self.placements
+        self.cache = NodeShardCache(self.counters, self.pool, *where, self.codecs)
         self.validity = Validity(topology, self.records, self.unset, self.cache, self.collectives)
         self.upkeep = CacheUpkeep(
             topology, self.records, self.validity, self.cache, self.collectives, self.codecs
@@ -82,9 +81,7 @@ class ShardedModel:
             self.codecs,
             self.placements,
         )
-        self.seams = Seams(
-            self.records, self.validity, self.cache, self.collectives, self.codecs, self.counters
-        )
+        self.seams = self._seams()
         self.whole: dict[str, WholeParameter] = {}
         self.optimizer_hooks = OptimizerHooks(
             topology,
@@ -100,6 +97,11 @@ class ShardedModel:
         self.gpu_bytes: int | None = None  # of the smallest GPU of all ranks
         self.plans: dict[int, Plan] = {}  # by the number of the graph, for people
         self._has_warned_of_given = False
+
+    def _seams(self) -> Seams:
+        return Seams(
+            self.records, self.validity, self.cache, self.collectives, self.codecs, self.counters
+        )
 
     def _outside_reads(self) -> OutsideReads:
         return OutsideReads(

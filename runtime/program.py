@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count, takewhile
+from itertools import count
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.FLAT_ALL_GATHER: lambda collectives: collectives.flat_all_gather,
 }
 """The kinds of gathers that may send another format."""
-
 _FETCHES = (*_GATHERS, Kind.LOAD, Kind.INTRA_ALL_GATHER, Kind.INTRA_REST_ALL_GATHER)
 
 Call = Callable[[list[Any]], Any]
@@ -115,15 +114,7 @@ class Program:
             if n.op not in ("placeholder", "output")
         ]
         self._kinds = [ops.kind_of(n) for n in nodes if n.op not in ("placeholder", "output")]
-        starts = [i for i, kind in enumerate(self._kinds) if kind in _FETCHES]
-        self._started_all = starts[-1] if starts else -1
-        called = [n for n in nodes if n.target in ops.EXPLICIT]
-        before_waits = takewhile(lambda n: n.target is not ops.wait, called)
-        self.leading = [
-            (k, buckets[n.kwargs["bucket"]])
-            for n in before_waits
-            if (k := ops.kind_of(n)) in _FETCHES
-        ]
+        self._last_fetch = max((i for i, k in enumerate(self._kinds) if k in _FETCHES), default=-1)
         (output,) = nodes[-1].args
         self._outputs = [self._place[o] if isinstance(o, Node) else None for o in output]
         self._constants = [None if isinstance(o, Node) else o for o in output]
@@ -174,13 +165,13 @@ class Program:
         run = _Run(model, accumulates=accumulates, given=given)
         values = self._start(run, args)
         try:
-            if self._started_all < 0:
+            if self._last_fetch < 0:
                 then()
             for i, (call, place, dead) in enumerate(instructions):
                 values[place] = call(values)
                 for d in dead:
                     values[d] = None
-                if i == self._started_all:
+                if i == self._last_fetch:
                     then()
             run.refuse_changed()
         except BaseException:
@@ -289,9 +280,8 @@ class Program:
         run: _Run = values[-1]
         if (started := run.started(kind, bucket)) is not None:
             return started
-        model = run.model
-        codec = model.codecs.of_weights(bucket)
-        return _GATHERS[kind](model.collectives)(kind, values[first], name, codec=codec)
+        codec = run.model.codecs.of_weights(bucket)
+        return _GATHERS[kind](run.model.collectives)(kind, values[first], name, codec=codec)
 
     def _reduce(
         self,
@@ -303,17 +293,15 @@ class Program:
         values: list[Any],
     ) -> Pending:
         model: ShardedModel = values[-1].model
-        codec = None
-        if kind is Kind.INTER_REDUCE_SCATTER:
-            codec = model.codecs.of_gradients(bucket, params)
+        is_encoded = kind is Kind.INTER_REDUCE_SCATTER
+        codec = model.codecs.of_gradients(bucket, params) if is_encoded else None
         return model.collectives.reduction(kind, values[first], name, codec=codec)
 
     def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
         run: _Run = values[-1]
-        if (started := run.started(Kind.LOAD, bucket)) is not None:
-            return started
-        loaded = run.model.cache.load(bucket, run.generation(bucket))
-        run.model.cache.make_room(bucket)
+        if (loaded := run.started(Kind.LOAD, bucket)) is None:
+            loaded = run.model.cache.load(bucket, run.generation(bucket))
+            run.model.cache.make_room(bucket)
         return loaded
 
     def _store(self, bucket: Bucket, first: int, values: list[Any]) -> Pending:
@@ -325,9 +313,10 @@ class Program:
         if isinstance(part, Pending) and part.is_full:
             run.model.counters.add(Kind.INTRA_ALL_GATHER, 0)
             return passed_on(part)
-        full = run.started(Kind.INTRA_ALL_GATHER, bucket)
-        if full is None:
-            full = run.model.collectives.all_gather(Kind.INTRA_ALL_GATHER, part, name)
+        kind = Kind.INTRA_ALL_GATHER
+        full: Pending = run.started(kind, bucket) or run.model.collectives.all_gather(
+            kind, part, name
+        )
         run.model.cache.keep_full(bucket, run.generation(bucket), full)
         return full
 

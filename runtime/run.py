@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from fcdp_compile.runtime.lanes.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
-from fcdp_compile.runtime.seams import startable
+from fcdp_compile.runtime.seams import Transfer, startable
 from fcdp_compile.torch_compat import backward_number
 
 
@@ -63,6 +64,7 @@ class CompiledPlan:
         self._placements = {p.bucket: p for p in plan.placements}
         self._uncached = [b for b, place in plan.placed if not place.is_cached]
         self._is_resident = any(b.strategy.is_resident for b in plan.buckets)
+        self._early: dict[ScheduleKey, list[Transfer]] = {}
         self._accumulated = [p.bucket for p in plan.placements if p.accumulates]
 
     def forward(
@@ -147,13 +149,22 @@ class CompiledPlan:
             add()
         bring_back_inputs(args[i] for i in self.reads.get(key, ()))
         program = self.programs[key]
-        model.seams.begin((self._digest, *key), startable(key[0], program.leading))
+        model.seams.begin((self._digest, *key), self._startable(key))
         more: dict[str, Any] = {"accumulates": accumulates, "given": given}
         more["then"] = partial(model.seams.start_next, self._room_after(key))
         if self.recorder is None or given:
             return _watched(program, key, model, args, **more)
         with self.recorder.run(self.plan, key, program, model.lanes) as around:
             return _watched(program, key, model, args, around=around, **more)
+
+    def _startable(self, key: ScheduleKey) -> list[Transfer]:
+        """The transfers with which a schedule begins and that may start early; none without a schedule."""
+        if key not in self._early:
+            schedules = {(s.direction, s.variant): s.steps for s in self.plan.schedules}
+            first = takewhile(lambda step: step.kind is not Kind.WAIT, schedules.get(key, ()))
+            steps = [(s.kind, self._buckets[s.bucket]) for s in first if s.bucket is not None]
+            self._early[key] = startable(key[0], steps)
+        return self._early[key]
 
     def _room_after(self, key: ScheduleKey) -> int | None:
         """Bytes of the in-flight budget that a schedule leaves; None without a limit."""

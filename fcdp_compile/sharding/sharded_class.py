@@ -124,18 +124,17 @@ def _gathering_property(name: str) -> property:
             local = parameter.to_local()
         if not torch.compiler.is_compiling():
             return cast(Tensor, UNSHARD(local, state.keys[name]))
-        # Dynamo guards what is alike, and not the key: so equal modules share a trace.
-        assert state.alike[name], "every parameter is like itself"
         own: Any = self
-        full: Tensor = UNSHARD(local, own._fcdp_key_of(name))
+        full: Tensor = UNSHARD(local, own._fcdp_key_of(name, state.alike[name]))
         return full
 
     return property(get)
 
 
-# Constant for Dynamo, as `_fcdp_refuse_new_parameters` is.
+# Constant for Dynamo, as `_fcdp_refuse_new_parameters` is.  Dynamo guards the arguments and not the key, so
+# equal modules share a trace if their parameters are alike.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-def _fcdp_key_of(module: nn.Module, name: str) -> str:
+def _fcdp_key_of(module: nn.Module, name: str, alike: str) -> str:
     return _state(module).keys[name]
 
 

@@ -179,6 +179,24 @@ class Thin(nn.Module):
         return x
 
 
+def _other_strategy(mesh: DeviceMesh) -> int:
+    """A layer that differs from the others in nothing but its strategy."""
+    fresh()
+    torch._dynamo.utils.counters.clear()
+    strategies = {"layers.1": "zero3"}
+    options = {"compute": "eager"}
+    pair = Layered(mesh, CASES["model"], module_strategies=strategies, options=options)
+    pair.train(3)
+    pair.compare_parameters()
+    found = {b.strategy.name for p in state_of(pair.model).plans.values() for b in p.buckets}
+    assert found == {"fcdp", "zero3"}
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_a_layer_with_another_strategy_has_a_trace_of_its_own() -> None:
+    assert run(_other_strategy, nodes=2, ranks_per_node=1) == [2, 2]
+
+
 def _given(mesh: DeviceMesh) -> None:
     """One layer is called with other values, before and after calls with its own."""
     fresh()

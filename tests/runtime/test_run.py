@@ -125,7 +125,7 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
 
         told = {"is_stamped": True, "shall_accumulate": lambda args: bool(args)}
         told["was_given"] = lambda args: 0
-        return SimpleNamespace(run=run, leading=[], **told)
+        return SimpleNamespace(run=run, **told)
 
     for direction, variant in graphs:
         bound.programs[direction, variant] = program(f"{direction.value} {variant.value}")
@@ -209,7 +209,7 @@ def test_what_a_backward_does_with_gradients(
         added.append(len(ran))
         for variant in (Variant.ACCUMULATE, Variant.COLLECT):
             run = partial(_note, ran, variant.value)
-            bound.programs[Direction.BACKWARD, variant] = SimpleNamespace(run=run, leading=[])
+            bound.programs[Direction.BACKWARD, variant] = SimpleNamespace(run=run)
 
     bound.add_accumulation = add
     cold.run = partial(_note, ran, "cold")

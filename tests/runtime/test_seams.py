@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from builders_graph import Where, lower_toy
 from fcdp_compile.params.layout import choose_dim
+from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Direction, Kind, Variant
 from fcdp_compile.runtime.seams import Seams, startable
 from tests.passes.lockstep import cut
@@ -110,7 +112,12 @@ def _pair(model: Any, *, early: bool) -> tuple[Any, ...]:
     for direction in (FORWARD, BACKWARD):
         running = program(made, direction)
         event = ("plan", direction, Variant.COLD)
-        leading = startable(direction, running.leading)
+        key = direction, Variant.COLD
+        first = takewhile(
+            lambda s: s.kind is not Kind.WAIT, describe(made.graphs[key], made.contexts[key]).steps
+        )
+        transfers = [(s.kind, made.buckets[s.bucket]) for s in first if s.bucket is not None]
+        leading = startable(direction, transfers)
         assert leading
         if early:
             for _ in range(2):
