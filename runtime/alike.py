@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Direction, Plan, Variant
 from fcdp_compile.runtime.run import CompiledPlan
 
@@ -64,11 +65,19 @@ class AlikePlans:
         """The plan with this number; or the plan for the same parameters, if another trace has the number.
 
         Activation checkpointing may recompute a forward by another trace; the backward gets its stamps.
+
+        Raises: FcdpError if there is neither.
         """
         if (bound := self._by_number.get(number)) is not None:
             return bound
         wanted = _names(self._first.living_model().plans[number])
-        return next(b for b in self._by_number.values() if _names(b.plan) == wanted)
+        for other in self._by_number.values():
+            if _names(other.plan) == wanted:
+                return other
+        raise FcdpError(
+            "activation checkpointing computed a forward again with other parameters than before; call the "
+            "same modules in the recomputation as in the forward"
+        )
 
     def _keys_among(self, direction: Direction, args: list[Any]) -> Keys:
         shards = [args[i] for i in self._places.get(direction, ())]
