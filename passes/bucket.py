@@ -79,6 +79,7 @@ def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Use]:
                 for k in members
             )
             can_load = bucket.strategy.is_resident or ctx.direction is Direction.BACKWARD
+            # A bucket that this graph gathers must get all of its parameters here; to load it, any will do.
             if unchanged and can_load and ctx.placements[bucket.id].is_cached:
                 found[key] = bucket
                 break

@@ -22,8 +22,8 @@ def choose_sources(gm: GraphModule, ctx: PassContext) -> GraphModule:
                             cold          GATHER_AND_STORE
                             warm          LOAD
 
-    If this graph does not read every parameter of a bucket from the bucket, it cannot gather the bucket and
-    loads it.
+    A graph that reads a parameter of a bucket from another bucket, or not at all, cannot gather the bucket;
+    it loads it.
 
     Requires: `bucket`.
     Leaves: a source on every `unshard`; no other change.

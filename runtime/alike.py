@@ -34,6 +34,8 @@ class AlikePlans:
         self._keys: dict[Direction, Keys] = {d: tuple(found) for d, found in places.items()}
         self._make = make
         self._plans = dict.fromkeys(self._keys.items(), first)
+        # The keys of the latest plan with the first of its keys.
+        self._latest = {(d, keys[0]): keys for d, keys in self._keys.items() if keys}
         self._by_number = {first.plan.graph: first}
 
     def forward(self, direction: Direction, args: list[Any]) -> tuple[Any, ...]:
@@ -81,14 +83,21 @@ class AlikePlans:
 
     def _keys_among(self, direction: Direction, args: list[Any]) -> Keys:
         shards = [args[i] for i in self._places.get(direction, ())]
-        return self._first.living_model().records.keys_at(shards)
+        records = self._first.living_model().records
+        for key in records.keys_at(shards[:1]):
+            latest = self._latest.get((direction, key))
+            if latest is not None and records.are_at(latest, shards):
+                return latest
+        return records.keys_at(shards)
 
     def _add(self, direction: Direction, keys: Keys) -> CompiledPlan:
         pairs = zip(self._keys[direction], keys, strict=True)
         now = {str(then): str(key) for then, key in pairs}
         made = self._make(now)
         for d, then in self._keys.items():
-            self._plans[d, tuple(now.get(str(key), key) for key in then)] = made
+            mine = tuple(now.get(str(key), key) for key in then)
+            self._plans[d, mine] = made
+            self._latest |= {(d, key): mine for key in mine[:1]}
         self._by_number[made.plan.graph] = made
         return made
 

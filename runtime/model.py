@@ -64,23 +64,16 @@ class ShardedModel:
         weakref.finalize(self, self.host_memory.end)
         self.codecs = Codecs()
         self.placements: dict[int, Placement] = {}  # of the plan that runs, or ran last
-        where = self.lanes, self.placements
-        self.cache = NodeShardCache(self.counters, self.pool, *where, self.codecs)
+        self.cache = NodeShardCache(
+            self.counters, self.pool, self.lanes, self.placements, self.codecs
+        )
         self.validity = Validity(topology, self.records, self.unset, self.cache, self.collectives)
         self.upkeep = CacheUpkeep(
             topology, self.records, self.validity, self.cache, self.collectives, self.codecs
         )
         self.buckets = GraphBuckets(self.records)
         self.outside = self._outside_reads()
-        self.accumulation = Accumulation(
-            self.records.by_name,
-            self.counters,
-            self.pool,
-            self.lanes,
-            self.collectives,
-            self.codecs,
-            self.placements,
-        )
+        self.accumulation = self._accumulation()
         self.seams = self._seams()
         self.whole: dict[str, WholeParameter] = {}
         self.optimizer_hooks = OptimizerHooks(
@@ -97,6 +90,17 @@ class ShardedModel:
         self.gpu_bytes: int | None = None  # of the smallest GPU of all ranks
         self.plans: dict[int, Plan] = {}  # by the number of the graph, for people
         self._has_warned_of_given = False
+
+    def _accumulation(self) -> Accumulation:
+        return Accumulation(
+            self.records.by_name,
+            self.counters,
+            self.pool,
+            self.lanes,
+            self.collectives,
+            self.codecs,
+            self.placements,
+        )
 
     def _seams(self) -> Seams:
         return Seams(

@@ -201,34 +201,32 @@ SYSTEMS: tuple[System, ...] = (
     ),
 )
 
-_BREAKS = {
-    "fcdp-break-1": "one graph break",
-    "fcdp-break-3": "three graph breaks",
-    "fcdp-break-all": "a graph break after every block",
-}
+_BROKEN = '`torch.compile(backend="fcdp")` of the model with'
 
-SEAMS: tuple[System, ...] = (
+SEAMS: tuple[System, ...] = tuple(
     System(
-        name="fcdp-layers",
-        title="fcdp, block by block",
-        about='`block.compile(backend="fcdp")` for every block, and nothing else compiled',
+        name=name,
+        title=title,
+        about=about,
         family="train_fcdp",
         state=ShardedOver.GLOBAL,
         traffic=ExpectedBytes(step_t=1.0),
         is_ours=True,
-    ),
-    *(
-        System(
-            name=name,
-            title=f"fcdp, {breaks}",
-            about=f'`torch.compile(backend="fcdp")` of the model with {breaks}',
-            family="train_fcdp",
-            state=ShardedOver.GLOBAL,
-            traffic=ExpectedBytes(step_t=1.0),
-            is_ours=True,
-        )
-        for name, breaks in _BREAKS.items()
-    ),
+    )
+    for name, title, about in (
+        (
+            "fcdp-layers",
+            "fcdp, block by block",
+            '`block.compile(backend="fcdp")` for every block, and nothing else compiled',
+        ),
+        ("fcdp-break-1", "fcdp, one graph break", f"{_BROKEN} one graph break"),
+        ("fcdp-break-3", "fcdp, three graph breaks", f"{_BROKEN} three graph breaks"),
+        (
+            "fcdp-break-all",
+            "fcdp, a graph break after every block",
+            f"{_BROKEN} a graph break after every block",
+        ),
+    )
 )
 """Systems of `benchmarks.seams` alone."""
 

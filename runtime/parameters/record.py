@@ -74,16 +74,21 @@ class ParamRecord:
 
     def is_home(self, shard: Tensor) -> bool:
         """Whether a tensor is this rank's home shard, or an alias of it; an empty tensor always is."""
-        if len(self._places) == 1:  # nearly always; the rest takes 6 µs
-            module, name = self._places[0]
-            now = None if (owner := module()) is None else owner._parameters.get(name)
-            if isinstance(now, HomeShard) and now.held is shard:
-                return True
+        if self.holds(shard):  # nearly always; the rest takes 6 µs
+            return True
         home = self.held(self.parameter())
         if shard is home or not shard.numel():
             return True
         layouts = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (shard, home)]
         return storage_id(shard) == storage_id(home) and layouts[0] == layouts[1]
+
+    def holds(self, shard: Tensor) -> bool:
+        """Whether a tensor is itself this rank's home shard of a parameter that has one place."""
+        if len(self._places) > 1:
+            return False
+        module, name = self._places[0]
+        now = None if (owner := module()) is None else owner._parameters.get(name)
+        return isinstance(now, HomeShard) and now.held is shard
 
     @staticmethod
     def held(parameter: Tensor) -> Tensor:
@@ -148,6 +153,14 @@ class Records(dict[str, ParamRecord]):
     def shards(self, bucket: Bucket) -> list[Tensor]:
         """This rank's home shards of a bucket."""
         return [r.local() for r in self.of(bucket)]
+
+    def are_at(self, keys: Sequence[str | None], shards: Sequence[Tensor]) -> bool:
+        """Whether `keys_at` of these tensors is `keys`; in less time if it is."""
+        pairs = zip(keys, shards, strict=True)
+        return all(
+            key is not None and (self[key].holds(shard) or self._key_at(shard) == key)
+            for key, shard in pairs
+        )
 
     def keys_at(self, shards: Sequence[Tensor]) -> tuple[str | None, ...]:
         """The key of the parameter of which each tensor is the home shard or an alias; None for others."""

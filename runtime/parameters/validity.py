@@ -37,7 +37,7 @@ class Verdict:
 
     stale: for each bucket by id, whether its copy is missing or outdated.  refused: for each bucket that may
     be kept whole, whether it must not be.  is_given: whether the graph is given other values than the model's
-    own.  is_outdated: whether transfers that started early are of values that have changed.
+    own.  is_outdated: whether transfers that started early may be of no use (`runtime.seams`).
     """
 
     stale: Mapping[int, bool]

@@ -120,11 +120,11 @@ def _pair(model: Any, *, early: bool) -> tuple[Any, ...]:
         leading = startable(direction, transfers)
         assert leading
         if early:
-            for _ in range(2):
+            for is_known in (False, True):
                 model.seams.begin(before, [])
                 model.seams.start_next(None)
-                assert bool(model.seams._early) == (_ == 1)
-                if not _:
+                assert bool(model.seams._early) == is_known
+                if not is_known:
                     model.seams.begin(event, leading)
             if direction is FORWARD:
                 assert not model.seams.is_outdated()
