@@ -96,7 +96,7 @@ def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Use]:
 def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Use]:
     """Make buckets for the parameters in `fresh`, numbered in order of first use."""
     total_bytes: dict[_Kind, int] = {}
-    for key in keys:
+    for key in ctx.specs:  # a step runs the model's other graphs, too
         kind = _kind(key, ctx)
         total_bytes[kind] = total_bytes.get(kind, 0) + _gathered_bytes(ctx.specs[key])
     members: dict[_Kind, list[str]] = {}

@@ -22,10 +22,11 @@ class ParamRecord:
     Modules are held weakly and the parameter is looked up, because a user may replace it.
     """
 
-    __slots__ = ("_places", "spec")
+    __slots__ = ("_checked", "_places", "spec")
 
     def __init__(self, spec: ParamSpec) -> None:
         self.spec = spec
+        self._checked: object = None  # the last DTensor's spec whose cut was right
         self._places: list[tuple[weakref.ref[nn.Module], str]] = []
 
     def add_place(self, module: nn.Module, name: str) -> None:
@@ -51,21 +52,26 @@ class ParamRecord:
         of a tied parameter now have different parameters.
         """
         now = self.places()
-        if any(p is not now[0] for p in now):
+        if len(now) > 1 and any(p is not now[0] for p in now):
             raise FcdpError(
                 f"parameter {self.spec.name!r} was tied when it was sharded and now has two values; tie its "
                 "uses again, or untie them before fcdp_compile.shard"
             )
-        if now and isinstance(now[0], DTensor):
+        if now and isinstance(now[0], DTensor) and now[0]._spec is not self._checked:
             # A local shard of the right shape may hold other rows, as on ("inter", "intra").
             expected = placements_of(self.spec.layout, self.spec.strategy.home)
             check_cut(now[0], self.spec.key, expected)
+            self._checked = now[0]._spec
         return now[0] if now else None
 
     def places(self) -> list[nn.Parameter]:
         """The parameter in each of its places now, unchecked."""
-        found = [m._parameters.get(name) for m, name in self.owners()]
-        return [p for p in found if p is not None]
+        return [
+            parameter
+            for ref, name in self._places
+            if (module := ref()) is not None
+            and (parameter := module._parameters.get(name)) is not None
+        ]
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """The living modules that have it, in the order of the model, and its name in each."""
