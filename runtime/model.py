@@ -19,6 +19,7 @@ from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.drains import Drains
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.optimizers.hooks import OptimizerHooks, WholeParameter
@@ -75,6 +76,7 @@ class ShardedModel:
         self.outside = self._outside_reads()
         self.accumulation = self._accumulation()
         self.seams = self._seams()
+        self.drains = Drains()
         self.whole: dict[str, WholeParameter] = {}
         self.optimizer_hooks = OptimizerHooks(
             topology,
@@ -104,7 +106,13 @@ class ShardedModel:
 
     def _seams(self) -> Seams:
         return Seams(
-            self.records, self.validity, self.cache, self.collectives, self.codecs, self.counters
+            self.records,
+            self.validity,
+            self.cache,
+            self.collectives,
+            self.codecs,
+            self.counters,
+            self.lanes,
         )
 
     def _outside_reads(self) -> OutsideReads:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -13,14 +14,15 @@ from torch.fx import GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.devices import Device
-from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Bucket, Kind
 from fcdp_compile.plan.reduction import REDUCING
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.graph_order import drain, last_uses
 from fcdp_compile.runtime.lanes.lanes import range_name
 from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.run_state import RunState
 
 _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.INTER_ALL_GATHER: lambda collectives: collectives.all_gather,
@@ -36,54 +38,8 @@ Call = Callable[[list[Any]], Any]
 Around = Callable[[int, Call], Call]
 """Wraps the call of a step, which is given with its index."""
 
-
-class _Run:
-    """The state of a run, which is in the last place of its values.
-
-    accumulates: for a forward, whether its backward will accumulate gradients.
-    given: the mark of the values that it was given if they are not the model's own, else 0.
-    generations: for a backward, the generations that its forward stamped, by bucket id.
-    changed: for a backward that gathers again, the buckets that changed on this rank since its forward, and
-    the question whether buckets changed on any rank.
-    """
-
-    __slots__ = ("accumulates", "changed", "generations", "given", "model")
-
-    def __init__(self, model: ShardedModel, *, accumulates: bool, given: int) -> None:
-        self.model = model
-        self.accumulates = accumulates
-        self.given = given
-        self.generations: dict[int, int] = {}
-        self.changed: tuple[list[Bucket], Question] | None = None
-
-    def generation(self, bucket: Bucket) -> int:
-        """The stamped generation in a backward, the current one in a forward."""
-        stamped = self.generations.get(bucket.id)
-        return self.model.validity.generation(bucket) if stamped is None else stamped
-
-    def started(self, kind: Kind, bucket: Bucket) -> Pending | None:
-        """The transfer, if it has started before the program (`seams`)."""
-        return self.model.seams.take(kind, bucket, self.generations.get(bucket.id))
-
-    def refuse_changed(self) -> None:
-        """At the end of a backward, raise if it may have gathered other values than its forward.
-
-        Raises: StaleParameterError on every rank.
-        """
-        if self.changed is None:
-            return
-        changed, question = self.changed
-        if not any(question.agreed()):
-            return
-        where = (
-            f"bucket {changed[0].id} ({changed[0].params[0].name}, …)"
-            if changed
-            else "another rank"
-        )
-        raise StaleParameterError(
-            f"parameters of {where} changed between the forward and its backward; run the backward before "
-            "the optimizer steps or anything else writes to them"
-        )
+Drained = Callable[[Callable[[], list[Tensor]], Sequence[Tensor]], list[Tensor]]
+"""Takes a drain and tensors like its results; returns the results (`Drains.begin`)."""
 
 
 class Program:
@@ -107,7 +63,7 @@ class Program:
         nodes = list(lowered.graph.nodes)
         self._place = {node: i for i, node in enumerate(nodes)}
         self._inputs = [self._place[n] for n in nodes if n.op == "placeholder"]
-        dead = _last_uses(nodes)
+        dead = last_uses(nodes)
         self._instructions = [
             (self._bind(n), self._place[n], [self._place[d] for d in dead.get(n, ())])
             for n in nodes
@@ -116,6 +72,11 @@ class Program:
         self._kinds = [ops.kind_of(n) for n in nodes if n.op not in ("placeholder", "output")]
         self._last_fetch = max((i for i, k in enumerate(self._kinds) if k in _FETCHES), default=-1)
         (output,) = nodes[-1].args
+        ending = drain(nodes)
+        self._drain_at = len(self._instructions) - len(ending)
+        late = dict.fromkeys(o for o in output if o in ending)
+        # The places and fake tensors of the results that the drain computes.
+        self._late = {self._place[o]: o.meta["val"] for o in late}
         self._outputs = [self._place[o] if isinstance(o, Node) else None for o in output]
         self._constants = [None if isinstance(o, Node) else o for o in output]
         self._unused = [self._place[n] for n in nodes if n.op == "placeholder" and not n.users]
@@ -154,33 +115,46 @@ class Program:
         given: int = 0,
         around: Around | None = None,
         then: Callable[[], None] = lambda: None,
+        drained: Drained | None = None,
     ) -> tuple[Any, ...]:
         """Run on `args`, which is emptied.
 
         accumulates: for a forward, whether its backward will accumulate gradients.
         given: the mark of the values that it runs on if they are not the model's own.
         around: wraps the steps of a run that is recorded.  then: called when all gathers have started.
+        drained: takes the drain, to run it later ([Note: drains]); None to run it now.
         """
         instructions = self._instructions if around is None else self._with(around)
-        run = _Run(model, accumulates=accumulates, given=given)
+        run = RunState(model, accumulates=accumulates, given=given)
         values = self._start(run, args)
-        try:
+        before = len(instructions) if drained is None or not self._late else self._drain_at
+        with _clearing(values, model):
             if self._last_fetch < 0:
                 then()
-            for i, (call, place, dead) in enumerate(instructions):
+            for i, (call, place, dead) in enumerate(instructions[:before]):
                 values[place] = call(values)
                 for d in dead:
                     values[d] = None
                 if i == self._last_fetch:
                     then()
             run.refuse_changed()
-        except BaseException:
-            values.clear()  # the error's traceback holds this frame, perhaps for long
-            model.seams.fail()
-            model.lanes.settle()
-            raise
+            if drained is not None and self._late:
+                late = drained(partial(self._drain, model, values), list(self._late.values()))
+                return self._results(values, dict(zip(self._late, late, strict=True)))
+        return self._results(values, {})
+
+    def _drain(self, model: ShardedModel, values: list[Any]) -> list[Tensor]:
+        """Run the drain on the values of the run before it; its results."""
+        with _clearing(values, model):
+            for call, place, dead in self._instructions[self._drain_at :]:
+                values[place] = call(values)
+                for d in dead:
+                    values[d] = None
+            return [values[place] for place in self._late]
+
+    def _results(self, values: list[Any], late: dict[int, Tensor]) -> tuple[Any, ...]:
         return tuple(
-            constant if place is None else values[place]
+            constant if place is None else late.get(place, values[place])
             for place, constant in zip(self._outputs, self._constants, strict=True)
         )
 
@@ -192,7 +166,7 @@ class Program:
             for kind, (call, place, dead) in zip(self._kinds, self._instructions, strict=True)
         ]
 
-    def _start(self, run: _Run, args: list[Any]) -> list[Any]:
+    def _start(self, run: RunState, args: list[Any]) -> list[Any]:
         """The values before the first node; a function, so that its local `value` keeps nothing alive."""
         values: list[Any] = [None] * len(self._place) + [run]
         for place, value in zip(self._inputs, args, strict=True):
@@ -277,7 +251,7 @@ class Program:
     def _gather(
         self, bucket: Bucket, kind: Kind, first: int, name: str, values: list[Any]
     ) -> Pending:
-        run: _Run = values[-1]
+        run: RunState = values[-1]
         if (started := run.started(kind, bucket)) is not None:
             return started
         codec = run.model.codecs.of_weights(bucket)
@@ -298,14 +272,14 @@ class Program:
         return model.collectives.reduction(kind, values[first], name, codec=codec)
 
     def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
-        run: _Run = values[-1]
+        run: RunState = values[-1]
         if (loaded := run.started(Kind.LOAD, bucket)) is None:
             loaded = run.model.cache.load(bucket, run.generation(bucket))
             run.model.cache.make_room(bucket)
         return loaded
 
     def _store(self, bucket: Bucket, first: int, values: list[Any]) -> Pending:
-        run: _Run = values[-1]
+        run: RunState = values[-1]
         return run.model.cache.store(bucket, values[first], run.generation(bucket))
 
     def _spread(self, bucket: Bucket, first: int, name: str, values: list[Any]) -> Pending:
@@ -323,7 +297,7 @@ class Program:
     def _spread_rest(
         self, bucket: Bucket, first: int, own: int, name: str, values: list[Any]
     ) -> Pending:
-        run: _Run = values[-1]
+        run: RunState = values[-1]
         kind = Kind.INTRA_REST_ALL_GATHER
         full = run.model.collectives.rest_all_gather(kind, values[first], values[own], name)
         run.model.cache.keep_full(bucket, run.generation(bucket), full)
@@ -337,17 +311,17 @@ class Program:
         dtype: torch.dtype,
         values: list[Any],
     ) -> Pending:
-        run: _Run = values[-1]
+        run: RunState = values[-1]
         return run.model.accumulation.collect(bucket, params, values[first], dtype)
 
     def _accumulate(
         self, bucket: Bucket, params: tuple[str, ...], first: int, values: list[Any]
     ) -> Pending:
-        run: _Run = values[-1]
+        run: RunState = values[-1]
         return run.model.accumulation.accumulate(bucket, params, values[first])
 
     def _stamp(self, ids: Any, values: list[Any]) -> Tensor:
-        run: _Run = values[-1]
+        run: RunState = values[-1]
         buckets = [self._buckets[i] for i in ids]
         if not run.given:
             run.model.validity.notice(_uncached(buckets, run.model))
@@ -356,7 +330,7 @@ class Program:
         return torch.tensor(numbers, device="cpu")
 
     def _check(self, first: int, ids: Any, values: list[Any]) -> None:
-        run: _Run = values[-1]
+        run: RunState = values[-1]
         if run.given:  # compared before the program began
             return
         generations = _stamped(values[first])[3:]
@@ -374,6 +348,18 @@ class Program:
         run.changed = changed, Question(run.model.collectives, act, [bool(changed)], what)
 
 
+@contextmanager
+def _clearing(values: list[Any], model: ShardedModel) -> Iterator[None]:
+    """Within it, an error lets go of the values of a run and settles what has started."""
+    try:
+        yield
+    except BaseException:
+        values.clear()  # the error's traceback holds the run's frame, perhaps for long
+        model.seams.fail()
+        model.lanes.settle()
+        raise
+
+
 def _uncached(buckets: Sequence[Bucket], model: ShardedModel) -> list[Bucket]:
     return [b for b in buckets if not model.placements[b.id].is_cached]
 
@@ -386,15 +372,3 @@ def _stamped(stamps: Tensor) -> list[int]:
 
 def _nothing(values: list[Any]) -> None:
     return None
-
-
-def _last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """For each node, the nodes whose values nobody needs after it; outputs are needed for ever."""
-    dying: dict[Node, list[Node]] = {}
-    seen: set[Node] = set(nodes[-1].all_input_nodes)
-    for node in reversed(nodes[:-1]):
-        for used in [*node.all_input_nodes, node]:
-            if used not in seen:
-                seen.add(used)
-                dying.setdefault(node, []).append(used)
-    return dying

@@ -14,6 +14,7 @@ from torch import Tensor
 from fcdp_compile.errors import FcdpError, StaleParameterError
 from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.home_shard import bring_back_inputs
+from fcdp_compile.params.late import LateTensor
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Variant
 from fcdp_compile.plan.json import to_json
 from fcdp_compile.plan.recording import ScheduleKey
@@ -26,6 +27,7 @@ from fcdp_compile.runtime.collectives.agreement import (
 from fcdp_compile.runtime.collectives.collectives import told_alone
 from fcdp_compile.runtime.lanes.lanes import range_name
 from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
 from fcdp_compile.runtime.seams import Transfer, startable
@@ -65,6 +67,7 @@ class CompiledPlan:
         self._uncached = [b for b, place in plan.placed if not place.is_cached]
         self._is_resident = any(b.strategy.is_resident for b in plan.buckets)
         self._early: dict[ScheduleKey, list[Transfer]] = {}
+        self._trained = [r for b in plan.buckets if not b.frozen for r in model.records.of(b)]
         self._accumulated = [p.bucket for p in plan.placements if p.accumulates]
 
     def forward(
@@ -152,6 +155,11 @@ class CompiledPlan:
         model.seams.begin((self._digest, *key), self._startable(key))
         more: dict[str, Any] = {"accumulates": accumulates, "given": given}
         more["then"] = partial(model.seams.start_next, self._room_after(key))
+        is_recorded = self.recorder is not None and not given
+        # A budget has no room for the gradients of two programs.
+        is_bounded = self.in_flight_bytes is not None
+        if key[0] is Direction.BACKWARD and not (given or is_recorded or is_bounded):
+            more["drained"] = partial(_drained, key, model, self._trained)
         if self.recorder is None or given:
             return _watched(program, key, model, args, **more)
         with self.recorder.run(self.plan, key, program, model.lanes) as around:
@@ -247,9 +255,33 @@ def _watched(
     with device.watching(f"the {name} pass"):
         results = program.run(model, args, **options)
     device.note(
-        [r for r in results if isinstance(r, Tensor)], [], f"what comes after the {name} pass"
+        [r for r in results if isinstance(r, Tensor) and not isinstance(r, LateTensor)],
+        [],
+        f"what comes after the {name} pass",
     )
     return results
+
+
+def _drained(
+    key: ScheduleKey,
+    model: ShardedModel,
+    trained: Sequence[ParamRecord],
+    run: Callable[[], list[Tensor]],
+    likes: Sequence[Tensor],
+) -> list[Tensor]:
+    """Leave a program's drain to the model; tell a device that checks its streams when it has run."""
+    device = model.lanes.device
+    if not device.is_checked:
+        return model.drains.begin(run, likes, trained)
+    name = " ".join(part.value for part in key)
+
+    def watched() -> list[Tensor]:
+        with device.watching(f"the end of the {name} pass"):
+            results = run()
+        device.note(results, [], f"what comes after the {name} pass")
+        return results
+
+    return model.drains.begin(watched, likes, trained)
 
 
 def _nothing() -> None:

@@ -15,6 +15,7 @@ same (`cut`).  Nothing else that one rank alone may notice changes what a rank s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -24,7 +25,7 @@ from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
-from fcdp_compile.runtime.lanes.lanes import range_name
+from fcdp_compile.runtime.lanes.lanes import Lanes, range_name
 from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.parameters.record import Records
 from fcdp_compile.runtime.parameters.validity import Validity
@@ -33,6 +34,13 @@ Event = tuple[str, Direction, Variant]
 """The run of a program, equal on all ranks: the digest of its plan, and the schedule that it follows."""
 
 Transfer = tuple[Kind, Bucket]
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    bucket: Bucket
+    generation: int
+    pending: Pending
 
 
 class Seams:
@@ -46,6 +54,7 @@ class Seams:
         collectives: Collectives,
         codecs: Codecs,
         counters: Counters,
+        lanes: Lanes,
     ) -> None:
         self._records = records
         self._validity = validity
@@ -53,6 +62,7 @@ class Seams:
         self._collectives = collectives
         self._codecs = codecs
         self._counters = counters
+        self._lanes = lanes
         self._now: Event | None = None
         self._step = 0  # in which it began
         self._is_cut = False  # all ranks agreed that what follows `_now` must not start early
@@ -61,7 +71,7 @@ class Seams:
         self._after: dict[Event, Event | None] = {}
         self._leading: dict[Event, Sequence[Transfer]] = {}
         self._next: Event | None = None
-        self._early: dict[Transfer, tuple[int, Pending]] = {}
+        self._early: dict[tuple[Kind, int], _Started] = {}  # by the bucket's number
 
     # --- the order ----------------------------------------------------------------------------------------
 
@@ -108,20 +118,22 @@ class Seams:
         has_failed, self._has_failed = self._has_failed, False
         if has_failed or self._step != self._counters.steps:
             return True
-        buckets = [bucket for _, bucket in self._early]
+        generations = {s.bucket.id: s.generation for s in self._early.values()}
+        buckets = list({s.bucket.id: s.bucket for s in self._early.values()}.values())
         if not all(map(self._lives, buckets)):
             return True
         self._validity.notice(buckets)
-        now = {b.id: self._validity.generation(b) for b in buckets}
-        return any(generation != now[b.id] for (_, b), (generation, _) in self._early.items())
+        return any(generations[b.id] != self._validity.generation(b) for b in buckets)
 
     def take(self, kind: Kind, bucket: Bucket, generation: int | None) -> Pending | None:
         """The transfer, if it has started.
 
         generation: of the values that a backward needs; a forward's were compared in the agreement before it.
         """
-        started, pending = self._early.pop((kind, bucket), (None, None))
-        return pending if generation in (None, started) else None
+        started = self._early.pop((kind, bucket.id), None)
+        if started is None or generation not in (None, started.generation):
+            return None
+        return started.pending
 
     def cut(self) -> None:
         """As all ranks agreed: drop what has started, and never again start anything here."""
@@ -137,7 +149,9 @@ class Seams:
 
     def drop(self) -> None:
         """Drop the transfers that have started."""
-        self._early.clear()
+        if self._early:
+            self._early.clear()
+            self._lanes.settle()  # nothing will wait for what they read, which may be written to next
 
     def _start(self, kind: Kind, bucket: Bucket) -> None:
         name = range_name(kind, bucket)
@@ -155,14 +169,14 @@ class Seams:
             codec = self._codecs.of_weights(bucket)
             pending = self._collectives.all_gather(kind, home, name, codec=codec)
         else:
-            found = self._early.get((Kind.LOAD, bucket)) or self._early.get(
-                (Kind.INTER_ALL_GATHER, bucket)
+            found = self._early.get((Kind.LOAD, bucket.id)) or self._early.get(
+                (Kind.INTER_ALL_GATHER, bucket.id)
             )
-            if found is None or found[1].is_full:
+            if found is None or found.pending.is_full:
                 return
-            generation, node_shard = found
-            pending = self._collectives.all_gather(kind, node_shard, name)
-        self._early[kind, bucket] = generation, pending
+            generation = found.generation
+            pending = self._collectives.all_gather(kind, found.pending, name)
+        self._early[kind, bucket.id] = _Started(bucket, generation, pending)
 
 
 def startable(direction: Direction, transfers: Iterable[Transfer]) -> list[Transfer]:

@@ -36,6 +36,7 @@ from fcdp_compile.params.home_collectives import (
     reduced,
     steps_between,
 )
+from fcdp_compile.params.late import LateTensor
 from fcdp_compile.params.local_ops import is_in_place, run_locally
 from fcdp_compile.params.mesh import all_ranks_of
 from fcdp_compile.params.seal import Seal, are_shared
@@ -61,7 +62,7 @@ class HomeTensor(DTensor):
     @staticmethod
     def adopt(value: Any) -> Any:
         """Turn a DTensor on a home mesh into a HomeTensor in place; other values stay as they are."""
-        is_plain = type(value) is DTensor and type(value._local_tensor) is Tensor
+        is_plain = type(value) is DTensor and type(value._local_tensor) in (Tensor, LateTensor)
         if is_plain and all_ranks_of(value.device_mesh) is not None:
             value.__class__ = HomeTensor
         return value
@@ -325,6 +326,9 @@ def _adopted(found: Any) -> Any:
 
 def _held(tensor: DTensor) -> Tensor:
     held: Tensor = _SLOT.__get__(tensor)
+    if type(held) is LateTensor:
+        held = held.present()
+        _SLOT.__set__(tensor, held)
     return held
 
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import fcdp_compile
+from fcdp_compile.params.late import LateTensor
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside, assert_close, sgd
@@ -294,3 +296,70 @@ def _troubles(mesh: DeviceMesh) -> None:
 
 def test_what_one_rank_alone_notices_lets_ranks_start_the_same() -> None:
     run(_troubles, nodes=2, ranks_per_node=1)
+
+
+class _StopHereError(Exception):
+    """Raised by a hook in the middle of a backward."""
+
+
+def _is_late(parameter: nn.Parameter) -> bool:
+    """Whether the reduction of a parameter's gradient has not ended; asks without waiting for it."""
+    grad = Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]  # a descriptor, contrary to torch's types
+    return type(DTensor.__dict__["_local_tensor"].__get__(grad)) is LateTensor
+
+
+def _look_at_gradient(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    assert parameter.grad.norm().isfinite()
+
+
+def _late_gradients(mesh: DeviceMesh) -> None:
+    """Gradients are read by hooks, added to, taken by `autograd.grad`, and left by a backward that fails."""
+    fresh()
+    pair = Layered(mesh, CASES["model"], options={"compute": "eager"})
+    first, second = (named_layers(pair.model)[i].up.weight for i in (0, 1))
+    seen: list[bool] = []
+
+    def look(module: nn.Module, args: Any, result: Tensor) -> None:
+        result.register_hook(lambda grad: seen.append(_is_late(second)))
+
+    handle = named_layers(pair.model)[0].register_forward_hook(look)
+    pair.train(2)
+    handle.remove()
+    assert seen == [True, True]
+
+    for model in pair.both:  # two backwards, of which the second adds to what is there
+        layers = named_layers(model)
+        layers[1].up.weight.register_hook(lambda grad: grad * 2)
+        layers[1].down.weight.register_post_accumulate_grad_hook(_look_at_gradient)
+    for step in (2, 3):
+        pair.case.loss(pair.net, pair.data(step)).backward()
+        assert not _is_late(first)
+        assert not _is_late(second)
+        pair.plain_backward(step)
+    pair.compare_gradients()
+    pair.optimize()
+
+    weights = [[n.up.weight for n in named_layers(m)] for m in pair.both]
+    mine = torch.autograd.grad(pair.case.loss(pair.net, pair.data(4)), weights[0])
+    plain = pair.case.loss(pair.plain, pair.data(4, 0)) + pair.case.loss(
+        pair.plain, pair.data(4, 1)
+    )
+    for found, expected in zip(mine, torch.autograd.grad(plain / 2, weights[1]), strict=True):
+        assert_close(found.full_tensor(), expected, "autograd.grad")  # type: ignore[attr-defined]
+
+    def stop(grad: Tensor) -> None:
+        raise _StopHereError
+
+    handle = first.register_hook(stop)
+    with pytest.raises(_StopHereError):
+        pair.case.loss(pair.net, pair.data(5)).backward()
+    handle.remove()
+    assert second.grad.full_tensor().isfinite().all()
+    pair.optimizer.zero_grad()
+    pair.train(2)
+    pair.compare_parameters()
+
+
+def test_gradients_that_are_still_reduced_are_right_whoever_reads_them() -> None:
+    run(_late_gradients, nodes=2, ranks_per_node=1)

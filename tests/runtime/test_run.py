@@ -56,7 +56,7 @@ class Model:
         self.counters = Counters()
         self.collectives = SimpleNamespace()
         self.lanes = SimpleNamespace(device=Cpu())
-        self.records = SimpleNamespace(not_at_home=list, keys_of=lambda b: [b.id])
+        self.records = SimpleNamespace(not_at_home=list, keys_of=lambda b: [b.id], of=lambda b: [])
         self.seams = SimpleNamespace(
             begin=lambda event, leading: None,
             start_next=lambda room_bytes: None,
@@ -117,6 +117,7 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
             accumulates: bool = False,
             given: int = 0,
             then: Any = None,
+            drained: Any = None,
         ) -> tuple[Any, ...]:
             assert not given, "no model has its parameters among the arguments here"
             ran.append(name)
@@ -230,6 +231,7 @@ def _note(
     accumulates: bool,
     given: int,
     then: Any,
+    drained: Any,
 ) -> tuple[Any, ...]:
     assert not accumulates, "that is a forward's"
     ran.append(name)

@@ -33,7 +33,13 @@ def _model(strategy: str = "fcdp") -> Any:
         shards=lambda b: [shards[p.name] for p in b.params], of=lambda b: [here]
     )
     model.seams = Seams(
-        records, model.validity, model.cache, model.collectives, model.codecs, model.counters
+        records,
+        model.validity,
+        model.cache,
+        model.collectives,
+        model.codecs,
+        model.counters,
+        model.lanes,
     )
     return model
 
