@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from fcdp_compile import ops
-from fcdp_compile.plan import Kind
-from fcdp_compile.plan.reduction import REDUCING
-
-_REDUCED = (*REDUCING, Kind.COLLECT)
-_ENDING = (Kind.WAIT, Kind.FREE, Kind.COMPUTE, None)
+from fcdp_compile.plan.whole_step import drain_begins
 
 
 def last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
@@ -27,19 +23,8 @@ def last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
 
 
 def drain(nodes: Sequence[Node]) -> list[Node]:
-    """The last nodes before the output that do nothing but wait for reductions and compute from these.
-
-    See `runtime.drains`.
-    """
-    late: set[Node] = set()
-    for node in nodes[:-1]:
-        if _waits_for_reduction(node) or not late.isdisjoint(node.all_input_nodes):
-            late.add(node)
-    first = len(nodes) - 1
-    while nodes[first - 1] in late and ops.kind_of(nodes[first - 1]) in _ENDING:
-        first -= 1
-    return list(nodes[first:-1])
-
-
-def _waits_for_reduction(node: Node) -> bool:
-    return node.target is ops.wait and ops.kind_of(node.all_input_nodes[0]) in _REDUCED
+    """The last nodes before the output that belong to the drain (`runtime.drains`)."""
+    place = {node: at for at, node in enumerate(nodes)}
+    steps = nodes[:-1]
+    inputs = [[place[i] for i in node.all_input_nodes] for node in steps]
+    return list(steps[drain_begins([ops.kind_of(node) for node in steps], inputs) :])

@@ -16,6 +16,7 @@ from fcdp_compile import ops
 from fcdp_compile.devices import Device
 from fcdp_compile.plan import Bucket, Kind
 from fcdp_compile.plan.reduction import REDUCING
+from fcdp_compile.plan.whole_step import FETCHES
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.graph_order import drain, last_uses
@@ -30,7 +31,6 @@ _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.FLAT_ALL_GATHER: lambda collectives: collectives.flat_all_gather,
 }
 """The kinds of gathers that may send another format."""
-_FETCHES = (*_GATHERS, Kind.LOAD, Kind.INTRA_ALL_GATHER, Kind.INTRA_REST_ALL_GATHER)
 
 Call = Callable[[list[Any]], Any]
 """Runs one node on the values of a run."""
@@ -70,7 +70,7 @@ class Program:
             if n.op not in ("placeholder", "output")
         ]
         self._kinds = [ops.kind_of(n) for n in nodes if n.op not in ("placeholder", "output")]
-        self._last_fetch = max((i for i, k in enumerate(self._kinds) if k in _FETCHES), default=-1)
+        self._last_fetch = max((i for i, k in enumerate(self._kinds) if k in FETCHES), default=-1)
         (output,) = nodes[-1].args
         ending = drain(nodes)
         self._drain_at = len(self._instructions) - len(ending)

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from fcdp_compile.params.late import LateTensor
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Variant
 from fcdp_compile.plan.json import to_json
 from fcdp_compile.plan.recording import ScheduleKey
+from fcdp_compile.plan.whole_step import leading
 from fcdp_compile.runtime.collectives.agreement import (
     ACCUMULATES,
     SYNCHRONISES,
@@ -30,7 +30,7 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
-from fcdp_compile.runtime.seams import Transfer, startable
+from fcdp_compile.runtime.seams import Transfer
 from fcdp_compile.torch_compat import backward_number
 
 
@@ -168,10 +168,11 @@ class CompiledPlan:
     def _startable(self, key: ScheduleKey) -> list[Transfer]:
         """The transfers with which a schedule begins and that may start early; none without a schedule."""
         if key not in self._early:
-            schedules = {(s.direction, s.variant): s.steps for s in self.plan.schedules}
-            first = takewhile(lambda step: step.kind is not Kind.WAIT, schedules.get(key, ()))
-            steps = [(s.kind, self._buckets[s.bucket]) for s in first if s.bucket is not None]
-            self._early[key] = startable(key[0], steps)
+            schedules = {(s.direction, s.variant): s for s in self.plan.schedules}
+            steps = leading(schedules[key], self._buckets) if key in schedules else []
+            self._early[key] = [
+                (s.kind, self._buckets[s.bucket]) for s in steps if s.bucket is not None
+            ]
         return self._early[key]
 
     def _room_after(self, key: ScheduleKey) -> int | None:

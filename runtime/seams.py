@@ -14,7 +14,7 @@ same (`cut`).  Nothing else that one rank alone may notice changes what a rank s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,7 @@ class Seams:
     def begin(self, event: Event, leading: Sequence[Transfer]) -> None:
         """Note that a program begins; drop the transfers that started for another one.
 
-        leading: the transfers with which the program begins (`startable`).
+        leading: the transfers with which the program begins (`plan.whole_step.leading`).
         """
         if self._now is not None:
             seen = None if self._is_cut else event
@@ -177,23 +177,3 @@ class Seams:
             generation = found.generation
             pending = self._collectives.all_gather(kind, found.pending, name)
         self._early[kind, bucket.id] = _Started(bucket, generation, pending)
-
-
-def startable(direction: Direction, transfers: Iterable[Transfer]) -> list[Transfer]:
-    """The transfers among these, in order, that may start before their program.
-
-    A copy that lives until the backward may be loaded once only.  A backward gathers nothing between nodes
-    early, because ranks do not agree before it whether values have changed.
-    """
-    found: list[Transfer] = []
-    for kind, bucket in transfers:
-        if kind is Kind.LOAD:
-            is_possible = bucket.strategy.is_resident
-        elif kind is Kind.INTER_ALL_GATHER:
-            is_possible = direction is not Direction.BACKWARD
-        else:
-            sources = (Kind.LOAD, bucket), (Kind.INTER_ALL_GATHER, bucket)
-            is_possible = kind is Kind.INTRA_ALL_GATHER and any(s in found for s in sources)
-        if is_possible:
-            found.append((kind, bucket))
-    return found

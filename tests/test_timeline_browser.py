@@ -294,7 +294,13 @@ def test_other_variants_and_graphs_can_be_chosen(show: Any) -> None:
     opened.settle()
     assert opened.bar(Kind.INTER_ALL_GATHER).count() == 0
     assert opened.bar(Kind.LOAD).count() > 0
-    page.locator("#graph").select_option("1")
+    titles = page.locator("#graph option").all_inner_texts()
+    assert [t.partition(",")[0] for t in titles] == [
+        "1: the whole step",
+        "2: graph 0",
+        "3: graph 7",
+    ]
+    page.locator("#graph").select_option("2")
     opened.settle()
     assert opened.bar(Kind.INTER_ALL_GATHER).count() == 1
     assert page.locator(".story").count() == 2

@@ -219,7 +219,7 @@ def test_the_command_prints_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert out.startswith("<!doctype html>")
     assert out.endswith("</html>\n")
-    assert [g["graph"] for g in Page(out).data["graphs"]] == [0, 1]
+    assert [g["title"] for g in Page(out).data["graphs"]] == ["graph 0", "graph 1"]
     assert Page(out).data["speeds"]["inter"]["bytes_per_s"] == 125e6
     main(["dump", str(tmp_path), "--format", "html", "--graph", "backward"])
     graphs = Page(capsys.readouterr().out).data["graphs"]

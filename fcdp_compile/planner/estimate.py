@@ -37,6 +37,7 @@ from fcdp_compile.plan import (
     Tier,
     Variant,
 )
+from fcdp_compile.plan.whole_step import whole_step
 from fcdp_compile.planner.job import Job
 from fcdp_compile.planner.retarget import retarget, specs_of
 from fcdp_compile.planner.traced import TracedGraph, TracedModel
@@ -161,9 +162,10 @@ class _Estimation:
                 found.extend(points)
             saved = [sum(pair) for pair in zip(saved, graph.left_bytes, strict=True)]
         plans = self._with_accumulation(graphs, planned)
-        parts = tuple(self._parts(plans))
+        step = whole_step(plans)
+        parts = tuple(self._parts(step))
         waiting = _waiting_bytes(plans, _distinct(plans))
-        peak = max(p.peak_bytes or 0 for p in plans)
+        peak = max(p.peak_bytes or 0 for p in (step, *plans))
         return Estimate(
             strategy=self._strategy,
             job=self._job,
@@ -236,14 +238,12 @@ class _Estimation:
             step = planned.memory.at(sizes)
             yield [step.static_bytes + earlier + alive for alive in step.alive_bytes]
 
-    def _parts(self, plans: Sequence[Plan]) -> Iterator[Schedule]:
-        """Yield the schedules of an optimizer step: forwards in order, backwards in reverse order."""
+    def _parts(self, step: Plan) -> Iterator[Schedule]:
+        """Yield the schedules of an optimizer step: for each micro-batch a forward and a backward."""
         last = self._job.accumulate - 1
         for micro_batch in range(self._job.accumulate):
-            for plan in plans:
-                yield _forward(plan, is_first=micro_batch == 0)
-            for plan in reversed(plans):
-                yield _backward(plan, is_last=micro_batch == last)
+            yield _forward(step, is_first=micro_batch == 0)
+            yield _backward(step, is_last=micro_batch == last)
 
     def _cached_bytes(self, plans: Sequence[Plan]) -> int:
         return sum(b.host_bytes for b, at in _distinct(plans) if at.tier is Tier.HOST)

@@ -31,6 +31,7 @@ from fcdp_compile.plan import (
     Variant,
 )
 from fcdp_compile.plan.cost import Link, Machine, Timeline, simulate
+from fcdp_compile.plan.whole_step import of_one_step, whole_step
 from fcdp_compile.view.short_names import fold_numbers, fold_params
 from fcdp_compile.view.story import FLOWS, Flow, moved, tell, tell_sharding
 
@@ -103,9 +104,17 @@ def timeline_html(
         ],
         "kinds": [_kind(kind, text) for kind, text in _KINDS.items()],
         "graphs": [
-            _graph(plan, machine, {k[1:]: t for k, t in measured.items() if k.plan == i})
-            for i, plan in enumerate(plans)
-            if plan.schedules
+            *_whole_step(plans, machine),
+            *(
+                _graph(
+                    plan,
+                    machine,
+                    {k[1:]: t for k, t in measured.items() if k.plan == i},
+                    title=f"graph {plan.graph}",
+                )
+                for i, plan in enumerate(plans)
+                if plan.schedules
+            ),
         ],
     }
     parts = {
@@ -142,14 +151,26 @@ def _kind(kind: Kind, text: str) -> Json:
     return {"id": kind.value, "lane": LANES[kind].value, "text": text, "flow": flow}
 
 
+def _whole_step(plans: Sequence[Plan], machine: Machine) -> Iterator[Json]:
+    """The graphs of a step as one, if there are several."""
+    parts = of_one_step(plans)
+    if len(parts) > 1:
+        title = f"the whole step, {len(parts)} graphs"
+        yield _graph(whole_step(parts), machine, {}, title=title)
+
+
 def _graph(
-    plan: Plan, machine: Machine, measured: Mapping[tuple[Direction, Variant], Timeline]
+    plan: Plan,
+    machine: Machine,
+    measured: Mapping[tuple[Direction, Variant], Timeline],
+    *,
+    title: str,
 ) -> Json:
     return {
         "strategy": one_line(plan.strategy),
         "nodes": plan.nodes,
         "ranks_per_node": plan.ranks_per_node,
-        "graph": plan.graph,
+        "title": title,
         "sharding": tell_sharding(plan),
         "peak_bytes": plan.peak_bytes,
         "memory_limit_bytes": plan.memory_limit_bytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,8 @@ from builders_graph import Where, lower_toy
 from fcdp_compile.params.layout import choose_dim
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Direction, Kind, Variant
-from fcdp_compile.runtime.seams import Seams, startable
+from fcdp_compile.plan.whole_step import leading
+from fcdp_compile.runtime.seams import Seams
 from tests.passes.lockstep import cut
 from tests.runtime.fake_model import fake_model, program
 
@@ -119,22 +119,19 @@ def _pair(model: Any, *, early: bool) -> tuple[Any, ...]:
         running = program(made, direction)
         event = ("plan", direction, Variant.COLD)
         key = direction, Variant.COLD
-        first = takewhile(
-            lambda s: s.kind is not Kind.WAIT, describe(made.graphs[key], made.contexts[key]).steps
-        )
-        transfers = [(s.kind, made.buckets[s.bucket]) for s in first if s.bucket is not None]
-        leading = startable(direction, transfers)
-        assert leading
+        steps = leading(describe(made.graphs[key], made.contexts[key]), made.buckets)
+        transfers = [(s.kind, made.buckets[s.bucket]) for s in steps if s.bucket is not None]
+        assert transfers
         if early:
             for is_known in (False, True):
                 model.seams.begin(before, [])
                 model.seams.start_next(None)
                 assert bool(model.seams._early) == is_known
                 if not is_known:
-                    model.seams.begin(event, leading)
+                    model.seams.begin(event, transfers)
             if direction is FORWARD:
                 assert not model.seams.is_outdated()
-        model.seams.begin(event, leading)
+        model.seams.begin(event, transfers)
         results = running.run(model, args.pop(direction))
         assert not model.seams._early
         args[BACKWARD] = [*results[1:], T]

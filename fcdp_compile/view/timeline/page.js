@@ -74,7 +74,7 @@ function drawChoices() {
     const select = element("select", { id: "graph", "data-key": "graph" });
     DATA.graphs.forEach((g, i) => {
       const directions = [...new Set(g.schedules.map((s) => NAMES[s.direction].toLowerCase()))].join(" and ");
-      const option = element("option", { value: i }, `${i + 1}: graph ${g.graph}, ${directions}`);
+      const option = element("option", { value: i }, `${i + 1}: ${g.title}, ${directions}`);
       option.selected = i === state.graph;
       select.append(option);
     });
