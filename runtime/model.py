@@ -13,6 +13,7 @@ from fcdp_compile.devices import Device
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Bucket, Placement, Plan
+from fcdp_compile.plan.whole_step import of_one_step, whole_step
 from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
@@ -173,8 +174,11 @@ class ShardedModel:
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The most device memory that a step of any compiled graph is predicted to take."""
-        return max((plan.peak_bytes or 0 for plan in self.plans.values()), default=None)
+        """The most device memory that a step of any graph, or of all together, is predicted to take."""
+        plans = [self.plans[number] for number in sorted(self.plans)]
+        if parts := of_one_step(plans):
+            plans.append(whole_step(parts))
+        return max((plan.peak_bytes or 0 for plan in plans), default=None)
 
     def release_rivals(self, bucket: Bucket) -> None:
         """Release copies of buckets that this bucket replaces because parameters were frozen or unfrozen."""

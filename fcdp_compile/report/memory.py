@@ -13,10 +13,10 @@ from fcdp_compile.sharding.shard import state_of
 class Memory:
     """Bytes of this rank's device.
 
-    predicted_peak_bytes: the highest peak of the model's plans, for a step with the tiers that they chose;
-    None before the first is compiled.  measured_peak_bytes: the most that this process ever allocated, also
-    for other uses (as torch counts it); None on a CPU, where nothing counts it.  fallbacks: buckets planned
-    for the device that are on the host because the device was too full.
+    predicted_peak_bytes: the highest peak of the plans, alone and as one step, with the tiers that they
+    chose; None before the first is compiled.  measured_peak_bytes: the most that this process ever
+    allocated, also for other uses (as torch counts it); None on a CPU, where nothing counts it.
+    fallbacks: buckets planned for the device that are on the host because the device was too full.
     """
 
     predicted_peak_bytes: int | None
