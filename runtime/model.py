@@ -77,7 +77,7 @@ class ShardedModel:
         self.outside = self._outside_reads()
         self.accumulation = self._accumulation()
         self.seams = self._seams()
-        self.drains = Drains()
+        self.drains = Drains(device)
         self.whole: dict[str, WholeParameter] = {}
         self.optimizer_hooks = OptimizerHooks(
             topology,

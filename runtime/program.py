@@ -24,6 +24,7 @@ from fcdp_compile.runtime.lanes.lanes import range_name
 from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.run_state import RunState
+from fcdp_compile.torch_compat import MemoryLayout
 
 _GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
     Kind.INTER_ALL_GATHER: lambda collectives: collectives.all_gather,
@@ -38,8 +39,8 @@ Call = Callable[[list[Any]], Any]
 Around = Callable[[int, Call], Call]
 """Wraps the call of a step, which is given with its index."""
 
-Drained = Callable[[Callable[[], list[Tensor]], Sequence[Tensor]], list[Tensor]]
-"""Takes a drain and tensors like its results; returns the results (`Drains.begin`)."""
+Drained = Callable[[Callable[[], list[Tensor]], Sequence[MemoryLayout]], list[Tensor]]
+"""Takes a drain and the layouts of its results; returns the results (`Drains.begin`)."""
 
 
 class Program:
@@ -75,8 +76,10 @@ class Program:
         ending = drain(nodes)
         self._drain_at = len(self._instructions) - len(ending)
         late = dict.fromkeys(o for o in output if o in ending)
-        # The places and fake tensors of the results that the drain computes.
-        self._late = {self._place[o]: o.meta["val"] for o in late}
+        self._late = [
+            self._place[o] for o in late
+        ]  # the places of the results that the drain computes
+        self._layouts: list[MemoryLayout] = []  # of these results, once they are known
         self._outputs = [self._place[o] if isinstance(o, Node) else None for o in output]
         self._constants = [None if isinstance(o, Node) else o for o in output]
         self._unused = [self._place[n] for n in nodes if n.op == "placeholder" and not n.users]
@@ -127,7 +130,9 @@ class Program:
         instructions = self._instructions if around is None else self._with(around)
         run = RunState(model, accumulates=accumulates, given=given)
         values = self._start(run, args)
-        before = len(instructions) if drained is None or not self._late else self._drain_at
+        if drained is not None and not self._layouts:
+            drained = None
+        before = len(instructions) if drained is None else self._drain_at
         with _clearing(values, model):
             if self._last_fetch < 0:
                 then()
@@ -138,9 +143,10 @@ class Program:
                 if i == self._last_fetch:
                     then()
             run.refuse_changed()
-            if drained is not None and self._late:
-                late = drained(partial(self._drain, model, values), list(self._late.values()))
+            if drained is not None:
+                late = drained(partial(self._drain, model, values), self._layouts)
                 return self._results(values, dict(zip(self._late, late, strict=True)))
+            self._layouts = [MemoryLayout.of(values[place]) for place in self._late]
         return self._results(values, {})
 
     def _drain(self, model: ShardedModel, values: list[Any]) -> list[Tensor]:
@@ -150,7 +156,9 @@ class Program:
                 values[place] = call(values)
                 for d in dead:
                     values[d] = None
-            return [values[place] for place in self._late]
+            results = [values[place] for place in self._late]
+            self._layouts = [MemoryLayout.of(result) for result in results]
+            return results
 
     def _results(self, values: list[Any], late: dict[int, Tensor]) -> tuple[Any, ...]:
         return tuple(

@@ -31,7 +31,7 @@ from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
 from fcdp_compile.runtime.seams import Transfer
-from fcdp_compile.torch_compat import backward_number
+from fcdp_compile.torch_compat import MemoryLayout, backward_number
 
 
 class CompiledPlan:
@@ -268,12 +268,12 @@ def _drained(
     model: ShardedModel,
     trained: Sequence[ParamRecord],
     run: Callable[[], list[Tensor]],
-    likes: Sequence[Tensor],
+    layouts: Sequence[MemoryLayout],
 ) -> list[Tensor]:
     """Leave a program's drain to the model; tell a device that checks its streams when it has run."""
     device = model.lanes.device
     if not device.is_checked:
-        return model.drains.begin(run, likes, trained)
+        return model.drains.begin(run, layouts, trained)
     name = " ".join(part.value for part in key)
 
     def watched() -> list[Tensor]:
@@ -282,7 +282,7 @@ def _drained(
         device.note(results, [], f"what comes after the {name} pass")
         return results
 
-    return model.drains.begin(watched, likes, trained)
+    return model.drains.begin(watched, layouts, trained)
 
 
 def _nothing() -> None:

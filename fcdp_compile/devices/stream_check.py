@@ -33,7 +33,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fcdp_compile.devices.clocks import Access, CheckedMemory, Clock, Clocks, Party
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.torch_compat import DispatchMode, OpOverload, storage_id, tree_leaves
+from fcdp_compile.torch_compat import (
+    DispatchMode,
+    OpOverload,
+    is_wrapper_subclass,
+    storage_id,
+    tree_leaves,
+)
 
 _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 """Operators of aten whose results have memory but no values."""
@@ -221,7 +227,7 @@ class _OperatorWatch(DispatchMode):
         result = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         known = {storage_id(t) for t in (*reads, *writes)}
-        found = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        found = _with_memory(result)
         made = [t for t in found if storage_id(t) not in known]
         if name in _UNWRITTEN or name == _FROM_PYTHON:
             self._check.allocated(found)
@@ -243,6 +249,11 @@ class _OperatorWatch(DispatchMode):
         return len(kinds) > 1 and not given.get("non_blocking", False)
 
 
+def _with_memory(value: Any) -> list[Tensor]:
+    """The tensors in a value; a subclass that wraps other tensors has no memory of its own."""
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and not is_wrapper_subclass(t)]
+
+
 def _given(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that an operator reads and those that it writes to."""
     reads: list[Tensor] = []
@@ -250,7 +261,7 @@ def _given(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor
     is_collective = func.namespace == "c10d"  # its schemas do not mark what is written to
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
-        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        tensors = _with_memory(value)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written or (is_collective and not argument.name.startswith("input")):
             writes += tensors

@@ -88,6 +88,11 @@ class HomeTensor(DTensor):
         """The local tensor, with its memory and values, for reading."""
         return _held(self)
 
+    def settle(self) -> None:
+        """Replace a late local tensor by the tensor with its values."""
+        if type(held := _SLOT.__get__(self)) is LateTensor:
+            _SLOT.__set__(self, held.present())
+
     def expose(self) -> None:
         """Break the seal, because a caller is about to get access to the memory and may write to it."""
         if self.seal is not None:
@@ -121,6 +126,11 @@ class HomeTensor(DTensor):
         adopted: DTensor = HomeTensor.adopt(found)
         return adopted
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        return memo[id(self)]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickled as a plain DTensor, so that reading it does not need fcdp.
         self.expose()  # another process may share the memory
@@ -128,6 +138,10 @@ class HomeTensor(DTensor):
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is _aten.detach.default and type(late := _SLOT.__get__(args[0])) is LateTensor:
+        return HomeTensor.adopt(
+            DTensor.__new__(DTensor, late.detach(), args[0]._spec, requires_grad=False)
+        )
     _expose(func, args, kwargs)
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, *args)
@@ -326,10 +340,7 @@ def _adopted(found: Any) -> Any:
 
 def _held(tensor: DTensor) -> Tensor:
     held: Tensor = _SLOT.__get__(tensor)
-    if type(held) is LateTensor:
-        held = held.present()
-        _SLOT.__set__(tensor, held)
-    return held
+    return held.present() if type(held) is LateTensor else held
 
 
 def _present(tensor: DTensor) -> Tensor:

@@ -12,30 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcdp_compile.torch_compat import WrapperTensor, tree_map_only
+from fcdp_compile.torch_compat import MemoryLayout, WrapperTensor, tree_map_only
 
 
 class Awaited:
-    """A value that `finish` puts into `value`."""
+    """A value that somebody puts into `value`, at the latest when `wait` is called."""
 
-    __slots__ = ("finish", "value")
+    __slots__ = ("__weakref__", "_wait", "value")
 
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.finish = finish
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
         self.value: Tensor | None = None
 
     def get(self) -> Tensor:
-        """The value; waits for it."""
-        if self.value is None:
-            self.finish()
-        assert self.value is not None, "`finish` has set it"
+        """The value, complete for the next work on this thread's stream."""
+        self._wait()
+        assert self.value is not None, "`wait` has set it"
         return self.value
 
 
 class LateTensor(WrapperTensor):
-    """A tensor of the shape, strides, dtype and device of `like`, with the values of `awaited`."""
+    """A tensor of this layout, with the values of `awaited`."""
 
-    def __init__(self, like: Tensor, awaited: Awaited) -> None:
+    def __init__(self, layout: MemoryLayout, awaited: Awaited) -> None:
+        self._layout = layout
         self._awaited = awaited
 
     def present(self) -> Tensor:
@@ -47,6 +47,6 @@ class LateTensor(WrapperTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd detaches what it puts into `.grad`
-            return LateTensor(args[0], args[0]._awaited)
+            return LateTensor(args[0]._layout, args[0]._awaited)
         args, kwargs = tree_map_only(LateTensor, LateTensor.present, (args, kwargs or {}))
         return func(*args, **kwargs)

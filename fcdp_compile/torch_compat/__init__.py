@@ -64,6 +64,7 @@ from fcdp_compile.torch_compat.storages import Sanitizer as Sanitizer
 from fcdp_compile.torch_compat.storages import cuda_sanitizer as cuda_sanitizer
 from fcdp_compile.torch_compat.storages import storage_id as storage_id
 from fcdp_compile.torch_compat.storages import storage_uses as storage_uses
+from fcdp_compile.torch_compat.tensors import MemoryLayout as MemoryLayout
 from fcdp_compile.torch_compat.tensors import WrapperTensor as WrapperTensor
 
 DispatchMode = TorchDispatchMode

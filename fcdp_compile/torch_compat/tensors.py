@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class WrapperTensor(Tensor):
-    """A tensor without memory: every op on it is a call of its class's `__torch_dispatch__`.
+class MemoryLayout(NamedTuple):
+    """Where a tensor has its elements, without the memory itself."""
 
-    It has the shape, strides, dtype and device of `like`.
-    """
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
 
     @staticmethod
-    def __new__(cls, like: Tensor, *args: Any) -> Any:
+    def of(tensor: Tensor) -> MemoryLayout:
+        """The layout of a tensor."""
+        where = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return MemoryLayout(*where, tensor.dtype, tensor.device)
+
+
+class WrapperTensor(Tensor):
+    """A tensor without memory: every op on it is a call of its class's `__torch_dispatch__`."""
+
+    @staticmethod
+    def __new__(cls, layout: MemoryLayout, *args: Any) -> Any:
         return Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            cls,
+            layout.shape,
+            strides=layout.stride,
+            storage_offset=layout.offset,
+            dtype=layout.dtype,
+            device=layout.device,
         )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # typed as a method

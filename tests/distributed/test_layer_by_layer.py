@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -308,6 +309,12 @@ def _is_late(parameter: nn.Parameter) -> bool:
     return type(DTensor.__dict__["_local_tensor"].__get__(grad)) is LateTensor
 
 
+def _doubled(grad: Tensor) -> Tensor:
+    if isinstance(grad, DTensor):
+        assert type(grad.to_local()) is type(grad._local_tensor) is Tensor
+    return grad * 2
+
+
 def _look_at_gradient(parameter: nn.Parameter) -> None:
     assert parameter.grad is not None
     assert parameter.grad.norm().isfinite()
@@ -326,11 +333,17 @@ def _late_gradients(mesh: DeviceMesh) -> None:
     handle = named_layers(pair.model)[0].register_forward_hook(look)
     pair.train(2)
     handle.remove()
-    assert seen == [True, True]
+    assert seen == [False, True], seen  # the first backward shows what memory a gradient has
+
+    pair.case.loss(pair.net, pair.data(2)).backward()
+    assert len({id(copy.deepcopy(p.grad)) for p in pair.model.parameters()}) > 1
+    with torch.no_grad():  # traces the layers again, while there are gradients
+        pair.losses(2)
+    pair.optimizer.zero_grad()
 
     for model in pair.both:  # two backwards, of which the second adds to what is there
         layers = named_layers(model)
-        layers[1].up.weight.register_hook(lambda grad: grad * 2)
+        layers[1].up.weight.register_hook(_doubled)
         layers[1].down.weight.register_post_accumulate_grad_hook(_look_at_gradient)
     for step in (2, 3):
         pair.case.loss(pair.net, pair.data(step)).backward()
@@ -345,6 +358,7 @@ def _late_gradients(mesh: DeviceMesh) -> None:
     plain = pair.case.loss(pair.plain, pair.data(4, 0)) + pair.case.loss(
         pair.plain, pair.data(4, 1)
     )
+    assert all(type(g.to_local()) is Tensor for g in mine)  # type: ignore[attr-defined]
     for found, expected in zip(mine, torch.autograd.grad(plain / 2, weights[1]), strict=True):
         assert_close(found.full_tensor(), expected, "autograd.grad")  # type: ignore[attr-defined]
 

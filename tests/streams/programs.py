@@ -202,6 +202,29 @@ def fail_midway(job: Job) -> None:
     job.step()
 
 
+def offload_gradients(job: Job) -> None:
+    """Hooks read gradients on another stream, and the optimizer waits for it."""
+    device = job.device
+    stream = device.new_stream(is_urgent=False)
+
+    def read(parameter: nn.Parameter) -> None:
+        now = device.record()
+        with device.on(stream), device.watching("a hook on another stream"):
+            stream.wait_event(now)
+            device.note([parameter.grad.to_local()], [], "a hook's read")  # type: ignore[union-attr]
+
+    handles = [p.register_post_accumulate_grad_hook(read) for p in job.model.parameters()]
+    for _ in range(2):
+        job.loss().backward()
+        with device.on(stream):
+            now = device.record()
+        device.current_stream().wait_event(now)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    for handle in handles:
+        handle.remove()
+
+
 @contextmanager
 def _failing(collectives: Any, kind: Kind) -> Iterator[None]:
     """The third collective of a kind fails before it is given to its lane."""
@@ -273,6 +296,7 @@ PROGRAMS = {
     "layers with adapters": Program(build=adapted, is_layered=True),
     "layers, accumulation": Program(is_layered=True, once=accumulate),
     "layers, through the host": Program(is_layered=True, is_blocking=True),
+    "layers, gradients read on another stream": Program(is_layered=True, once=offload_gradients),
     "layers, a step that fails": Program(is_layered=True, once=fail_midway),
     "uncompiled": Program(compute=None, once=train_eagerly),
 }
