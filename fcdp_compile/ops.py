@@ -47,12 +47,27 @@ def _fake_reduce_grad(grad: Tensor, key: str) -> Tensor:
     return grad.new_empty(spec.local_shape, dtype=spec.home_dtype)
 
 
+@torch.library.custom_op("fcdp::accumulate_grad", mutates_args=())
+def accumulate_grad(grad: Tensor, key: str) -> Tensor:
+    """Let the full gradient of parameter `key` wait for the next micro-batch's; returns negative zeros.
+
+    Only backwards that run eagerly call it; graphs have variants for that.
+    """
+    return registry.owner_of(key).accumulate_eagerly(key, grad)
+
+
+accumulate_grad.register_fake(_fake_reduce_grad)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.key = inputs[1]
+    is_traced = type(output) is not Tensor
+    ctx.accumulates = not is_traced and registry.owner_of(ctx.key).accumulates_eagerly(ctx.key)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return torch.ops.fcdp.reduce_grad(grad, ctx.key), None
+    reduce = torch.ops.fcdp.accumulate_grad if ctx.accumulates else torch.ops.fcdp.reduce_grad
+    return reduce(grad, ctx.key), None
 
 
 unshard.register_autograd(_backward, setup_context=_setup)

@@ -16,9 +16,8 @@ from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.inline import fake_flat, inline
-from fcdp_compile.plan import Bucket, Kind, Tier, Variant
-from fcdp_compile.plan.reduction import INTER_KINDS, REDUCTIONS, all_reduce_bytes
-from fcdp_compile.strategy import Scope
+from fcdp_compile.plan import Bucket, Tier, Variant
+from fcdp_compile.plan.reduction import INTER_KINDS, REDUCTIONS, all_reduce_bytes, waits_before
 from fcdp_compile.strategy.formats import Format, row_bytes
 
 
@@ -131,14 +130,12 @@ def _reduction_steps(bucket: Bucket, ctx: PassContext) -> list[tuple[Callable[..
     steps: list[tuple[Callable[..., Any], int]] = []
     variant, strategy = _variant(bucket, ctx), bucket.strategy
     for kind in REDUCTIONS[strategy.home]:
-        is_inter = kind in INTER_KINDS
-        whole = Scope.INTRA if is_inter else Scope.NONE
-        is_first = kind is not Kind.INTRA_GRAD_ALL_GATHER
-        if is_first and strategy.gradient is whole and variant is Variant.ACCUMULATE:
+        is_here = waits_before(kind, strategy.gradient)
+        if is_here and variant is Variant.ACCUMULATE:
             return [*steps, (ops.collect, 1), (ops.accumulate, 1)]
-        if is_first and strategy.gradient is whole and variant is Variant.COLLECT:
+        if is_here and variant is Variant.COLLECT:
             steps.append((ops.collect, 1))
-        size = ctx.nodes if is_inter else ctx.ranks_per_node
+        size = ctx.nodes if kind in INTER_KINDS else ctx.ranks_per_node
         if size > 1:
             steps.append((_OPS[kind], size))
     return steps

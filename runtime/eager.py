@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Kind
-from fcdp_compile.plan.reduction import REDUCTIONS
+from fcdp_compile.plan.reduction import REDUCTIONS, waits_before
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.lanes.pending import Pending
@@ -43,21 +45,44 @@ class Eager:
         # An op must not return its input; `full` is the input if nothing was gathered or cast.
         return full.clone() if full.data_ptr() == shard.data_ptr() else full
 
-    def reduce(self, spec: ParamSpec, grad: Tensor) -> Tensor:
-        """Average a full gradient over all ranks and return this rank's shard of it."""
-        topology = self._topology
-        if topology.ranks > 1:
+    def reduce(
+        self, spec: ParamSpec, grad: Tensor, collect: Callable[[Pending], Pending] | None = None
+    ) -> Tensor:
+        """Average a full gradient over all ranks and return this rank's shard of it.
+
+        collect: adds the gradients that wait, where they wait.
+        """
+        if self._topology.ranks > 1:
             same_act(self._collectives, f"reduces the gradient of parameter {spec.name!r}")
-        packed = pack_grads([grad], [spec.layout], spec.reduce_dtype)
-        if spec.strategy.home is Scope.NONE:
-            packed = padded(packed, topology.ranks_per_node)
-        pending = Pending(packed)
+        pending = self._packed(spec, grad)
         for kind in REDUCTIONS[spec.strategy.home]:
-            if self._collectives.group_size(kind) > 1:
-                pending = self._collectives.reduction(kind, pending, _range_name(kind, spec))
+            if collect is not None and waits_before(kind, spec.strategy.gradient):
+                pending = collect(pending)
+            pending = self._reduced(kind, spec, pending)
         whole = pending.wait()
         shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
+
+    def reduce_to_wait(self, spec: ParamSpec, grad: Tensor) -> Pending:
+        """Average a full gradient over the ranks of its strategy's gradient scope, where it waits."""
+        same_act(self._collectives, f"accumulates the gradient of parameter {spec.name!r}")
+        pending = self._packed(spec, grad)
+        for kind in REDUCTIONS[spec.strategy.home]:
+            if waits_before(kind, spec.strategy.gradient):
+                break
+            pending = self._reduced(kind, spec, pending)
+        return pending
+
+    def _packed(self, spec: ParamSpec, grad: Tensor) -> Pending:
+        packed = pack_grads([grad], [spec.layout], spec.reduce_dtype)
+        if spec.strategy.home is Scope.NONE:
+            packed = padded(packed, self._topology.ranks_per_node)
+        return Pending(packed)
+
+    def _reduced(self, kind: Kind, spec: ParamSpec, pending: Pending) -> Pending:
+        if self._collectives.group_size(kind) == 1:
+            return pending
+        return self._collectives.reduction(kind, pending, _range_name(kind, spec))
 
 
 def gathers(spec: ParamSpec) -> str:

@@ -74,8 +74,8 @@ class ShardedModel:
             topology, self.records, self.validity, self.cache, self.collectives, self.codecs
         )
         self.buckets = GraphBuckets(self.records)
-        self.outside = self._outside_reads()
         self.accumulation = self._accumulation()
+        self.outside = self._outside_reads()
         self.seams = self._seams()
         self.drains = Drains(device)
         self.whole: dict[str, WholeParameter] = {}
@@ -128,6 +128,7 @@ class ShardedModel:
             self.counters,
             self.placements,
             self.buckets,
+            self.accumulation,
         )
 
     # --- what the traced ops need (registry.Owner) -------------------------------------------------------
@@ -149,6 +150,14 @@ class ShardedModel:
     def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
         """Average one full gradient over all ranks now and return this rank's shard of it."""
         return self.outside.reduce(key, grad)
+
+    def accumulates_eagerly(self, key: str) -> bool:
+        """Whether the backward of a forward that runs now accumulates this parameter's gradient."""
+        return self.accumulation.is_on and self.outside.may_accumulate(key)
+
+    def accumulate_eagerly(self, key: str, grad: Tensor) -> Tensor:
+        """Let one full gradient wait for the next micro-batch's; negative zeros for autograd."""
+        return self.outside.accumulate(key, grad)
 
     def make_groups(self) -> None:
         """Make the groups that only some strategies need; all ranks of the mesh must call it."""

@@ -4,7 +4,7 @@
 Otherwise the parameter gets a bucket of its own, if its strategy keeps copies until values change.  Either
 bucket is validated like before a graph, and gathered between nodes if its copy is outdated.  So the bytes
 between nodes are those of a graph, but nothing hides the wait.  Host memory must have room; other parameters
-are gathered at every use.
+are gathered at every use.  Within `no_sync` their gradients wait like a graph's, if there is room.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,12 +31,14 @@ from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.eager import Eager, gathers
 from fcdp_compile.runtime.lanes.lanes import range_name
+from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.parameters.buckets import GraphBuckets
 from fcdp_compile.runtime.parameters.record import Records
 from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
 from fcdp_compile.runtime.parameters.validity import Validity
-from fcdp_compile.strategy import Cache
+from fcdp_compile.strategy import Cache, GradientOn
 from fcdp_compile.strategy.formats import Format
+from fcdp_compile.torch_compat import backward_number
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +66,9 @@ class OutsideReads:
         counters: Counters,
         placements: dict[int, Placement],
         buckets: GraphBuckets,
+        accumulation: Accumulation,
     ) -> None:
+        self._ranks = topology.ranks
         self._records = records
         self._validity = validity
         self._cache = cache
@@ -73,6 +78,8 @@ class OutsideReads:
         self._placements = placements
         self._buckets = buckets
         self._eager = Eager(topology, collectives)
+        self._accumulation = accumulation
+        self._waiting: dict[str, Bucket] = {}  # of gradients
         self._own: dict[str, Bucket] = {}
         # Parameters that have had own buckets, and those of them of which a module has gone.
         self._watched: set[str] = set()
@@ -126,10 +133,61 @@ class OutsideReads:
         return self._eager.gather(self._records[key].spec, shard, dtype)
 
     def reduce(self, key: str, grad: Tensor) -> Tensor:
-        """Average a full gradient over all ranks and return this rank's shard of it."""
+        """Average a full gradient over all ranks and return this rank's shard of it.
+
+        Gradients of the parameter that wait (`accumulate`) are in it, and then wait no longer.
+        """
         spec = self._records[key].spec
         with self._cost.counted(spec.name):
-            return self._eager.reduce(spec, grad)
+            bucket = self._waiting.get(key)
+            if bucket is None or not self._accumulation.waits_for([bucket.id]):
+                return self._eager.reduce(spec, grad)
+            self._accumulation.begin_graph(backward_number(), accumulates=False)
+            collect = partial(
+                self._accumulation.collect, bucket, (spec.name,), dtype=spec.reduce_dtype
+            )
+            return self._eager.reduce(spec, grad, collect)
+
+    # --- gradients that wait ------------------------------------------------------------------------------
+
+    def may_accumulate(self, key: str) -> bool:
+        """Whether a gradient from outside of graphs can wait, the same on all ranks: there is room for it."""
+        spec = self._records[key].spec
+        if self._ranks == 1 or spec.strategy.accumulates_on is None:
+            return False
+        if key not in self._waiting:
+            number = -1 - 2 * len(self._numbers) - list(self._numbers).index(key)
+            why = "reduced outside of graphs"
+            bucket = exact_bucket(number, [spec], is_frozen=False, why=why)
+            on_host = spec.strategy.uses_host and spec.strategy.accumulates_on is not GradientOn.GPU
+            size_bytes = bucket.waiting_gradient_bytes if on_host else 0
+            memory = self._host_memory
+            if size_bytes > memory.budget.bytes - memory.planned_bytes:
+                return False
+            memory.unplanned_bytes += size_bytes
+            tier = Tier.HOST if on_host else Tier.GPU
+            self._placements[number] = Placement(
+                bucket=number, tier=Tier.NONE, gradient_tier=tier, why=why
+            )
+            self._waiting[key] = bucket
+        return True
+
+    def accumulate(self, key: str, grad: Tensor) -> Tensor:
+        """Let a full gradient wait for the next micro-batch's; negative zeros for autograd to add to `.grad`.
+
+        Nothing is sent between nodes, if the strategy's gradients wait before that.
+        """
+        spec, bucket = self._records[key].spec, self._waiting[key]
+        params = (spec.name,)
+        with self._cost.counted(spec.name):
+            self._accumulation.begin_graph(backward_number(), accumulates=True)
+            part = self._eager.reduce_to_wait(spec, grad)
+            wide = torch.promote_types(spec.reduce_dtype, torch.float32)
+            total = self._accumulation.collect(bucket, params, part, wide)
+            self._accumulation.accumulate(bucket, params, total).wait()
+        return torch.full(spec.local_shape, -0.0, dtype=spec.home_dtype, device=grad.device)
+
+    # --- warnings -----------------------------------------------------------------------------------------
 
     def note_graphs(self) -> None:
         """Note that graphs were compiled: reads outside of them are a loss now, and are warned of."""

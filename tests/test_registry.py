@@ -31,6 +31,12 @@ class Owner:
     def reduce_eagerly(self, key: str, grad: torch.Tensor) -> torch.Tensor:
         return grad.new_full(self._spec.local_shape, 8)
 
+    def accumulates_eagerly(self, key: str) -> bool:
+        return False
+
+    def accumulate_eagerly(self, key: str, grad: torch.Tensor) -> torch.Tensor:
+        return grad.new_full(self._spec.local_shape, 9)
+
 
 @pytest.fixture
 def owner() -> Owner:

@@ -54,6 +54,12 @@ class Owner(Protocol):
     def reduce_eagerly(self, key: str, grad: torch.Tensor) -> torch.Tensor:
         """Reduce one gradient now."""
 
+    def accumulates_eagerly(self, key: str) -> bool:
+        """Whether the backward of a forward that runs now accumulates this parameter's gradient."""
+
+    def accumulate_eagerly(self, key: str, grad: torch.Tensor) -> torch.Tensor:
+        """Let one gradient wait for the next micro-batch's."""
+
 
 _owners: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
 _numbers = itertools.count()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fcdp_compile.params.layout import ParamLayout
-from fcdp_compile.strategy import Strategy
+from fcdp_compile.strategy import Scope, Strategy
 from fcdp_compile.strategy.formats import Format, row_bytes
 from fcdp_compile.strategy.gathering import Algorithm
 
@@ -188,6 +188,13 @@ class Bucket:
     def host_bytes(self) -> int:
         """Bytes of the node shard in host memory."""
         return row_bytes(self._slots, self.host_format, self.itemsize) * self.nodes
+
+    @property
+    def waiting_gradient_bytes(self) -> int:
+        """Bytes on one rank of the bucket's accumulated gradients, in fp32 or wider."""
+        is_whole = self.strategy.gradient is Scope.NONE
+        slots = self.ranks if is_whole else self.nodes
+        return self.slot_elements * slots * max(4, self.reduce_itemsize)
 
     @property
     def _slots(self) -> list[int]:

@@ -30,6 +30,15 @@ INTER_KINDS = (Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER, Kind.INTER_ALL_
 """Collectives over the ranks at one place of every node; others run over the ranks of a node."""
 
 
+def waits_before(kind: Kind, gradient: Scope) -> bool:
+    """Whether gradients of micro-batches wait before this step of a reduction.
+
+    gradient: the strategy's scope of accumulated gradients.
+    """
+    done = Scope.INTRA if kind in INTER_KINDS else Scope.NONE
+    return gradient is done and kind is not Kind.INTRA_GRAD_ALL_GATHER
+
+
 def all_reduce_bytes(elements: int, itemsize: int, size: int) -> int:
     """Bytes that each of `size` ranks sends to the others: for a reduce-scatter and an all-gather."""
     return 2 * (size - 1) * -(-elements // size) * itemsize

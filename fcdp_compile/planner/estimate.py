@@ -21,7 +21,6 @@ from fcdp_compile.ops import REDUCE_GRAD
 from fcdp_compile.params.spec import fit_strategy
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.memory.curve import evaluate, storages
-from fcdp_compile.passes.memory.place_gradients import gradient_bytes
 from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.pipeline import Graphs
 from fcdp_compile.passes.planning.book import BucketBook
@@ -322,7 +321,7 @@ def _waiting_bytes(
     found = dict.fromkeys(Tier, 0)
     for bucket, placement in placed:
         if bucket.id in waiting:
-            found[placement.gradient_tier] += gradient_bytes(bucket)
+            found[placement.gradient_tier] += bucket.waiting_gradient_bytes
     return found
 
 

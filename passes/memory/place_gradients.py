@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fcdp_compile.plan import Bucket, Placement, Tier
-from fcdp_compile.strategy import GradientOn, Scope
+from fcdp_compile.strategy import GradientOn
 
 
 def place_gradients(
@@ -21,10 +21,10 @@ def place_gradients(
     """
     if room_bytes is not None:  # gradients without a choice take theirs in any case
         on_gpu = [b for b in buckets if placements[b.id].gradient_tier is Tier.GPU]
-        room_bytes -= sum(map(gradient_bytes, on_gpu))
+        room_bytes -= sum(b.waiting_gradient_bytes for b in on_gpu)
     placed = dict(placements)
     for bucket in buckets:
-        size_bytes = gradient_bytes(bucket)
+        size_bytes = bucket.waiting_gradient_bytes
         may_choose = bucket.strategy.accumulates_on is GradientOn.AUTO
         fits = room_bytes is None or size_bytes <= room_bytes
         if placed[bucket.id].gradient_tier is Tier.HOST and may_choose and fits:
@@ -47,15 +47,8 @@ def fit_gradients(
     for bucket in buckets:
         accumulates = placements[bucket.id].accumulates
         if accumulates and bucket.strategy.uses_host:
-            size_bytes = gradient_bytes(bucket)
+            size_bytes = bucket.waiting_gradient_bytes
             accumulates = size_bytes <= host_bytes
             host_bytes -= size_bytes if accumulates else 0
         waits.append(accumulates)
     return waits
-
-
-def gradient_bytes(bucket: Bucket) -> int:
-    """Bytes on one rank of a bucket's accumulated gradients, in fp32 or wider."""
-    is_whole = bucket.strategy.gradient is Scope.NONE
-    slots = bucket.ranks if is_whole else bucket.nodes
-    return bucket.slot_elements * slots * max(4, bucket.reduce_itemsize)

@@ -12,7 +12,7 @@ from fcdp_compile.ops import UNSHARD
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.bucket import buckets_of, host_bytes_taken, placements_of, reduced_params
 from fcdp_compile.passes.graph.context import PassContext, use_of
-from fcdp_compile.passes.memory.place_gradients import fit_gradients, gradient_bytes
+from fcdp_compile.passes.memory.place_gradients import fit_gradients
 from fcdp_compile.plan import Bucket, Direction, Placement, Tier
 from fcdp_compile.strategy import Cache
 
@@ -162,7 +162,7 @@ class BucketBook:
             left_bytes = max(0, ctx.host_budget.bytes - self.host_bytes)
         waits = fit_gradients(new, ctx.placements, host_bytes=left_bytes)
         for bucket, waiting in zip(new, waits, strict=True):
-            on_host = gradient_bytes(bucket) if bucket.strategy.uses_host else 0
+            on_host = bucket.waiting_gradient_bytes if bucket.strategy.uses_host else 0
             self._gradient_bytes[reduced[bucket]] = on_host if waiting else None
         without = [b.id for b, params in reduced.items() if self._gradient_bytes[params] is None]
         reducing = {i: replace(ctx.placements[i], gradient_tier=Tier.NONE) for i in without}

@@ -74,8 +74,9 @@ def _replicated(how: str, world: int) -> list[float]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     for step in range(STEPS):
         _poke(model, step)
-        loss = torch.stack([model(_batch(step, rank)) for rank in range(world)]).mean()
-        loss.backward()
+        for micro in (100 + step, step):
+            loss = torch.stack([model(_batch(micro, rank)) for rank in range(world)]).mean()
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -108,6 +109,8 @@ def _train(mesh: DeviceMesh, hows: list[str], strategy: str) -> dict[str, Any]:
         for step in range(STEPS):
             _poke(model, step)
             before = dict(counters.sent)
+            with fcdp_compile.no_sync(model):
+                net(_batch(100 + step, rank)).backward()
             loss = net(_batch(step, rank))
             loss.backward()
             sent.append([counters.sent.get(k, 0) - before.get(k, 0) for k in BETWEEN])

@@ -50,6 +50,12 @@ class Owner:
     def reduce_eagerly(self, key: str, grad: Tensor) -> Tensor:
         return grad.clone()
 
+    def accumulates_eagerly(self, key: str) -> bool:
+        return False
+
+    def accumulate_eagerly(self, key: str, grad: Tensor) -> Tensor:
+        raise AssertionError("nothing accumulates")
+
 
 def unshard(parameter: Tensor, name: str) -> Tensor:
     return UNSHARD(parameter, f"m0:{name}")

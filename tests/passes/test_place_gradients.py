@@ -10,7 +10,6 @@ import pytest
 from builders_plan import make_bucket, make_placement
 from fcdp_compile.passes.memory.place_gradients import (
     fit_gradients,
-    gradient_bytes,
     place_gradients,
 )
 from fcdp_compile.plan import Bucket, Placement, Tier
@@ -56,8 +55,8 @@ def waiting(tier: Tier, *buckets: Bucket) -> list[Placed]:
 )
 def test_bytes_are_of_sums_in_fp32_or_wider(reduces: tuple[str, int], itemsize: int) -> None:
     bucket = made(0, 3, reduces=reduces)
-    assert gradient_bytes(bucket) == 3 * N * itemsize
-    assert gradient_bytes(replace(bucket, strategy=ZERO1)) == 3 * N * G * itemsize
+    assert bucket.waiting_gradient_bytes == 3 * N * itemsize
+    assert replace(bucket, strategy=ZERO1).waiting_gradient_bytes == 3 * N * G * itemsize
 
 
 BUCKETS = [made(0, 10), made(1, 30), made(2, 5)]
@@ -125,7 +124,7 @@ def test_gradients_that_have_no_choice_take_room_from_those_that_have() -> None:
     mixed = [BUCKETS[0], replace(BUCKETS[1], strategy=ZERO1), BUCKETS[2]]
     before = {p.bucket: p for _, p in PLACED}
     before[1] = replace(before[1], gradient_tier=Tier.GPU)
-    taken = gradient_bytes(mixed[1])
+    taken = mixed[1].waiting_gradient_bytes
     for left, expected in ((120, [Tier.GPU, Tier.GPU]), (79, [Tier.HOST, Tier.GPU])):
         placed = place_gradients(mixed, before, room_bytes=taken + left)
         assert [placed[i].gradient_tier for i in (0, 2)] == expected

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from builders_planner import make_job, make_profile
 from fcdp_compile.cluster.plan_request import PACKED_FORMATS, PackedFormat
-from fcdp_compile.passes.memory.place_gradients import gradient_bytes
 from fcdp_compile.plan import Bucket, Placement, Tier
 from fcdp_compile.planner import Estimate, TracedModel, estimate, trace
 from fcdp_compile.planner.packed import PackedLinear
@@ -110,7 +109,7 @@ def _kept_bytes(bucket: Bucket, placement: Placement) -> int:
 def _check(found: Estimate, of: str | None = None) -> None:
     expected, job = _expected(found, of), found.job
     trained = [pair for pair in _placed(found) if not pair[0].frozen]
-    waiting = sum(gradient_bytes(x) for x, at in trained if at.gradient_tier is Tier.GPU)
+    waiting = sum(x.waiting_gradient_bytes for x, at in trained if at.gradient_tier is Tier.GPU)
     shards = sum(x.slot_bytes for x, _ in trained)
     assert found.inter_bytes_per_step == expected.inter
     assert found.simulate().bytes_sent_by_node == expected.inter
