@@ -21,6 +21,7 @@ import fcdp_compile
 from fcdp_compile.params.late import LateTensor
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.torch_compat import calls_dispatch_of_subclasses
 from tests.distributed.beside import Beside, assert_close, sgd
 from tests.distributed.layered import VOCABULARY, Model
 from tests.distributed.models import Case, with_lora
@@ -333,7 +334,8 @@ def _late_gradients(mesh: DeviceMesh) -> None:
     handle = named_layers(pair.model)[0].register_forward_hook(look)
     pair.train(2)
     handle.remove()
-    assert seen == [False, True], seen  # the first backward shows what memory a gradient has
+    # The first backward shows what memory a gradient has; torch 2.11 reads it when it detaches it.
+    assert seen == [False, calls_dispatch_of_subclasses()]
 
     pair.case.loss(pair.net, pair.data(2)).backward()
     grads = [p.grad for p in pair.model.parameters()]
