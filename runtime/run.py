@@ -155,10 +155,9 @@ class CompiledPlan:
         model.seams.begin((self._digest, *key), self._startable(key))
         more: dict[str, Any] = {"accumulates": accumulates, "given": given}
         more["then"] = partial(model.seams.start_next, self._room_after(key))
-        is_recorded = self.recorder is not None and not given
-        # A budget has no room for the gradients of two programs.
-        is_bounded = self.in_flight_bytes is not None
-        if key[0] is Direction.BACKWARD and not (given or is_recorded or is_bounded):
+        # A recording is of one program, and a budget has no room for the gradients of two.
+        may_drain = not given and self.recorder is None and self.in_flight_bytes is None
+        if key[0] is Direction.BACKWARD and may_drain and backward_number() != -1:
             more["drained"] = partial(_drained, key, model, self._trained)
         if self.recorder is None or given:
             return _watched(program, key, model, args, **more)

@@ -231,7 +231,7 @@ def _note(
     accumulates: bool,
     given: int,
     then: Any,
-    drained: Any,
+    drained: Any = None,
 ) -> tuple[Any, ...]:
     assert not accumulates, "that is a forward's"
     ran.append(name)
