@@ -45,6 +45,7 @@ MODULES = (
     "eager",
     "outside",
     "program",
+    "drains",
 )
 """The modules of the runtime that order work."""
 
