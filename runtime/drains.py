@@ -51,8 +51,7 @@ class Drains:
     ) -> list[Tensor]:
         """Run the last drain of this backward if it has not run; the results of `run`, which runs later.
 
-        layouts: of the results.  trained: the parameters whose gradients they are; a program always gives
-        the same sequence.
+        layouts: of the results.  trained: the parameters whose gradients they are.
         """
         number = backward_number()
         if (backward := self._under_way.get(number)) is None:
@@ -69,11 +68,11 @@ class _BackwardDrains:
 
     def __init__(self) -> None:
         self._last: _Drain | None = None
-        self._trained: dict[int, Sequence[ParamRecord]] = {}
+        self._trained: list[Sequence[ParamRecord]] = []
 
     def begin(self, drain: _Drain, trained: Sequence[ParamRecord]) -> None:
         last, self._last = self._last, drain
-        self._trained[id(trained)] = trained
+        self._trained.append(trained)
         if last is not None:
             last.finish()
 
@@ -81,7 +80,7 @@ class _BackwardDrains:
         """Run the last drain if it has not run, and replace late tensors in gradients by their values."""
         if self._last is not None:
             self._last.finish()
-        for record in chain.from_iterable(self._trained.values()):
+        for record in chain.from_iterable(self._trained):
             for parameter in record.places():
                 if isinstance(grad := parameter.grad, HomeTensor):
                     grad.settle()

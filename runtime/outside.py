@@ -139,10 +139,11 @@ class OutsideReads:
         """
         spec = self._records[key].spec
         with self._cost.counted(spec.name):
+            if not self._accumulation.is_on and self._accumulation.concerns():
+                self._accumulation.begin_graph(backward_number(), accumulates=False)
             bucket = self._waiting.get(key)
             if bucket is None or not self._accumulation.waits_for([bucket.id]):
                 return self._eager.reduce(spec, grad)
-            self._accumulation.begin_graph(backward_number(), accumulates=False)
             collect = partial(
                 self._accumulation.collect, bucket, (spec.name,), dtype=spec.reduce_dtype
             )
@@ -156,7 +157,7 @@ class OutsideReads:
         if self._ranks == 1 or spec.strategy.accumulates_on is None:
             return False
         if key not in self._waiting:
-            number = -1 - 2 * len(self._numbers) - list(self._numbers).index(key)
+            number = self._numbers[key] - 2 * len(self._numbers)
             why = "reduced outside of graphs"
             bucket = exact_bucket(number, [spec], is_frozen=False, why=why)
             on_host = spec.strategy.uses_host and spec.strategy.accumulates_on is not GradientOn.GPU

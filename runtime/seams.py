@@ -118,12 +118,11 @@ class Seams:
         has_failed, self._has_failed = self._has_failed, False
         if has_failed or self._step != self._counters.steps:
             return True
-        generations = {s.bucket.id: s.generation for s in self._early.values()}
-        buckets = list({s.bucket.id: s.bucket for s in self._early.values()}.values())
-        if not all(map(self._lives, buckets)):
+        started = {s.bucket.id: s for s in self._early.values()}.values()
+        if not all(self._lives(s.bucket) for s in started):
             return True
-        self._validity.notice(buckets)
-        return any(generations[b.id] != self._validity.generation(b) for b in buckets)
+        self._validity.notice([s.bucket for s in started])
+        return any(s.generation != self._validity.generation(s.bucket) for s in started)
 
     def take(self, kind: Kind, bucket: Bucket, generation: int | None) -> Pending | None:
         """The transfer, if it has started.
@@ -131,9 +130,10 @@ class Seams:
         generation: of the values that a backward needs; a forward's were compared in the agreement before it.
         """
         started = self._early.pop((kind, bucket.id), None)
-        if started is None or generation not in (None, started.generation):
-            return None
-        return started.pending
+        if started is None or generation in (None, started.generation):
+            return None if started is None else started.pending
+        self._lanes.settle()  # as in `drop`
+        return None
 
     def cut(self) -> None:
         """As all ranks agreed: drop what has started, and never again start anything here."""

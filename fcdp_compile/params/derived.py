@@ -136,9 +136,8 @@ class _Local(Function):
             grad.contiguous(), mesh, placements,
             run_check=False, shape=meta.shape, stride=meta.stride,
         )  # fmt: skip
-        made.__class__ = (
-            HomeTensor  # a compiled backward's gradients get the class of the traced ones
-        )
+        # Gradients of a compiled backward get the class that they had in the trace.
+        made.__class__ = HomeTensor
         return made
 
 

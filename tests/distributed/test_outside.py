@@ -259,3 +259,34 @@ def _other_values_between(mesh: DeviceMesh) -> list[float]:
 def test_values_that_a_caller_puts_in_their_place_do_not_stay() -> None:
     for before, after in run(_other_values_between, nodes=2, ranks_per_node=1):
         assert before == after
+
+
+class Either(nn.Module):
+    """Two layers, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(2)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.layers[which](x).square().mean()  # type: ignore[no-any-return]  # as above
+
+
+def _use_either(mesh: DeviceMesh) -> None:
+    """The micro-batch that synchronises leaves out what the one before it used."""
+    plain, model = Either(), fcdp_compile.shard(Either(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with fcdp_compile.no_sync(model):
+        model(_batch(0, rank), 0).backward()
+    model(_batch(1, rank), 1).backward()
+    for step in range(2):
+        torch.stack([plain(_batch(step, r), step) for r in range(world)]).mean().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr, operator]
+    optimizer.step()
+
+
+def test_gradients_that_waited_are_reduced_with_those_of_other_parameters() -> None:
+    run(_use_either, nodes=2, ranks_per_node=1)
