@@ -13,6 +13,7 @@ _EXTRA_OF = {
     "transformers": "hf",
     "peft": "hf",
     "accelerate": "hf",
+    "trl": "trl",
     "matplotlib": "bench",
 }
 """The smallest extra of pyproject.toml that brings each library."""

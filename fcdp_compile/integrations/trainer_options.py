@@ -1,24 +1,15 @@
-"""The options of the Trainer of `integrations.transformers`, and the training arguments that it refuses."""
+"""The training arguments that the Trainer of `integrations.transformers` refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
-
-import torch
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, DynamoBackend
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames, ParallelMode
 
-from fcdp_compile.backend.options import Options
 from fcdp_compile.devices import StreamDevice, current_device
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.params.mesh import process_count
-from fcdp_compile.strategy import Strategy
+from fcdp_compile.integrations.options import BACKEND, FcdpOptions
 
-BACKEND = "fcdp"
+__all__ = ["FcdpOptions", "check_arguments"]
 
 _STEPS_IN_BACKWARD = (
     OptimizerNames.LOMO,
@@ -29,57 +20,6 @@ _STEPS_IN_BACKWARD = (
     OptimizerNames.APOLLO_ADAMW_LAYERWISE,
 )
 """Optimizers that step each parameter in a hook as soon as its gradient arrives, before it is reduced."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FcdpOptions:
-    """How the Trainer shards and compiles its model.
-
-    strategy, param_dtype, reduce_dtype, gradient_on, module_strategies: as `fcdp_compile.shard` takes them.
-    nodes: as `fcdp_compile.make_mesh` does; by default torchrun's nodes.  dynamic: as `torch.compile` does.
-    options: the backend's options, `torch.compile(…, backend="fcdp", options=…)`.
-
-    Raises: ValueError or TypeError for a strategy or an option that does not exist.
-    """
-
-    strategy: str | Strategy = "fcdp"
-    nodes: int | None = None
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    gradient_on: str | None = None
-    module_strategies: Mapping[str, str | Strategy] | None = None
-    dynamic: bool | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        Strategy.parse(self.strategy)
-        Options.parse(self.options)
-
-    def shard_arguments(self) -> dict[str, Any]:
-        """The arguments of `fcdp_compile.shard` after the mesh."""
-        return {
-            name: getattr(self, name)
-            for name in (
-                "strategy",
-                "param_dtype",
-                "reduce_dtype",
-                "gradient_on",
-                "module_strategies",
-            )
-        }
-
-    def check_sharded_before(self) -> None:
-        """Refuse options that come too late for a model that its owner has sharded.
-
-        Raises: ValueError.
-        """
-        defaults = {f.name: f.default for f in fields(self)}
-        for name in ("nodes", *self.shard_arguments()):
-            if (value := getattr(self, name)) != defaults[name]:
-                raise ArgumentError(
-                    f"FcdpOptions({name}={value!r}) comes too late: the model is sharded already; give it to "
-                    "fcdp_compile.shard or make_mesh, or give the Trainer an unsharded model"
-                )
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -132,28 +72,3 @@ def _problem(args: TrainingArguments) -> str | None:
     if args.use_cpu and isinstance(current_device(), StreamDevice):
         return "use_cpu is given where there are GPUs; hide them with CUDA_VISIBLE_DEVICES= instead"
     return None
-
-
-def check_launch(state: AcceleratorState) -> None:
-    """Refuse settings that Accelerate gets from `accelerate launch` or the environment.
-
-    Raises: ValueError.
-    """
-    distributed_type, dynamo_backend = state.distributed_type, state.dynamo_plugin.backend
-    known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if distributed_type not in known:
-        raise ArgumentError(
-            f"the fcdp Trainer cannot do this: Accelerate is set up for {distributed_type.value}, and one "
-            "model cannot be sharded by two systems; start it with torchrun or accelerate launch --multi_gpu"
-        )
-    if (world := process_count()) != state.num_processes:
-        # Every process would then train on the same data.
-        raise ArgumentError(
-            f"the fcdp Trainer cannot do this: {world} processes run, but Accelerate sees "
-            f"{state.num_processes}; on a machine without GPUs, give TrainingArguments(use_cpu=True)"
-        )
-    if dynamo_backend is not DynamoBackend.NO:
-        raise ArgumentError(
-            f"the fcdp Trainer cannot do this: Accelerate was configured to compile with "
-            f"{dynamo_backend.value}; unset ACCELERATE_DYNAMO_BACKEND (accelerate launch --dynamo_backend no)"
-        )

@@ -3,36 +3,35 @@
     from transformers import AutoModelForCausalLM, TrainingArguments
     from fcdp_compile.integrations.transformers import Trainer      # the one line that changes
 
-    class MySFTTrainer(FcdpMixin, trl.SFTTrainer): ...              # any other Trainer
+    class MyTrainer(FcdpMixin, TheirTrainer): ...                   # any other Trainer
 
-`accelerate_workaround` keeps Accelerate from interfering, `trainer_options` refuses arguments,
-`trainer_checkpoints` saves and loads.
+`accelerate` shards and compiles, `trainer_options` refuses arguments, `trainer_checkpoints` saves and loads.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.integrations import accelerate_workaround
+from fcdp_compile.integrations.accelerate import Accelerator
+from fcdp_compile.integrations.optimizer_params import check_without_state, hold_sharded
+from fcdp_compile.integrations.options import BACKEND, FcdpOptions
 from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
-from fcdp_compile.integrations.trainer_options import FcdpOptions, check_arguments, check_launch
-from fcdp_compile.params.mesh import make_mesh
+from fcdp_compile.integrations.trainer_options import check_arguments
+from fcdp_compile.params.mesh import process_count
 from fcdp_compile.report.explain import explain
 from fcdp_compile.report.traffic import traffic
-from fcdp_compile.sharding.gathered import gathered
-from fcdp_compile.sharding.shard import model_of, shard, state_of
+from fcdp_compile.sharding.shard import is_sharded, model_of, state_of
 from fcdp_compile.torch_compat import graph_breaks
 
 __all__ = ["FcdpMixin", "FcdpOptions", "Seq2SeqTrainer", "Trainer"]
@@ -52,76 +51,60 @@ class FcdpMixin(TrainerCheckpoints):
     until then.  All ranks must call every method that runs, saves or loads the model: `train`, `evaluate`,
     `predict`, `save_model`, and `model.generate`.
 
+    A second model that a Trainer prepares for evaluation, such as TRL's reference or teacher, is sharded too
+    and frozen (`integrations.accelerate`).  An optimizer of the caller's gets the sharded parameters.
+
     Raises: ValueError at construction for training arguments that ask for another way to shard, to compile or
-    to step (`trainer_options`), and for an optimizer that is built already.
+    to step (`trainer_options`).
     """
 
     def __init__(self, *args: Any, fcdp: FcdpOptions | None = None, **kwargs: Any) -> None:
         self.fcdp = fcdp or FcdpOptions()
-        self._compiled: nn.Module | None = None
-        super().__init__(*args, **kwargs)
-        if self.optimizer is not None:
-            raise ArgumentError(
-                "optimizers=… is given, but its parameters are replaced when the model is sharded; pass "
-                "optimizer_cls_and_kwargs, or override create_optimizer"
-            )
+        self._prepared: nn.Module | None = None
         self._watch = _StepWatch()
+        super().__init__(*args, **kwargs)
         self.add_callback(self._watch)
 
     def create_accelerator_and_postprocess(self) -> None:
         check_arguments(self.args)
-        with accelerate_workaround.unknown_backend(self.args):
+        with _unknown_backend(self.args):
             super().create_accelerator_and_postprocess()
-        check_launch(self.accelerator.state)
-
-    @functools.cached_property
-    def _mesh(self) -> DeviceMesh | None:
-        # One mesh for all models of `model_init`: torch never frees the groups of a mesh.
-        return make_mesh(self.fcdp.nodes)
+        accelerator = Accelerator.adopt(self.accelerator, self.fcdp, self.args.torch_compile_mode)
+        if self.model is not None and is_sharded(self.model):
+            accelerator.share_mesh_of(self.model)
 
     # --- sharding and compiling ---------------------------------------------------------------------------
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         # Before `create_optimizer`, even if a subclass overrides it.
-        self._shard()
+        self.sharded_model()
         return super()._inner_training_loop(*args, **kwargs)
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
-        """Return the compiled model, for training and evaluation."""
+        """Return the sharded and compiled model, for training and evaluation."""
         if model_of(model) is not self.model:
             wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
             return wrapped
-        compiled = self._shard()
-        accelerate_workaround.prepare_again(self.accelerator, model_of(compiled))
-        return compiled
+        return self.sharded_model()
 
     def sharded_model(self) -> nn.Module:
         """Return `self.model`; shard and compile it first if that has not been done."""
-        return model_of(self._shard())
-
-    def _shard(self) -> nn.Module:
-        """Shard and compile `self.model` if that has not been done; return it compiled."""
         model = self.model
         assert model is not None, "a Trainer has a model or has made one by now"
-        if self._compiled is not None and model_of(self._compiled) is model:
-            return self._compiled
-        if _is_sharded(model):
-            self.fcdp.check_sharded_before()
-        else:
-            shard(model, self._mesh, **self.fcdp.shard_arguments())
-        compiled = accelerate_workaround.prepare(
-            self.accelerator,
-            model,
-            mode=self.args.torch_compile_mode,
-            dynamic=self.fcdp.dynamic,
-            options=self.fcdp.options,
-        )
-        _generate_gathered(model)
-        self._compiled = compiled
-        self._watch.begin(model)
-        return compiled
+        before = {} if is_sharded(model) else dict(model.named_parameters())
+        given = self._own_optimizer() if before and self.optimizer is not None else None
+        if given is not None:
+            check_without_state(given, before)
+        # Each time, because Accelerate forgets its models at the start of every training.
+        self.accelerator.prepare_model(model)
+        if given is not None:
+            hold_sharded(given, model, before)
+        if self._prepared is not model:
+            self._prepared = model
+            self._watch.begin(model)
+        return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if any(p.is_meta for p in model.parameters()):
@@ -129,7 +112,8 @@ class FcdpMixin(TrainerCheckpoints):
                 "the model has parameters on meta, which have no values to train; call fcdp_compile.shard "
                 "and then load_pretrained or materialize before the Trainer gets it"
             )
-        super()._move_model_to_device(model, device)
+        if process_count() == 1:  # on several, shard copies each rank's part from the host
+            super()._move_model_to_device(model, device)
 
     # --- training -----------------------------------------------------------------------------------------
 
@@ -151,21 +135,18 @@ class Seq2SeqTrainer(FcdpMixin, transformers.Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer` on fcdp (`FcdpMixin`)."""
 
 
-def _generate_gathered(model: nn.Module) -> None:
-    """Let `model.generate` gather the parameters first.
-
-    Ranks generate different numbers of tokens, so they cannot gather in each forward together; and even with
-    equal numbers, each token would gather all parameters again.
-    """
-    if hasattr(model, "generate") and "generate" not in vars(model):
-        vars(model)["generate"] = functools.partial(_generate, weakref.ref(model))
-
-
-def _generate(reference: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    model: Any = reference()
-    assert model is not None, "the function is an attribute of the model"
-    with gathered(model):
-        return type(model).generate(model, *args, **kwargs)
+@contextmanager
+def _unknown_backend(args: TrainingArguments) -> Iterator[None]:
+    """Hide `torch_compile_backend="fcdp"` from Accelerate, which raises for a backend that its enum lacks."""
+    given = args.torch_compile_backend
+    if given != BACKEND:
+        yield
+        return
+    args.torch_compile_backend = None
+    try:
+        yield
+    finally:
+        args.torch_compile_backend = given
 
 
 class _StepWatch(TrainerCallback):
@@ -251,11 +232,3 @@ def _sent_by_a_node(model: nn.Module) -> int:
     for node, sent in state.collectives.agree([topology.node, mine]):
         by_node[node] += sent
     return max(by_node)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    try:
-        state_of(model)
-    except ValueError:
-        return False
-    return True

@@ -169,18 +169,15 @@ class _Block:
         self._inside: list[_Gathered] = []
 
     def enter(self) -> None:
-        """Gather the parameters, one after the other."""
-        try:
-            for record in self._records:
-                self._gather(record)
-        except BaseException:
-            self.leave()
-            raise
+        """Gather the parameters, one after the other; valid copies of the node save sending between nodes."""
+        read = self._state.outside.read
+        # Before any is replaced, because a copy of several parameters is valid only for all of them.
+        values = [read(r.spec.key, r.local(), r.spec.home_dtype) for r in self._records]
+        for record, value in zip(self._records, values, strict=True):
+            self._replace(record, nn.Parameter(value, requires_grad=False))
 
-    def _gather(self, record: ParamRecord) -> None:
+    def _replace(self, record: ParamRecord, whole: nn.Parameter) -> None:
         spec, home = record.spec, record.parameter()
-        values = self._state.gather(spec.key, record.local(), spec.home_dtype)
-        whole = nn.Parameter(values, requires_grad=False)
         places = record.owners()
         mark = int(fingerprint([whole]))
         self._inside.append(_Gathered(record=record, places=places, home=home, mark=mark))

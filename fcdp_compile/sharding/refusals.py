@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.quantised.weight import packed_parameters
 from fcdp_compile.sharding.references import find_references
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.formats import Format
@@ -47,10 +48,10 @@ def check_model(
     ignored: names of parameters that `shard` leaves alone.
 
     Raises: TypeError if the model is not a module or a dtype is not a floating point dtype; ValueError for a
-    model that is wrapped or sharded already or has no parameters; for a parameter that is not on the mesh's
-    device (`meta` is fine, but not for ignored ones), is uninitialised, sparse, complex or quantised, or
-    shares memory with another; for a module that holds a parameter in a list, closure or the like
-    (`references`).
+    model that is wrapped or sharded already or has no parameters; for a parameter that is neither on the
+    mesh's device nor on the host (`meta` is fine, but not for ignored ones), is uninitialised, sparse,
+    complex or quantised, or shares memory with another; for a module that holds a parameter in a list,
+    closure or the like (`references`).
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -71,8 +72,9 @@ def check_model(
     parameters = {n: p for n, p in model.named_parameters() if n not in ignored}
     if not parameters:
         raise ArgumentError("the model has no parameters; there is nothing to shard")
+    packed = packed_parameters(model)
     for name, parameter in parameters.items():
-        if (problem := _problem(parameter, mesh)) is not None:
+        if (problem := _problem(parameter, mesh, is_packed=parameter in packed)) is not None:
             raise ArgumentError(f"parameter {name!r} {problem}")
     for name, parameter in model.named_parameters():
         if name in ignored and parameter.is_meta:
@@ -156,7 +158,7 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:
+def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None, *, is_packed: bool) -> str | None:
     if isinstance(parameter, DTensor):
         return (
             "is a DTensor already (FSDP2 or tensor parallelism); pass a model with plain parameters"
@@ -171,12 +173,10 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None) -> str | None:
         )
     if parameter.is_quantized:
         return f"is quantised ({parameter.dtype}); dequantise it before shard"
-    if (
-        mesh is not None
-        and not parameter.is_meta  # its home shard will be made on the right device
-        and isinstance(mesh, DeviceMesh)
-        and parameter.device.type != mesh.device_type
-    ):
+    # Of a parameter on meta or on the host, the home shard is made on the mesh's device.  Quantised weights
+    # are not moved from the host, because libraries pack them differently for it.
+    can_move = parameter.is_meta or (parameter.device.type == "cpu" and not is_packed)
+    if isinstance(mesh, DeviceMesh) and parameter.device.type != mesh.device_type and not can_move:
         return (
             f"is on {parameter.device} but the mesh is of {mesh.device_type} devices; "
             f"call model.to({mesh.device_type!r}) before shard"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -69,6 +70,9 @@ def shard(
     Every parameter becomes a DTensor `nn.Parameter` that holds this rank's part; names, ties and
     requires_grad stay.  If values differ between ranks, rank 0's are taken.  Build the optimizer afterwards.
 
+    The model may be on the host: this rank's parts of the parameters, and the buffers, are copied to the
+    mesh's GPU, where the whole model need not fit.
+
     Parameters may be on meta, the same ones on every rank: their home shards have memory but no values until
     `materialize`, `load_pretrained` or `load_state_dict` gives them values; before that, a forward or an
     optimizer step raises FcdpError.  Buffers on meta stay there until then.
@@ -81,7 +85,8 @@ def shard(
     gradient_on: where gradients wait within `no_sync`: "gpu", "host" or "auto"; by default the strategy's.
     module_strategies: other strategies by names of modules, where `*` stands for anything between two dots;
     a parameter gets the strategy of its innermost module that is named.
-    ignored_params: parameters that stay whole on every rank; fcdp does not average their gradients.
+    ignored_params: parameters that stay whole on every rank, on the device where they are; fcdp does not
+    average their gradients.
     buffer_dtype: the dtype that floating point buffers are cast to now; by default they stay as they are.
 
     Raises: ArgumentError, before anything is communicated, for arguments or a model that cannot be sharded,
@@ -103,6 +108,7 @@ def shard(
         state, records = _new_state(root, names, strategies, topology, device, dtypes)
         _agree(root, state, records, ignored, dtypes)
     _install(root, state, records, dtypes)
+    _meshes[state] = mesh
     return model
 
 
@@ -202,6 +208,23 @@ def state_of(model: nn.Module) -> ShardedModel:
     return found
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has sharded the model, compiled or not."""
+    return STATE in vars(model_of(model))
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The mesh that a sharded model was sharded over; None for a model of a single process.
+
+    Raises: ValueError if the model is not sharded.
+    """
+    return _meshes[state_of(model)]
+
+
+_meshes: weakref.WeakKeyDictionary[ShardedModel, DeviceMesh | None] = weakref.WeakKeyDictionary()
+"""The mesh of each model: further models over the same mesh share its lanes and host memory."""
+
+
 def _install(
     root: nn.Module,
     state: ShardedModel,
@@ -210,8 +233,7 @@ def _install(
 ) -> None:
     """Replace the model's parameters and classes, and register its hooks."""
     _replace(root, state, records, dtypes.param)
-    if dtypes.buffer is not None:
-        _cast_buffers(root, dtypes.buffer)
+    _move_buffers(root, state.device.torch, dtypes.buffer)
     for record in records.values():
         registry.register(record.spec.key, state)
     root.register_load_state_dict_post_hook(_state_dict_loaded)
@@ -251,10 +273,12 @@ def _replace(
 
 
 def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> Device:
-    """The device of the home shards: the parameters' device, or the mesh's if all parameters are on meta."""
-    if (device := next((p.device for p in parameters if not p.is_meta), None)) is not None:
-        return device_of(device)
-    return current_device(None if topology.home_mesh is None else topology.device_type)
+    """The device of the home shards: the mesh's; without a mesh, the parameters' unless all are on meta."""
+    kind = None if topology.home_mesh is None else topology.device_type
+    for parameter in parameters:
+        if not parameter.is_meta and kind in (None, parameter.device.type):
+            return device_of(parameter.device)
+    return current_device(kind)
 
 
 def _home_shard(
@@ -267,7 +291,7 @@ def _home_shard(
     if parameter.is_meta:
         local = torch.empty(spec.local_shape, dtype=parameter.dtype, device=device)
     else:
-        local = _part(parameter.detach(), layout, where)
+        local = _part(parameter.detach(), layout, where, device)
     home = HomeShard.of(
         local,
         layout,
@@ -279,7 +303,7 @@ def _home_shard(
     )
     _keep_marks(parameter, home)
     if parameter.grad is not None:
-        grad = _part(parameter.grad, layout, where)
+        grad = _part(parameter.grad, layout, where, device)
         home.grad = HomeShard.of(grad, layout, topology.home_mesh, requires_grad=False, home=scope)
     return cast(nn.Parameter, home)  # isinstance agrees (HomeShard._is_param)
 
@@ -305,22 +329,22 @@ def _keep_marks(parameter: nn.Parameter, home: Tensor) -> None:
             setattr(home, name, value)
 
 
-def _part(whole: Tensor, layout: ParamLayout, home: Home) -> Tensor:
+def _part(whole: Tensor, layout: ParamLayout, home: Home, device: torch.device) -> Tensor:
     part = rows_of(whole, layout, home.node, home.place)
-    return part.clone(memory_format=torch.contiguous_format)
+    return part.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
-def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating point buffers; a buffer that several modules share stays shared."""
-    made: dict[int, Tensor] = {}
+def _move_buffers(root: nn.Module, device: torch.device, buffer_dtype: torch.dtype | None) -> None:
+    """Move buffers to the device and cast floating point ones; a buffer of several modules stays shared."""
+    made: dict[Tensor, Tensor] = {}
     for module in root.modules():
-        if isinstance(
-            module, QuantisedWeight
-        ):  # scales, which the library's kernels need as they are
-            continue
+        # Scales keep their dtype: the library's kernels need it.
+        cast = None if isinstance(module, QuantisedWeight) else buffer_dtype
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = made.setdefault(id(buffer), buffer.to(dtype))
+            if buffer is not None:
+                dtype = cast if cast is not None and buffer.is_floating_point() else buffer.dtype
+                where = buffer.device if buffer.is_meta else device
+                module._buffers[name] = made.setdefault(buffer, buffer.to(where, dtype))
 
 
 def _state_dict_loaded(module: nn.Module, incompatible: Any) -> None:

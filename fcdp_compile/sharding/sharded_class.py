@@ -174,11 +174,13 @@ def _compile_within_gate(cls: type[nn.Module]) -> Callable[..., None]:
     def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
         compiled: Any = self._compiled_call_impl
-        gate = _state(self).gate
+        gate, model = _state(self).gate, _state(self).model
 
         # The gate is a guard of the compiled code, and activation checkpointing calls a module outside of
         # any forward, where its code must not be compiled again.
         def call(*args: Any, **kwargs: Any) -> Any:
+            if model.whole:  # as in `_noted_call`, which does not reach what was compiled in place
+                return torch.compiler.disable(self._call_impl)(*args, **kwargs)
             before = gate.inside, gate.calls.inside
             gate.inside = gate.calls.inside = True
             try:

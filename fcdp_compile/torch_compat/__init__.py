@@ -35,6 +35,7 @@ from fcdp_compile.torch_compat.compilers import inductor_decompositions as induc
 from fcdp_compile.torch_compat.compilers import inductor_modes as inductor_modes
 from fcdp_compile.torch_compat.compilers import joint_graph_passes as joint_graph_passes
 from fcdp_compile.torch_compat.compilers import make_dynamic as make_dynamic
+from fcdp_compile.torch_compat.compilers import own_recompiles as own_recompiles
 from fcdp_compile.torch_compat.compilers import skip_frame as skip_frame
 from fcdp_compile.torch_compat.compilers import trace_artifact as trace_artifact
 from fcdp_compile.torch_compat.compilers import why_no_inductor as why_no_inductor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,6 +31,16 @@ from torch.utils._triton import has_triton
 def skip_frame(function: Any) -> None:
     """Make Dynamo skip a function's frames, but not those of the functions it calls; it may still inline."""
     skip_code(function.__code__)
+
+
+def own_recompiles(limit: int) -> dict[str, Any]:
+    """Arguments of torch.compile that let a call recompile `limit` times, whatever other calls compile.
+
+    Models may share code, such as a library's patched forward, and Dynamo else counts by code object.  None
+    where torch has no such arguments (2.11).
+    """
+    given = {"recompile_limit": limit, "isolate_recompiles": True}
+    return given if given.keys() <= inspect.signature(torch.compile).parameters.keys() else {}
 
 
 def make_dynamic(tensor: Tensor, dim: int) -> None:

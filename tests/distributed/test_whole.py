@@ -40,8 +40,8 @@ def _inside(mesh: DeviceMesh | None, case: str = "odd", **options: Any) -> None:
     pair.train(1)
     homes = _homes(pair.model)
     expected = dict(pair.plain.named_parameters())
-    before = state_of(pair.model).validity.generations.of(state_of(pair.model).records)
     with fcdp_compile.gathered(pair.net):
+        before = state_of(pair.model).validity.generations.of(state_of(pair.model).records)
         found = dict(pair.model.named_parameters())
         assert list(found) == list(expected)
         for name, parameter in found.items():
@@ -109,8 +109,8 @@ def _writeback(mesh: DeviceMesh | None, **options: Any) -> None:
     homes = _homes(pair.model)
     state = state_of(pair.model)
     of = {r.spec.name: key for key, r in state.records.items()}
-    before = {name: state.validity.generations.of([key]) for name, key in of.items()}
     with fcdp_compile.gathered(pair.model, writeback=True):
+        before = {name: state.validity.generations.of([key]) for name, key in of.items()}
         for model in pair.both:
             with torch.no_grad():
                 model.first.weight.mul_(0.5)  # type: ignore[operator, union-attr]

@@ -43,9 +43,17 @@ def test_what_accelerate_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_optimizer_that_is_there_already(tmp_path: Path) -> None:
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(ValueError, match="its parameters are replaced when the model is sharded"):
-        _trainer(tmp_path, trainer={"optimizers": (optimizer, None)})
+    """It trains the sharded parameters; one that has taken steps would lose its states."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match="SGD has a state of parameter 'weight'"):
+        Trainer(model=model, args=args, optimizers=(optimizer, None)).sharded_model()
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model=model, args=args, optimizers=(fresh, None))
+    assert fresh.param_groups[0]["params"] == list(trainer.sharded_model().parameters())
 
 
 def test_the_backend_may_be_named(tmp_path: Path) -> None:

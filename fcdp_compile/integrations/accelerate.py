@@ -1,0 +1,279 @@
+"""`accelerate.Accelerator` that shards and compiles with fcdp instead of wrapping models in DDP.
+
+    from fcdp_compile.integrations.accelerate import Accelerator    # the one line that changes
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+The Trainers of `integrations.transformers` and `integrations.trl` run on it.  Tried with accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fcdp_compile.checkpointing.loading import load
+from fcdp_compile.checkpointing.saving import save
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.integrations.generation import generate_together
+from fcdp_compile.integrations.optimizer_params import check_without_state, hold_sharded
+from fcdp_compile.integrations.options import BACKEND, FcdpOptions
+from fcdp_compile.params.mesh import make_mesh, process_count
+from fcdp_compile.pretrained.exporting.export import save_pretrained
+from fcdp_compile.sharding.no_sync import no_sync
+from fcdp_compile.sharding.shard import is_sharded, mesh_of, model_of, shard
+from fcdp_compile.torch_compat import own_recompiles
+
+_RECOMPILES = 32
+"""Dynamo's 8 are few for a Trainer: it trains and evaluates, with adapters and without, in several shapes."""
+
+FOLDER = "fcdp"
+"""The folder within a saved state that `fcdp_compile.save` writes."""
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` on fcdp: `prepare` shards each model and compiles it with backend "fcdp".
+
+    fcdp: the options; by default strategy "fcdp" on torchrun's nodes.  mode: as `torch.compile` takes it.
+
+    An optimizer is prepared together with its model, or built after the model is prepared.  A model that is
+    prepared with evaluation_mode=True, such as a reference, a teacher or a reward model, is frozen, so its
+    weights cross between nodes once; preparing it for training takes the freezing back.  All models share
+    one mesh, and so lanes and host memory.
+
+    Raises: ValueError if Accelerate was configured to shard or to compile in another way.
+    """
+
+    def __init__(
+        self, *args: Any, fcdp: FcdpOptions | None = None, mode: str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin(fcdp, mode)
+
+    @staticmethod
+    def adopt(
+        accelerator: accelerate.Accelerator, fcdp: FcdpOptions | None, mode: str | None = None
+    ) -> Accelerator:
+        """Make an Accelerator that a library has built one of this class, the same object."""
+        accelerator.__class__ = Accelerator
+        assert isinstance(accelerator, Accelerator)
+        accelerator._begin(fcdp, mode)
+        return accelerator
+
+    def _begin(self, fcdp: FcdpOptions | None, mode: str | None) -> None:
+        check_launch(self.state)
+        self.fcdp = fcdp or FcdpOptions()
+        self._mode = mode
+        self._mesh: list[DeviceMesh | None] = []  # at most one; None in a single process
+        # Accelerate's own list is emptied at the start of every training.
+        self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._frozen: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+
+    # --- models -------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepare objects as `accelerate.Accelerator.prepare`; optimizers get the sharded parameters.
+
+        Raises: ArgumentError for an optimizer that has taken steps before its model is sharded.
+        """
+        models = [m for m in args if isinstance(m, nn.Module) and not is_sharded(m)]
+        before = {model_of(m): dict(model_of(m).named_parameters()) for m in models}
+        optimizers = [getattr(o, "optimizer", o) for o in args if isinstance(o, Optimizer)]
+        for optimizer in optimizers:
+            for parameters in before.values():
+                check_without_state(optimizer, parameters)
+        prepared = super().prepare(*args, device_placement=device_placement)
+        for optimizer in optimizers:
+            for model, parameters in before.items():
+                hold_sharded(optimizer, model, parameters)
+        return prepared
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Shard a model unless that has been done, and compile it; all ranks must call it.
+
+        evaluation_mode: freeze it, and shard it with `FcdpOptions.companion_strategy`.
+
+        Raises: the errors of `fcdp_compile.shard`.
+        """
+        root = model_of(model)
+        if not is_sharded(root):
+            if evaluation_mode:
+                self._freeze(root)
+            options = self.fcdp.of_companions() if evaluation_mode else self.fcdp
+            shard(root, self.mesh, **options.shard_arguments())
+        elif root not in self._prepared:
+            if not evaluation_mode:
+                self.fcdp.check_sharded_before()
+            self.share_mesh_of(root)
+        if not evaluation_mode:
+            self._unfreeze(root)
+        # evaluation_mode leaves out DistributedDataParallel, which refuses DTensor parameters.
+        super().prepare_model(root, device_placement=False, evaluation_mode=True)
+        if root not in self._prepared:
+            self._prepared.add(root)
+            # Or autocast would wrap the forward again at each training.
+            vars(root)["_is_accelerate_prepared"] = True
+            if model is root:  # else its owner has compiled it
+                self._compile(root)
+        return model
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of all models: of the first one that was sharded before, or made from the options."""
+        # Once, also for the models that a Trainer's model_init makes: torch never frees a mesh's groups.
+        if not self._mesh:
+            self._mesh.append(make_mesh(self.fcdp.nodes))
+        return self._mesh[0]
+
+    def share_mesh_of(self, model: nn.Module) -> None:
+        """Shard the models that come on the mesh of a sharded model, unless there is a mesh already."""
+        if not self._mesh:
+            self._mesh.append(mesh_of(model))
+
+    def _compile(self, model: nn.Module) -> None:
+        # In place: Trainers also call the bare model (TRL for log probabilities without an adapter), and test
+        # a model for truth, which the wrapper of torch.compile refuses.
+        model.compile(
+            backend=BACKEND,
+            mode=self._mode,
+            dynamic=self.fcdp.dynamic,
+            options=dict(self.fcdp.options) or None,
+            **own_recompiles(_RECOMPILES),
+        )
+        generate_together(model, self.fcdp.generate)
+
+    def _freeze(self, model: nn.Module) -> None:
+        self._frozen[model] = [name for name, p in model.named_parameters() if p.requires_grad]
+        model.requires_grad_(False)
+
+    def _unfreeze(self, model: nn.Module) -> None:
+        frozen = self._frozen.pop(model, ())
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(True)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """As `accelerate.Accelerator.no_sync`, with `fcdp_compile.no_sync` for a sharded model."""
+        if is_sharded(model):
+            return no_sync(model)
+        found: AbstractContextManager[None] = super().no_sync(model)
+        return found
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip as `accelerate.Accelerator.clip_grad_norm_`; the norm is a plain tensor, as with DDP."""
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    # --- saving -------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+        """Save as `accelerate.Accelerator.save_state`, models and optimizers with `fcdp_compile.save`.
+
+        All ranks must call it; the folder is one that all nodes share.
+        """
+        trained = self._trained()
+        with self._without_sharded():
+            folder: str = super().save_state(output_dir, *args, **kwargs)
+        for i, (model, optimizer) in enumerate(trained):
+            save(_folder(folder, i), model=model, optimizer=optimizer)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Load what `save_state` has written; all ranks must call it."""
+        trained = self._trained()
+        if input_dir is None:
+            raise ArgumentError("load_state needs the folder that save_state returned; pass it")
+        for i, (model, optimizer) in enumerate(trained):
+            load(_folder(input_dir, i), model=model, optimizer=optimizer)
+        with self._without_sharded():
+            super().load_state(input_dir, *args, **kwargs)
+
+    def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Write files for `from_pretrained` (`fcdp_compile.save_pretrained`); all ranks must call it."""
+        save_pretrained(model, save_directory)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Refuse: a sharded model's whole values are written to files, never held together in memory.
+
+        Raises: ArgumentError.
+        """
+        raise ArgumentError(
+            "Accelerator.get_state_dict would hold the whole model in the memory of one rank; call "
+            "fcdp_compile.save_pretrained(model, folder) on every rank, or read fcdp_compile.stream_state"
+        )
+
+    def _trained(self) -> list[tuple[nn.Module, Optimizer | None]]:
+        """The models with parameters that are trained, each with its optimizer."""
+        optimizers: list[Any] = [getattr(o, "optimizer", o) for o in self._optimizers]
+        found: list[tuple[nn.Module, Optimizer | None]] = []
+        for root in dict.fromkeys(model_of(m) for m in self._models):
+            own = {id(p) for p in root.parameters() if p.requires_grad}
+            having = [
+                o
+                for o in optimizers
+                if any(id(p) in own for g in o.param_groups for p in g["params"])
+            ]
+            if len(having) > 1:
+                raise ArgumentError(
+                    f"{len(having)} optimizers train one model, but a saved state has one for each model; "
+                    "give all its parameters to one optimizer"
+                )
+            if own:
+                found.append((root, having[0] if having else None))
+        return found
+
+    @contextmanager
+    def _without_sharded(self) -> Iterator[None]:
+        """Hide models and optimizers from Accelerate, which would write this rank's parts as the whole."""
+        models, optimizers = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def _folder(folder: str, i: int) -> Path:
+    return Path(folder, FOLDER if i == 0 else f"{FOLDER}_{i}")
+
+
+def check_launch(state: AcceleratorState) -> None:
+    """Refuse settings that Accelerate gets from `accelerate launch` or the environment.
+
+    Raises: ValueError.
+    """
+    distributed_type, dynamo_backend = state.distributed_type, state.dynamo_plugin.backend
+    known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if distributed_type not in known:
+        raise ArgumentError(
+            f"Accelerate is set up for {distributed_type.value}, and one model cannot be sharded by two "
+            "systems; start it with torchrun or accelerate launch --multi_gpu"
+        )
+    if (world := process_count()) != state.num_processes:
+        # Every process would then train on the same data.
+        raise ArgumentError(
+            f"{world} processes run, but Accelerate sees {state.num_processes}; on a machine without "
+            "GPUs, give TrainingArguments(use_cpu=True) or Accelerator(cpu=True)"
+        )
+    if dynamo_backend is not DynamoBackend.NO:
+        raise ArgumentError(
+            f"Accelerate was configured to compile with {dynamo_backend.value}, but fcdp compiles; unset "
+            "ACCELERATE_DYNAMO_BACKEND (accelerate launch --dynamo_backend no)"
+        )

@@ -1,0 +1,61 @@
+"""Gives an optimizer that was built before `shard` the sharded parameters.
+
+Scripts for Accelerate and Fabric build the optimizer first and hand it over together with the model, so the
+optimizer holds parameters that `shard` replaces:
+
+    before = dict(model.named_parameters())
+    check_without_state(optimizer, before)
+    fcdp_compile.shard(model, mesh)
+    hold_sharded(optimizer, model, before)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.sharding.shard import model_of
+
+
+def check_without_state(optimizer: Optimizer, before: Mapping[str, nn.Parameter]) -> None:
+    """Refuse an optimizer with states of parameters that `shard` is about to replace; call it before `shard`.
+
+    before: the model's parameters by name.
+
+    Raises: ArgumentError.
+    """
+    for name, parameter in before.items():
+        if optimizer.state.get(parameter):
+            raise ArgumentError(
+                f"{type(optimizer).__name__} has a state of parameter {name!r}, which sharding replaces, so "
+                "the state would be lost; build the optimizer from the parameters of the sharded model, and "
+                "load its state afterwards"
+            )
+
+
+def hold_sharded(
+    optimizer: Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]
+) -> None:
+    """Replace the parameters in an optimizer's groups by the sharded ones.
+
+    The groups, their order and their options stay, and so do parameters of other models.  A quantised weight
+    leaves its group: it is frozen, and `shard` has made several tensors of it.
+
+    optimizer: torch's own, without a wrapper.
+    before: the model's parameters by name, from before `shard`.
+
+    Raises: ArgumentError for an optimizer that has states of them (`check_without_state`).
+    """
+    check_without_state(optimizer, before)
+    now = dict(model_of(model).named_parameters())
+    sharded = {id(p): now.get(name) for name, p in before.items()}
+    for group in optimizer.param_groups:
+        held = [(at, sharded.get(id(p), p)) for at, p in enumerate(group["params"])]
+        kept = [(at, p) for at, p in held if p is not None]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][at] for at, _ in kept]
+        # In place, because some optimizers, such as LBFGS, keep the list.
+        group["params"][:] = [p for _, p in kept]

@@ -1,0 +1,84 @@
+"""How an integration shards and compiles the model that it is given; the same options in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+
+from fcdp_compile.backend.options import Options
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.strategy import Strategy
+
+BACKEND = "fcdp"
+"""The backend's name for `torch.compile`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FcdpOptions:
+    """How an integration shards and compiles the models that it is given.
+
+    strategy, param_dtype, reduce_dtype, gradient_on, module_strategies: as `fcdp_compile.shard` takes them.
+    nodes: as `fcdp_compile.make_mesh` does; by default torchrun's nodes.  dynamic: as `torch.compile` does.
+    options: the backend's options, `torch.compile(…, backend="fcdp", options=…)`.
+    companion_strategy: of models that are only evaluated, such as a reference, a teacher or a reward model;
+    by default `strategy`.
+    generate: whether parameters are whole on every rank while a model generates: "whole"; "sharded", for
+    models that do not fit a GPU; "auto": whole if they fit the free memory.
+
+    Raises: ValueError or TypeError for a strategy or an option that does not exist.
+    """
+
+    strategy: str | Strategy = "fcdp"
+    nodes: int | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    gradient_on: str | None = None
+    module_strategies: Mapping[str, str | Strategy] | None = None
+    dynamic: bool | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    companion_strategy: str | Strategy | None = None
+    generate: Literal["auto", "whole", "sharded"] = "auto"
+
+    def __post_init__(self) -> None:
+        Strategy.parse(self.strategy)
+        Options.parse(self.options)
+        if self.companion_strategy is not None:
+            Strategy.parse(self.companion_strategy)
+        if self.generate not in ("auto", "whole", "sharded"):
+            raise ArgumentError(
+                f"generate must be 'auto', 'whole' or 'sharded', not {self.generate!r}"
+            )
+
+    def of_companions(self) -> FcdpOptions:
+        """The options of models that are only evaluated."""
+        strategy = self.strategy if self.companion_strategy is None else self.companion_strategy
+        return replace(self, strategy=strategy, module_strategies=None)
+
+    def shard_arguments(self) -> dict[str, Any]:
+        """The arguments of `fcdp_compile.shard` after the mesh."""
+        return {
+            name: getattr(self, name)
+            for name in (
+                "strategy",
+                "param_dtype",
+                "reduce_dtype",
+                "gradient_on",
+                "module_strategies",
+            )
+        }
+
+    def check_sharded_before(self) -> None:
+        """Refuse options that come too late for a model that its owner has sharded.
+
+        Raises: ValueError.
+        """
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in ("nodes", *self.shard_arguments()):
+            if (value := getattr(self, name)) != defaults[name]:
+                raise ArgumentError(
+                    f"FcdpOptions({name}={value!r}) comes too late: the model is sharded already; give it to "
+                    "fcdp_compile.shard or make_mesh, or hand over an unsharded model"
+                )

@@ -1,0 +1,72 @@
+"""TRL's Trainers that shard instead of wrapping in DDP, and compile with fcdp.
+
+    from trl import DPOConfig
+    from fcdp_compile.integrations.trl import DPOTrainer            # the one line that changes
+
+All take `fcdp=FcdpOptions(…)`, as `integrations.transformers.Trainer` does.  Reference models and reward
+models are sharded on the policy's mesh and frozen, so they cross between nodes once.  TRL's other Trainers
+work by the mixin: `class MyTrainer(FcdpMixin, trl.RLOOTrainer)`.  Tried with TRL 1.16.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fcdp_compile.extras import require
+from fcdp_compile.integrations.options import FcdpOptions
+from fcdp_compile.integrations.transformers import FcdpMixin
+from fcdp_compile.sharding.shard import model_of
+
+require("trl", "fcdp in the Trainers of TRL")
+
+import trl  # noqa: E402  # after the sentence for those who lack it
+
+__all__ = [
+    "DPOTrainer",
+    "FcdpOptions",
+    "GRPOTrainer",
+    "KTOTrainer",
+    "RewardTrainer",
+    "SFTTrainer",
+]
+
+if TYPE_CHECKING:
+
+    class _Preferences(FcdpMixin):
+        """What `_ReferenceMixin` is put before."""
+
+        def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any: ...
+
+else:
+    _Preferences = FcdpMixin
+
+
+class ReferenceMixin(_Preferences):
+    """Shards the model before its own log probabilities are computed ahead of training."""
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+        """Compute as TRL; the policy, which TRL takes unprepared here, is sharded and compiled first."""
+        prepared = self.sharded_model() if model_of(model) is self.model else model
+        return super().compute_ref_log_probs(prepared, inputs)
+
+
+class SFTTrainer(FcdpMixin, trl.SFTTrainer):
+    """`trl.SFTTrainer` on fcdp."""
+
+
+class DPOTrainer(ReferenceMixin, trl.DPOTrainer):
+    """`trl.DPOTrainer` on fcdp."""
+
+
+class KTOTrainer(ReferenceMixin, trl.KTOTrainer):
+    """`trl.KTOTrainer` on fcdp."""
+
+
+class RewardTrainer(FcdpMixin, trl.RewardTrainer):
+    """`trl.RewardTrainer` on fcdp."""
+
+
+class GRPOTrainer(FcdpMixin, trl.GRPOTrainer):
+    """`trl.GRPOTrainer` on fcdp."""
