@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.quantised.weight import packed_parameters
+from fcdp_compile.sharding.loaded import check_loaded
 from fcdp_compile.sharding.references import find_references
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.formats import Format
@@ -51,7 +52,7 @@ def check_model(
     model that is wrapped or sharded already or has no parameters; for a parameter that is neither on the
     mesh's device nor on the host (`meta` is fine, but not for ignored ones), is uninitialised, sparse,
     complex or quantised, or shares memory with another; for a module that holds a parameter in a list,
-    closure or the like (`references`).
+    closure or the like (`references`); for a model that Transformers or Accelerate has spread (`loaded`).
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -69,6 +70,7 @@ def check_model(
             raise ArgumentError(
                 f"{name or 'the model'} is sharded already; shard a model once, after its structure is final"
             )
+    check_loaded(model)
     parameters = {n: p for n, p in model.named_parameters() if n not in ignored}
     if not parameters:
         raise ArgumentError("the model has no parameters; there is nothing to shard")
