@@ -158,6 +158,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     _mapped(tensors.append, (args, list(kwargs.values())))
     is_traced = any(type(_held(t)) is not Tensor for t in tensors)
     if not is_traced:
+        _refuse_collective(func)
         _refuse_mixture(func, args, kwargs, tensors[0])
         if not _communicates_never(func, tensors):
             args = _prepared(func, args, kwargs)
@@ -230,6 +231,19 @@ def _mark_copies(func: Any, source: Any, found: Any) -> None:
 def _returns_views(func: Any) -> bool:
     returns = func._schema.returns
     return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
+
+
+def _refuse_collective(func: Any) -> None:
+    """Refuse collectives of torch.distributed, which DistributedDataParallel starts when it wraps a model.
+
+    Raises: FcdpError.
+    """
+    if func.namespace == "c10d":
+        raise FcdpError(
+            f"{func} got a tensor that fcdp has sharded and communicates for; do not wrap a sharded model in "
+            "DistributedDataParallel or FSDP (in Lightning Fabric, use FcdpStrategy), and outside of them "
+            "use fcdp_compile.full(parameter), the whole parameter"
+        )
 
 
 def _refuse_mixture(func: Any, args: Any, kwargs: Any, sharded: DTensor) -> None:

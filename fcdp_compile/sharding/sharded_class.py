@@ -128,7 +128,14 @@ def _gathering_property(name: str) -> property:
         full: Tensor = UNSHARD(local, own._fcdp_key_of(name, state.alike[name]))
         return full
 
-    return property(get)
+    def put(self: nn.Module, value: Any) -> NoReturn:
+        # Reached once the parameter is gone: before, nn.Module's own assignment replaces parameters.
+        raise FcdpError(
+            f"{type(self).__name__}.{name} is sharded, and no other tensor can take its place; do not wrap a "
+            "sharded model in FullyShardedDataParallel, and parametrize modules before fcdp_compile.shard"
+        )
+
+    return property(get, put)
 
 
 # Constant for Dynamo, as `_fcdp_refuse_new_parameters` is.  Dynamo guards the arguments and not the key, so

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import fcdp_compile
+from fcdp_compile.errors import FcdpError
 from tests.distributed.models import CASES, Odd, batch
 from tests.distributed.ranks import run
 
@@ -108,3 +111,21 @@ def _copies(mesh: DeviceMesh) -> None:
 
 def test_parameters_and_optimizers_can_be_copied() -> None:
     run(_copies, nodes=2, ranks_per_node=1)
+
+
+def _wrap(mesh: DeviceMesh) -> None:
+    def sharded() -> nn.Module:
+        return fcdp_compile.shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), mesh)
+
+    with pytest.raises(
+        FcdpError, match=r"c10d\.broadcast_.* do not wrap a sharded model in Dist.*full"
+    ):
+        DistributedDataParallel(sharded())
+    with pytest.raises(
+        FcdpError, match=r"\.weight is sharded.*a sharded model in FullyShardedData"
+    ):
+        FullyShardedDataParallel(sharded(), device_id=torch.device("cpu"))
+
+
+def test_wrappers_of_a_sharded_model() -> None:
+    run(_wrap, nodes=2, ranks_per_node=1)
