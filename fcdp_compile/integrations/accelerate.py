@@ -9,6 +9,10 @@ The Trainers of `integrations.transformers` and `integrations.trl` run on it.  T
 
 from __future__ import annotations
 
+from fcdp_compile.extras import require
+
+require("accelerate", "fcdp in Accelerate")
+
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -10,6 +10,11 @@
 
 from __future__ import annotations
 
+from fcdp_compile.extras import require
+
+for _library in ("transformers", "accelerate", "peft"):
+    require(_library, "fcdp in the Trainer of Hugging Face")
+
 import logging
 from collections import Counter
 from collections.abc import Iterator

@@ -10,18 +10,18 @@ work by the mixin: `class MyTrainer(FcdpMixin, trl.RLOOTrainer)`.  Tried with TR
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
-
 from fcdp_compile.extras import require
-from fcdp_compile.integrations.options import FcdpOptions
-from fcdp_compile.integrations.transformers import FcdpMixin
-from fcdp_compile.sharding.shard import model_of
 
 require("trl", "fcdp in the Trainers of TRL")
 
-import trl  # noqa: E402  # after the sentence for those who lack it
+from typing import TYPE_CHECKING, Any
+
+import trl
+from torch import nn
+
+from fcdp_compile.integrations.options import FcdpOptions
+from fcdp_compile.integrations.transformers import FcdpMixin
+from fcdp_compile.sharding.shard import model_of
 
 __all__ = [
     "DPOTrainer",

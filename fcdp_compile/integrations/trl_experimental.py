@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fcdp_compile.extras import require
-from fcdp_compile.integrations.transformers import FcdpMixin
 
 require("trl", "fcdp in the Trainers of TRL")
 
-from trl.experimental import gkd  # noqa: E402  # after the sentence for those who lack it
+from trl.experimental import gkd
+
+from fcdp_compile.integrations.transformers import FcdpMixin
 
 __all__ = ["GKDTrainer"]
 

@@ -192,8 +192,18 @@ def _agree(
 
 
 def model_of(model: nn.Module) -> nn.Module:
-    """The module itself, for a compiled module or a plain one."""
-    return getattr(model, "_orig_mod", model)
+    """The module itself, for a compiled module, a plain one, or Fabric's wrapper of a sharded one."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    if isinstance(inner, nn.Module) and STATE not in vars(inner):
+        wrapped = getattr(inner, "module", None)  # Fabric's name for it
+        if isinstance(wrapped, nn.Module) and STATE in vars(wrapped):
+            return wrapped
+    return inner
+
+
+def is_sharded(model: object) -> bool:
+    """Whether an object is a sharded model, compiled or not."""
+    return isinstance(model, nn.Module) and STATE in vars(model_of(model))
 
 
 def state_of(model: nn.Module) -> ShardedModel:
@@ -206,11 +216,6 @@ def state_of(model: nn.Module) -> ShardedModel:
         raise ArgumentError("the model is not sharded; call fcdp_compile.shard(model, mesh) first")
     found: ShardedModel = state.model
     return found
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has sharded the model, compiled or not."""
-    return STATE in vars(model_of(model))
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
