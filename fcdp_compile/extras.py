@@ -14,6 +14,7 @@ _EXTRA_OF = {
     "peft": "hf",
     "accelerate": "hf",
     "trl": "trl",
+    "lightning_fabric": "fabric",
     "matplotlib": "bench",
 }
 """The smallest extra of pyproject.toml that brings each library."""

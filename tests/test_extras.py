@@ -18,18 +18,19 @@ from fcdp_compile.planner.sweep_plot import check_plot
 ROOT = Path(__file__).parents[1]
 
 _IMPORTS = """
-import sys
+import importlib, sys
 import fcdp_compile
-sys.modules |= dict.fromkeys(("safetensors", "transformers"))
+sys.modules |= dict.fromkeys(("safetensors", "transformers", "lightning_fabric"))
 for wanted in ("load_pretrained", "save_pretrained"):
     try:
         getattr(fcdp_compile, wanted)
     except fcdp_compile.FcdpError as error:
         print(error)
-try:
-    import fcdp_compile.integrations.transformers
-except ImportError as error:
-    print(error)
+for wanted in ("transformers", "fabric"):
+    try:
+        importlib.import_module(f"fcdp_compile.integrations.{wanted}")
+    except ImportError as error:
+        print(error)
 """
 
 
@@ -40,10 +41,12 @@ def test_public_names_that_need_an_extra() -> None:
     needs = "needs {0}, which cannot be imported (import of {0} halted; None in sys.modules); "
     files = "reading and writing checkpoints of Hugging Face " + needs.format("safetensors")
     trainer = "fcdp in the Trainer of Hugging Face " + needs.format("transformers")
+    fabric = "fcdp in Lightning Fabric " + needs.format("lightning_fabric")
     assert done.stdout.splitlines() == [
         files + "pip install 'fcdp[checkpoint]'",
         files + "pip install 'fcdp[checkpoint]'",
         trainer + "pip install 'fcdp[hf]'",
+        fabric + "pip install 'fcdp[fabric]'",
     ]
 
 
@@ -62,4 +65,5 @@ def test_extras_bring_what_they_are_named_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for library, extra in extras._EXTRA_OF.items():
         wanted = project["optional-dependencies"][extra]
-        assert any(line.startswith(library) for line in wanted), (library, extra)
+        names = [line.replace("-", "_") for line in wanted]
+        assert any(name.startswith(library) for name in names), (library, extra)

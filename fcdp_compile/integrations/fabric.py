@@ -1,0 +1,118 @@
+"""A strategy for Lightning Fabric that shards instead of wrapping in DDP, and compiles with fcdp.
+
+    fabric = Fabric(devices=8, num_nodes=4, strategy=FcdpStrategy())       # the one line that changes
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+
+`fabric_checkpoints` saves and loads.  The rest, such as launching and samplers, is the DDP strategy's.
+"""
+
+from __future__ import annotations
+
+from fcdp_compile.extras import require
+
+require("lightning_fabric", "fcdp in Lightning Fabric")
+
+import functools
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.integrations.fabric_checkpoints import FabricCheckpoints
+from fcdp_compile.integrations.optimizer_params import check_without_state, hold_sharded
+from fcdp_compile.integrations.options import BACKEND, FcdpOptions
+from fcdp_compile.params.mesh import make_mesh
+from fcdp_compile.sharding.no_sync import no_sync
+from fcdp_compile.sharding.shard import is_sharded, shard
+
+__all__ = ["FcdpOptions", "FcdpStrategy"]
+
+
+class FcdpStrategy(FabricCheckpoints):
+    """Shards and compiles the models that Fabric sets up.
+
+    fcdp: the options; by default strategy "fcdp" on Fabric's nodes.
+    ddp_options: `timeout`, `start_method`, `cluster_environment` and other options of Fabric's `DDPStrategy`,
+    without those of torch's DistributedDataParallel.
+
+    Raises: ArgumentError for options of DistributedDataParallel, which wraps nothing here.
+    """
+
+    def __init__(self, fcdp: FcdpOptions | None = None, **ddp_options: Any) -> None:
+        super().__init__(**ddp_options)
+        if self._ddp_kwargs:
+            raise ArgumentError(
+                f"FcdpStrategy got {', '.join(self._ddp_kwargs)}, which DistributedDataParallel takes, but "
+                "it does not wrap the model in that; leave it out, or give FcdpOptions"
+            )
+        self.fcdp = fcdp or FcdpOptions()
+        self._backward_sync_control = _NoSync()  # type: ignore[assignment]  # its class is private
+        # Who installs `lightning` has Fabric twice, as two packages with different classes.
+        if (other := sys.modules.get("lightning.fabric.strategies")) is not None:
+            other.Strategy.register(FcdpStrategy)
+
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh | None:
+        # One mesh for all models: torch never frees the groups of a mesh.
+        device, local_rank = self.root_device, os.environ.get("LOCAL_RANK")
+        if device.type == "cuda" and local_rank is not None and device.index != int(local_rank):
+            raise ArgumentError(
+                f"Fabric gives {device} to the process with LOCAL_RANK {local_rank}, but fcdp gives GPU n to "
+                "local rank n; give Fabric the number of devices and choose GPUs by CUDA_VISIBLE_DEVICES"
+            )
+        return make_mesh(self.fcdp.nodes or self.num_nodes)
+
+    # --- models and optimizers ----------------------------------------------------------------------------
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move a model to the GPU, unless it has parameters on meta, which sharding gives memory there."""
+        if not any(p.is_meta for p in module.parameters()):
+            super().module_to_device(module)
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Shard the model in place, if its owner has not done so, and return it compiled."""
+        options: dict[str, Any] = {"backend": BACKEND, "dynamic": self.fcdp.dynamic}
+        options["options"] = dict(self.fcdp.options) or None
+        # Fabric notes the options of torch.compile there, and would compile what this method returns again.
+        if vars(module).get("_compile_kwargs", options) != options:
+            raise ArgumentError(
+                "the model was compiled before fabric.setup, but FcdpStrategy compiles it after sharding; "
+                "leave torch.compile out, and give its options to FcdpOptions"
+            )
+        if is_sharded(module):
+            self.fcdp.check_sharded_before()
+        else:
+            shard(module, self._mesh, **self.fcdp.shard_arguments())
+        return torch.compile(module, **options)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any
+    ) -> Any:
+        """Shard the model, and give the optimizers the sharded parameters."""
+        before = dict(module.named_parameters())
+        for optimizer in optimizers:
+            check_without_state(optimizer, before)
+        done = super().setup_module_and_optimizers(module, optimizers, *scheduler)
+        for optimizer in optimizers:
+            hold_sharded(optimizer, module, before)
+        return done
+
+    def clip_gradients_norm(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Clip by the norm over all ranks; return the norm as a plain tensor."""
+        norm = super().clip_gradients_norm(*args, **options)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class _NoSync:
+    """What `fabric.no_backward_sync` calls."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return no_sync(module) if enabled else nullcontext()
