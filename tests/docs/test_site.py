@@ -172,7 +172,10 @@ def test_pages_name_files_that_exist() -> None:
             assert (ROOT / name).is_file(), f"{page.name} names {name}"
 
 
-QUOTING = ("../README.md", "index.md", "strategies.md", "limits.md", "troubleshooting.md")
+QUOTING = (
+    *("../README.md", "index.md", "strategies.md", "limits.md", "troubleshooting.md"),
+    *("faq.md", "issues.md"),
+)
 """Pages with figures of the benchmark."""
 
 
