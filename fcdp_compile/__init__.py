@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from fcdp_compile.params.mesh import make_mesh
     from fcdp_compile.pretrained.exporting.export import save_pretrained
+    from fcdp_compile.pretrained.exporting.streaming import stream_state
     from fcdp_compile.pretrained.load import load_pretrained
     from fcdp_compile.report.explain import Explanation, explain
     from fcdp_compile.report.memory import Memory, memory
@@ -68,6 +69,7 @@ __all__ = [
     "save",
     "save_pretrained",
     "shard",
+    "stream_state",
     "traffic",
 ]
 
@@ -98,6 +100,7 @@ _HOMES = {
     "save": "checkpointing.saving",
     "save_pretrained": "pretrained.exporting.export",
     "shard": "sharding.shard",
+    "stream_state": "pretrained.exporting.streaming",
     "traffic": "report.traffic",
 }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fcdp_compile.errors import FcdpError
 
@@ -39,6 +39,23 @@ def let_this_rank_save(model: nn.Module) -> None:
     """
     if hasattr(model, "should_save_on_this_rank"):
         vars(model)["should_save_on_this_rank"] = lambda is_main_process: is_main_process
+
+
+def as_in_checkpoint(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of a Transformers model under the names, and cut as, its `save_pretrained` writes them.
+
+    Such as a tensor for each expert, where the model has a tensor for all experts.
+    """
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    revert: Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]] | None = getattr(
+        sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None
+    )
+    if revert is None:
+        raise FcdpError(
+            "this version of transformers does not say how it converts checkpoints back "
+            "(core_model_loading.revert_weight_conversion); install transformers>=5.0"
+        )
+    return revert(model, {name: t for name, t in state.items() if name not in ignored})
 
 
 def dtype_of(base: nn.Module) -> torch.dtype | None:

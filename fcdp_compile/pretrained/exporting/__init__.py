@@ -1,1 +1,1 @@
-"""`save_pretrained`: writes a sharded model in the formats of Transformers and PEFT."""
+"""`save_pretrained` writes a model as Transformers and PEFT do; `stream_state` yields the same tensors."""

@@ -1,4 +1,4 @@
-"""Copies of a model's tensors in host memory of the writing rank, and twins that are made from them."""
+"""Whole copies of a model's tensors on the ranks that keep them, and twins that are made from them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.pretrained.exporting.twin import Twins
-from fcdp_compile.pretrained.exporting.whole_values import WholeValues
+from fcdp_compile.pretrained.exporting.whole_values import HOST, WholeValues
 from fcdp_compile.pretrained.names import adapter_tensors
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.torch_compat import storage_id
 
 
 class ModelTensors:
-    """Whole tensors of a model by name, fetched on request; only the writer keeps them.
+    """Whole tensors of a model by name, fetched on request; only ranks that ask for values keep them.
 
     Raises: FcdpError for a DTensor that no record knows.
     """
@@ -57,19 +57,34 @@ class ModelTensors:
         found = ((name, self._tensors[name]) for name in names)
         return "\n".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in found)
 
+    def check(self, names: Iterable[str]) -> None:
+        """Raise FcdpError if this rank's part of a tensor is no longer as `shard` has cut it."""
+        for name in names:
+            if name in self._records:
+                self._records[name].peek()
+
     def fetch(self, name: str, values: WholeValues) -> None:
-        """Copy a whole tensor to the writer; all ranks must call it."""
+        """Copy a whole tensor to the ranks that keep it; all ranks must call it."""
         tensor = self._tensors[name]
         if name in self._records:
             whole = values.whole(self._records[name])
             if whole is not None:
                 self._whole[id(tensor)] = whole
-        elif values.is_writer:
-            values.attempt(lambda: self._whole.update({id(tensor): _copy(tensor)}))
+        elif values.keeps:
+            values.attempt(lambda: self._whole.update({id(tensor): _copy(tensor, values.device)}))
+
+    def forget(self) -> None:
+        """Forget all tensors that were fetched."""
+        self._whole.clear()
 
     def twin(self) -> nn.Module:
         """Return a twin of the model; tensors that were not fetched are on meta."""
+        self._names_on_meta.clear()
         return Twins(self._stand_in).of(self._root)
+
+    def names_on_meta(self) -> dict[int, str]:
+        """Return the names of the last twin's tensors that were not fetched, by `storage_id`."""
+        return dict(self._names_on_meta)
 
     def lacking(self, tensors: Iterable[Tensor]) -> list[str]:
         """Return the names of the tensors that were not fetched, given tensors of the last twin.
@@ -94,5 +109,5 @@ class ModelTensors:
         return meta
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+def _copy(tensor: Tensor, device: torch.device = HOST) -> Tensor:
+    return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)

@@ -140,7 +140,7 @@ def export(
         twins = _whole_twin(kind, copies, topology, values, progress=progress)
         _by_writer(topology, values, lambda: finish(*twins))
     except BaseException:
-        if values.is_writer:
+        if values.keeps:
             aside.discard()
         raise
 
@@ -176,7 +176,7 @@ def _by_writer(topology: Topology, values: WholeValues, act: Callable[[], None])
     """Run `act` on the writer; raise on every rank if any rank has failed so far."""
 
     def check() -> None:
-        if values.is_writer:
+        if values.keeps:
             values.attempt(act)
         values.check()
 
@@ -191,13 +191,13 @@ def _whole_twin(
 
     def ask() -> list[str]:
         values.check()
-        if not values.is_writer:
+        if not values.keeps:
             return []
         twins[:] = [copies.twin()]
         return [] if kind.adapters is None else copies.lacking(kind.adapters(twins[0]))
 
     wanted = copies.names(of_adapters=kind.adapters is not None)
-    is_shown = progress and values.is_writer
+    is_shown = progress and values.keeps
     with tqdm(unit="B", unit_scale=True, desc="gathering", disable=not is_shown) as bar:
         while True:
             bar.total = bar.n + copies.size_bytes(wanted)

@@ -3,6 +3,8 @@
 Transformers' model     weights, configuration, generation configuration
 PEFT's                  the adapters; or its base with the adapters merged into it
 any other               model.safetensors with the names of its state dict
+
+`reader_of` returns the tensors of these files without writing files.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from fcdp_compile.pretrained.exporting.dequantised import (
     refuse_unknown_layers,
 )
 from fcdp_compile.pretrained.huggingface import (
+    as_in_checkpoint,
     base_of,
     has_attached_adapters,
     is_adapter_layer,
@@ -84,6 +87,41 @@ def kind_of(root: Any, folder: Path, *, merge: bool, max_shard_size: int | str) 
     )
 
 
+def reader_of(root: Any, *, only: str) -> Callable[[Any], dict[str, Tensor]]:
+    """Return a function that reads, from a twin, the tensors that `save_pretrained` would write, by name.
+
+    The function may change the twin.  only: "adapters", those of the active adapter; or "all", for a PEFT
+    model the base with the active adapters merged into it.
+
+    Raises: FcdpError for a model without adapters, for adapters that cannot be merged, and for a quantised
+    base.
+    """
+    is_wrapped = base_of(root) is not root
+    if only == "adapters":
+        if is_wrapped:
+            return partial(_tensors_of_adapter, name=_active_adapter(root))
+        if has_attached_adapters(root):
+            return _tensors_attached
+        raise FcdpError(
+            f"only='adapters' needs a model with adapters of PEFT, and {type(root).__name__} has none; use "
+            "only='all'"
+        )
+    if quantised_layers(root) or getattr(base_of(root), "hf_quantizer", None) is not None:
+        raise FcdpError(
+            f"{type(base_of(root)).__name__} is quantised, and fcdp streams no quantised weights; stream its "
+            "adapters with only='adapters', or write the dequantised base with the adapters merged into it "
+            "(save_pretrained with merge=True)"
+        )
+    if has_attached_adapters(root):
+        raise FcdpError(
+            f"fcdp does not merge the adapters that add_adapter has put into {type(root).__name__}; stream "
+            "them with only='adapters', or add them with peft.get_peft_model"
+        )
+    if is_wrapped:
+        _refuse_to_merge(root, is_wrapped=True)
+    return partial(_tensors_of_model, merged=_merged if is_wrapped else None)
+
+
 # --- whole models -----------------------------------------------------------------------------------------
 
 
@@ -105,21 +143,42 @@ def _write_whole(
         _write_plain(model, state, folder, max_shard_size)
 
 
+def _tensors_of_model(twin: Any, *, merged: Callable[[Any], Any] | None) -> dict[str, Tensor]:
+    model = twin if merged is None else merged(twin)
+    state: dict[str, Tensor] = model.state_dict()
+    if not is_transformers_model(model):
+        _refuse_extra_state(state)
+        return state
+    tied = _second_names(model, state)
+    return as_in_checkpoint(model, {n: t for n, t in state.items() if n not in tied})
+
+
 def _copy_own_ties(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Copy the second tensor of each tie that `from_pretrained` will not make again.
 
     Transformers omits the second name of every tie that a class may have, even if the configuration has
     switched the tie off and the user has tied the weights by hand.
     """
-    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = _second_names(model, state)
     seen: set[int] = set()
     for name, tensor in state.items():
-        source = state.get(ties.get(name, name))
-        if source is not None and source is not tensor and storage_id(source) == storage_id(tensor):
+        if name in tied:
             continue
         if storage_id(tensor) in seen:
             state[name] = tensor.clone()
         seen.add(storage_id(tensor))
+
+
+def _second_names(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
+    """Return the second name of each tie that `from_pretrained` makes again."""
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        second
+        for second, first in ties.items()
+        if second != first
+        and {second, first} <= state.keys()
+        and storage_id(state[second]) == storage_id(state[first])
+    }
 
 
 def _write_plain(
@@ -129,12 +188,7 @@ def _write_plain(
 
     safetensors' own functions would refuse a tied weight, or keep only one of its names.
     """
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise FcdpError(
-                f"{name!r} of the model's state dict is a {type(value).__name__}, and a safetensors file "
-                "holds only tensors; leave it out of get_extra_state"
-            )
+    _refuse_extra_state(state)
     shards = _shards(state, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -154,6 +208,15 @@ def _write_plain(
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _refuse_extra_state(state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise FcdpError(
+                f"{name!r} of the model's state dict is a {type(value).__name__}, and a safetensors file "
+                "holds only tensors; leave it out of get_extra_state"
+            )
 
 
 def _shards(state: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Tensor]]:
@@ -177,7 +240,7 @@ def _refuse_to_merge(root: Any, *, is_wrapped: bool) -> None:
         kinds = {config.peft_type.value for config in root.peft_config.values()}
         raise FcdpError(
             f"adapters of type {', '.join(sorted(kinds))} do not change the base's weights, so they cannot "
-            "be merged; save the adapter itself, without merge=True"
+            "be merged; save the adapter itself, without merge=True (stream_state: only='adapters')"
         )
     unable = import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
     plain_soon = {layer for _, layer, _ in quantised_layers(root)}
@@ -187,17 +250,38 @@ def _refuse_to_merge(root: Any, *, is_wrapped: bool) -> None:
         if is_adapter_layer(module) and type(module).merge is unable:
             raise FcdpError(
                 f"PEFT cannot merge {type(module).__name__} at {name}; save the adapter itself, without "
-                "merge=True"
+                "merge=True (stream_state: only='adapters')"
             )
 
 
 # --- adapters ---------------------------------------------------------------------------------------------
 
 
-def _adapters(twin: Any) -> Iterable[Tensor]:
+def _active_adapter(root: Any) -> str:
+    active = list(root.active_adapters)
+    if len(active) != 1:
+        raise FcdpError(
+            f"only='adapters' streams one adapter, and {len(active)} are active ({', '.join(active)}); make "
+            "one active with set_adapter"
+        )
+    name: str = active[0]
+    return name
+
+
+def _tensors_of_adapter(twin: Any, *, name: str) -> dict[str, Tensor]:
     read = import_module("peft").get_peft_model_state_dict
+    tensors: dict[str, Tensor] = read(twin, adapter_name=name)
+    return tensors
+
+
+def _tensors_attached(twin: Any) -> dict[str, Tensor]:
+    # Transformers puts the prefix before the names in its files.
+    return {f"base_model.model.{n}": t for n, t in twin.get_adapter_state_dict().items()}
+
+
+def _adapters(twin: Any) -> Iterable[Tensor]:
     for name in twin.peft_config:
-        yield from read(twin, adapter_name=name).values()
+        yield from _tensors_of_adapter(twin, name=name).values()
 
 
 def _write_adapters(twin: Any, aside: Path, *, folder: Path) -> None:
@@ -207,8 +291,7 @@ def _write_adapters(twin: Any, aside: Path, *, folder: Path) -> None:
 
 
 def _attached(twin: Any) -> Iterable[Tensor]:
-    tensors: dict[str, Tensor] = twin.get_adapter_state_dict()
-    return tensors.values()
+    return _tensors_attached(twin).values()
 
 
 def _write_attached(twin: Any, folder: Path) -> None:

@@ -59,7 +59,8 @@ class Twins:
         if type(value) in (list, tuple, set):
             return type(value)(self._mapped(v) for v in value)
         if isinstance(value, dict):
-            twin = copy.copy(value)
+            # `copy` takes long, and modules have many dictionaries.
+            twin = value.copy() if type(value) in (dict, OrderedDict) else copy.copy(value)
             twin.update({k: self._mapped(v) for k, v in value.items()})
             return twin
         return value

@@ -1,9 +1,10 @@
-"""Whole parameters on one rank, one at a time, to be written to files that any program reads.
+"""Whole parameters, one at a time: on one rank's host, to be written to files, or on devices, to be sent on.
 
     home shards [W/G] on G ranks ── point to point ──▶ the writer [W]; other ranks hold only their own shards
+    home shards or node shards   ── all-gather ──────▶ every rank [W], which only ranks that ask keep
 
-The writer is the rank at place 0 of node 0.  Shards travel through host memory: an all-gather on the device
-would need room for the largest parameter on every GPU, and training may have filled them.
+The writer is the rank at place 0 of node 0.  To the writer, shards travel through host memory: an all-gather
+on the device would need room for the largest parameter on every GPU, and training may have filled them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import Tensor
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.mesh import Topology, control_ranks
 from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
+from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 
+HOST = torch.device("cpu")
 _DOING = "whole parameters on their way to the rank that writes them"
 
 
@@ -30,12 +33,15 @@ class WholeValues:
     exchange their errors (`together`); after an error, everything that was written is thrown away.
 
     Uses the control group, on the Python thread.
+
+    keeps: whether this rank gets the values, which are on `device`.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._ranks = control_ranks(topology)
-        self.is_writer = topology.node == 0 and topology.place == 0
+        self.keeps = topology.node == 0 and topology.place == 0
+        self.device = HOST
         self.error: Exception | None = None
 
     def attempt(self, act: Callable[[], None]) -> None:
@@ -59,7 +65,7 @@ class WholeValues:
         layout = record.spec.layout
         owners = [(n, p) for n in range(layout.nodes) for p in range(layout.ranks_per_node)]
         here = (self._topology.node, self._topology.place)
-        if not self.is_writer:
+        if not self.keeps:
             # If every rank, or every node, has a copy of its own, the writer needs no other copy.
             if layout.dim is not None and here in owners:
                 self._send(self._part(record))
@@ -109,6 +115,28 @@ class WholeValues:
             dist.recv(_bytes(part), group=self._topology.control, group_src=rank)
         if part is not into:
             into.copy_(part)
+
+
+class GatheredValues(WholeValues):
+    """Brings whole parameters to the device of every rank that asks.
+
+    A parameter crosses between nodes only if the cache has no valid copy of it.  Uses the lanes' groups.
+    """
+
+    def __init__(self, state: ShardedModel, *, keeps: bool) -> None:
+        super().__init__(state.topology)
+        self._state = state
+        self.keeps = keeps
+        self.device = state.device.torch
+
+    def whole(self, record: ParamRecord) -> Tensor | None:
+        """Return a parameter in its home dtype, in new memory, on ranks that ask; all ranks must call it.
+
+        Raises: PlanMismatchError on every rank if ranks are about to do different things.
+        """
+        spec, shard = record.spec, record.peek().to(self.device)
+        found = self._state.outside.read(spec.key, shard, spec.home_dtype)
+        return found if self.keeps else None
 
 
 def _rows(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor:

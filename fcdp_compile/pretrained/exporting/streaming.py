@@ -1,0 +1,202 @@
+"""`stream_state`: the tensors that `save_pretrained` would write, in buckets, to be sent to other processes.
+
+    home shards ── the bucket's sources, gathered one after the other ──▶ a twin, elsewhere on meta
+    the twin    ── the library's own conversion or merge ───────────────▶ the bucket's tensors
+
+A rank that fails or stops early tells the others, which wait for it after each bucket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fcdp_compile.errors import ArgumentError, FcdpError
+from fcdp_compile.params.mesh import control_ranks
+from fcdp_compile.pretrained.exporting.copies import ModelTensors
+from fcdp_compile.pretrained.exporting.kinds import reader_of
+from fcdp_compile.pretrained.exporting.pieces import Pieces, in_buckets
+from fcdp_compile.pretrained.exporting.whole_values import GatheredValues
+from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.differences import first_other
+from fcdp_compile.runtime.collectives.agreement import same_act
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.sharding.shard import model_of, state_of
+
+
+def stream_state(
+    model: nn.Module,
+    *,
+    only: str = "all",
+    on: Collection[int] = (0,),
+    bucket_bytes: int = 10**9,
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the model's whole tensors with their names, one bucket after the other, for a rollout engine.
+
+        for bucket in fcdp_compile.stream_state(model):
+            engine.load_weights(bucket)
+
+    Names, shapes and dtypes are those of the files that `save_pretrained` writes: a Transformers model gets
+    the names of its checkpoint, any other module those of its state dict.  Every rank must call it and go
+    through all buckets.  All ranks get equally many buckets; on ranks that do not ask, they are empty.
+    The tensors are on the model's device, in memory that the caller may keep.  The list of a bucket is
+    emptied when the next bucket is asked for, so that only one bucket is in memory.
+
+    model: sharded, compiled or not.
+    only: "adapters" for the tensors of a PEFT model's active adapter, by the names in PEFT's files, which
+    lack the adapter's name; "all" for every parameter and persistent buffer, for a PEFT model of the base
+    with the active adapters merged into it.  The model itself stays as it is.
+    on: the ranks of the mesh that ask for tensors.
+    bucket_bytes: the most bytes of a bucket.  A larger tensor is a bucket of its own, and so are larger
+    tensors that are made together, such as the experts that a model stacks.
+
+    Memory: on every rank the largest parameter, on ranks that ask a bucket and what its tensors are made of.
+    Bytes: every parameter crosses between nodes once, unless the cache has a valid and exact copy, as it has
+    of frozen parameters after a step.  "adapters" gathers nothing else than the tensors in PEFT's files.
+
+    Raises: ArgumentError on every rank for wrong arguments, or arguments that differ between ranks.
+    FcdpError on every rank: if values were never loaded, parameters are whole in a block of
+    `fcdp_compile.gathered`, the model has no adapters or adapters that cannot be merged, or the base is
+    quantised ("adapters" works); and within the loop if an optimizer steps, or if a rank fails or leaves the
+    loop while others go on.
+    """
+    root, state = model_of(model), state_of(model)
+    control = state.topology.control
+    given = together(
+        control, lambda: _checked(only, on, bucket_bytes, state.topology.ranks), ArgumentError
+    )
+    if other := first_other(given):
+        raise ArgumentError(
+            f"ranks 0 and {other} ask fcdp_compile.stream_state for different things: {given[0]} against "
+            f"{given[other]}; give every rank the same arguments"
+        )
+    same_act(state.collectives, "calls stream_state")
+    state.unset.refuse("stream_state")
+    stream = _Stream(root, state, only=only, on=on)
+    _refuse_different(together(control, lambda: stream.plan(bucket_bytes)))
+    return stream.buckets()
+
+
+def _checked(only: str, on: Collection[int], bucket_bytes: int, ranks: int) -> str:
+    """Return the arguments as a text, for ranks to compare.
+
+    Raises: ArgumentError.
+    """
+    if only not in ("adapters", "all"):
+        raise ArgumentError(f"only must be 'adapters' or 'all', not {only!r}")
+    if not isinstance(on, Collection) or not all(type(r) is int and 0 <= r < ranks for r in on):
+        raise ArgumentError(f"on must hold ranks of the mesh, from 0 to {ranks - 1}, not {on!r}")
+    if type(bucket_bytes) is not int or bucket_bytes < 1:
+        raise ArgumentError(f"bucket_bytes must be a positive whole number, not {bucket_bytes!r}")
+    return f"only={only!r}, on={sorted(set(on))}, bucket_bytes={bucket_bytes}"
+
+
+def _refuse_different(digests: Sequence[str]) -> None:
+    if other := first_other(digests):
+        raise FcdpError(
+            f"ranks 0 and {other} are about to stream different tensors; call stream_state with the same "
+            "model on every rank"
+        )
+
+
+class _Stream:
+    """One use of `stream_state`."""
+
+    def __init__(
+        self, root: nn.Module, state: ShardedModel, *, only: str, on: Collection[int]
+    ) -> None:
+        self._root, self._state, self._only = root, state, only
+        here = (state.topology.node, state.topology.place)
+        self._values = GatheredValues(state, keeps=control_ranks(state.topology)[here] in on)
+
+    def plan(self, bucket_bytes: int) -> str:
+        """Decide which tensors each bucket has, without communication; returns a digest of that.
+
+        Raises: the errors of `stream_state`.
+        """
+        if self._state.whole:
+            raise FcdpError(
+                "stream_state gathers parameters that a block of fcdp_compile.gathered has gathered already; "
+                "leave the block first"
+            )
+        self._read: Callable[[nn.Module], dict[str, Tensor]]
+        self._read = reader_of(self._root, only=self._only)
+        self._copies = ModelTensors(self._root, self._state)
+        try:
+            with torch.no_grad():
+                self._plan = in_buckets(self._copies, self._read, bucket_bytes)
+        except NotImplementedError as error:
+            # An operation that needs values, such as PEFT's on prompt encoders.
+            raise FcdpError(
+                f"{type(self._root).__name__} cannot be streamed, because its library computes tensors to "
+                f"save from values ({error}); write it with fcdp_compile.save_pretrained"
+            ) from error
+        names = self._copies.names(of_adapters=False)
+        text = f"{self._copies.describe(names)}\n{self._plan}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield the buckets."""
+        steps = self._state.counters.steps
+        for pieces in self._plan:
+            self._agree(pieces.sources, steps)
+            self._gather(pieces)
+            try:
+                bucket = self._made(pieces)
+                yield bucket
+                bucket.clear()
+            except GeneratorExit:
+                self._tell(
+                    "left the loop over fcdp_compile.stream_state before its end; let every rank go through "
+                    "all buckets"
+                )
+                raise
+            except BaseException as error:
+                self._tell(f"fcdp_compile.stream_state failed: {error}")
+                raise
+        self._agree((), steps)
+
+    def _agree(self, sources: Sequence[str], steps: int) -> None:
+        """Wait for all ranks, and raise on every rank if any rank cannot go on."""
+
+        def check() -> None:
+            if self._state.counters.steps != steps:
+                raise FcdpError(
+                    "an optimizer has stepped within the loop over fcdp_compile.stream_state, so later "
+                    "buckets would have newer values; finish the loop first"
+                )
+            self._copies.check(sources)
+
+        together(self._state.topology.control, check)
+
+    def _gather(self, pieces: Pieces) -> None:
+        with torch.no_grad():
+            for name in pieces.sources:
+                self._copies.fetch(name, self._values)
+
+    def _made(self, pieces: Pieces) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a bucket, on this rank's device; none on a rank that does not ask."""
+        self._values.check()
+        if not self._values.keeps:
+            return []
+        with torch.no_grad():
+            tensors = self._read(self._copies.twin())
+            self._copies.forget()
+            return [(n, tensors[n].to(self._values.device).contiguous()) for n in pieces.names]
+
+    def _tell(self, problem: str) -> None:
+        """Make the other ranks, which wait in `_agree`, raise because of this rank's problem."""
+
+        def raise_it() -> None:
+            raise FcdpError(problem)
+
+        control = self._state.topology.control
+        # An abandoned generator may end after the process groups.
+        if control is not None and dist.is_initialized():
+            with suppress(FcdpError):
+                together(control, raise_it)
