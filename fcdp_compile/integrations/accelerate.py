@@ -247,7 +247,8 @@ class Accelerator(accelerate.Accelerator):
     def _without_sharded(self) -> Iterator[None]:
         """Hide models and optimizers from Accelerate, which would write this rank's parts as the whole."""
         models, optimizers = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        self._models: list[Any] = []
+        self._optimizers: list[Any] = []
         try:
             yield
         finally:
