@@ -44,7 +44,7 @@ class HostMemory:
     planned_bytes: how many bytes the plans of the model's graphs take.  unplanned_bytes: what other copies
     take (`runtime.outside`); later plans leave room for them.
 
-    Models on one mesh share host memory: subtract what each other model has planned.  Memory that another
+    Models on one mesh share host memory, the user's number too: subtract what each other model has planned.  Memory that another
     model already uses is part of its plan, so it first counts as free.  A model that is gone counts until all
     ranks know that, because garbage is not collected on all ranks at once.
     """
@@ -113,7 +113,7 @@ class HostMemory:
         else:
             share = self._asked_bytes // self._ranks_per_node
             asked = HostBudget(bytes=share, limit=Limit.OPTION)
-            candidates.append(_less(asked, self.unplanned_bytes))
+            candidates.append(_less(asked, others))
         return min(candidates, key=lambda budget: budget.bytes)
 
     @property

@@ -129,8 +129,12 @@ def test_models_on_one_mesh_share_what_is_free(machine: SimpleNamespace) -> None
     second.end()
     agree(HostMemory(topology), [500, 0, UNLIMITED, 0])
     assert budget(first) == (700, Limit.AVAILABLE), "another rank has not noticed"
-    agree(HostMemory(topology), [500, 0, UNLIMITED, 0b10])
+    third = HostMemory(topology)
+    agree(third, [500, 0, UNLIMITED, 0b10])
     assert budget(first) == (1000, Limit.AVAILABLE)
+    third.planned_bytes = 300
+    first.ask(800)
+    assert budget(first) == (500, Limit.OPTION), "the user's number is for both"
 
 
 def test_an_option_is_shared_by_the_ranks_of_a_node(machine: SimpleNamespace) -> None:
