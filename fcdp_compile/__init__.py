@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fcdp_compile.pretrained.exporting.streaming import stream_state
     from fcdp_compile.pretrained.load import load_pretrained
     from fcdp_compile.report.explain import Explanation, explain
+    from fcdp_compile.report.exposed_wait import exposed_wait
     from fcdp_compile.report.memory import Memory, memory
     from fcdp_compile.report.traffic import Traffic, traffic
     from fcdp_compile.sharding.full import full
@@ -58,6 +59,7 @@ __all__ = [
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
     "explain",
+    "exposed_wait",
     "full",
     "gathered",
     "load",
@@ -89,6 +91,7 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "explain": "report.explain",
+    "exposed_wait": "report.exposed_wait",
     "full": "sharding.full",
     "gathered": "sharding.gathered",
     "load": "checkpointing.loading",

@@ -21,6 +21,7 @@ from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.drains import Drains
+from fcdp_compile.runtime.exposure import Exposure
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.optimizers.hooks import OptimizerHooks, WholeParameter
@@ -78,6 +79,7 @@ class ShardedModel:
         self.outside = self._outside_reads()
         self.seams = self._seams()
         self.drains = Drains(device)
+        self.exposure = Exposure(device)
         self.whole: dict[str, WholeParameter] = {}
         self.optimizer_hooks = OptimizerHooks(
             topology,

@@ -230,7 +230,7 @@ class Program:
         if target is ops.free:
             return _nothing
         if target is ops.wait:
-            return lambda values: values[first].wait()
+            return lambda values: values[-1].model.exposure.wait(values[first])
         bucket_id = kwargs["bucket"]
         assert isinstance(bucket_id, int), bucket_id
         assert callable(target), target

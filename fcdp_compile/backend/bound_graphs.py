@@ -26,9 +26,10 @@ from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Direction, Plan, Tier, Variant
 from fcdp_compile.plan.cost import Machine
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
+from fcdp_compile.runtime.lanes.marks import clock_of
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.program import Program
-from fcdp_compile.runtime.recorder import Recorder, clock_of
+from fcdp_compile.runtime.recorder import Recorder
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Cache
 from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode

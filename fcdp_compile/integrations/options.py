@@ -25,6 +25,8 @@ class FcdpOptions:
     options: the backend's options, `torch.compile(…, backend="fcdp", options=…)`.
     companion_strategy: of models that are only evaluated, such as a reference, a teacher or a reward model;
     by default `strategy`.
+    peak_tflops: the peak of one GPU in the dtype of compute, 1e12 operations a second; with it the Trainer
+    logs its model FLOPs utilisation.
     generate: whether parameters are whole on every rank while a model generates: "whole"; "sharded", for
     models that do not fit a GPU; "auto": whole if they fit the free memory.
 
@@ -41,12 +43,15 @@ class FcdpOptions:
     options: Mapping[str, Any] = field(default_factory=dict)
     companion_strategy: str | Strategy | None = None
     generate: Literal["auto", "whole", "sharded"] = "auto"
+    peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
         Strategy.parse(self.strategy)
         Options.parse(self.options)
         if self.companion_strategy is not None:
             Strategy.parse(self.companion_strategy)
+        if self.peak_tflops is not None and not self.peak_tflops > 0:
+            raise ArgumentError(f"peak_tflops must be more than 0, not {self.peak_tflops!r}")
         if self.generate not in ("auto", "whole", "sharded"):
             raise ArgumentError(
                 f"generate must be 'auto', 'whole' or 'sharded', not {self.generate!r}"

@@ -18,7 +18,8 @@ for _library in ("transformers", "accelerate", "peft"):
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
 from fcdp_compile.integrations.trainer_options import check_arguments
 from fcdp_compile.params.mesh import process_count
 from fcdp_compile.report.explain import explain
+from fcdp_compile.report.exposed_wait import ExposedWait, exposed_wait
 from fcdp_compile.report.traffic import traffic
 from fcdp_compile.sharding.shard import is_sharded, model_of, state_of
 from fcdp_compile.torch_compat import graph_breaks
@@ -45,6 +47,12 @@ log = logging.getLogger(__name__)
 
 SENT = "inter_node_mib_per_step"
 """The log entry for the bytes that a node sent to others in the last step, in MiB (2**20 bytes)."""
+
+WAITED = "exposed_wait_ms_per_step"
+"""The log entry for how long compute waited for transfers in the last step, the longest of all ranks."""
+
+MFU = "mfu"
+"""The log entry for the model FLOPs utilisation since the last entry; only with `FcdpOptions.peak_tflops`."""
 
 
 class FcdpMixin(TrainerCheckpoints):
@@ -67,6 +75,7 @@ class FcdpMixin(TrainerCheckpoints):
         self.fcdp = fcdp or FcdpOptions()
         self._prepared: nn.Module | None = None
         self._watch = _StepWatch()
+        self._logged_at: float | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(self._watch)
 
@@ -127,9 +136,18 @@ class FcdpMixin(TrainerCheckpoints):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs and self._watch.sent_bytes is not None:
-            logs = {**logs, SENT: self._watch.sent_bytes / 2**20}
+        if "loss" in logs:
+            logs = {**logs, **self._watch.figures, **self._utilisation()}
         super().log(logs, *args, **kwargs)
+
+    def _utilisation(self) -> dict[str, float]:
+        """The model FLOPs utilisation since the last logged step, as Transformers counts FLOPs."""
+        now, before = perf_counter(), self._logged_at
+        self._logged_at = now
+        if self.fcdp.peak_tflops is None or before is None:
+            return {}
+        # The Trainer sets `current_flos` to zero after each entry.
+        return {MFU: self.current_flos / (now - before) / (self.fcdp.peak_tflops * 1e12)}
 
 
 class Trainer(FcdpMixin, transformers.Trainer):
@@ -155,21 +173,36 @@ def _unknown_backend(args: TrainingArguments) -> Iterator[None]:
 
 
 class _StepWatch(TrainerCallback):
-    """Measures the bytes of a logged step, and warns after the first step of code that was not compiled.
+    """Measures each logged step, and warns after the first step of code that was not compiled.
 
-    sent_bytes: to other nodes in the last logged step by the node that sent most; None before the first one.
+    figures: the log entries of the last logged step; empty before the first one.
     """
 
     def __init__(self) -> None:
-        self.sent_bytes: int | None = None
+        self.figures: dict[str, float] = {}
         self._breaks_before: Counter[str] = Counter()
         self._is_new = False
+        self._measuring = ExitStack()
+        self._wait: ExposedWait | None = None
 
     def begin(self, model: nn.Module) -> None:
         """Start watching `model`, which has been sharded and is about to be compiled."""
         self._breaks_before = Counter(graph_breaks())
         self._is_new = True
-        self.sent_bytes = None
+        self.figures = {}
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        self._measuring.close()  # of a step that has failed
+        step = state.global_step + 1
+        # The same on all ranks, as the Trainer's own decision to log.
+        if step == 1 or (state.logging_steps and step % state.logging_steps == 0):
+            self._wait = self._measuring.enter_context(exposed_wait(kwargs["model"]))
 
     def on_step_end(
         self,
@@ -179,10 +212,12 @@ class _StepWatch(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         model: nn.Module = kwargs["model"]
+        self._measuring.close()
+        wait, self._wait = self._wait, None
         self._report(model)
         # All ranks log after the same steps, and each has completed the step here.
         if control.should_log:
-            self.sent_bytes = _sent_by_a_node(model)
+            self.figures = _figures(model, wait)
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._report(kwargs["model"])
@@ -228,12 +263,15 @@ def what_was_not_compiled(model: nn.Module, breaks_before: Counter[str]) -> str 
     return f"fcdp did not compile all of the model: {'; and '.join(parts)}" if parts else None
 
 
-def _sent_by_a_node(model: nn.Module) -> int:
-    """Return the most bytes that any node sent to others in the last step; all ranks must call it."""
+def _figures(model: nn.Module, wait: ExposedWait | None) -> dict[str, float]:
+    """The log entries of a step; all ranks must call it.  wait: None if the step was not measured."""
     state = state_of(model)
     topology = state.topology
-    mine = traffic(model).last_step.bytes("inter")
-    by_node = [0] * topology.nodes
-    for node, sent in state.collectives.agree([topology.node, mine]):
-        by_node[node] += sent
-    return max(by_node)
+    sent = traffic(model).last_step.bytes("inter")
+    waited_us = -1 if wait is None else round(wait.seconds * 1e6)
+    by_node, longest_us = [0] * topology.nodes, -1
+    for node, sent_bytes, microseconds in state.collectives.agree([topology.node, sent, waited_us]):
+        by_node[node] += sent_bytes
+        longest_us = max(longest_us, microseconds)
+    found = {SENT: max(by_node) / 2**20}
+    return found if longest_us < 0 else {**found, WAITED: longest_us / 1e3}

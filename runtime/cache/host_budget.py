@@ -44,9 +44,9 @@ class HostMemory:
     planned_bytes: how many bytes the plans of the model's graphs take.  unplanned_bytes: what other copies
     take (`runtime.outside`); later plans leave room for them.
 
-    Models on one mesh share host memory, the user's number too: subtract what each other model has planned.  Memory that another
-    model already uses is part of its plan, so it first counts as free.  A model that is gone counts until all
-    ranks know that, because garbage is not collected on all ranks at once.
+    Models on one mesh share host memory, the user's number too: subtract what each other model has planned.
+    Memory that another model already uses is part of its plan, so it first counts as free.  A model that is
+    gone counts until all ranks know that, because garbage is not collected on all ranks at once.
     """
 
     def __init__(self, topology: Topology) -> None:

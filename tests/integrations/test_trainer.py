@@ -24,7 +24,7 @@ from transformers import (
 import fcdp_compile
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.integrations import trainer_checkpoints
-from fcdp_compile.integrations.transformers import SENT, FcdpOptions, Trainer
+from fcdp_compile.integrations.transformers import SENT, WAITED, FcdpOptions, Trainer
 from tests.distributed.ranks import run
 from tests.integrations.trainer_script import run_script
 
@@ -85,6 +85,7 @@ def _full(mesh: DeviceMesh, folder: Path) -> None:
         folder, TOLERANCE, max_grad_norm=0.5, eval_strategy="steps", eval_steps=2,
         trainer={"compute_metrics": _accuracy},
     )  # fmt: skip
+    assert all(0 < row[WAITED] < 1e6 for row in mine.state.log_history if "loss" in row)
     steps = [row for row in mine.state.log_history if "loss" in row]
     assert all(row["grad_norm"] > 0.5 for row in steps), "nothing was clipped"
     evaluated = next(row for row in mine.state.log_history if "eval_rows" in row)

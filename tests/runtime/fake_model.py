@@ -19,6 +19,7 @@ from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.collectives.word_of_all import Telling
+from fcdp_compile.runtime.exposure import Exposure
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.program import Program
@@ -95,6 +96,7 @@ def fake_model(strategy: str = "fcdp", tier: Tier | None = None) -> Any:
         placements=placements,
         counters=counters,
         lanes=lanes,
+        exposure=Exposure(Cpu()),
         codecs=Codecs(),
         seams=SimpleNamespace(take=lambda kind, bucket, generation: None, fail=lambda: None),
         current=0,

@@ -13,7 +13,8 @@ from builders_plan import make_plan
 from fcdp_compile.plan import Direction, Plan, Schedule, Step, Variant
 from fcdp_compile.plan.recording import Recording, ScheduleKey
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.recorder import Mark, Recorder
+from fcdp_compile.runtime.lanes.marks import Mark
+from fcdp_compile.runtime.recorder import Recorder
 
 FORWARD = (Direction.FORWARD, Variant.COLD)
 

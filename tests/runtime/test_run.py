@@ -16,6 +16,7 @@ from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Placement, Plan, Variant
 from fcdp_compile.runtime.collectives.agreement import About
 from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.exposure import Exposure
 from fcdp_compile.runtime.parameters.validity import Verdict
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Strategy
@@ -54,6 +55,7 @@ class Model:
         self.accumulation = Accumulation()
         self.placements: dict[int, Placement] = {}
         self.counters = Counters()
+        self.exposure = Exposure(Cpu())
         self.collectives = SimpleNamespace()
         self.lanes = SimpleNamespace(device=Cpu())
         self.records = SimpleNamespace(not_at_home=list, keys_of=lambda b: [b.id], of=lambda b: [])
