@@ -21,6 +21,15 @@ _STEPS_IN_BACKWARD = (
 )
 """Optimizers that step each parameter in a hook as soon as its gradient arrives, before it is reduced."""
 
+_ROLLOUTS = (
+    "{} is given, with which TRL reads the weights of a sharded model as if each rank held all of them; "
+    "leave it out, so that the processes that train also generate, or send "
+    "fcdp_compile.stream_state(model) to an engine of your own"
+)
+"""Of TRL's ways to generate.  vLLM gets `param.data` of each parameter, and with continuous batching each
+rank runs the model as often as its own requests need.
+"""
+
 
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse training arguments that ask for another way to shard, to compile or to step.
@@ -56,6 +65,9 @@ def _problem(args: TrainingArguments) -> str | None:
             "save_on_each_node is given, but each rank writes its part of one checkpoint; give an output_dir "
             "that all nodes share and leave it out"
         )
+    for name in ("use_vllm", "use_transformers_continuous_batching"):
+        if getattr(args, name, False):
+            return _ROLLOUTS.format(name)
     optimizer = OptimizerNames(args.optim)
     if optimizer in _STEPS_IN_BACKWARD:
         return (

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
-from transformers import TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 from fcdp_compile.integrations.trainer_checkpoints import last_whole_checkpoint
 from fcdp_compile.integrations.transformers import FcdpOptions, Trainer
@@ -34,6 +36,32 @@ def _trainer(folder: Path, *, trainer: dict[str, Any] | None = None, **arguments
 def test_training_arguments(tmp_path: Path, arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         _trainer(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize("name", ["use_vllm", "use_transformers_continuous_batching"])
+def test_ways_to_generate_of_trl(tmp_path: Path, name: str) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    from fcdp_compile.integrations.trl import GRPOTrainer
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0})), pad_token="<pad>", eos_token="<pad>"
+    )
+    with pytest.raises(ValueError, match=f"{name} is given, with which TRL reads.*stream_state"):
+        GRPOTrainer(
+            LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                    num_attention_heads=1,
+                )
+            ),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=trl.GRPOConfig(
+                str(tmp_path), use_cpu=True, report_to=[], bf16=False, beta=0.0, **{name: True}
+            ),
+            train_dataset=datasets.Dataset.from_dict({"prompt": ["a"]}),
+            processing_class=tokenizer,
+        )  # fmt: skip
 
 
 def test_what_accelerate_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
