@@ -129,6 +129,41 @@ def test_a_run_resumes_elsewhere() -> None:
     assert float(off[1]) < 1e-5
 
 
+def _columns(out: str) -> list[list[float]]:
+    """Return the rows of the table of bytes: the step, and what each model sent in it."""
+    table = out.split("KiB sent from node to node")[1].split("Host memory")[0]
+    return [[float(value) for value in row.split()] for row in re.findall(r"^ +\d.*$", table, re.M)]
+
+
+def test_preferences_with_a_reference_that_crosses_once(tmp_path: Path) -> None:
+    out = succeed("dpo.py", "--nodes=2", "--steps=2", "--output", tmp_path, ranks=4)
+    (_, *first), (_, *second) = _columns(out)
+    policy, gradients, reference = first
+    assert policy == gradients == reference > 0
+    assert second == [policy, gradients, 0]
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_adapters_need_no_reference(tmp_path: Path) -> None:
+    out = succeed("dpo.py", "--steps=1", "--lora", "--output", tmp_path)
+    assert "There is one node, so nothing crossed between nodes." in out
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("companions", ["fcdp", "zero3"])
+def test_rewards_with_three_models_on_one_mesh(companions: str) -> None:
+    choice = f"--companion-strategy={companions}"
+    out = succeed("grpo.py", "--nodes=2", "--steps=2", choice, ranks=2)
+    (_, *first), (_, *second) = _columns(out)
+    policy, gradients, reference, reward = first
+    assert policy == 2 * gradients, "once to generate, once to train"
+    assert min(reference, reward) > 0
+    again = [0, 0] if companions == "fcdp" else [reference, reward]
+    assert second == [policy, gradients, *again]
+    held = dict(re.findall(r"^(policy|reference|reward|all) +([\d.]+)$", out, re.M))
+    assert float(held.pop("all")) == pytest.approx(sum(map(float, held.values())), abs=0.2)
+
+
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     done = run("full_finetune.py", "--model", tmp_path)
     assert done.returncode == 2
