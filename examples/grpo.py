@@ -7,8 +7,7 @@ Nothing is downloaded: the models have random weights, and the prompts come with
 rewarded for frequent words, and a little by a frozen reward model. The policy generates in its own processes.
 
 Policy, reference and reward model may have different strategies: --strategy is the policy's, and
---companion-strategy the one of both frozen models. They share lanes, host memory and the budget of parameters
-in flight.
+--companion-strategy the one of both frozen models. They share lanes and host memory.
 """
 
 from __future__ import annotations

@@ -241,8 +241,8 @@ def _refuse_collective(func: Any) -> None:
     if func.namespace == "c10d":
         raise FcdpError(
             f"{func} got a tensor that fcdp has sharded and communicates for; do not wrap a sharded model in "
-            "DistributedDataParallel or FSDP (in Lightning Fabric, use FcdpStrategy), and outside of them "
-            "use fcdp_compile.full(parameter), the whole parameter"
+            "DistributedDataParallel or FSDP (in Lightning Fabric, use FcdpStrategy; in Accelerate, the "
+            "Accelerator of fcdp), and outside of them use fcdp_compile.full(parameter), the whole parameter"
         )
 
 
