@@ -32,12 +32,12 @@ SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench gpu versions docs lint format types clean
+.PHONY: help demo test test-all bench gpu versions release-check docs lint format types clean
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMPS)/$(MODE)-examples  ## fine-tune with LoRA on 2 x 2 simulated ranks
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=4 \
@@ -66,6 +66,10 @@ gpu:  ## run what one CUDA GPU can show, in ten minutes, into docs/gpu.md
 # Not part of CI: hours, and gigabytes for each torch that has no CPU build.
 versions: | $(BIN)/python  ## try the supported versions of torch and Python; writes docs/versions.md
 	$(BIN)/python -m benchmarks.versions $(VERSIONS_ARGS)
+
+# Nothing is downloaded: the environment of the tests lends torch and the rest.
+release-check: $(STAMPS)/editable-test  ## build wheel and sdist, and try them outside of the repository
+	$(BIN)/python -m tests.release.check
 
 # The banner that is turned off is about the next major version, which pyproject.toml excludes.
 docs: $(STAMPS)/editable-docs  ## build the documentation into build/site

@@ -44,6 +44,7 @@ _MAY_BE_MISSING = (
     "is not installed",
     "needs /dev/full",
     "; set FCDP_",
+    "not a git checkout",
     "needs transformers",
     "compiler",
 )

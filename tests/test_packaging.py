@@ -5,25 +5,31 @@ folder nor the environment that runs the tests can stand in for a missing file.
 """
 
 import configparser
-import os
-import shutil
-import subprocess
 import sys
-import venv
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.release.artifacts import (
+    OFFLINE,
+    PIP,
+    ROOT,
+    borrowing_environment,
+    build_sdist,
+    build_wheel,
+    checked_out,
+    copy_checkout,
+    run,
+)
+from tests.release.check import newest_entry, project_version
+
 PACKAGES = {
     "fcdp_compile": ROOT / "fcdp_compile",
     "fcdp_compile/passes": ROOT / "passes",
     "fcdp_compile/runtime": ROOT / "runtime",
 }
-PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
-OFFLINE = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys
 from pathlib import Path
@@ -55,18 +61,6 @@ print(Path(sys.modules[backend.__module__].__file__).resolve())
 """
 
 
-def run(python: str | Path, *arguments: str, cwd: Path, path: Path | None = None) -> str:
-    """Run a Python that sees its own environment and `path` only, and return what it printed."""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    if path is not None:
-        env["PYTHONPATH"] = str(path)
-    done = subprocess.run(
-        [str(python), *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 def python_files() -> list[Path]:
     """Every Python file of the package, by its path in site-packages."""
     return sorted(
@@ -78,21 +72,16 @@ def python_files() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of all files that setuptools needs, in a folder without old builds."""
-    copy = tmp_path_factory.mktemp("checkout")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    for name in ("fcdp_compile", "passes", "runtime", "tests", "examples"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return copy
+    """A copy of the checkout, without old builds."""
+    try:
+        return copy_checkout(tmp_path_factory.mktemp("checkout"))
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, *PIP, "wheel", *OFFLINE, "-w", str(folder), str(checkout), cwd=folder)
-    (file,) = folder.glob("*.whl")
-    return file
+    return build_wheel(checkout, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +94,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with an editable install that borrows our dependencies.
-
-    Their folder is named in a .pth file; .pth files within that folder are not read, so an editable
-    install of fcdp in the environment that runs the tests stays out of sight.
-    """
+    """The Python of an environment with an editable install that borrows our dependencies."""
     folder = tmp_path_factory.mktemp("editable")
-    venv.create(folder, with_pip=False, symlinks=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    ours = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
-    (site / "borrowed.pth").write_text("\n".join(ours) + "\n")
-    python = folder / "bin" / "python"
+    python = borrowing_environment(folder)
     run(python, *PIP, "install", *OFFLINE, "--editable", str(checkout), cwd=folder)
     return python
 
@@ -137,6 +118,18 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
         page == {name for name in names if name.startswith("fcdp_compile/view/timeline/")} != set()
     )
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_sdist_holds_the_checkout(checkout: Path, tmp_path: Path) -> None:
+    """So its user can build the wheel, run the tests and read the pages; `make release-check` does."""
+    with tarfile.open(build_sdist(checkout, tmp_path)) as archive:
+        held = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
+    made = {"PKG-INFO", "setup.cfg"}
+    assert sorted(n for n in held - made if not n.startswith("fcdp.egg-info/")) == checked_out()
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    assert newest_entry() == project_version()
 
 
 def test_wheel_declares_backend_and_command(wheel: Path) -> None:
