@@ -106,13 +106,20 @@ def _index_of(where: Path) -> Path | None:
     return None
 
 
+def _hub(where: Path) -> str:
+    """What to do about a path that may be a model's name on the Hugging Face Hub."""
+    if where.is_absolute() or len(where.parts) != 2 or where.suffix == ".safetensors":
+        return ""
+    return f"; to load a model of the Hub, give huggingface_hub.snapshot_download({str(where)!r})"
+
+
 def _single_of(where: Path) -> Path:
     if where.suffix in PICKLES and not where.is_dir():
         raise CheckpointError(_refusal(where))
     if not where.is_dir():
         if not where.exists():
             raise CheckpointError(
-                f"{where} does not exist; expected a folder with {SINGLE} or {INDEX}"
+                f"{where} does not exist; expected a folder with {SINGLE} or {INDEX}{_hub(where)}"
             )
         return where
     if (where / SINGLE).exists():

@@ -112,6 +112,10 @@ def test_pickles_are_refused_and_not_read(tmp_path: Path, name: str) -> None:
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(
+        CheckpointError, match=r"give huggingface_hub\.snapshot_download\('a/b-1.5B'\)"
+    ):
+        open_checkpoint("a/b-1.5B")
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         open_checkpoint(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
