@@ -186,10 +186,13 @@ def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
     name = (
         "a value of sharded parameters" if key is None else f"parameter {key.partition(':')[2]!r}"
     )
+    # DistributedDataParallel concatenates parameters and buffers before it broadcasts them.
+    wrapped = func is torch.ops.aten.cat.default
     raise FcdpError(
         f"{func} combines {name}, of which this rank has only a part, with an ordinary tensor of shape "
         f"{tuple(plain.shape)}; use fcdp_compile.full(parameter): it returns the whole parameter, and its "
         "gradient is averaged over the ranks"
+        + ("; do not wrap a sharded model in DistributedDataParallel" if wrapped else "")
     )
 
 

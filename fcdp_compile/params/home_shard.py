@@ -141,7 +141,8 @@ class HomeShard(Sharded):
         if tuple(other.shape) != tuple(self.shape) or other.dtype != self.dtype:
             raise ArgumentError(
                 f"cannot assign {other.dtype} {tuple(other.shape)} to the .data of a sharded parameter of "
-                f"{self.dtype} {tuple(self.shape)}; assign a tensor of the same dtype and full shape"
+                f"{self.dtype} {tuple(self.shape)}; assign a tensor of the same dtype and full shape, "
+                "and resize a model before fcdp_compile.shard"
             )
         if isinstance(other, DTensor) and other.device_mesh != self.device_mesh:
             # On another mesh, such as ("inter", "intra"), the same placements mean other rows.

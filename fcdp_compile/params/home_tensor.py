@@ -136,6 +136,12 @@ class HomeTensor(DTensor):
         self.expose()  # another process may share the memory
         return _plain(self).__reduce_ex__(protocol)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        raise FcdpError(
+            f"numpy() of a sharded tensor of shape {tuple(self.shape)}: this rank has only a part; call "
+            "full_tensor().detach().cpu().numpy() on every rank"
+        )
+
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if func is _aten.detach.default and type(late := _SLOT.__get__(args[0])) is LateTensor:

@@ -121,6 +121,12 @@ def _wrap(mesh: DeviceMesh) -> None:
         FcdpError, match=r"c10d\.broadcast_.* do not wrap a sharded model in Dist.*full"
     ):
         DistributedDataParallel(sharded())
+    with_buffer = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    with_buffer.register_buffer("frequencies", torch.zeros(8))
+    with pytest.raises(FcdpError, match=r"aten\.cat.* do not wrap a sharded model in Dist"):
+        DistributedDataParallel(fcdp_compile.shard(with_buffer, mesh))
+    with pytest.raises(FcdpError, match=r"call full_tensor\(\)\.detach\(\)\.cpu\(\)\.numpy\(\)"):
+        sharded()[0].weight.detach().numpy()
     with pytest.raises(
         FcdpError, match=r"\.weight is sharded.*a sharded model in FullyShardedData"
     ):
