@@ -15,7 +15,7 @@ require("accelerate", "fcdp in Accelerate")
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.generation import generate_together
 from fcdp_compile.integrations.optimizer_params import check_without_state, hold_sharded
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions
+from fcdp_compile.params.home_shard import REPLACED
 from fcdp_compile.params.mesh import make_mesh, process_count
 from fcdp_compile.pretrained.exporting.export import save_pretrained
 from fcdp_compile.sharding.no_sync import no_sync
@@ -82,7 +83,6 @@ class Accelerator(accelerate.Accelerator):
         self._mesh: list[DeviceMesh | None] = []  # at most one; None in a single process
         # Accelerate's own list is emptied at the start of every training.
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._frozen: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 
     # --- models -------------------------------------------------------------------------------------------
 
@@ -116,21 +116,28 @@ class Accelerator(accelerate.Accelerator):
         Raises: the errors of `fcdp_compile.shard`.
         """
         root = model_of(model)
+        is_new = root not in self._prepared
         if not is_sharded(root):
-            if evaluation_mode:
-                self._freeze(root)
+            _refuse_shared(root)
             options = self.fcdp.of_companions() if evaluation_mode else self.fcdp
-            shard(root, self.mesh, **options.shard_arguments())
-        elif root not in self._prepared:
-            if not evaluation_mode:
+            with _frozen(root) if evaluation_mode else nullcontext():
+                shard(root, self.mesh, **options.shard_arguments())
+            _sharded_with[root] = self.fcdp.sharding()
+        elif is_new:
+            if not evaluation_mode and _sharded_with.get(root) != self.fcdp.sharding():
                 self.fcdp.check_sharded_before()
             self.share_mesh_of(root)
         if not evaluation_mode:
-            self._unfreeze(root)
+            _unfreeze(root)
+        if is_new:
+            _forget_autocast(root)  # of an Accelerator that had it earlier
+        before = vars(root).get("forward")
         # evaluation_mode leaves out DistributedDataParallel, which refuses DTensor parameters.
         super().prepare_model(root, device_placement=False, evaluation_mode=True)
-        if root not in self._prepared:
+        if is_new:
             self._prepared.add(root)
+            if (now := vars(root).get("forward")) is not before:
+                vars(root)[_AUTOCAST] = now, before
             # Or autocast would wrap the forward again at each training.
             vars(root)["_is_accelerate_prepared"] = True
             if model is root:  # else its owner has compiled it
@@ -161,15 +168,6 @@ class Accelerator(accelerate.Accelerator):
             **own_recompiles(_RECOMPILES),
         )
         generate_together(model, self.fcdp.generate)
-
-    def _freeze(self, model: nn.Module) -> None:
-        self._frozen[model] = [name for name, p in model.named_parameters() if p.requires_grad]
-        model.requires_grad_(False)
-
-    def _unfreeze(self, model: nn.Module) -> None:
-        frozen = self._frozen.pop(model, ())
-        for name in frozen:
-            model.get_parameter(name).requires_grad_(True)
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -227,6 +225,7 @@ class Accelerator(accelerate.Accelerator):
         """The models with parameters that are trained, each with its optimizer."""
         optimizers: list[Any] = [getattr(o, "optimizer", o) for o in self._optimizers]
         found: list[tuple[nn.Module, Optimizer | None]] = []
+        taken: set[int] = set()
         for root in dict.fromkeys(model_of(m) for m in self._models):
             own = {id(p) for p in root.parameters() if p.requires_grad}
             having = [
@@ -239,6 +238,12 @@ class Accelerator(accelerate.Accelerator):
                     f"{len(having)} optimizers train one model, but a saved state has one for each model; "
                     "give all its parameters to one optimizer"
                 )
+            if any(id(o) in taken for o in having):
+                raise ArgumentError(
+                    "one optimizer trains several models, but a saved state has one for each model; give "
+                    "each model an optimizer of its own"
+                )
+            taken.update(map(id, having))
             if own:
                 found.append((root, having[0] if having else None))
         return found
@@ -253,6 +258,62 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+_trained_before: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+"""The names of the parameters that were trained in models that an Accelerator has frozen."""
+
+_sharded_with: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""The options of the models that an Accelerator has sharded: another one may have the same options."""
+
+_AUTOCAST = "_fcdp_autocast"
+"""The attribute with the forward that Accelerate has set for autocast, and with the one before, or None."""
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze a model that is sharded within the block; another model may share its parameters until then."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    model.requires_grad_(False)
+    try:
+        yield
+        _trained_before[model] = list(trained)
+    finally:
+        for parameter in trained.values():
+            parameter.requires_grad_(True)
+
+
+def _unfreeze(model: nn.Module) -> None:
+    for name in _trained_before.pop(model, ()):
+        model.get_parameter(name).requires_grad_(True)
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """Refuse parameters that are trained and shared with a sharded model, which would not see the steps.
+
+    Raises: ArgumentError.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (other := getattr(parameter, REPLACED, None)) is not None:
+            raise ArgumentError(
+                f"parameter {name!r} is trained, and is also {other!r} of a model that has been sharded, "
+                "such as a reference; sharded models share no parameters: give the other model a copy, "
+                "or freeze the parameter"
+            )
+
+
+def _forget_autocast(model: nn.Module) -> None:
+    """Take back what an earlier Accelerator has done to a model's forward, if nothing came on top of it."""
+    own = vars(model)
+    set_by_it, before = own.pop(_AUTOCAST, (None, None))
+    own.pop("_is_accelerate_prepared", None)
+    if set_by_it is None or own.get("forward") is not set_by_it:
+        return
+    own.pop("_original_forward", None)
+    if before is None:
+        del own["forward"]
+    else:
+        own["forward"] = before
 
 
 def _folder(folder: str, i: int) -> Path:

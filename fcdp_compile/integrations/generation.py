@@ -25,7 +25,10 @@ def generate_together(model: nn.Module, how: str) -> None:
     finished go on with the others until all have (`synced_gpus` of Transformers).  "auto": "whole" if that
     fits the free memory of every GPU.
     """
-    if callable(getattr(model, "generate", None)) and "generate" not in vars(model):
+    own = vars(model).get("generate")
+    # An earlier Trainer's may have another `how`.
+    is_ours = isinstance(own, functools.partial) and own.func is _generate
+    if is_ours or (own is None and callable(getattr(model, "generate", None))):
         vars(model)["generate"] = functools.partial(_generate, weakref.ref(model), how)
 
 
@@ -35,9 +38,11 @@ def _generate(reference: weakref.ref[nn.Module], how: str, *args: Any, **kwargs:
     if how == "whole" or (how == "auto" and _fits(model)):
         with gathered(model):
             return type(model).generate(model, *args, **kwargs)
+    if state_of(model).topology.ranks > 1:  # in a single process there is no group to synchronise
+        kwargs["synced_gpus"] = True
     # Compiled, it would be compiled again for each length of the keys and values.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        return type(model).generate(model, *args, **{**kwargs, "synced_gpus": True})
+        return type(model).generate(model, *args, **kwargs)
 
 
 def _fits(model: nn.Module) -> bool:

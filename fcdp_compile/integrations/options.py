@@ -75,14 +75,18 @@ class FcdpOptions:
             )
         }
 
+    def sharding(self) -> dict[str, Any]:
+        """The options that come too late for a sharded model, by name."""
+        return {"nodes": self.nodes, **self.shard_arguments()}
+
     def check_sharded_before(self) -> None:
         """Refuse options that come too late for a model that its owner has sharded.
 
         Raises: ValueError.
         """
         defaults = {f.name: f.default for f in fields(self)}
-        for name in ("nodes", *self.shard_arguments()):
-            if (value := getattr(self, name)) != defaults[name]:
+        for name, value in self.sharding().items():
+            if value != defaults[name]:
                 raise ArgumentError(
                     f"FcdpOptions({name}={value!r}) comes too late: the model is sharded already; give it to "
                     "fcdp_compile.shard or make_mesh, or hand over an unsharded model"

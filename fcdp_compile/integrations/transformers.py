@@ -107,6 +107,8 @@ class FcdpMixin(TrainerCheckpoints):
         """Return `self.model`; shard and compile it first if that has not been done."""
         model = self.model
         assert model is not None, "a Trainer has a model or has made one by now"
+        if self._prepared not in (None, model):
+            self._let_go(model)
         before = {} if is_sharded(model) else dict(model.named_parameters())
         given = self._own_optimizer() if before and self.optimizer is not None else None
         if given is not None:
@@ -119,6 +121,12 @@ class FcdpMixin(TrainerCheckpoints):
             self._prepared = model
             self._watch.begin(model)
         return model
+
+    def _let_go(self, model: nn.Module) -> None:
+        """Free the model before this one (`model_init`): this one gets its host memory."""
+        self._prepared = None
+        self.callback_handler.model = self.model_wrapped = model
+        self.accelerator.free_memory()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if any(p.is_meta for p in model.parameters()):
