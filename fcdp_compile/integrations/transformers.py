@@ -81,6 +81,11 @@ class FcdpMixin(TrainerCheckpoints):
 
     def create_accelerator_and_postprocess(self) -> None:
         check_arguments(self.args)
+        if self.model is not None and model_of(self.model) is not self.model:
+            raise ArgumentError(
+                "the model is wrapped by torch.compile, which hides its arguments from the Trainer; hand "
+                "over the model itself, and the Trainer compiles it"
+            )
         with _unknown_backend(self.args):
             super().create_accelerator_and_postprocess()
         accelerator = Accelerator.adopt(self.accelerator, self.fcdp, self.args.torch_compile_mode)

@@ -70,6 +70,12 @@ def test_what_accelerate_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         _trainer(tmp_path)
 
 
+def test_a_model_that_is_compiled_already(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=r"wrapped by torch\.compile, which hides its arguments"):
+        Trainer(model=torch.compile(nn.Linear(2, 2)), args=args)
+
+
 def test_an_optimizer_that_is_there_already(tmp_path: Path) -> None:
     """It trains the sharded parameters; one that has taken steps would lose its states."""
     model = nn.Linear(2, 2)
