@@ -31,7 +31,7 @@ from fcdp_compile.checkpointing.loading import load
 from fcdp_compile.checkpointing.saving import save
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.generation import generate_together
-from fcdp_compile.integrations.optimizer_params import check_without_state, hold_sharded
+from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions
 from fcdp_compile.params.home_shard import REPLACED
 from fcdp_compile.params.mesh import make_mesh, process_count
@@ -91,17 +91,9 @@ class Accelerator(accelerate.Accelerator):
 
         Raises: ArgumentError for an optimizer that has taken steps before its model is sharded.
         """
-        models = [m for m in args if isinstance(m, nn.Module) and not is_sharded(m)]
-        before = {model_of(m): dict(model_of(m).named_parameters()) for m in models}
         optimizers = [getattr(o, "optimizer", o) for o in args if isinstance(o, Optimizer)]
-        for optimizer in optimizers:
-            for parameters in before.values():
-                check_without_state(optimizer, parameters)
-        prepared = super().prepare(*args, device_placement=device_placement)
-        for optimizer in optimizers:
-            for model, parameters in before.items():
-                hold_sharded(optimizer, model, parameters)
-        return prepared
+        with sharded_within(optimizers, *(m for m in args if isinstance(m, nn.Module))):
+            return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
         self,

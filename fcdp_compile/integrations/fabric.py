@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.fabric_checkpoints import FabricCheckpoints
-from fcdp_compile.integrations.optimizer_params import check_without_state, hold_sharded
+from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions
 from fcdp_compile.params.mesh import make_mesh
 from fcdp_compile.sharding.no_sync import no_sync
@@ -97,13 +97,8 @@ class FcdpStrategy(FabricCheckpoints):
         self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> Any:
         """Shard the model, and give the optimizers the sharded parameters."""
-        before = dict(module.named_parameters())
-        for optimizer in optimizers:
-            check_without_state(optimizer, before)
-        done = super().setup_module_and_optimizers(module, optimizers, *scheduler)
-        for optimizer in optimizers:
-            hold_sharded(optimizer, module, before)
-        return done
+        with sharded_within(optimizers, module):
+            return super().setup_module_and_optimizers(module, optimizers, *scheduler)
 
     def clip_gradients_norm(self, *args: Any, **options: Any) -> torch.Tensor:
         """Clip by the norm over all ranks; return the norm as a plain tensor."""

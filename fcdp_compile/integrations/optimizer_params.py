@@ -3,30 +3,42 @@
 Scripts for Accelerate and Fabric build the optimizer first and hand it over together with the model, so the
 optimizer holds parameters that `shard` replaces:
 
-    before = dict(model.named_parameters())
-    check_without_state(optimizer, before)
-    fcdp_compile.shard(model, mesh)
-    hold_sharded(optimizer, model, before)
+    with sharded_within(optimizers, model):
+        fcdp_compile.shard(model, mesh)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.sharding.shard import model_of
+from fcdp_compile.sharding.shard import is_sharded, model_of
 
 
-def check_without_state(optimizer: Optimizer, before: Mapping[str, nn.Parameter]) -> None:
-    """Refuse an optimizer with states of parameters that `shard` is about to replace; call it before `shard`.
+@contextmanager
+def sharded_within(optimizers: Sequence[Optimizer], *models: nn.Module) -> Iterator[None]:
+    """Give the optimizers the sharded parameters of models that are sharded within the block.
 
-    before: the model's parameters by name.
+    Models that are sharded already are left alone.
 
-    Raises: ArgumentError.
+    Raises: ArgumentError on entering, for an optimizer that has states of parameters to be replaced.
     """
+    roots = [model_of(m) for m in models if not is_sharded(m)]
+    before = {root: dict(root.named_parameters()) for root in roots}
+    for optimizer in optimizers:
+        for parameters in before.values():
+            _check_without_state(optimizer, parameters)
+    yield
+    for optimizer in optimizers:
+        for root, parameters in before.items():
+            _hold_sharded(optimizer, root, parameters)
+
+
+def _check_without_state(optimizer: Optimizer, before: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in before.items():
         if optimizer.state.get(parameter):
             raise ArgumentError(
@@ -36,7 +48,7 @@ def check_without_state(optimizer: Optimizer, before: Mapping[str, nn.Parameter]
             )
 
 
-def hold_sharded(
+def _hold_sharded(
     optimizer: Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]
 ) -> None:
     """Replace the parameters in an optimizer's groups by the sharded ones.
@@ -46,11 +58,8 @@ def hold_sharded(
 
     optimizer: torch's own, without a wrapper.
     before: the model's parameters by name, from before `shard`.
-
-    Raises: ArgumentError for an optimizer that has states of them (`check_without_state`).
     """
-    check_without_state(optimizer, before)
-    now = dict(model_of(model).named_parameters())
+    now = dict(model.named_parameters())
     sharded = {id(p): now.get(name) for name, p in before.items()}
     for group in optimizer.param_groups:
         held = [(at, sharded.get(id(p), p)) for at, p in enumerate(group["params"])]

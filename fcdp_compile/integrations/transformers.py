@@ -30,7 +30,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.accelerate import Accelerator
-from fcdp_compile.integrations.optimizer_params import check_without_state, hold_sharded
+from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions
 from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
 from fcdp_compile.integrations.trainer_options import check_arguments
@@ -114,14 +114,10 @@ class FcdpMixin(TrainerCheckpoints):
         assert model is not None, "a Trainer has a model or has made one by now"
         if self._prepared not in (None, model):
             self._let_go(model)
-        before = {} if is_sharded(model) else dict(model.named_parameters())
-        given = self._own_optimizer() if before and self.optimizer is not None else None
-        if given is not None:
-            check_without_state(given, before)
-        # Each time, because Accelerate forgets its models at the start of every training.
-        self.accelerator.prepare_model(model)
-        if given is not None:
-            hold_sharded(given, model, before)
+        given = [] if self.optimizer is None else [self._own_optimizer()]
+        with sharded_within(given, model):
+            # Each time, because Accelerate forgets its models at the start of every training.
+            self.accelerator.prepare_model(model)
         if self._prepared is not model:
             self._prepared = model
             self._watch.begin(model)

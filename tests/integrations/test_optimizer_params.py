@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fcdp_compile
-from fcdp_compile.integrations.optimizer_params import check_without_state, hold_sharded
+from fcdp_compile.integrations.optimizer_params import sharded_within
 
 
 def _tied() -> nn.Sequential:
@@ -30,10 +30,11 @@ def _trained(build_first: bool, optimizer_class: type[torch.optim.Optimizer]) ->
         return optimizer_class(groups, lr=0.1)
 
     if build_first:
-        optimizer, before = build(), dict(model.named_parameters())
-        fcdp_compile.shard(model)
-        hold_sharded(optimizer, model, before)
-        hold_sharded(optimizer, model, before)  # a second time changes nothing
+        optimizer = build()
+        with sharded_within([optimizer], model):
+            fcdp_compile.shard(model)
+        with sharded_within([optimizer], model):
+            pass  # a second time changes nothing
     else:
         fcdp_compile.shard(model)
         optimizer = build()
@@ -61,9 +62,8 @@ def test_an_optimizer_built_before_trains_as_one_built_after(
 def test_names_in_groups_stay_with_their_parameters() -> None:
     model = _tied()
     optimizer = torch.optim.AdamW(model.named_parameters())
-    before = dict(model.named_parameters())
-    fcdp_compile.shard(model)
-    hold_sharded(optimizer, model, before)
+    with sharded_within([optimizer], model):
+        fcdp_compile.shard(model)
     (group,) = optimizer.param_groups
     assert dict(zip(group["param_names"], group["params"], strict=True)) == dict(
         model.named_parameters()
@@ -72,12 +72,9 @@ def test_names_in_groups_stay_with_their_parameters() -> None:
 
 def test_states_are_refused() -> None:
     model = _tied()
-    before = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(model.parameters())
-    check_without_state(optimizer, before)
     model(torch.rand(2, 4)).sum().backward()
     optimizer.step()
-    with pytest.raises(
-        ValueError, match=r"AdamW has a state of parameter '0\.weight', .*build the"
-    ):
-        check_without_state(optimizer, before)
+    told = r"AdamW has a state of parameter '0\.weight', .*build the"
+    with pytest.raises(ValueError, match=told), sharded_within([optimizer], model):
+        raise AssertionError("it is refused before the model is sharded")
