@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -108,25 +108,38 @@ class OutsideReads:
             self._keep(key, bucket)
             if verdict.stale[bucket.id]:
                 self._upkeep.refresh(bucket)
-            return self._loaded(key, bucket)
+            return self._loaded([key], bucket)[0]
 
     def read(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole parameter `key`, exactly, in new memory; every rank must call it.
+        """The whole parameter `key`, exactly, in new memory (`read_all`)."""
+        return self.read_all([(key, shard, dtype)])[0]
 
-        If there is a valid copy, nothing is sent between nodes.  Else the parameter is gathered by itself,
-        and no copy is kept.
+    def read_all(self, wanted: Sequence[tuple[str, Tensor, torch.dtype]]) -> list[Tensor]:
+        """The whole parameters, exactly, each in new memory; every rank must call it.
 
-        shard: this rank's home shard.  dtype: of the result.
+        If there is a valid copy, nothing is sent between nodes; a copy of several parameters is loaded once.
+        Else a parameter is gathered by itself, and no copy is kept.
+
+        wanted: for each parameter its key, this rank's home shard, and the dtype of the result.
 
         Raises: as `use`.
         """
-        spec = self._records[key].spec
-        bucket = self._copied(key) if spec.gather_dtype is dtype else None
-        if bucket is not None:
-            about = _about(spec, f"reads a copy of parameter {spec.name!r}", bucket)
+        copied: dict[int, tuple[Bucket, list[str]]] = {}
+        for key, _, dtype in wanted:
+            bucket = self._copied(key) if self._records[key].spec.gather_dtype is dtype else None
+            if bucket is not None:
+                copied.setdefault(bucket.id, (bucket, []))[1].append(key)
+        found: dict[str, Tensor] = {}
+        for bucket, keys in copied.values():
+            spec = self._records[keys[0]].spec
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            about = _about(spec, f"reads a copy of parameter {spec.name!r}{more}", bucket)
             if not self._validity.check([bucket], about).stale[bucket.id]:
-                return self._loaded(key, bucket)
-        return self._eager.gather(spec, shard, dtype)
+                found |= zip(keys, self._loaded(keys, bucket), strict=True)
+        return [
+            found[key] if key in found else self.gather(key, shard, dtype)
+            for key, shard, dtype in wanted
+        ]
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather a parameter by itself in a dtype from this rank's `shard`, into new memory."""
@@ -275,19 +288,25 @@ class OutsideReads:
             for module, _ in self._records[key].owners():
                 weakref.finalize(module, self._gone.append, key).atexit = False
 
-    def _loaded(self, key: str, bucket: Bucket) -> Tensor:
+    def _loaded(self, keys: Sequence[str], bucket: Bucket) -> list[Tensor]:
+        """Whole parameters out of a valid copy of their bucket."""
         pending = self._cache.load(bucket, self._validity.generation(bucket))
-        place = bucket.params[self._records.keys_of(bucket).index(key)]
         count = bucket.ranks if pending.is_full else bucket.nodes
+        is_whole = bucket.ranks_per_node == 1 or pending.is_full
         slots = pending.wait().view(count, bucket.slot_elements)
-        rows = slots.narrow(1, place.offset, place.layout.slot_elements)
-        if bucket.ranks_per_node > 1 and not pending.is_full:
-            kind = Kind.INTRA_ALL_GATHER
-            name = range_name(kind, bucket)
-            whole = self._collectives.all_gather(kind, rows.reshape(-1), name).wait()
-        else:  # the cache's copy must not be returned
-            whole = rows.clone(memory_format=torch.contiguous_format).view(-1)
-        return unpack_full(whole, [place.layout])[0]
+        places = self._records.keys_of(bucket)
+        found = []
+        for key in keys:
+            place = bucket.params[places.index(key)]
+            rows = slots.narrow(1, place.offset, place.layout.slot_elements)
+            if is_whole:  # the cache's copy must not be returned
+                whole = rows.clone(memory_format=torch.contiguous_format).view(-1)
+            else:
+                kind = Kind.INTRA_ALL_GATHER
+                name = range_name(kind, bucket)
+                whole = self._collectives.all_gather(kind, rows.reshape(-1), name).wait()
+            found.append(unpack_full(whole, [place.layout])[0])
+        return found
 
 
 def _about(spec: ParamSpec, act: str, bucket: Bucket) -> About:

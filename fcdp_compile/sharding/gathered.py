@@ -170,9 +170,10 @@ class _Block:
 
     def enter(self) -> None:
         """Gather the parameters, one after the other; valid copies of the node save sending between nodes."""
-        read = self._state.outside.read
         # Before any is replaced, because a copy of several parameters is valid only for all of them.
-        values = [read(r.spec.key, r.local(), r.spec.home_dtype) for r in self._records]
+        values = self._state.outside.read_all(
+            [(r.spec.key, r.local(), r.spec.home_dtype) for r in self._records]
+        )
         for record, value in zip(self._records, values, strict=True):
             self._replace(record, nn.Parameter(value, requires_grad=False))
 
