@@ -118,6 +118,7 @@ class OutsideReads:
         """The whole parameters, exactly, each in new memory; every rank must call it.
 
         If there is a valid copy, nothing is sent between nodes; a copy of several parameters is loaded once.
+        A stale copy of parameters that are all wanted is made anew, so the next forward need not gather it.
         Else a parameter is gathered by itself, and no copy is kept.
 
         wanted: for each parameter its key, this rank's home shard, and the dtype of the result.
@@ -134,7 +135,11 @@ class OutsideReads:
             spec = self._records[keys[0]].spec
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             about = _about(spec, f"reads a copy of parameter {spec.name!r}{more}", bucket)
-            if not self._validity.check([bucket], about).stale[bucket.id]:
+            is_stale = self._validity.check([bucket], about).stale[bucket.id]
+            if is_stale and len(keys) == len(bucket.params):
+                self._upkeep.refresh(bucket)
+                is_stale = False
+            if not is_stale:
                 found |= zip(keys, self._loaded(keys, bucket), strict=True)
         return [
             found[key] if key in found else self.gather(key, shard, dtype)

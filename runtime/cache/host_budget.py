@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import operator
 import os
@@ -73,6 +74,8 @@ class HostMemory:
             ranks_in_group=local_ranks,
         )
         lockable = _enforced_bytes(pool) if is_pinned else UNLIMITED
+        if self._others():
+            gc.collect()  # models that nothing but a cycle holds are gone, too
         in_use = sum(other.in_use_bytes for other in self._others())
         available = min(UNLIMITED, found.bytes + in_use)
         self._pool = pool

@@ -153,6 +153,7 @@ def _short_of_host_memory(mesh: DeviceMesh) -> dict[int, dict[str, int]]:
         pair.optimize()
         pair.compare_parameters()
         found[waiting] = dict(pair.counters.last_step)
+        del pair  # its share of the host memory is the next one's
     _recompile_on_one_rank(mesh)
     return found
 

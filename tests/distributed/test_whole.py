@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.plan import Kind
 from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside, assert_close, sgd, whole
 from tests.distributed.jobs import WORKS, Job, asked, message_of, rows, run_jobs
@@ -54,6 +55,19 @@ def _inside(mesh: DeviceMesh | None, case: str = "odd", **options: Any) -> None:
     _unchanged(pair.model, homes)
     assert state_of(pair.model).validity.generations.of(state_of(pair.model).records) == before
     pair.train(2)
+    pair.compare_parameters()
+
+
+def _next_forward(mesh: DeviceMesh) -> None:
+    """What the block has gathered after a step between nodes, the next forward does not gather again."""
+    pair = Beside(mesh, CASES["llama"], options=EAGER)
+    pair.train(2)
+    found = state_of(pair.model).counters.sent
+    before = found[Kind.INTER_ALL_GATHER.value]
+    with fcdp_compile.gathered(pair.model):
+        within = found[Kind.INTER_ALL_GATHER.value]
+    pair.train(1)
+    assert before < within == found[Kind.INTER_ALL_GATHER.value]
     pair.compare_parameters()
 
 
@@ -282,6 +296,7 @@ _JOBS: dict[str, Job] = {
     "inside": _inside,
     "inside, tied": partial(_inside, case="gpt2"),
     "inside, graph breaks": partial(_inside, case="broken"),
+    "the next forward": _next_forward,
     "generate": _generate,
     "some modules": _some,
     "writeback": _writeback,
