@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from fcdp_compile.cluster.link_fit import Timed, fit_link, worst_deviation
 from fcdp_compile.plan.cost import Link
@@ -63,6 +63,7 @@ def test_noise_moves_times_little(link: Link, noise: list[float]) -> None:
     ),
     st.floats(1e-3, 1e3),
 )
+@example([Timed(1, 1.0), Timed(1, 1.0), Timed(2, 2.0), Timed(1_950_520_299, 81654.0)], 1.0)
 def test_any_times_give_a_link_and_the_unit_does_not_matter(
     times: list[Timed], factor: float
 ) -> None:

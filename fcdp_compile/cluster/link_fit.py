@@ -45,6 +45,7 @@ def fit_link(times: Sequence[Timed]) -> Link:
             raise ArgumentError(
                 f"a link is fitted to positive sizes and times, not to {bytes_} bytes in {seconds} s"
             )
+    times = sorted(times)  # where two sizes contradict equally, the order must not decide
     link = _line(times)
     if len(times) <= _LEAST_LEFT or worst_deviation(times, link) <= _TOLERATED:
         return link
