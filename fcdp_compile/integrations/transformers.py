@@ -68,14 +68,14 @@ class FcdpMixin(TrainerCheckpoints):
     and frozen (`integrations.accelerate`).  An optimizer of the caller's gets the sharded parameters.
 
     Raises: ValueError at construction for training arguments that ask for another way to shard, to compile or
-    to step (`trainer_options`).
+    to step (`trainer_options`), and for a model within the wrapper of torch.compile.
     """
 
     def __init__(self, *args: Any, fcdp: FcdpOptions | None = None, **kwargs: Any) -> None:
         self.fcdp = fcdp or FcdpOptions()
         self._prepared: nn.Module | None = None
         self._watch = _StepWatch()
-        self._logged_at: float | None = None
+        self._logged: tuple[float, float] | None = None  # when, and the FLOPs until then
         super().__init__(*args, **kwargs)
         self.add_callback(self._watch)
 
@@ -97,6 +97,7 @@ class FcdpMixin(TrainerCheckpoints):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         # Before `create_optimizer`, even if a subclass overrides it.
         self.sharded_model()
+        self._logged = None
         return super()._inner_training_loop(*args, **kwargs)
 
     def _wrap_model(
@@ -150,13 +151,13 @@ class FcdpMixin(TrainerCheckpoints):
         super().log(logs, *args, **kwargs)
 
     def _utilisation(self) -> dict[str, float]:
-        """The model FLOPs utilisation since the last logged step, as Transformers counts FLOPs."""
-        now, before = perf_counter(), self._logged_at
-        self._logged_at = now
+        """The model FLOPs utilisation of all GPUs since the last entry, as Transformers counts FLOPs."""
+        now, before = (perf_counter(), self.state.total_flos), self._logged
+        self._logged = now
         if self.fcdp.peak_tflops is None or before is None:
             return {}
-        # The Trainer sets `current_flos` to zero after each entry.
-        return {MFU: self.current_flos / (now - before) / (self.fcdp.peak_tflops * 1e12)}
+        seconds, flops = (b - a for a, b in zip(before, now, strict=True))
+        return {MFU: flops / seconds / (self.fcdp.peak_tflops * 1e12 * process_count())}
 
 
 class Trainer(FcdpMixin, transformers.Trainer):

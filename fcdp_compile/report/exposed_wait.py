@@ -34,12 +34,10 @@ def exposed_wait(model: nn.Module) -> Iterator[ExposedWait]:
 
     Raises: ValueError if the model is not sharded.
     """
-    state = state_of(model)
-    found, was_on = ExposedWait(), state.exposure.is_on
-    state.exposure.is_on = True
+    state, found = state_of(model), ExposedWait()
+    waits = state.exposure.begin()
     try:
         yield found
     finally:
-        state.exposure.is_on = was_on
         state.device.synchronize()
-        found.seconds = state.exposure.take_s()
+        found.seconds = state.exposure.end(waits)

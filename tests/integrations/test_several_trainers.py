@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import transformers
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.integrations.transformers import FcdpOptions, Trainer
+from fcdp_compile.integrations.transformers import MFU, FcdpOptions, Trainer
 from fcdp_compile.sharding.shard import state_of
 from tests.integrations.test_trl import ARGUMENTS, _model
 
@@ -87,3 +88,17 @@ def test_the_model_of_the_last_trial_is_gone(tmp_path: Path) -> None:
     gc.collect()
     assert [ref() is not None for ref in made[-3:]] == [False, False, True]
     assert len(state_of(trainer.sharded_model()).host_memory._together) == 1
+
+
+def test_utilisation_is_of_the_time_since_the_last_entry(tmp_path: Path) -> None:
+    options = FcdpOptions(strategy="zero3", peak_tflops=1e-6, options={"compute": "eager"})
+    trainer = _trainer(tmp_path, _model(0), options, max_steps=3)
+    trainer.floating_point_ops = lambda inputs: 1000  # type: ignore[method-assign]
+    for _ in range(2):  # a second training counts anew
+        began = time.perf_counter()
+        trainer.train()
+        took = time.perf_counter() - began
+        entries = [row for row in trainer.state.log_history if "loss" in row]
+        assert [MFU in row for row in entries] == [False, True, True]
+        # 1000 operations in each entry's time, of 1e6 a second.
+        assert 0 < sum(1e-3 / row[MFU] for row in entries[1:]) < took

@@ -1,4 +1,4 @@
-"""Waits are measured while measuring is on, on threads and, by events, on streams."""
+"""Waits are measured while somebody measures."""
 
 from __future__ import annotations
 
@@ -22,17 +22,25 @@ class _Slow:
         pass
 
 
-def test_waits_count_while_it_is_on() -> None:
+def test_waits_count_for_all_who_measure() -> None:
     exposure = Exposure(Cpu())
-    for is_on, least in ((False, 0.0), (True, 0.04), (False, 0.0)):
-        exposure.is_on = is_on
-        for _ in range(2):
-            value = torch.ones(1)
-            assert exposure.wait(Pending(value, done=_Slow())) is value
-        found = exposure.take_s()
-        assert least <= found, "a sleep is never shorter"
-        assert is_on or not found
-    assert exposure.take_s() == 0
+
+    def wait() -> None:
+        value = torch.ones(1)
+        assert exposure.wait(Pending(value, done=_Slow())) is value
+
+    wait()
+    outer = exposure.begin()
+    wait()
+    inner = exposure.begin()
+    wait()
+    found = exposure.end(inner)
+    wait()
+    assert found >= 0.02, "a sleep is never shorter"
+    assert len(outer) == 3
+    assert exposure.end(outer) >= 0.06
+    wait()
+    assert len(outer) == 3
 
 
 class _Later:
@@ -44,6 +52,8 @@ class _Later:
 
 def test_marks_that_are_not_past_do_not_count() -> None:
     exposure: Any = Exposure(Cpu())
-    exposure.is_on, exposure._clock = True, _Later
+    exposure._clock = _Later
+    waits = exposure.begin()
     exposure.wait(Pending(torch.ones(1)))
-    assert exposure.take_s() == 0
+    assert len(waits) == 1
+    assert exposure.end(waits) == 0
