@@ -40,12 +40,14 @@ class Case:
     """One optimizer with some of its options.
 
     module: the module of its class.  matrices_only: whether it steps only parameters with two dimensions.
+    strategy: of the model.
     """
 
     name: str
     options: dict[str, Any]
     module: str = "torch.optim"
     matrices_only: bool = False
+    strategy: str = "fcdp"
 
     @property
     def title(self) -> str:
@@ -99,6 +101,13 @@ CASES = (
     _of_torch("Adafactor"),
     _of_torch("Adafactor", foreach=True),
     _of_torch("Muon", matrices_only=True),
+    Case(
+        name="Muon",
+        module="fcdp_compile",
+        options={"lr": _LR},
+        matrices_only=True,
+        strategy="fcdp+matrix",
+    ),
     _of_torch("LBFGS", lr=0.5, max_iter=2),
     _of_torch("LBFGS", lr=0.5, max_iter=2, line_search_fn="strong_wolfe"),
     _of_torch("SparseAdam"),
@@ -130,7 +139,7 @@ def measure(mesh: DeviceMesh, case: Case) -> OptimizerOutcome:
     """Train with an optimizer on all ranks and on one; all ranks must call this."""
     reference, model = _model(case.dtype), _model(case.dtype)
     before = [p.detach().clone() for p in reference.parameters()]
-    fcdp_compile.shard(model, mesh)
+    fcdp_compile.shard(model, mesh, strategy=case.strategy)
     traffic = _Traffic(mesh)
     stepped = [p for p in reference.parameters() if p.dim() == 2 or not case.matrices_only]
     weight_bytes = sum(p.nbytes for p in stepped)

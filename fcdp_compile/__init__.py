@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         UnshardedParameterError,
         UnsynchronizedGradientError,
     )
+    from fcdp_compile.optimizers.combine import combine
+    from fcdp_compile.optimizers.muon import Muon
     from fcdp_compile.params.mesh import make_mesh
     from fcdp_compile.pretrained.exporting.export import save_pretrained
     from fcdp_compile.pretrained.exporting.streaming import stream_state
@@ -50,6 +52,7 @@ __all__ = [
     "Loaded",
     "LostRankError",
     "Memory",
+    "Muon",
     "PendingSave",
     "PlanFormatError",
     "PlanMismatchError",
@@ -58,6 +61,7 @@ __all__ = [
     "Traffic",
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
+    "combine",
     "explain",
     "exposed_wait",
     "full",
@@ -82,6 +86,7 @@ _HOMES = {
     "LostRankError": "errors",
     "Loaded": "checkpointing.loading",
     "Memory": "report.memory",
+    "Muon": "optimizers.muon",
     "PendingSave": "checkpointing.saving",
     "PlanFormatError": "errors",
     "PlanMismatchError": "errors",
@@ -90,6 +95,7 @@ _HOMES = {
     "Traffic": "report.traffic",
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
+    "combine": "optimizers.combine",
     "explain": "report.explain",
     "exposed_wait": "report.exposed_wait",
     "full": "sharding.full",

@@ -72,7 +72,7 @@ def _start(
     steps = _Steps(graph, bucket, like)
     tier_bytes = bucket.host_bytes if tier is Tier.HOST else 0
     if source is Source.LOAD:
-        buffer = home = steps.add(ops.load, [], bucket.nodes, tier_bytes)
+        buffer = home = steps.add(ops.load, [], bucket.slots_per_node_shard, tier_bytes)
     else:
         missing = [p.name for p in bucket.params if p.name not in shards]
         assert not missing, f"bucket {bucket.id} cannot be gathered in a graph without {missing}"
@@ -84,7 +84,10 @@ def _start(
         return steps.add_flat(home)
     if crosses:
         sent = (bucket.nodes - 1) * bucket.wire_bytes
-        buffer = steps.add(ops.inter_all_gather, [home], bucket.nodes, sent)
+        sizes = bucket.sizes()
+        copies = 0 if sizes is None else bucket.nodes * sizes[ctx.node] * bucket.itemsize
+        slots = bucket.slots_per_node_shard
+        buffer = steps.add(ops.inter_all_gather, [home], slots, sent, scratch_bytes=copies)
     is_overlapped = crosses and bucket.algorithm is Algorithm.HO_RING
     own = steps.add_own(home) if is_overlapped else None
     if source is Source.GATHER_AND_STORE:
@@ -95,7 +98,7 @@ def _start(
         return steps.add_rest(buffer, own)
     is_there = source is Source.LOAD and tier is Tier.GPU_FULL
     sent = 0 if is_there else (bucket.ranks_per_node - 1) * bucket.node_bytes
-    return steps.add(ops.intra_all_gather, [buffer], bucket.ranks, sent)
+    return steps.add(ops.intra_all_gather, [buffer], bucket.slots, sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +117,20 @@ class _Steps:
         sent_bytes: int,
         *,
         accessed_bytes: int = 0,
+        scratch_bytes: int = 0,
     ) -> Node:
         """Insert a step whose result has `slots` slots."""
         elements, dtype = self.bucket.slot_elements * slots, getattr(torch, self.bucket.dtype)
         val = fake_flat(self.like, elements, dtype)
         return explicit(
-            self.graph, op, args, self.bucket, sent_bytes, val, accessed_bytes=accessed_bytes
+            self.graph,
+            op,
+            args,
+            self.bucket,
+            sent_bytes,
+            val,
+            accessed_bytes=accessed_bytes,
+            scratch_bytes=scratch_bytes,
         )
 
     def add_flat(self, home: Node) -> Node:
@@ -147,7 +158,7 @@ def _pack(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -
     dtype = getattr(torch, bucket.dtype)
     (buffer,) = inline(
         graph,
-        lambda s: [pack_home(s, layouts, dtype)],
+        lambda s: [pack_home(s, layouts, dtype, ctx.node)],
         members,
         ctx.decompositions,
         {META: Packing(bucket=bucket.id)},

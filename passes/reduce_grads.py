@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD
-from fcdp_compile.params.narrow_sums import narrow_sum_bytes
+from fcdp_compile.params.narrow_sums import is_narrow, narrow_sum_bytes
 from fcdp_compile.params.packing import pack_grads, padded, unpack_grads
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.graph.context import PassContext
@@ -70,7 +70,7 @@ def _reduce_bucket(
         else:
             shards = inline(
                 graph,
-                lambda b: unpack_grads(b[0], layouts, shapes, homes),
+                lambda b: unpack_grads(b[0], layouts, shapes, homes, ctx.node),
                 [reduced],
                 ctx.decompositions,
             )
@@ -97,8 +97,13 @@ def _reduce_packed(
             moved = elements * wide.itemsize if on_host else 0
             result = wide if _variant(bucket, ctx) is Variant.ACCUMULATE else dtype
         elif op is ops.inter_reduce_scatter:
-            moved = (size - 1) * row_bytes(slots, bucket.reduce_wire, bucket.reduce_itemsize)
-            elements //= size
+            sizes = bucket.sizes(names)
+            crossing = row_bytes(slots, bucket.reduce_wire, bucket.reduce_itemsize)
+            moved = (size - 1) * crossing if sizes is None else (size - 1) * crossing // size
+            elements = elements // size if sizes is None else sizes[ctx.node]
+            if sizes is not None:  # the parts of all nodes
+                summed = wide.itemsize if is_narrow(dtype) else 0
+                scratch = elements * (size * bucket.reduce_itemsize + summed)
         elif op is ops.intra_reduce_scatter:
             moved //= size
             elements //= size

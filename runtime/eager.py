@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fcdp_compile.params.layout import sizes_by_node
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
 from fcdp_compile.params.registry import ParamSpec
@@ -37,10 +38,11 @@ class Eager:
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
         if max(sizes) > 1:
             same_act(self._collectives, gathers(spec))
-        pending = Pending(pack_home([shard], layouts, dtype))
+        pending = Pending(pack_home([shard], layouts, dtype, self._topology.node))
         for kind, size in zip((Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER), sizes, strict=True):
             if size > 1:
-                pending = self._collectives.all_gather(kind, pending, _range_name(kind, spec))
+                name, parts = _range_name(kind, spec), _sizes(kind, spec)
+                pending = self._collectives.all_gather(kind, pending, name, sizes=parts)
         full = unpack_full(pending.wait(), layouts)[0]
         # An op must not return its input; `full` is the input if nothing was gathered or cast.
         return full.clone() if full.data_ptr() == shard.data_ptr() else full
@@ -60,7 +62,8 @@ class Eager:
                 pending = collect(pending)
             pending = self._reduced(kind, spec, pending)
         whole = pending.wait()
-        shard = unpack_grads(whole, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
+        layouts, shapes, dtypes = [spec.layout], [spec.local_shape], [spec.home_dtype]
+        shard = unpack_grads(whole, layouts, shapes, dtypes, self._topology.node)[0]
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
 
     def reduce_to_wait(self, spec: ParamSpec, grad: Tensor) -> Pending:
@@ -82,12 +85,18 @@ class Eager:
     def _reduced(self, kind: Kind, spec: ParamSpec, pending: Pending) -> Pending:
         if self._collectives.group_size(kind) == 1:
             return pending
-        return self._collectives.reduction(kind, pending, _range_name(kind, spec))
+        name, sizes = _range_name(kind, spec), _sizes(kind, spec)
+        return self._collectives.reduction(kind, pending, name, sizes=sizes)
 
 
 def gathers(spec: ParamSpec) -> str:
     """The text by which ranks compare that all of them gather this parameter."""
     return f"gathers parameter {spec.name!r}"
+
+
+def _sizes(kind: Kind, spec: ParamSpec) -> tuple[int, ...] | None:
+    scatters = kind in (Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER)
+    return sizes_by_node([spec.layout]) if scatters else None
 
 
 def _range_name(kind: Kind, spec: ParamSpec) -> str:

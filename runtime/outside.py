@@ -296,7 +296,7 @@ class OutsideReads:
     def _loaded(self, keys: Sequence[str], bucket: Bucket) -> list[Tensor]:
         """Whole parameters out of a valid copy of their bucket."""
         pending = self._cache.load(bucket, self._validity.generation(bucket))
-        count = bucket.ranks if pending.is_full else bucket.nodes
+        count = bucket.slots if pending.is_full else bucket.slots_per_node_shard
         is_whole = bucket.ranks_per_node == 1 or pending.is_full
         slots = pending.wait().view(count, bucket.slot_elements)
         places = self._records.keys_of(bucket)

@@ -26,10 +26,10 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.run_state import RunState
 from fcdp_compile.torch_compat import MemoryLayout
 
-_GATHERS: dict[Kind, Callable[[Collectives], Callable[..., Pending]]] = {
-    Kind.INTER_ALL_GATHER: lambda collectives: collectives.all_gather,
-    Kind.INTRA_OWN_ALL_GATHER: lambda collectives: collectives.own_all_gather,
-    Kind.FLAT_ALL_GATHER: lambda collectives: collectives.flat_all_gather,
+_GATHERS: dict[Kind, Callable[[Collectives, Bucket], Callable[..., Pending]]] = {
+    Kind.INTER_ALL_GATHER: lambda c, bucket: partial(c.all_gather, sizes=bucket.sizes()),
+    Kind.INTRA_OWN_ALL_GATHER: lambda c, bucket: c.own_all_gather,
+    Kind.FLAT_ALL_GATHER: lambda c, bucket: c.flat_all_gather,
 }
 """The kinds of gathers that may send another format."""
 
@@ -263,7 +263,8 @@ class Program:
         if (started := run.started(kind, bucket)) is not None:
             return started
         codec = run.model.codecs.of_weights(bucket)
-        return _GATHERS[kind](run.model.collectives)(kind, values[first], name, codec=codec)
+        gather = _GATHERS[kind](run.model.collectives, bucket)
+        return gather(kind, values[first], name, codec=codec)
 
     def _reduce(
         self,
@@ -275,9 +276,10 @@ class Program:
         values: list[Any],
     ) -> Pending:
         model: ShardedModel = values[-1].model
-        is_encoded = kind is Kind.INTER_REDUCE_SCATTER
-        codec = model.codecs.of_gradients(bucket, params) if is_encoded else None
-        return model.collectives.reduction(kind, values[first], name, codec=codec)
+        scatters = kind is Kind.INTER_REDUCE_SCATTER
+        codec = model.codecs.of_gradients(bucket, params) if scatters else None
+        sizes = bucket.sizes(params) if scatters else None
+        return model.collectives.reduction(kind, values[first], name, codec=codec, sizes=sizes)
 
     def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
         run: RunState = values[-1]

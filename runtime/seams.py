@@ -165,9 +165,12 @@ class Seams:
             self._validity.notice([bucket])
             generation = self._validity.generation(bucket)
             shards, layouts = self._records.shards(bucket), [p.layout for p in bucket.params]
-            home = pack_home(shards, layouts, getattr(torch, bucket.dtype))
+            node = self._collectives.node
+            home = pack_home(shards, layouts, getattr(torch, bucket.dtype), node)
             codec = self._codecs.of_weights(bucket)
-            pending = self._collectives.all_gather(kind, home, name, codec=codec)
+            pending = self._collectives.all_gather(
+                kind, home, name, codec=codec, sizes=bucket.sizes()
+            )
         else:
             found = self._early.get((Kind.LOAD, bucket.id)) or self._early.get(
                 (Kind.INTER_ALL_GATHER, bucket.id)

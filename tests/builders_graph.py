@@ -105,6 +105,7 @@ def make_context(
     return PassContext(
         nodes=where.nodes,
         ranks_per_node=where.ranks_per_node,
+        node=where.node,
         specs={key: replace(spec, strategy=chosen) for key, spec in specs.items()},
         frozen=frozenset(key_of(n) for n in frozen),
         known=known or {},

@@ -21,7 +21,16 @@ ROOMS = (
     *("passes.graph", "passes", "passes.memory", "passes.planning"),
     *("runtime.lanes", "runtime.collectives", "runtime.cache", "runtime.parameters"),
     *("runtime.optimizers", "runtime"),
-    *("probe", "sharding", "backend", "deferred", "report", "pretrained", "checkpointing"),
+    *(
+        "probe",
+        "sharding",
+        "optimizers",
+        "backend",
+        "deferred",
+        "report",
+        "pretrained",
+        "checkpointing",
+    ),
     *("planner", "integrations", "cli.tables", "cli"),
 )
 """Folders of `fcdp_compile` and modules at its root, lowest first: a room imports only from earlier rooms."""

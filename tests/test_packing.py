@@ -25,19 +25,31 @@ class Case:
     nodes: int
     per_node: int
     full: list[Tensor]
+    home_nodes: list[int | None]
 
     @property
     def layouts(self) -> list[ParamLayout]:
-        return [ParamLayout.of(w.shape, self.nodes, self.per_node) for w in self.full]
+        return [
+            ParamLayout.of(w.shape, self.nodes, self.per_node, home)
+            for w, home in zip(self.full, self.home_nodes, strict=True)
+        ]
 
     @property
     def homes(self) -> list[list[Tensor]]:
         """The shards of each rank n * g + l."""
-        cuts = [
-            cut(w, layout.dim, self.nodes, self.per_node)
-            for w, layout in zip(self.full, self.layouts, strict=True)
-        ]
+        cuts = []
+        for w, layout in zip(self.full, self.layouts, strict=True):
+            if (home := layout.home_node) is None:
+                cuts.append(cut(w, layout.dim, self.nodes, self.per_node))
+                continue
+            pieces = cut(w, layout.dim, 1, self.per_node)
+            none = [p.narrow(layout.dim or 0, 0, 0) for p in pieces]
+            cuts.append(none * home + pieces + none * (self.nodes - 1 - home))
         return [list(shards) for shards in zip(*cuts, strict=True)]
+
+    def node_sizes(self) -> list[int]:
+        """The elements of a slot of each node."""
+        return [sum(x.elements_of(n) for x in self.layouts) for n in range(self.nodes)]
 
     def ranks_in_chunk_order(self) -> list[int]:
         return [n * self.per_node + p for p in range(self.per_node) for n in range(self.nodes)]
@@ -49,7 +61,10 @@ def cases(draw: st.DrawFn) -> Case:
     drawn = draw(st.lists(shapes, min_size=1, max_size=4))
     full = [torch.randint(-50, 50, s).to(draw(dtypes)) for s in drawn]
     full = [w.mT.contiguous().mT if w.ndim > 1 and draw(st.booleans()) else w for w in full]
-    return Case(nodes=nodes, per_node=per_node, full=full)
+    homes: list[int | None] = [None] * len(full)
+    if all(w.ndim for w in full) and draw(st.booleans()):
+        homes = sorted(draw(st.integers(0, nodes - 1)) for _ in full)
+    return Case(nodes=nodes, per_node=per_node, full=full, home_nodes=homes)
 
 
 quick = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -58,8 +73,11 @@ quick = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @quick
 @given(cases(), dtypes)
 def test_gathered_slots_are_the_parameters(case: Case, dtype: torch.dtype) -> None:
-    slots = [pack_home(shards, case.layouts, dtype) for shards in case.homes]
-    assert {s.shape for s in slots} == {(sum(x.slot_elements for x in case.layouts),)}
+    slots = [
+        pack_home(shards, case.layouts, dtype, rank // case.per_node)
+        for rank, shards in enumerate(case.homes)
+    ]
+    assert [len(s) for s in slots[:: case.per_node]] == case.node_sizes()
     n, g = case.nodes, case.per_node
     node_shards = [torch.cat([slots[node * g + place] for node in range(n)]) for place in range(g)]
     params = unpack_full(torch.cat(node_shards), case.layouts)
@@ -75,7 +93,7 @@ def test_gathered_slots_are_the_parameters(case: Case, dtype: torch.dtype) -> No
 def test_scattered_slots_are_the_gradients_shards(case: Case, dtype: torch.dtype) -> None:
     buffer = pack_grads(case.full, case.layouts, dtype)
     assert buffer.dtype == dtype
-    slots = buffer.chunk(case.nodes * case.per_node) if buffer.numel() else [buffer] * 25
+    slots = buffer.split(case.node_sizes() * case.per_node)
     for chunk, rank in enumerate(case.ranks_in_chunk_order()):
         want = case.homes[rank]
         got = unpack_grads(
@@ -83,6 +101,7 @@ def test_scattered_slots_are_the_gradients_shards(case: Case, dtype: torch.dtype
             case.layouts,
             [tuple(w.shape) for w in want],
             [w.dtype for w in want],
+            rank // case.per_node,
         )
         for shard, expected in zip(got, want, strict=True):
             assert shard.dtype == expected.dtype
@@ -120,14 +139,14 @@ def test_one_even_parameter_is_never_copied(shape: tuple[int, ...]) -> None:
     assert layout.dim == 0
     assert layout.is_even
     shard = torch.randn(layout.local_shape(0, 0))
-    assert pack_home([shard], [layout], shard.dtype).data_ptr() == shard.data_ptr()
+    assert pack_home([shard], [layout], shard.dtype, 0).data_ptr() == shard.data_ptr()
     full = torch.randn(layout.slot_elements * 4)
     (param,) = unpack_full(full, [layout])
     assert param.data_ptr() == full.data_ptr()
     grad = torch.randn(shape)
     assert pack_grads([grad], [layout], grad.dtype).data_ptr() == grad.data_ptr()
     slot = torch.randn(layout.slot_elements)
-    (shard,) = unpack_grads(slot, [layout], [tuple(shard.shape)], [slot.dtype])
+    (shard,) = unpack_grads(slot, [layout], [tuple(shard.shape)], [slot.dtype], 0)
     assert shard.data_ptr() == slot.data_ptr()
 
 
@@ -136,7 +155,7 @@ def test_padding_is_zero() -> None:
         (5,), 2, 2
     )  # in slots of 2: 2 and 1 rows at the first place, 1 and 1 at the second
     shards = cut(torch.ones(5), 0, 2, 2)
-    slots = [pack_home([s], [layout], torch.float32).tolist() for s in shards]
+    slots = [pack_home([s], [layout], torch.float32, 0).tolist() for s in shards]
     assert slots == [[1.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
     assert pack_grads([torch.ones(5)], [layout], torch.float32).tolist() == [1, 1, 1, 0, 1, 0, 1, 0]
 

@@ -180,7 +180,7 @@ def test_modifiers(
         ("mics+ho_ring", "gathers nothing between nodes"),
         (
             "fcdp+ho-ring",
-            "unknown modifier 'ho-ring'; choose from w8, g8, g4, c8, c4, ring, ho_ring, auto; did you",
+            "unknown modifier 'ho-ring'; choose from w8, g8, g4, c8, c4, ring, ho_ring, auto, matrix; did",
         ),
         ("zero3+c8", "keeps no node shards on the host"),
         ("zero3+c4", "keeps no node shards on the host"),

@@ -230,7 +230,30 @@ SEAMS: tuple[System, ...] = tuple(
 )
 """Systems of `benchmarks.seams` alone."""
 
-BY_NAME = {system.name: system for system in (*SYSTEMS, *SEAMS)}
+MUON: tuple[System, ...] = (
+    System(
+        name="fcdp-muon",
+        title="fcdp, Muon",
+        about='`fcdp_compile.shard(strategy="fcdp+matrix")`; `fcdp_compile.Muon` steps the matrices of the '
+        "blocks, AdamW the rest",
+        family="train_fcdp",
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(step_t=1.0),
+        is_ours=True,
+        compile_s=5.0,
+    ),
+    System(
+        name="fsdp2-muon",
+        title="FSDP2, Muon",
+        about="`fully_shard`; `torch.optim.Muon` steps the matrices of the blocks, AdamW the rest",
+        family="train_torch",
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(micro_w=1.5, micro_t=1.5, step_t=6.0),
+    ),
+)
+"""Systems of `benchmarks.seams --systems` alone that train with Muon."""
+
+BY_NAME = {system.name: system for system in (*SYSTEMS, *SEAMS, *MUON)}
 
 MODEL_MODULES = {
     "lora": "benchmarks.systems.model",

@@ -11,13 +11,14 @@ from torch import nn
 
 import fcdp_compile
 from benchmarks.systems.model import Gpt
-from benchmarks.systems.train_torch import TorchTrainer
+from benchmarks.systems.train_torch import TorchTrainer, make_muon
 from benchmarks.systems.trainer import ParametersOnHost, RankOfNodes
 from fcdp_compile.sharding.shard import state_of
 
 STRATEGIES = {
     "fcdp": "fcdp",
     "fcdp-mics": "mics",
+    "fcdp-muon": "fcdp+matrix",
     "fcdp-w8g4": "fcdp+w8+g4",
     "fcdp-zero2": "zero2",
     "fcdp-zero3": "zero3",
@@ -37,14 +38,14 @@ class FcdpTrainer(TorchTrainer):
         options: Mapping[str, Any] | None = None,
         *,
         blocks: Sequence[nn.Module] = (),
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """blocks: to be compiled one by one, instead of the whole model."""
+        """blocks: to be compiled one by one, instead of the whole model.  optimizer: instead of AdamW."""
         how: Any = {"backend": "fcdp", "options": dict(options or {})}
         for block in blocks:
             block.compile(**how)
-        super().__init__(
-            sharded if blocks else torch.compile(sharded, **how), list(sharded.parameters())
-        )
+        compiled = sharded if blocks else torch.compile(sharded, **how)
+        super().__init__(compiled, list(sharded.parameters()), optimizer)
         self._sharded = sharded
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -61,6 +62,8 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> FcdpTrainer:
     sharded = fcdp_compile.shard(model, mesh, strategy=STRATEGIES.get(name, "fcdp"))
     if name == "fcdp-layers":
         return FcdpTrainer(sharded, blocks=blocks)
+    if name == "fcdp-muon":
+        return FcdpTrainer(sharded, optimizer=make_muon(fcdp_compile.Muon, model))
     for block in breaks_after(name, blocks):
         block.register_forward_hook(_break)
     return FcdpTrainer(sharded)

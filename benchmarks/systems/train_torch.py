@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import fcdp_compile
 from benchmarks.systems.model import Gpt
 from benchmarks.systems.trainer import LEARNING_RATE, WEIGHT_DECAY, ParametersOnHost, RankOfNodes
 
@@ -21,13 +22,28 @@ def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 
+def make_muon(muon: type[torch.optim.Muon], model: Gpt) -> torch.optim.Optimizer:
+    """Make Muon for the matrices of the blocks, and AdamW for the other parameters."""
+    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    made = muon(matrices, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    return fcdp_compile.combine(made, make_adamw(rest))
+
+
 class TorchTrainer:
     """The plain loop; systems differ in the model and in how they accumulate."""
 
     # Any: torch types neither a compiled nor a fully sharded module as a module.
-    def __init__(self, model: Any, parameters: list[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        parameters: list[nn.Parameter],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """optimizer: instead of AdamW of the parameters."""
         self.model = model
-        self.optimizer = make_adamw(parameters)
+        self.optimizer = optimizer or make_adamw(parameters)
 
     def micro_batch(self, ids: Tensor, *, is_last: bool, accumulation: int) -> Tensor:
         with self.accumulating(is_last=is_last):
@@ -96,6 +112,8 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> TorchTrainer:
         for block in model.blocks:
             block.compile()
     sharded = _shard_blocks(model, mesh)
+    if name == "fsdp2-muon":
+        return TorchTrainer(sharded, [], make_muon(torch.optim.Muon, model))
     kind = NoSyncTrainer if name == "fsdp2-nosync" else TorchTrainer
     return kind(sharded, list(sharded.parameters()))
 

@@ -154,6 +154,7 @@ class BoundGraphs:
         return PassContext(
             nodes=model.topology.nodes,
             ranks_per_node=model.topology.ranks_per_node,
+            node=model.topology.node,
             specs=book.specs,
             frozen=frozenset(
                 key

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.params.home_collectives import part_of
 from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.layout import chunk_rows
 from fcdp_compile.params.mesh import all_ranks_of
 from fcdp_compile.torch_compat import tree_leaves, tree_map_only, without_torch_function
 
@@ -41,13 +41,7 @@ class Sharded(HomeTensor):
 
     def part_of(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor of the full shape; a view of it, on its device."""
-        for over, placement in enumerate(self.placements):
-            if isinstance(placement, Shard):
-                # As `layout`, [Note: chunk order], says: cut over the places, then over the nodes.
-                rows = chunk_rows(whole.shape[placement.dim], self.device_mesh.size(over))
-                mine = self.device_mesh.get_local_rank(over)
-                whole = whole.narrow(placement.dim, sum(rows[:mine]), rows[mine])
-        return whole
+        return part_of(self, whole)
 
     def cut(self, whole: Tensor) -> DTensor:
         """A whole tensor of the full shape as a DTensor that is cut like this one; shares its memory."""

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fcdp_compile.params.layout import chunk_rows
 from fcdp_compile.params.mesh import all_ranks_of
 from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
+from fcdp_compile.torch_compat import NodeShard
 
 
 def everywhere(mesh: DeviceMesh) -> list[Placement]:
@@ -96,6 +98,20 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
             every.sent_bytes += sent // mesh.size(inter)
         tensor = DTensor.redistribute(tensor, placements=step)
     return tensor
+
+
+def part_of(tensor: DTensor, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor that is cut like `tensor`; a view of it, on its device."""
+    for over, placement in enumerate(tensor.placements):
+        mine = tensor.device_mesh.get_local_rank(over)
+        if isinstance(placement, NodeShard):
+            first, count = placement.rows_at(whole.shape[placement.dim], mine)
+            whole = whole.narrow(placement.dim, first, count)
+        elif isinstance(placement, Shard):
+            # As `layout`, [Note: chunk order], says: cut over the places, then over the nodes.
+            rows = chunk_rows(whole.shape[placement.dim], tensor.device_mesh.size(over))
+            whole = whole.narrow(placement.dim, sum(rows[:mine]), rows[mine])
+    return whole
 
 
 def cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:

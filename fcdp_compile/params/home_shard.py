@@ -32,7 +32,7 @@ from fcdp_compile.params.derived import Sharded, is_plain, local_of
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import storage_id, storage_uses, without_modes
+from fcdp_compile.torch_compat import NodeShard, storage_id, storage_uses, without_modes
 
 KEY = "_fcdp_key"
 """The attribute of a sharded parameter that `key_of` reads."""
@@ -354,6 +354,8 @@ def placements_of(layout: ParamLayout, home: Scope) -> tuple[Shard | Replicate, 
     """DTensor placements on the ("intra", "inter") mesh (`layout`, [Note: chunk order])."""
     if layout.dim is None or home is Scope.NONE:
         return (Replicate(), Replicate())
+    if layout.home_node is not None:
+        return (Shard(layout.dim), NodeShard(layout.dim, layout.home_node))
     return (Shard(layout.dim), Shard(layout.dim) if home is Scope.GLOBAL else Replicate())
 
 

@@ -25,26 +25,32 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
 from fcdp_compile.errors import FcdpError, MixedTensorsError
-from fcdp_compile.params.fingerprint import fingerprints
 from fcdp_compile.params.home_collectives import (
     are_pending,
     cuts_rows,
     everywhere,
     greatest_of_all_ranks,
     naming_ranks_lost_in,
+    part_of,
     redistributed,
     reduced,
     steps_between,
 )
 from fcdp_compile.params.late import LateTensor
-from fcdp_compile.params.local_ops import is_in_place, run_locally
+from fcdp_compile.params.local_ops import (
+    communicates_never,
+    for_norm,
+    has_home_node,
+    is_in_place,
+    loses_home_nodes,
+    run_locally,
+)
 from fcdp_compile.params.mesh import all_ranks_of
-from fcdp_compile.params.seal import Seal, are_shared
+from fcdp_compile.params.seal import Seal
 from fcdp_compile.torch_compat import (
     storage_id,
     takes_plain_tensors,
     wanted_placements,
-    without_modes,
 )
 
 
@@ -166,14 +172,17 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if not is_traced:
         _refuse_collective(func)
         _refuse_mixture(func, args, kwargs, tensors[0])
-        if not _communicates_never(func, tensors):
+        if loses_home_nodes(func, args, tensors):
+            return _run_whole(func, args, kwargs)
+        if not communicates_never(func, tensors):
             args = _prepared(func, args, kwargs)
     given: list[tuple[DTensor, HomeTensor]] = []
 
     def plain(tensor: DTensor) -> DTensor:
         if not isinstance(tensor, HomeTensor):
             return tensor
-        given.append((_plain(tensor), tensor))
+        local = for_norm(func, args, tensor.present())
+        given.append((_plain(tensor, local), tensor))
         return given[-1][0]
 
     values = dict(zip(kwargs, _mapped(plain, kwargs.values()), strict=True))
@@ -187,25 +196,26 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-def seal(
-    tensors: Sequence[HomeTensor], kind: type[Seal] = Seal, *, are_apart: bool = False
-) -> None:
-    """Put a new seal on each of these tensors.
+def _run_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op on whole values in the place of matrices with home nodes, and keep what it writes to them."""
+    wholes: dict[int, tuple[DTensor, DTensor]] = {}
 
-    are_apart: the tensors may be parts of one storage, such as gradients that were reduced together.
-    """
-    with without_modes():
-        held = [t.present() for t in tensors]
-        opened: list[tuple[Seal, Tensor]] = []
-        shared = are_shared(held, are_apart=are_apart)
-        for tensor, own, is_shared in zip(tensors, held, shared, strict=True):
-            tensor.seal = kind(own)
-            if is_shared:
-                tensor.seal.prepare(own)
-                opened.append((tensor.seal, own))
-        marks = fingerprints([[own] for _, own in opened]).unbind() if opened else ()
-        for (broken, _), mark in zip(opened, marks, strict=True):
-            broken.mark = mark
+    def whole(tensor: DTensor) -> DTensor:
+        if not has_home_node(tensor):
+            return tensor
+        return wholes.setdefault(id(tensor), (tensor, _whole(HomeTensor.adopt(tensor))))[1]
+
+    given = _mapped(whole, args)
+    values = dict(zip(kwargs, _mapped(whole, kwargs.values()), strict=True))
+    found = _run(func, given, values)
+    for at, name in _reached(func, only_written=True):
+        written = args[at] if at < len(args) else kwargs.get(name)
+        for tensor in _flat([written]):
+            if id(tensor) in wholes:
+                _present(tensor).copy_(part_of(tensor, _held(wholes[id(tensor)][1])))
+                found = tensor if found is wholes[id(tensor)][1] else found
+    _mark_copies(func, args[0] if args else None, found)
+    return found
 
 
 def _expose(func: Any, args: Any, kwargs: Any) -> None:
@@ -217,10 +227,14 @@ def _expose(func: Any, args: Any, kwargs: Any) -> None:
 
 
 @functools.cache
-def _reached(func: Any) -> tuple[tuple[int, str], ...]:
+def _reached(func: Any, *, only_written: bool = False) -> tuple[tuple[int, str], ...]:
     """The positions and names of the arguments that an op writes to or returns views of."""
     arguments = enumerate(func._schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None)
+    return tuple(
+        (i, a.name)
+        for i, a in arguments
+        if a.alias_info is not None and (a.alias_info.is_write or not only_written)
+    )
 
 
 def _mark_copies(func: Any, source: Any, found: Any) -> None:
@@ -266,14 +280,6 @@ def _refuse_mixture(func: Any, args: Any, kwargs: Any, sharded: DTensor) -> None
                 "cannot step sharded parameters (docs/optimizers.md lists the optimizers that can); "
                 "outside of optimizers use fcdp_compile.full(parameter), the whole parameter"
             )
-
-
-def _communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:
-    """Whether an op needs only the local tensors; decided without asking DTensor, which takes 40 us."""
-    if any(t.placements != tensors[0].placements for t in tensors):
-        return False
-    is_elementwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _LOCAL
-    return is_elementwise and not any(p.is_partial() for p in tensors[0].placements)
 
 
 def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -370,11 +376,10 @@ def _present(tensor: DTensor) -> Tensor:
     return tensor.present()
 
 
-def _plain(tensor: HomeTensor) -> DTensor:
+def _plain(tensor: HomeTensor, local: Tensor | None = None) -> DTensor:
+    local = tensor.present() if local is None else local
     # Calling __new__ skips DTensor.__init__, which does nothing and takes 5 us.
-    return DTensor.__new__(
-        DTensor, tensor.present(), tensor._spec, requires_grad=tensor.requires_grad
-    )
+    return DTensor.__new__(DTensor, local, tensor._spec, requires_grad=tensor.requires_grad)
 
 
 _SLOT: Any = DTensor.__dict__["_local_tensor"]
@@ -384,7 +389,6 @@ _COPY = "_fcdp_copy"
 """The attribute of a copy that torch takes for a view of a sharded tensor; it is read-only."""
 
 _VIEWS = {_aten.view, _aten._unsafe_view}
-_LOCAL = {_aten.linalg_vector_norm, _aten._foreach_norm, _aten.detach, _aten.zeros_like}
 
 
 def _look_at_whole(tensor: Any) -> list[Any]:

@@ -11,6 +11,11 @@ terms: placements [Shard(d), Shard(d)] on a mesh with dimensions ("intra", "inte
 Every rank contributes a slot of the same size to a collective: `slot_rows` rows, the largest chunk.
 Shorter chunks are padded at their end.  Where the sharded dimension is divisible by G there is no padding.
 
+[Note: home nodes]
+A matrix may have a home node, for optimizers that need whole matrices (Muon): it is cut over the places
+only, and rank (n, l) owns all of piece l if n is the home node, else no rows.  In DTensor terms: placements
+[Shard(d), NodeShard(d, n)].  A node shard then has one slot of each such matrix, not N.
+
 A scalar cannot be sharded: every rank owns it, its slot holds one element on every rank, and its
 gradient is reduced into every slot.
 """
@@ -56,6 +61,17 @@ def choose_dim(shape: Sequence[int], nodes: int, ranks_per_node: int) -> int | N
     return min(range(len(shape)), key=lambda dim: (padded(dim), dim))
 
 
+def sizes_by_node(layouts: Sequence[ParamLayout]) -> tuple[int, ...] | None:
+    """How many elements of these parameters a rank of each node contributes; None if all nodes equally many.
+
+    layouts: of parameters of which all or none have home nodes.
+    """
+    if all(layout.home_node is None for layout in layouts):
+        return None
+    nodes = range(layouts[0].nodes)
+    return tuple(sum(layout.elements_of(n) for layout in layouts) for n in nodes)
+
+
 class Run(NamedTuple):
     """Consecutive slots that own equally many rows each."""
 
@@ -68,12 +84,14 @@ class ParamLayout:
     """How one parameter of shape `shape` is cut over N = `nodes` times g = `ranks_per_node` ranks.
 
     dim: the sharded dimension, or None for a scalar.  See [Note: chunk order] and [Note: slots].
+    home_node: the node that owns all rows, or None if all nodes own rows; see [Note: home nodes].
     """
 
     shape: tuple[int, ...]
     dim: int | None
     nodes: int
     ranks_per_node: int
+    home_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:
@@ -84,15 +102,20 @@ class ParamLayout:
             self.dim is None or 0 <= self.dim < len(self.shape)
         ):
             raise ArgumentError(f"dimension {self.dim} does not exist in shape {self.shape}")
+        if self.home_node is not None and not 0 <= self.home_node < self.nodes:
+            raise ArgumentError(f"home node {self.home_node} is none of {self.nodes} nodes")
 
     @staticmethod
-    def of(shape: Sequence[int], nodes: int, ranks_per_node: int) -> ParamLayout:
+    def of(
+        shape: Sequence[int], nodes: int, ranks_per_node: int, home_node: int | None = None
+    ) -> ParamLayout:
         """The layout with the dimension chosen by `choose_dim`."""
         return ParamLayout(
             shape=tuple(shape),
-            dim=choose_dim(shape, nodes, ranks_per_node),
+            dim=choose_dim(shape, nodes if home_node is None else 1, ranks_per_node),
             nodes=nodes,
             ranks_per_node=ranks_per_node,
+            home_node=home_node,
         )
 
     @property
@@ -110,24 +133,43 @@ class ParamLayout:
         """Rows owned by each rank in chunk order; a scalar counts as one row in every slot."""
         if self.dim is None:
             return (1,) * self.ranks
-        return _rows(self.shape[self.dim], self.nodes, self.ranks_per_node)
+        if self.home_node is None:
+            return _rows(self.shape[self.dim], self.nodes, self.ranks_per_node)
+        pieces = chunk_rows(self.shape[self.dim], self.ranks_per_node)
+        return tuple(r if n == self.home_node else 0 for r in pieces for n in range(self.nodes))
+
+    @property
+    def slots_per_node_shard(self) -> int:
+        """How many slots of the parameter a node shard has: N, or one of the home node."""
+        return self.nodes if self.home_node is None else 1
+
+    @property
+    def slots(self) -> int:
+        """How many slots of the parameter the gathered buffer has."""
+        return self.slots_per_node_shard * self.ranks_per_node
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The rows of each rank, as runs of ranks that own equally many; few, however many the ranks."""
-        return _runs(self.rows)
+        """The rows of each slot, as runs of slots with equally many; few, however many the ranks."""
+        if self.home_node is None or self.dim is None:
+            return _runs(self.rows)
+        return _runs(self.rows[self.home_node :: self.nodes])
 
     @property
     def slot_rows(self) -> int:
         """Rows of a slot, the largest chunk."""
         if self.dim is None:
             return 1
-        return largest_chunk(self.shape[self.dim], self.nodes, self.ranks_per_node)
+        return largest_chunk(self.shape[self.dim], self.slots_per_node_shard, self.ranks_per_node)
 
     @property
     def slot_elements(self) -> int:
-        """P/G: elements that every rank contributes to a collective."""
+        """P/G: elements that every rank that has a slot contributes to a collective."""
         return self.slot_rows * self.row_elements
+
+    def elements_of(self, node: int) -> int:
+        """Elements that a rank of this node contributes to a collective."""
+        return self.slot_elements if self.home_node in (None, node) else 0
 
     @property
     def is_even(self) -> bool:

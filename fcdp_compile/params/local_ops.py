@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fcdp_compile.torch_compat import NodeShard
+
 LocalOf = Callable[[DTensor], Tensor]
 
 _aten = torch.ops.aten
@@ -40,6 +42,19 @@ _ALSO_ELEMENTWISE = {
 """Elementwise ops that torch does not tag as pointwise."""
 
 
+_COPIES = {
+    _aten._to_copy,
+    _aten.alias,
+    _aten.clone,
+    _aten.detach,
+    _aten.empty_like,
+    _aten.full_like,
+    _aten.ones_like,
+    _aten.zeros_like,
+}
+"""Ops whose result has the shape of their first argument, element by element."""
+
+
 class _Elsewhere(Exception):
     """An op needs more than the local tensors."""
 
@@ -49,11 +64,11 @@ def run_locally(
 ) -> Any:
     """Run an op on the local tensors; NotImplemented if the op needs more.
 
-    For ops that write to their first argument and for ops on lists.  Results of ops on lists are DTensors.
+    For elementwise ops and for ops on lists.  Results are DTensors that are cut like the first argument.
     """
-    is_in_place, is_on_lists = _kind(func)
+    is_elementwise, is_on_lists = _kind(func)
     try:
-        if is_in_place:
+        if is_elementwise and (is_in_place(func) or (args and has_home_node(args[0]))):
             main = args[0]
             locals_ = [
                 _masks(value, main, local_of)
@@ -62,8 +77,8 @@ def run_locally(
                 for value in args
             ]
             more = {name: _local(value, main, local_of) for name, value in kwargs.items()}
-            func(*locals_, **more)
-            return main
+            result = func(*locals_, **more)
+            return main if is_in_place(func) else _like(result, main, local_of)
         if is_on_lists:
             mains = args[0]
             lists = [_locals(value, mains, local_of) for value in args]
@@ -84,10 +99,23 @@ def is_in_place(func: Any) -> bool:
 
 @functools.cache
 def _kind(func: Any) -> tuple[bool, bool]:
-    """Whether an op is elementwise and writes to its first argument; whether it is an op on lists."""
-    is_elementwise = torch.Tag.pointwise in func.tags or func in _ALSO_ELEMENTWISE
+    """Whether an op is elementwise and returns one tensor; whether it is an op on lists."""
+    is_elementwise = (
+        torch.Tag.pointwise in func.tags
+        or func in _ALSO_ELEMENTWISE
+        or func.overloadpacket in _COPIES
+    )
     is_random = torch.Tag.nondeterministic_seeded in func.tags
-    return is_elementwise and is_in_place(func) and not is_random, func.overloadpacket in _LIST_OPS
+    returns_one = [str(r.type) for r in func._schema.returns] == ["Tensor"]
+    return is_elementwise and returns_one and not is_random, func.overloadpacket in _LIST_OPS
+
+
+def has_home_node(value: Any) -> bool:
+    """Whether one node owns all rows of a DTensor (`layout` [Note: home nodes]).
+
+    torch's own rules for ops lose this: they would take the results for rows that all nodes share.
+    """
+    return isinstance(value, DTensor) and any(isinstance(p, NodeShard) for p in value.placements)
 
 
 def _masks(indices: list[Any], main: Any, local_of: LocalOf) -> list[Any]:
@@ -143,3 +171,35 @@ def _like(result: Tensor, main: Any, local_of: LocalOf) -> Tensor:
         result, main.device_mesh, main.placements, run_check=False,
         shape=main.shape, stride=main.stride(),
     )  # fmt: skip
+
+
+def communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:
+    """Whether an op needs only the local tensors; decided without asking DTensor, which takes 40 us."""
+    if any(t.placements != tensors[0].placements for t in tensors):
+        return False
+    is_elementwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _LOCAL
+    return is_elementwise and not any(p.is_partial() for p in tensors[0].placements)
+
+
+def for_norm(func: Any, args: Sequence[Any], local: Tensor) -> Tensor:
+    """The local tensor for an op; for a norm of no rows, an element that changes no norm of all rows.
+
+    torch refuses the infinity norm of an empty tensor.
+    """
+    if local.numel() or func.overloadpacket not in _NORMS or type(local) is not Tensor:
+        return local
+    is_least = len(args) > 1 and args[1] < 0
+    return local.new_full((1,) * local.dim(), float("inf") if is_least else 0)
+
+
+def loses_home_nodes(func: Any, args: Sequence[Any], tensors: Sequence[DTensor]) -> bool:
+    """Whether torch's rule for an op would lose the home node of one of these tensors.
+
+    The norm of all rows is the only result that needs no placement.
+    """
+    of_all = func.overloadpacket in _NORMS and (len(args) < 3 or args[2] is None)
+    return not of_all and any(has_home_node(t) for t in tensors)
+
+
+_NORMS = {_aten.linalg_vector_norm, _aten._foreach_norm}
+_LOCAL = {*_NORMS, _aten.detach, _aten.zeros_like}

@@ -7,6 +7,9 @@ bucket, see `layout` [Note: slots]):
     full buffer [G*S] -> parameters  unpack_full     no copy for a bucket of one evenly cut parameter
     gradients -> buffer [G*S]        pack_grads
     reduced buffer [S] -> shards     unpack_grads    elements after the slot are padding
+
+If matrices have home nodes (`layout` [Note: home nodes]), a home buffer has the slots of the matrices at home
+on this node, and the others have g slots of all matrices, in the order of their home nodes: [g*S].
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from torch import Tensor
 from fcdp_compile.params.layout import ParamLayout
 
 
-def _rows_first(tensor: Tensor, layout: ParamLayout) -> Tensor:
+def rows_first(tensor: Tensor, layout: ParamLayout) -> Tensor:
+    """A tensor of the parameter's shape with its sharded dimension in front; a view."""
     return tensor if layout.dim in (None, 0) else tensor.movedim(layout.dim, 0)
 
 
-def _rows_back(rows: Tensor, layout: ParamLayout, count: int) -> Tensor:
-    """Undo `_rows_first` for a flat tensor of `count` rows; contiguous."""
+def rows_back(rows: Tensor, layout: ParamLayout, count: int) -> Tensor:
+    """Undo `rows_first` for a flat tensor of `count` rows; contiguous."""
     if layout.dim is None:
         return rows.reshape(())
     others = [s for i, s in enumerate(layout.shape) if i != layout.dim]
@@ -43,12 +47,12 @@ def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def pack_home(
-    shards: Sequence[Tensor], layouts: Sequence[ParamLayout], dtype: torch.dtype
+    shards: Sequence[Tensor], layouts: Sequence[ParamLayout], dtype: torch.dtype, node: int
 ) -> Tensor:
-    """Line up this rank's home shards as one slot of shape [S] in `dtype`."""
+    """Line up the home shards of a rank of this node as one slot of shape [S] in `dtype`."""
     return _joined(
         [
-            _padded(_rows_first(shard.to(dtype), layout).reshape(-1), layout.slot_elements)
+            _padded(rows_first(shard.to(dtype), layout).reshape(-1), layout.elements_of(node))
             for shard, layout in zip(shards, layouts, strict=True)
         ],
         0,
@@ -57,8 +61,7 @@ def pack_home(
 
 def unpack_full(full: Tensor, layouts: Sequence[ParamLayout]) -> list[Tensor]:
     """Take the parameters, contiguous and of their full shapes, out of the gathered buffer [G*S]."""
-    ranks = layouts[0].ranks
-    slots = full.view(ranks, -1)
+    slots = full.view(layouts[0].slots, -1)
     params, offset = [], 0
     for layout in layouts:
         mine = slots.narrow(1, offset, layout.slot_elements)
@@ -71,7 +74,7 @@ def unpack_full(full: Tensor, layouts: Sequence[ParamLayout]) -> list[Tensor]:
         else:
             flat = _joined(_used(mine, layout) or [mine[0, :0]], 0)
         # If slots have one element, `reshape` returns a strided view.
-        params.append(_rows_back(flat.contiguous(), layout, layout.shape[layout.dim]))
+        params.append(rows_back(flat.contiguous(), layout, layout.shape[layout.dim]))
     return params
 
 
@@ -89,7 +92,7 @@ def _used(slots: Tensor, layout: ParamLayout) -> list[Tensor]:
 def pack_grads(
     grads: Sequence[Tensor], layouts: Sequence[ParamLayout], dtype: torch.dtype
 ) -> Tensor:
-    """Line up full gradients as G slots, [G*S] in `dtype`: the owner of chunk i receives slot i."""
+    """Line up full gradients as G slots, [G*S] in `dtype`: the owner of slot i receives it."""
     return _joined(
         [_grad_slots(g.to(dtype), layout) for g, layout in zip(grads, layouts, strict=True)], 1
     ).reshape(-1)
@@ -103,9 +106,9 @@ def padded(flat: Tensor, multiple: int) -> Tensor:
 def _grad_slots(grad: Tensor, layout: ParamLayout) -> Tensor:
     if layout.dim is None:
         return grad.reshape(1, 1).expand(layout.ranks, 1)
-    rows = _rows_first(grad, layout)
+    rows = rows_first(grad, layout)
     if layout.is_even:
-        return rows.reshape(layout.ranks, layout.slot_elements)
+        return rows.reshape(layout.slots, layout.slot_elements)
     slots, start = [], 0
     for run in layout.runs:
         used = run.rows * layout.row_elements
@@ -122,12 +125,16 @@ def unpack_grads(
     layouts: Sequence[ParamLayout],
     local_shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
+    node: int,
 ) -> list[Tensor]:
-    """Take this rank's gradient shards out of its reduced slot [S], each of its local shape and dtype."""
+    """Take the gradient shards of a rank of this node out of its reduced slot [S].
+
+    local_shapes, dtypes: those of the shards.
+    """
     shards, offset = [], 0
     for layout, shape, dtype in zip(layouts, local_shapes, dtypes, strict=True):
         flat = reduced.narrow(0, offset, math.prod(shape))
-        offset += layout.slot_elements
+        offset += layout.elements_of(node)
         count = shape[layout.dim] if layout.dim is not None else 1
-        shards.append(_rows_back(flat, layout, count).to(dtype))
+        shards.append(rows_back(flat, layout, count).to(dtype))
     return shards

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from threading import Lock
+from typing import Protocol
 
 from torch import Tensor
 
 from fcdp_compile.devices import is_capturing
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.fingerprint import fingerprint
+from fcdp_compile.params.fingerprint import fingerprint, fingerprints
 from fcdp_compile.torch_compat import storage_id, storage_uses, without_modes
 
 _lock = Lock()
@@ -63,6 +64,15 @@ class Seal:
         """Change the tensor before its fingerprint is taken, in a way that does not matter to its users."""
 
 
+class Sealed(Protocol):
+    """A tensor that may have a seal on its memory."""
+
+    seal: Seal | None
+
+    def present(self) -> Tensor:
+        """The memory."""
+
+
 def refuse_capture() -> None:
     """Refuse to capture a CUDA graph that may write to sharded parameters or their gradients.
 
@@ -97,3 +107,22 @@ def are_shared(tensors: Sequence[Tensor], *, are_apart: bool) -> list[bool]:
 
 def _version(held: Tensor) -> int:
     return 0 if held.is_inference() else held._version
+
+
+def seal(tensors: Sequence[Sealed], kind: type[Seal] = Seal, *, are_apart: bool = False) -> None:
+    """Put a new seal on each of these tensors.
+
+    are_apart: the tensors may be parts of one storage, such as gradients that were reduced together.
+    """
+    with without_modes():
+        held = [t.present() for t in tensors]
+        opened: list[tuple[Seal, Tensor]] = []
+        shared = are_shared(held, are_apart=are_apart)
+        for tensor, own, is_shared in zip(tensors, held, shared, strict=True):
+            tensor.seal = kind(own)
+            if is_shared:
+                tensor.seal.prepare(own)
+                opened.append((tensor.seal, own))
+        marks = fingerprints([[own] for _, own in opened]).unbind() if opened else ()
+        for (broken, _), mark in zip(opened, marks, strict=True):
+            broken.mark = mark

@@ -73,14 +73,20 @@ def param_spec(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     is_packed: bool = False,
+    home_node: int | None = None,
 ) -> ParamSpec:
     """The spec of a parameter with this shape on this rank of the mesh.
 
     param_dtype, reduce_dtype: of computation and of reductions; None: the parameter's own dtype.
     is_packed: whether it is a part of a quantised weight, which is cut between rows and sent as it is.
+    home_node: the node that owns all rows (`home_nodes`), or None.
     """
     home = mesh.of(strategy.home)
-    layout = ParamLayout.of(shape, home.nodes, home.ranks_per_node)
+    layout = ParamLayout.of(shape, home.nodes, home.ranks_per_node, home_node)
+    # Only parameters with home nodes share buckets with each other.
+    strategy = replace(strategy, whole_matrices=home_node is not None)
+    if home_node is not None:
+        strategy = strategy.with_exact_weights()
     if is_packed:
         layout = replace(layout, dim=0)
         param_dtype = reduce_dtype = None

@@ -64,7 +64,13 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_layout(
-    *, shape: tuple[int, ...], dim: int | None, nodes: int, ranks_per_node: int, path: str
+    *,
+    shape: tuple[int, ...],
+    dim: int | None,
+    nodes: int,
+    ranks_per_node: int,
+    home_node: int | None,
+    path: str,
 ) -> None:
     """Check the fields of a ParamLayout before it is made.
 
@@ -78,6 +84,8 @@ def check_layout(
         fail(f"{path}.dim", f"is {dim}, but shape {list(shape)} has {len(shape)} dimensions")
     _check_positive(nodes, f"{path}.nodes")
     _check_positive(ranks_per_node, f"{path}.ranks_per_node")
+    if home_node is not None and home_node >= nodes:
+        fail(f"{path}.home_node", f"is {home_node}, but there are {nodes} nodes")
 
 
 def _check_bucket(bucket: Bucket, plan: Plan, path: str) -> None:
@@ -89,13 +97,21 @@ def _check_bucket(bucket: Bucket, plan: Plan, path: str) -> None:
         fail(f"{path}.params", "is empty")
     widest = max(bucket.itemsize, bucket.reduce_itemsize)
     names: set[str] = set()
-    offset = 0
+    offset, last_home = 0, 0
+    has_homes = bucket.params[0].layout.home_node is not None
     for i, param in enumerate(bucket.params):
         at = f"{path}.params[{i}]"
         if not param.name or param.name in names:
             fail(f"{at}.name", "appears twice in its bucket" if param.name else "is empty")
         names.add(param.name)
         _check_ranks(param.layout, bucket.strategy.home, plan, f"{at}.layout")
+        home = param.layout.home_node
+        if (home is not None) != has_homes or (home or 0) < last_home:
+            fail(
+                f"{at}.layout.home_node",
+                "is not in the order of nodes, or only some parameters have one",
+            )
+        last_home = home or 0
         if param.offset != offset:
             fail(f"{at}.offset", f"is {param.offset}, but the slots before it end at {offset}")
         offset += param.layout.slot_elements

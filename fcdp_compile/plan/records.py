@@ -11,15 +11,16 @@ of `dtype`.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.layout import ParamLayout, sizes_by_node
 from fcdp_compile.strategy import Scope, Strategy
 from fcdp_compile.strategy.formats import Format, row_bytes
 from fcdp_compile.strategy.gathering import Algorithm
 
-SCHEMA = "fcdp.plan/7"
+SCHEMA = "fcdp.plan/8"
 
 
 class Lane(Enum):
@@ -166,34 +167,55 @@ class Bucket:
 
     @property
     def slot_elements(self) -> int:
-        """P/G: elements of one rank's slot, padding included."""
+        """P/G: elements of one slot, padding included; of matrices with home nodes: of all slots, P/g."""
         return sum(p.layout.slot_elements for p in self.params)
 
     @property
+    def slots_per_node_shard(self) -> int:
+        """How many slots a node shard has: N, or one if matrices have home nodes."""
+        return self.params[0].layout.slots_per_node_shard
+
+    @property
+    def slots(self) -> int:
+        """How many slots the gathered bucket has."""
+        return self.params[0].layout.slots
+
+    @property
     def slot_bytes(self) -> int:
-        """Bytes of one rank's slot, padding included."""
+        """Bytes of one slot, padding included."""
         return self.slot_elements * self.itemsize
+
+    def sizes(self, names: Collection[str] | None = None) -> tuple[int, ...] | None:
+        """How many elements a rank of each node contributes; None if all nodes equally many.
+
+        names: of some of the parameters; None for all.
+        """
+        return sizes_by_node([p.layout for p in self.params if names is None or p.name in names])
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of one rank's slot as it is sent between nodes."""
-        return row_bytes(self._slots, self.wire, self.itemsize)
+        """Bytes that one rank sends to each other node; the mean of all nodes if matrices have home nodes."""
+        return (
+            row_bytes(self._slots, self.wire, self.itemsize)
+            * self.slots_per_node_shard
+            // self.nodes
+        )
 
     @property
     def node_bytes(self) -> int:
         """Bytes of the node shard, W/g."""
-        return self.slot_bytes * self.nodes
+        return self.slot_bytes * self.slots_per_node_shard
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the node shard in host memory."""
-        return row_bytes(self._slots, self.host_format, self.itemsize) * self.nodes
+        return row_bytes(self._slots, self.host_format, self.itemsize) * self.slots_per_node_shard
 
     @property
     def waiting_gradient_bytes(self) -> int:
         """Bytes on one rank of the bucket's accumulated gradients, in fp32 or wider."""
         is_whole = self.strategy.gradient is Scope.NONE
-        slots = self.ranks if is_whole else self.nodes
+        slots = self.slots if is_whole else self.slots_per_node_shard
         return self.slot_elements * slots * max(4, self.reduce_itemsize)
 
     @property
@@ -203,7 +225,7 @@ class Bucket:
     @property
     def full_bytes(self) -> int:
         """Bytes of the gathered bucket, W."""
-        return self.slot_bytes * self.ranks
+        return self.slot_bytes * self.slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,4 +231,4 @@ class _Joining:
         steps = self._parts[number].steps
         waited = {steps[w].bucket for s in steps[self._drains[number] :] for w in s.waits}
         found = [self._buckets[i] for i in waited if i is not None]
-        return sum(b.slot_elements * b.ranks * b.reduce_itemsize for b in found)
+        return sum(b.slot_elements * b.slots * b.reduce_itemsize for b in found)

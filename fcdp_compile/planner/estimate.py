@@ -138,6 +138,7 @@ class _Estimation:
         self._base = PassContext(
             nodes=job.nodes,
             ranks_per_node=job.ranks_per_node,
+            node=job.mesh.node,
             specs=specs,
             frozen=frozenset(p.key for p in traced.params if not p.requires_grad),
             known={},
@@ -249,7 +250,8 @@ class _Estimation:
 
     def _optimizer_bytes(self) -> int:
         trained = (s for k, s in self._base.specs.items() if k not in self._base.frozen)
-        return _OPTIMIZER_BYTES * sum(spec.layout.slot_elements for spec in trained)
+        layouts = [spec.layout for spec in trained]
+        return _OPTIMIZER_BYTES * sum(x.slot_elements * x.slots // x.ranks for x in layouts)
 
     def _max_batch(
         self,

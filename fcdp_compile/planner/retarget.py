@@ -14,6 +14,7 @@ from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Direction
 from fcdp_compile.planner.traced import TracedGraph, TracedModel
 from fcdp_compile.strategy import Strategy
+from fcdp_compile.strategy.home_nodes import home_nodes
 
 
 def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, ParamSpec]:
@@ -21,6 +22,9 @@ def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, P
 
     strategy: as fitted to the mesh.
     """
+    matrices = [p for p in traced.params if p.is_matrix and strategy.whole_matrices]
+    nodes = home_nodes([(p.shape, p.dtype.itemsize) for p in matrices], mesh.nodes)
+    homes = dict(zip([p.key for p in matrices], nodes, strict=True))
     return {
         p.key: param_spec(
             p.key,
@@ -31,6 +35,7 @@ def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, P
             mesh=mesh,
             param_dtype=p.gather_dtype,
             is_packed=p.is_packed,
+            home_node=homes.get(p.key),
         )
         for p in traced.params
     }

@@ -28,6 +28,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.memory.curve import hints_of
 from fcdp_compile.passes.partition import partition
+from fcdp_compile.sharding.matrices import matrices_of
 from fcdp_compile.sharding.shard import shard, state_of
 from fcdp_compile.torch_compat import (
     aot_autograd,
@@ -49,7 +50,10 @@ TRACED_BATCH = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedParam:
-    """A parameter, before a strategy and a mesh are chosen; is_packed: as in `ParamSpec`."""
+    """A parameter, before a strategy and a mesh are chosen; is_packed: as in `ParamSpec`.
+
+    is_matrix: whether it may have a home node (`sharding.matrices`).
+    """
 
     key: str
     name: str
@@ -58,6 +62,7 @@ class TracedParam:
     gather_dtype: torch.dtype
     requires_grad: bool
     is_packed: bool
+    is_matrix: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +160,8 @@ def trace(
         _check_inputs(model, inputs)
         shard(model, param_dtype=param_dtype)
         graphs = _graphs_of(model, inputs, note)
+    records = state_of(model).records.values()
+    matrices = set(matrices_of(model, [r.parameter() for r in records]))
     params = tuple(
         TracedParam(
             key=spec.key,
@@ -164,8 +171,9 @@ def trace(
             gather_dtype=spec.gather_dtype,
             requires_grad=record.parameter().requires_grad,
             is_packed=spec.is_packed,
+            is_matrix=record.parameter() in matrices,
         )
-        for record in state_of(model).records.values()
+        for record in records
         for spec in [record.spec]
     )
     if not any(g.forward.graph.find_nodes(op="call_function", target=UNSHARD) for g in graphs):

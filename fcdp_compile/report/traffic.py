@@ -9,7 +9,7 @@ from torch import nn
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Kind
-from fcdp_compile.runtime.collectives.counters import AGREE, FLAT_WITHIN, Counters
+from fcdp_compile.runtime.collectives.counters import AGREE, EXCHANGE, FLAT_WITHIN, Counters
 from fcdp_compile.sharding.shard import state_of
 
 _KINDS: dict[str, tuple[str, str, str]] = {
@@ -28,6 +28,7 @@ _KINDS: dict[str, tuple[str, str, str]] = {
     FLAT_WITHIN: ("intra", "flat_all_gather", "weights, in a ring over all ranks"),
     Kind.INTRA_REDUCE_SCATTER.value: ("intra", "reduce_scatter", "gradients, summed in the node"),
     Kind.INTRA_GRAD_ALL_GATHER.value: ("intra", "grad_all_gather", "averaged gradients"),
+    EXCHANGE: ("intra", "exchange", "matrices for Muon, and back"),
     Kind.STORE.value: ("d2h", "store", "gathered weights into host memory"),
     Kind.LOAD.value: ("h2d", "load", "gathered weights out of host memory"),
     Kind.ACCUMULATE.value: ("d2h", "accumulate", "gradients that wait for the next micro-batch"),

@@ -32,6 +32,7 @@ from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import assign
 from fcdp_compile.sharding.gpus import agree_on_gpus
 from fcdp_compile.sharding.loads import watch_loads
+from fcdp_compile.sharding.matrices import home_nodes_of, matrices_of
 from fcdp_compile.sharding.refusals import (
     Dtypes,
     check_model,
@@ -133,6 +134,10 @@ def _new_state(
     """Make the run-time state of a model that is not sharded yet, and the records of its parameters."""
     fitting = {s: fit_strategy(s, topology.position) for s in dict.fromkeys(strategies.values())}
     number, packed = registry.new_model_number(), packed_parameters(root)
+    homes = home_nodes_of(
+        [p for p in matrices_of(root, names) if fitting[strategies[p]].whole_matrices],
+        topology.nodes,
+    )
     records = {
         p: ParamRecord(
             param_spec(
@@ -145,6 +150,7 @@ def _new_state(
                 param_dtype=dtypes.param,
                 reduce_dtype=dtypes.reduce,
                 is_packed=p in packed,
+                home_node=homes.get(p),
             )
         )
         for p, name in names.items()

@@ -9,7 +9,6 @@ FCDP (Park et al.).
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
+from fcdp_compile.strategy.paro import PARO, why_no_paro
 from fcdp_compile.suggestion import did_you_mean
 
 
@@ -56,6 +56,7 @@ class Life(Enum):
     UNTIL_CHANGED = "until-changed"
 
 
+_PLAIN = (Format.FULL, Format.FULL, Algorithm.HIERARCHICAL)
 _FORMATS = {
     "weight_format": (Format.INT8,),
     "gradient_format": (Format.INT8, Format.INT4),
@@ -78,6 +79,7 @@ class Strategy:
     host_format: the format of node shards in host memory.
     frozen_format: the format of frozen weights in both places, if it is another one.
     algorithm: of gathers between nodes.
+    whole_matrices: whether each trainable matrix has a home node, which owns all its rows (Muon).
 
     Raises: ValueError for a point that is not available.
     """
@@ -93,11 +95,13 @@ class Strategy:
     host_format: Format = Format.FULL
     frozen_format: Format = Format.FULL
     algorithm: Algorithm = Algorithm.HIERARCHICAL
+    whole_matrices: bool = False
 
     def __post_init__(self) -> None:
         self._check_scopes()
         self._check_formats()
         self._check_algorithm()
+        self._check_matrices()
         if self.gradient is Scope.GLOBAL and self.gradient_on is GradientOn.HOST:
             raise ArgumentError(
                 f"strategy {self.name!r} reduces every micro-batch's gradients to the home shards, so none "
@@ -112,7 +116,7 @@ class Strategy:
             named = None
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
         other = {n: v for n, v in values.items() if named is None or getattr(named, n) != v}
-        shown = ", ".join(f"{n}={v.value}" for n, v in other.items())
+        shown = ", ".join(f"{n}={getattr(v, 'value', v)}" for n, v in other.items())
         return f"{self.name} ({shown})" if shown else self.name
 
     def _check_scopes(self) -> None:
@@ -174,6 +178,18 @@ class Strategy:
                 "'ho_ring', or 'ring' with a strategy that keeps nothing, such as 'zero3'"
             )
 
+    def _check_matrices(self) -> None:
+        if not self.whole_matrices:
+            return
+        if self.home is not Scope.GLOBAL:
+            raise ArgumentError(
+                f"strategy {self.name!r} keeps whole matrices on every node already; leave 'matrix' out"
+            )
+        if (self.weight_format, self.gradient_format, self.algorithm) != _PLAIN:
+            raise ArgumentError(
+                f"strategy {self.name!r} has modifiers that do not work with 'matrix'; leave one out"
+            )
+
     @property
     def is_resident(self) -> bool:
         """Whether a cached node shard outlives the backward, so that the next forward may reuse it."""
@@ -223,10 +239,11 @@ class Strategy:
             gradient_on=GradientOn.AUTO if gradient is Scope.GLOBAL else self.gradient_on,
             gradient_format=Format.FULL,
             algorithm=Algorithm.HIERARCHICAL,
+            whole_matrices=False,
         )
 
     def on_whole_copies(self) -> Strategy:
-        """The same strategy if every rank has whole parameters as home shards: nothing is cached."""
+        """The same strategy if home shards are whole parameters: nothing is cached."""
         return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
 
     def with_gradients_on(self, place: str) -> Strategy:
@@ -276,7 +293,7 @@ class Strategy:
             return name
         if not isinstance(name, str):
             raise ArgumentError(f"strategy must be a name or a Strategy, not {type(name).__name__}")
-        if _PARO.match(name):
+        if PARO.match(name):
             name = name.lower()
         names = [*PRESETS, *_ALIASES]
         # The longest first: "zero++" is not "zero" with modifiers.
@@ -284,8 +301,8 @@ class Strategy:
             if name == known or name.startswith(f"{known}+"):
                 preset = PRESETS[_ALIASES.get(known, known)]
                 return _modified(preset, name[len(known) + 1 :].split("+"), name)
-        if (code := _PARO.match(name)) is not None:
-            raise ArgumentError(_why_no_paro(name, code[1]))
+        if (code := PARO.match(name)) is not None:
+            raise ArgumentError(why_no_paro(name, code[1]))
         hint = did_you_mean(name.lower().partition("+")[0] or name, names)
         raise ArgumentError(f"unknown strategy {name!r}; choose one of {', '.join(names)}{hint}")
 
@@ -347,7 +364,7 @@ def aliases_of(strategy: Strategy) -> list[str]:
     return [alias for alias, name in _ALIASES.items() if name == strategy.name]
 
 
-MODIFIERS: dict[str, dict[str, Format | Algorithm]] = {
+MODIFIERS: dict[str, dict[str, Format | Algorithm | bool]] = {
     "w8": {"weight_format": Format.INT8},
     "g8": {"gradient_format": Format.INT8},
     "g4": {"gradient_format": Format.INT4},
@@ -356,6 +373,7 @@ MODIFIERS: dict[str, dict[str, Format | Algorithm]] = {
     "ring": {"algorithm": Algorithm.RING},
     "ho_ring": {"algorithm": Algorithm.HO_RING},
     "auto": {"algorithm": Algorithm.AUTO},
+    "matrix": {"whole_matrices": True},
 }
 """The modifiers of a preset's name; w8 is ZeRO++'s qwZ, g8 and g4 are its qgZ, c4 is QLoRA's code book."""
 
@@ -380,21 +398,3 @@ def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
                 )
     given = [m for m in MODIFIERS if m in modifiers]
     return replace(preset, name="+".join([preset.name, *given]), **chosen)
-
-
-_PARO = re.compile(r"paro-([nig]{3})(?=\+|$)", re.IGNORECASE)
-
-
-def _why_no_paro(name: str, code: str) -> str:
-    """Why a code of PaRO is not a preset.
-
-    The code has one letter each for the scope of parameters, of gradients and of optimizer states.
-    """
-    parameters, gradients, states = ("nig".index(scope) for scope in code.lower())
-    for what, scope in (("parameters", parameters), ("gradients", gradients)):
-        if scope > states:
-            return (
-                f"strategy {name!r} shards {what} over more ranks than optimizer states, so a rank would "
-                f"step values whose {what} it does not hold; PaRO's Principle 1 rules it out"
-            )
-    raise AssertionError(f"{name} is valid, but not a preset")

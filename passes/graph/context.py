@@ -63,7 +63,7 @@ class PassContext:
     """Read-only input of every pass.
 
     nodes, ranks_per_node: the size of the mesh; a `Bucket` has fields with these names that count only the
-    ranks that share one copy of the bucket.
+    ranks that share one copy of the bucket.  node: this rank's node.
     specs: of every parameter of the model, by key.  frozen: keys of the parameters that need no gradient now.
     known: the buckets that already hold a parameter, by key; for a backward, its forward's bucket is first,
     and gradients are reduced in it; for other graphs, only buckets that a forward may use.
@@ -80,6 +80,7 @@ class PassContext:
 
     nodes: int
     ranks_per_node: int
+    node: int
     specs: Mapping[str, ParamSpec]
     frozen: frozenset[str]
     known: Mapping[str, tuple[Bucket, ...]]

@@ -42,12 +42,13 @@ def release(
         return
     for spec, place, parameter in zip(specs, bucket.params, parameters, strict=True):
         if isinstance(parameter, HomeShard) and spec.home_dtype == dtype:
-            start = node * bucket.slot_elements + place.offset
-            parameter.release(partial(_values, cache, bucket.id, generation, start, spec))
+            has_slot_of_each_node = bucket.slots_per_node_shard == bucket.nodes
+            start = place.offset + node * bucket.slot_elements * has_slot_of_each_node
+            parameter.release(partial(_values, cache, bucket.id, generation, start, spec, node))
 
 
 def _values(
-    cache: NodeShardCache, bucket_id: int, generation: int, start: int, spec: ParamSpec
+    cache: NodeShardCache, bucket_id: int, generation: int, start: int, spec: ParamSpec, node: int
 ) -> Tensor:
     """A home shard, read from element `start` of the host's node shard."""
     node_shard = cache.host_copy(bucket_id, generation)
@@ -57,4 +58,4 @@ def _values(
             "values on the host, is gone; this is a bug in fcdp"
         )
     slot = node_shard.narrow(0, start, spec.layout.slot_elements)
-    return unpack_grads(slot, [spec.layout], [spec.local_shape], [spec.home_dtype])[0]
+    return unpack_grads(slot, [spec.layout], [spec.local_shape], [spec.home_dtype], node)[0]

@@ -89,7 +89,8 @@ class RowSources:
         readers = list(dict.fromkeys(self._of[spec.key] for spec in specs))
         try:
             with torch.inference_mode(False), torch.no_grad():
-                found = self._read(bucket, specs, at).to(home.device)
+                slots = self._read(bucket, specs, at)
+                found = torch.cat(slots).to(home.device)
         except Exception as error:
             # Whatever the error is, a gather between nodes gives the same values.
             log.warning("rows of bucket %d cannot be read, it is gathered: %s", bucket.id, error)
@@ -97,15 +98,15 @@ class RowSources:
         finally:
             for reader in readers:
                 reader.close()
-        own = found.view(at.nodes, -1)[at.node]
+        own = slots[at.node].to(home.device)
         same = torch.equal(own.view(torch.uint8), home.view(-1).view(torch.uint8))
         return found if same else None
 
-    def _read(self, bucket: Bucket, specs: Sequence[ParamSpec], at: Home) -> Tensor:
+    def _read(self, bucket: Bucket, specs: Sequence[ParamSpec], at: Home) -> list[Tensor]:
         layouts = [spec.layout for spec in specs]
         dtype = getattr(torch, bucket.dtype)
         slots = []
         for node in range(at.nodes):
             shards = [self._of[spec.key].read(spec.key, node, at.place) for spec in specs]
-            slots.append(pack_home(shards, layouts, dtype))
-        return torch.cat(slots)
+            slots.append(pack_home(shards, layouts, dtype, node))
+        return slots

@@ -7,7 +7,7 @@ on a GPU, collectives that block  through pinned memory of the host
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,9 +59,22 @@ class Channel:
         """[n] of every rank -> [size*n]."""
         return self._run(partial(all_gather, group=self.group), out, send)
 
-    def all_to_all(self, out: Tensor, send: Tensor) -> Begun | None:
-        """[size*n], one part for each rank -> [size*n], one part of each rank."""
-        return self._run(partial(dist.all_to_all_single, group=self.group), out, send)
+    def all_to_all(
+        self,
+        out: Tensor,
+        send: Tensor,
+        *,
+        sizes: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> Begun | None:
+        """[size*n], one part for each rank -> [size*n], one part of each rank.
+
+        sizes: elements from each rank and for each rank, if parts have different sizes.
+        """
+        bytes_: list[list[int]] = [[n * send.itemsize for n in part] for part in sizes or ()]
+        run = partial(dist.all_to_all_single, group=self.group)
+        if sizes is not None:
+            run = partial(run, output_split_sizes=bytes_[0], input_split_sizes=bytes_[1])
+        return self._run(run, out, send)
 
     def _run(self, collective: Callable[..., dist.Work], out: Tensor, send: Tensor) -> Begun | None:
         # Bytes are sent, whatever the dtype.  The views are made here, on the lane: views made in the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,15 +16,21 @@ from fcdp_compile.plan.reduction import INTER_KINDS, all_reduce_bytes
 from fcdp_compile.ranks.messages import gather_at_once, gather_objects
 from fcdp_compile.ranks.waiting import Wait
 from fcdp_compile.runtime.collectives.channel import Channel
-from fcdp_compile.runtime.collectives.counters import AGREE, FLAT_WITHIN, Counters
+from fcdp_compile.runtime.collectives.counters import AGREE, EXCHANGE, FLAT_WITHIN, Counters
 from fcdp_compile.runtime.collectives.gathers import (
     gather_encoded,
     gather_flat,
     gather_own,
+    gather_parts,
     gather_rest,
 )
 from fcdp_compile.runtime.collectives.quantize import Codec
-from fcdp_compile.runtime.collectives.reductions import all_reduce, reduce_encoded, reduce_scatter
+from fcdp_compile.runtime.collectives.reductions import (
+    all_reduce,
+    reduce_encoded,
+    reduce_parts,
+    reduce_scatter,
+)
 from fcdp_compile.runtime.collectives.word_of_all import Telling
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending, passed_on
@@ -39,7 +45,8 @@ class Collectives:
     during: describes a collective, given the name of its profiler's range, and the pass that it is a part of;
     for the error if a rank does not join.
 
-    Shapes: all-gather [n] -> [size*n]; reduce-scatter [size*n] -> [n], where size is the group's.
+    Shapes: all-gather [n] -> [size*n]; reduce-scatter [size*n] -> [n], where size is the group's.  With
+    `sizes`, the ranks of the group have different numbers of elements.
     """
 
     def __init__(self, topology: Topology, counters: Counters, lanes: Lanes) -> None:
@@ -49,6 +56,21 @@ class Collectives:
         self._flat: FlatGroup | None = None
         self._order: Tensor | None = None
         self.during: Callable[[str], str] = told_alone
+
+    @property
+    def node(self) -> int:
+        """The node of this rank."""
+        return self._topology.node
+
+    @property
+    def place(self) -> int:
+        """The place of this rank in its node."""
+        return self._topology.place
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks of a node."""
+        return self._topology.ranks_per_node
 
     def _channel(self, kind: Kind, name: str) -> Channel:
         t = self._topology
@@ -65,11 +87,18 @@ class Collectives:
         return t.nodes if kind in INTER_KINDS else t.ranks_per_node
 
     def all_gather(
-        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+        self,
+        kind: Kind,
+        send: Tensor | Pending,
+        name: str,
+        *,
+        codec: Codec | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> Pending:
         """Start an all-gather of `send` (any dtype: bytes are sent); `name` is for the profiler's range.
 
         codec: encodes what is sent; a rank decodes its own part, too, so that all ranks get the same values.
+        sizes: the elements of each rank, if they differ; then without a codec.
         """
         size = self.group_size(kind)
         send = _contiguous(send)
@@ -78,9 +107,12 @@ class Collectives:
         self._counters.add(kind, (size - 1) * sent_bytes)
         if size == 1:
             return passed_on(send)
-        out = _empty(own, size * own.numel())
-        if not own.nbytes:
+        out = _empty(own, size * own.numel() if sizes is None else sum(sizes))
+        if not out.nbytes:
             return Pending(out)
+        if sizes is not None:
+            run = partial(gather_parts, out, own, sizes, self._channel(kind, name))
+            return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
         if codec is None:
             run = partial(self._channel(kind, name).all_gather, out, own)
             return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
@@ -150,23 +182,35 @@ class Collectives:
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduce_scatter(
-        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+        self,
+        kind: Kind,
+        send: Tensor | Pending,
+        name: str,
+        *,
+        codec: Codec | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> Pending:
         """Start a reduce-scatter that averages over the group; sums are taken in fp32 or wider.
 
         codec: encodes what is sent, once; decoded values are summed (qgZ of ZeRO++, section 3.3).
+        sizes: the elements of each node's rank, if they differ; then between nodes and without a codec.
         """
         size = self.group_size(kind)
         send = _contiguous(send)
         whole = tensor_of(send)
-        sent_bytes = whole.nbytes // size if codec is None else codec.bytes
-        self._counters.add(kind, (size - 1) * sent_bytes)
+        mine = whole.numel() // size if sizes is None else sizes[self.node]
+        sent_bytes = (size - 1) * (whole.nbytes // size if codec is None else codec.bytes)
+        if sizes is not None:
+            sent_bytes = whole.nbytes - mine * whole.itemsize
+        self._counters.add(kind, sent_bytes)
         if size == 1:
             return passed_on(send)
-        out = _empty(whole, whole.numel() // size)
+        out = _empty(whole, mine)
         if not whole.nbytes:
             return Pending(out)
-        if codec is None:
+        if sizes is not None:
+            run = partial(reduce_parts, out, whole, sizes, self._channel(kind, name))
+        elif codec is None:
             run = partial(reduce_scatter, out, whole, self._channel(kind, name))
         else:
             run = partial(reduce_encoded, out, whole, codec, self._channel(kind, name))
@@ -188,18 +232,38 @@ class Collectives:
         run = partial(all_reduce, parts, own, self._channel(kind, name))
         return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
+    def exchange(
+        self, send: Tensor, *, received: Sequence[int], sent: Sequence[int], name: str
+    ) -> Pending:
+        """Start an all-to-all within the node: [sum of `sent`] -> [sum of `received`].
+
+        received, sent: how many elements this rank gets from and gives to the rank at each place.
+        """
+        place = self._topology.place
+        self._counters.add(EXCHANGE, (send.numel() - sent[place]) * send.itemsize)
+        out = _empty(send, sum(received))
+        kind = Kind.INTRA_ALL_GATHER
+        run = partial(self._channel(kind, name).all_to_all, out, send, sizes=(received, sent))
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+
     def reduction(
-        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
+        self,
+        kind: Kind,
+        send: Tensor | Pending,
+        name: str,
+        *,
+        codec: Codec | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> Pending:
         """Start one step of a reduction of gradients (`fcdp_compile.plan.reduction`).
 
-        codec: encodes the gradients of a reduce-scatter.
+        codec: encodes the gradients of a reduce-scatter.  sizes: of a reduce-scatter between nodes.
         """
         if kind is Kind.INTER_ALL_REDUCE:
             return self.all_reduce(kind, send, name)
         if kind is Kind.INTRA_GRAD_ALL_GATHER:
             return self.all_gather(kind, send, name)
-        return self.reduce_scatter(kind, send, name, codec=codec)
+        return self.reduce_scatter(kind, send, name, codec=codec, sizes=sizes)
 
     def agree(self, words: list[int], what: str = "an agreement of all ranks") -> list[list[int]]:
         """Every rank's `words`, the same number on every rank; all ranks of the mesh must call it.

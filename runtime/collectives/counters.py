@@ -10,6 +10,9 @@ from fcdp_compile.plan import Kind
 AGREE = "agree"
 """Counter of the small messages by which ranks agree on a plan and on what is stale; not a plan step."""
 
+EXCHANGE = "exchange"
+"""Counter of the all-to-alls within a node by which an optimizer gets whole matrices; not a plan step."""
+
 FLAT_WITHIN = "flat_all_gather_within"
 """Counter of a ring's all-gathers on a rank whose successor is in its own node."""
 

@@ -5,6 +5,8 @@ Each fills `out`, which its caller has allocated, and returns a `Begun` if it is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,13 @@ def gather_encoded(
         out.view(rows.shape).copy_(rows)
 
     return now_or_later(decode, left)
+
+
+def gather_parts(out: Tensor, send: Tensor, sizes: Sequence[int], channel: Channel) -> Begun | None:
+    """[sizes[i]] of rank i -> [sum of sizes]."""
+    return channel.all_to_all(
+        out, send.repeat(channel.size), sizes=(sizes, [send.numel()] * channel.size)
+    )
 
 
 def gather_own(out: Tensor, send: Tensor, codec: Codec | None, channel: Channel) -> Begun | None:

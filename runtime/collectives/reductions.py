@@ -5,6 +5,9 @@ Each fills `out`, which its caller has allocated, and returns a `Begun` if it is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -23,12 +26,20 @@ def reduce_scatter(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
     # NCCL's reduce_scatter rounds to the dtype at every hop, and Gloo's is an all-reduce underneath, which
     # moves twice the bytes; all-to-all moves each byte once, and the sum is taken here.
     parts = torch.empty_like(send)
-
-    def average() -> None:
-        wide = torch.promote_types(parts.dtype, torch.float32)
-        out.copy_(parts.view(channel.size, -1).sum(0, dtype=wide).div_(channel.size))
-
+    average = partial(_average, out, parts, channel.size)
     return now_or_later(average, channel.all_to_all(parts, send))
+
+
+def reduce_parts(out: Tensor, send: Tensor, sizes: Sequence[int], channel: Channel) -> Begun | None:
+    """[sum of sizes] of every rank -> the average of this rank's part; sums as in `reduce_scatter`."""
+    parts = send.new_empty(channel.size * out.numel())
+    left = channel.all_to_all(parts, send, sizes=([out.numel()] * channel.size, sizes))
+    return now_or_later(partial(_average, out, parts, channel.size), left)
+
+
+def _average(out: Tensor, parts: Tensor, size: int) -> None:
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    out.copy_(parts.view(size, -1).sum(0, dtype=wide).div_(size))
 
 
 def all_reduce(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:

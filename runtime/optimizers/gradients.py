@@ -230,6 +230,7 @@ class Accumulation:
                 [s.layout for s in specs],
                 [s.local_shape for s in specs],
                 [s.home_dtype for s in specs],
+                self._collectives.node,
             )
             for name, shard in zip(params, shards, strict=True):
                 if (grad := self._marks.shard(name)) is not None:
@@ -242,10 +243,11 @@ class Accumulation:
         device = self._records[params[0]].local().device
         rest = Pending(waiting.kept.to(device, getattr(torch, bucket.reduce_dtype)))
         for kind in self._reductions(bucket):
-            crosses = kind is Kind.INTER_REDUCE_SCATTER
-            codec = self._codecs.of_gradients(bucket, params) if crosses else None
+            scatters = kind is Kind.INTER_REDUCE_SCATTER
+            codec = self._codecs.of_gradients(bucket, params) if scatters else None
+            sizes = bucket.sizes(params) if scatters else None
             name = range_name(kind, bucket)
-            rest = self._collectives.reduction(kind, rest, name, codec=codec)
+            rest = self._collectives.reduction(kind, rest, name, codec=codec, sizes=sizes)
         return rest.wait()
 
     def _reductions(self, bucket: Bucket) -> list[Kind]:

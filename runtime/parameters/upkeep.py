@@ -46,7 +46,7 @@ class CacheUpkeep:
         """Gather a bucket between nodes straight into the cache; within the node too if it is kept whole."""
         dtype = getattr(torch, bucket.dtype)
         shards = self._records.shards(bucket)
-        home = pack_home(shards, [p.layout for p in bucket.params], dtype)
+        home = pack_home(shards, [p.layout for p in bucket.params], dtype, self._topology.node)
         if bucket.frozen and any(home.data_ptr() == s.data_ptr() for s in shards):
             # A group's own thread holds the tensor that it sent until a little after the gather, and a shard
             # that anything else holds cannot be released.
@@ -72,7 +72,8 @@ class CacheUpkeep:
             return Pending(read)
         kind = Kind.INTER_ALL_GATHER
         codec = self._codecs.of_weights(bucket)
-        return self._collectives.all_gather(kind, home, range_name(kind, bucket), codec=codec)
+        name = range_name(kind, bucket)
+        return self._collectives.all_gather(kind, home, name, codec=codec, sizes=bucket.sizes())
 
     def give_up(self, bucket: Bucket) -> None:
         """Release the cached copy of a bucket that no graph will load any more."""

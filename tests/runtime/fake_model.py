@@ -37,9 +37,10 @@ class Collectives:
         self.names: list[str] = []
         self.fails: set[Kind] = set()
         self.is_instant = False
+        self.node = 0
 
     def all_gather(
-        self, kind: Kind, send: Tensor | Pending, name: str, codec: None = None
+        self, kind: Kind, send: Tensor | Pending, name: str, codec: None = None, sizes: None = None
     ) -> Pending:
         own = tensor_of(send)
         self._counters.add(kind, own.nbytes)
@@ -47,7 +48,7 @@ class Collectives:
         return self._start(kind, lambda: out.view(2, -1).copy_(own), out, send, name)
 
     def reduction(
-        self, kind: Kind, send: Tensor | Pending, name: str, codec: None = None
+        self, kind: Kind, send: Tensor | Pending, name: str, codec: None = None, sizes: None = None
     ) -> Pending:
         whole = tensor_of(send)
         half = whole.numel() // 2

@@ -45,6 +45,7 @@ class Peers:
 
     def __init__(self) -> None:
         self.agreed = 0
+        self.node = NODE
         self.say: Callable[[list[bool]], list[bool]] = list
 
     def tell(self, words: list[int], what: str) -> Telling:
@@ -57,7 +58,9 @@ class Peers:
     def group_size(self, kind: Kind) -> int:
         return 2
 
-    def reduction(self, kind: Kind, send: Pending, name: str, codec: None = None) -> Pending:
+    def reduction(
+        self, kind: Kind, send: Pending, name: str, codec: None = None, sizes: None = None
+    ) -> Pending:
         assert kind is Kind.INTER_REDUCE_SCATTER
         return Pending(send.wait().view(2, -1)[NODE].clone())
 
@@ -145,6 +148,7 @@ class Rank:
             [s.layout for s in specs],
             [s.local_shape for s in specs],
             [s.home_dtype for s in specs],
+            NODE,
         )
 
     def accumulate(self, *values: float) -> None:

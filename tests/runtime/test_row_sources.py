@@ -46,7 +46,7 @@ def _shard(whole: Tensor, spec: ParamSpec, node: int, place: int) -> Tensor:
 
 def _home(node: int) -> Tensor:
     shards = [_shard(WHOLE[s.name], s, node, MESH.place) for s in SPECS]
-    return pack_home(shards, [s.layout for s in SPECS], torch.float32)
+    return pack_home(shards, [s.layout for s in SPECS], torch.float32, node)
 
 
 class FromMemory:

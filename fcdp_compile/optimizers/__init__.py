@@ -1,0 +1,1 @@
+"""Optimizers that know how a sharded model's parameters are cut."""

@@ -1,0 +1,132 @@
+"""Several optimizers as one, such as Muon for matrices and AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fcdp_compile.errors import ArgumentError
+
+
+def combine(*optimizers: Optimizer) -> Optimizer:
+    """Make one optimizer that steps several, for a Trainer, a scheduler or `fcdp_compile.save`.
+
+    It has the parameter groups and the states of all, in order.
+
+    Raises: ValueError for no optimizers, or if two of them have the same parameter; TypeError for anything
+    but optimizers.
+    """
+    if not optimizers:
+        raise ArgumentError("combine needs at least one optimizer; give those that step the model")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentError(
+                f"combine takes torch optimizers, not {type(optimizer).__name__}; give it built optimizers"
+            )
+    owners: dict[Tensor, Optimizer] = {}
+    for optimizer in optimizers:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if owners.setdefault(p, optimizer) is not optimizer:
+                raise ArgumentError(
+                    f"{type(owners[p]).__name__} and {type(optimizer).__name__} both have a parameter of "
+                    f"shape {tuple(p.shape)}; give each parameter to only one optimizer"
+                )
+    return Combined(optimizers)
+
+
+class Combined(Optimizer):
+    """See `combine`."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self._count = sum(len(o.param_groups) for o in optimizers)
+        super().__init__([group for o in optimizers for group in o.param_groups], {})
+
+    @property  # type: ignore[override]
+    def state(self) -> _States:
+        """The states of all parameters, each kept by the optimizer that steps the parameter."""
+        return _States(self.optimizers)
+
+    @state.setter
+    def state(self, states: Mapping[Any, Any]) -> None:
+        if states:  # torch sets an empty one when it builds an optimizer
+            self.state.replace(states)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step each optimizer."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises: ArgumentError once the optimizers are combined."""
+        if len(self.param_groups) >= self._count:
+            raise ArgumentError(
+                "a combined optimizer cannot know which of its optimizers gets a new parameter group; add "
+                "the group to that optimizer before fcdp_compile.combine"
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers, "_count": self._count, "defaults": self.defaults}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        states = state.pop("state", None)
+        groups = state.pop("param_groups", None)
+        super().__setstate__({"param_groups": [], **state})
+        if groups is not None:  # from `load_state_dict`
+            rest = iter(groups)
+            for optimizer in self.optimizers:
+                own = [next(rest) for _ in optimizer.param_groups]
+                optimizer.__setstate__({"param_groups": own})
+        self.param_groups = [group for o in self.optimizers for group in o.param_groups]
+        if states is not None:
+            self.state.replace(states)
+
+
+class _States(MutableMapping[Any, Any]):
+    """The states of several optimizers as one mapping."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def _owner(self, key: Any) -> Optimizer:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if any(p is key for p in group["params"]):
+                    return optimizer
+        return self._optimizers[0]  # torch keeps a state of none of the parameters, too
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._owner(key).state[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._owner(key).state[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._owner(key).state[key]
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in o.state for o in self._optimizers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for o in self._optimizers for key in o.state)
+
+    def __len__(self) -> int:
+        return sum(len(o.state) for o in self._optimizers)
+
+    def replace(self, states: Mapping[Any, Any]) -> None:
+        """Put these states in the place of all states."""
+        given = dict(states)
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        for key, value in given.items():
+            self[key] = value

@@ -1,0 +1,206 @@
+"""Muon on sharded matrices: nothing between nodes in `step`, and each matrix is orthogonalised once.
+
+    momentum, by rows       ─ all-to-all within the node ─▶  whole matrices, spread over the node's ranks
+    Newton-Schulz           batched over equal shapes
+    orthogonal matrices     ─ all-to-all within the node ─▶  rows, which step the home shards
+
+Each matrix has all its rows on one node (strategy modifier "matrix"), so gradients and weights cross between
+nodes as with any other optimizer.  Source: Jordan et al., Muon, 2024; `torch.optim.Muon` for the update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Muon as TorchMuon
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.optimizers.exchange import Exchange
+from fcdp_compile.params.home_shard import HomeShard, key_of
+from fcdp_compile.params.home_tensor import HomeTensor
+from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.registry import owner_of
+from fcdp_compile.runtime.collectives.agreement import same_act
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.model import ShardedModel
+
+
+class Muon(TorchMuon):
+    """`torch.optim.Muon` for sharded models, with the same arguments, state and numbers.
+
+    For the matrices of hidden layers; step embeddings, heads and vectors with another optimizer.  Shard the
+    model with a strategy such as "fcdp+matrix".
+
+    ns_dtype: of the Newton-Schulz iteration; bf16 as torch's.
+
+    Raises: ValueError as torch's, and for a parameter whose rows are on several nodes.
+    """
+
+    def __init__(
+        self, params: Any, *args: Any, ns_dtype: torch.dtype = torch.bfloat16, **options: Any
+    ) -> None:
+        super().__init__(params, *args, **options)
+        self.defaults["ns_dtype"] = ns_dtype  # copies and pickles keep the defaults
+        for group in self.param_groups:
+            for p in group["params"]:
+                _layout(p)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all matrices that have a gradient; all ranks of the mesh must call it.
+
+        Raises: PlanMismatchError on every rank if ranks step different matrices.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped: dict[Collectives | None, list[_Matrix]] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    matrix = _Matrix(p, _layout(p), group, self.state[p])
+                    stepped.setdefault(_collectives(p), []).append(matrix)
+        for collectives, matrices in stepped.items():
+            if collectives is not None:
+                same_act(collectives, _act(matrices))
+            _step(collectives, matrices, self.defaults["ns_dtype"])
+        return loss
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """One matrix of a step; layout: None if this rank has the whole matrix."""
+
+    parameter: Any
+    layout: ParamLayout | None
+    group: dict[str, Any]
+    state: dict[str, Any]
+
+    def direction(self) -> Tensor:
+        """This rank's rows of the momentum that Newton-Schulz orthogonalises, which is updated first."""
+        grad, momentum = self.parameter.grad, self.group["momentum"]
+        if "momentum_buffer" not in self.state:
+            self.state["momentum_buffer"] = torch.zeros_like(
+                grad, memory_format=torch.preserve_format
+            )
+        buffer = self.state["momentum_buffer"]
+        buffer.lerp_(grad, 1 - momentum)
+        return _rows(grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer)
+
+    def apply(self, rows: Tensor) -> None:
+        """Step the parameter by this rank's rows of the orthogonal matrix."""
+        parameter, lr = self.parameter, float(self.group["lr"])
+        height, width = parameter.shape
+        adjust = self.group["adjust_lr_fn"]
+        if adjust == "match_rms_adamw":
+            ratio = 0.2 * math.sqrt(max(height, width))
+        else:
+            ratio = math.sqrt(max(1, height / width))
+        if isinstance(parameter, HomeShard):
+            rows = DTensor.from_local(
+                rows, parameter.device_mesh, parameter.placements,
+                run_check=False, shape=parameter.shape, stride=parameter.stride(),
+            )  # fmt: skip
+        parameter.mul_(1 - lr * self.group["weight_decay"])
+        parameter.add_(HomeTensor.adopt(rows), alpha=-lr * ratio)
+
+
+def _layout(parameter: Tensor) -> ParamLayout | None:
+    """How a matrix is cut; None if each rank has the whole matrix.
+
+    Raises: ArgumentError if its rows are on several nodes.
+    """
+    if not isinstance(parameter, HomeShard):
+        return None
+    key = key_of(parameter)
+    assert key is not None, "home shards have keys"
+    spec = owner_of(key).spec(key)
+    if spec.layout.nodes > 1 and spec.layout.home_node is None:
+        raise ArgumentError(
+            f"Muon needs whole matrices, but the rows of parameter {spec.name!r} of shape "
+            f"{tuple(parameter.shape)} are on {spec.layout.nodes} nodes; shard the model with a strategy "
+            "such as 'fcdp+matrix' while the parameter is trainable, and step embeddings with another "
+            "optimizer"
+        )
+    return spec.layout if spec.layout.ranks > 1 else None
+
+
+def _collectives(parameter: Tensor) -> Collectives | None:
+    key = key_of(parameter)
+    if not isinstance(parameter, HomeShard) or key is None:
+        return None
+    owner = owner_of(key)
+    assert isinstance(owner, ShardedModel), owner
+    return owner.collectives
+
+
+def _act(matrices: Sequence[_Matrix]) -> str:
+    names = [str(key_of(m.parameter)) for m in matrices]
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    return f"steps {names[0].partition(':')[2]!r} and {len(names) - 1} more matrices with Muon ({digest})"
+
+
+def _rows(value: Tensor) -> Tensor:
+    return value.present() if isinstance(value, HomeTensor) else value
+
+
+def _step(
+    collectives: Collectives | None, matrices: Sequence[_Matrix], ns_dtype: torch.dtype
+) -> None:
+    """Step the matrices of one model that have rows on this node; the others only get a state."""
+    directions = [m.direction().to(ns_dtype) for m in matrices]
+    node = 0 if collectives is None else collectives.node
+    here = [
+        i for i, m in enumerate(matrices) if m.layout is None or m.layout.home_node in (None, node)
+    ]
+    exchange = Exchange(collectives, [matrices[i].layout for i in here])
+    wholes = exchange.gather([directions[i] for i in here])
+    like = directions[0].new_empty(0)
+    del directions
+    done = _orthogonal([matrices[here[i]] for i in exchange.mine], wholes)
+    for i, rows in zip(here, exchange.scatter(done, like), strict=True):
+        matrices[i].apply(rows)
+
+
+def _orthogonal(matrices: Sequence[_Matrix], directions: Sequence[Tensor]) -> list[Tensor]:
+    """Orthogonalise whole matrices, those of equal shape and settings together."""
+    alike: dict[Any, list[int]] = {}
+    for i, (matrix, whole) in enumerate(zip(matrices, directions, strict=True)):
+        settings = tuple(matrix.group[name] for name in ("ns_steps", "eps"))
+        coefficients = tuple(matrix.group["ns_coefficients"])
+        alike.setdefault((tuple(sorted(whole.shape)), *settings, coefficients), []).append(i)
+    done: dict[int, Tensor] = {}
+    for (_, steps, eps, coefficients), members in alike.items():
+        turned = [directions[i] if _is_wide(directions[i]) else directions[i].mT for i in members]
+        for i, found in zip(
+            members, newton_schulz(torch.stack(turned), coefficients, steps, eps), strict=True
+        ):
+            done[i] = found if _is_wide(directions[i]) else found.mT
+    return [done[i] for i in range(len(matrices))]
+
+
+def _is_wide(matrix: Tensor) -> bool:
+    return matrix.shape[0] <= matrix.shape[1]
+
+
+def newton_schulz(
+    matrices: Tensor, coefficients: Sequence[float], steps: int, eps: float
+) -> Tensor:
+    """The zeroth power of each matrix: its singular values become nearly 1 (Jordan et al., Muon, 2024).
+
+    matrices: [count, rows, columns] with no more rows than columns; not changed.
+    """
+    a, b, c = coefficients
+    x: Tensor = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
