@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 import fcdp_compile
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.optimizers.muon import newton_schulz
+from fcdp_compile.sharding import refusals
 from fcdp_compile.strategy.home_nodes import balanced, home_nodes
 
 sides = st.integers(1, 4096)
@@ -128,3 +129,10 @@ def test_combined_optimizers_are_the_separate_ones() -> None:
 def test_optimizers_that_cannot_be_combined(make: Callable[[nn.Module], Any], problem: str) -> None:
     with pytest.raises(ArgumentError, match=problem):
         make(_model())
+
+
+def test_torch_without_rules_for_home_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "calls_dispatch_of_subclasses", lambda: False)
+    refusals.check_home_nodes([])
+    with pytest.raises(ArgumentError, match=r"'matrix' needs torch 2.12 or newer, not 2"):
+        refusals.check_home_nodes([nn.Parameter(torch.ones(2, 2))])

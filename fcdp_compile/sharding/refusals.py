@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -184,6 +184,15 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None, *, is_packed: boo
             f"call model.to({mesh.device_type!r}) before shard"
         )
     return None
+
+
+def check_home_nodes(matrices: Sequence[nn.Parameter]) -> None:
+    """Raises: ArgumentError for matrices that get home nodes, on a version of torch that cannot have them."""
+    if matrices and not calls_dispatch_of_subclasses():
+        raise ArgumentError(
+            f"strategy modifier 'matrix' needs torch 2.12 or newer, not {torch.__version__}; use a newer "
+            "torch, or leave 'matrix' out"
+        )
 
 
 def warn_of_torch() -> None:

@@ -35,6 +35,7 @@ from fcdp_compile.sharding.loads import watch_loads
 from fcdp_compile.sharding.matrices import home_nodes_of, matrices_of
 from fcdp_compile.sharding.refusals import (
     Dtypes,
+    check_home_nodes,
     check_model,
     ignore,
     warn_of_no_frozen,
@@ -134,10 +135,9 @@ def _new_state(
     """Make the run-time state of a model that is not sharded yet, and the records of its parameters."""
     fitting = {s: fit_strategy(s, topology.position) for s in dict.fromkeys(strategies.values())}
     number, packed = registry.new_model_number(), packed_parameters(root)
-    homes = home_nodes_of(
-        [p for p in matrices_of(root, names) if fitting[strategies[p]].whole_matrices],
-        topology.nodes,
-    )
+    matrices = [p for p in matrices_of(root, names) if fitting[strategies[p]].whole_matrices]
+    check_home_nodes(matrices)
+    homes = home_nodes_of(matrices, topology.nodes)
     records = {
         p: ParamRecord(
             param_spec(

@@ -1,4 +1,4 @@
-"""A placement that torch lacks; DTensor calls its methods by these names (torch 2.11 to 2.15)."""
+"""A placement that torch lacks; DTensor calls its methods by these names (torch 2.12 to 2.15)."""
 
 from __future__ import annotations
 
