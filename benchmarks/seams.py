@@ -120,6 +120,9 @@ def steps_table(rows: Sequence[ResultRow]) -> str:
             {
                 "": BY_NAME[system].title,
                 "sent MB": f"{mean(c.sent_bytes for c in mine.values()) / 1e6:.2f}",
+                "device MiB": f"{max(c.heap_bytes for c in mine.values()) / 2**20:.0f}",
+                "host MiB": f"{max(c.host_bytes for c in mine.values()) / 2**20:.0f}",
+                "loss": f"{mine[networks[0]].loss:.5f}",
                 **seconds,
                 "first step s": f"{median(first_s):.1f}",
             }

@@ -32,7 +32,7 @@ class ResultRow:
     older rows have none.  compute_s: a step of one micro-batch without communication, on all ranks at once,
     measured at the beginning of the launch.
     heap_bytes: for each rank, the heap's peak in a step, less the heap before the model was made (`memory`)
-    and less the part of `host_bytes` in the heap.  host_bytes: for each rank, parameters in host memory.
+    and less the part of `host_bytes` in the heap.  host_bytes: for each rank, what is in host memory.
     all_bytes, trained_bytes: of the whole model.
     """
 

@@ -253,7 +253,35 @@ MUON: tuple[System, ...] = (
 )
 """Systems of `benchmarks.seams --systems` alone that train with Muon."""
 
-BY_NAME = {system.name: system for system in (*SYSTEMS, *SEAMS, *MUON)}
+OFFLOAD: tuple[System, ...] = (
+    System(
+        name="fsdp2-offload",
+        title="FSDP2, CPUOffloadPolicy",
+        about="`fully_shard(offload_policy=CPUOffloadPolicy(pin_memory=False))`",
+        family="train_torch",
+        state=ShardedOver.GLOBAL,
+        traffic=_FSDP2,
+    ),
+    System(
+        name="ds-offload",
+        title="DeepSpeed ZeRO-Offload",
+        about='stage 2 with `offload_optimizer: {"device": "cpu"}`, torch\'s AdamW',
+        family="train_deepspeed",
+        state=ShardedOver.NONE,
+        traffic=ExpectedBytes(micro_t=1.5, step_t=1.5),
+    ),
+    System(
+        name="ds-zero3-offload",
+        title="DeepSpeed ZeRO-3, all offloaded",
+        about='stage 3 with `offload_optimizer` and `offload_param` on `"cpu"`, torch\'s AdamW',
+        family="train_deepspeed",
+        state=ShardedOver.GLOBAL,
+        traffic=_FSDP2,
+    ),
+)
+"""Systems of `benchmarks.seams --systems` alone that keep optimizer states or parameters on the host."""
+
+BY_NAME = {system.name: system for system in (*SYSTEMS, *SEAMS, *MUON, *OFFLOAD)}
 
 MODEL_MODULES = {
     "lora": "benchmarks.systems.model",

@@ -1,10 +1,11 @@
-"""Training with DeepSpeed on the CPU: ZeRO-3, hpZ, and hpZ with parameters offloaded.
+"""Training with DeepSpeed on the CPU: ZeRO-3, hpZ, and what it keeps on the host.
 
 DeepSpeed reads the environment at import, so the driver sets DS_ACCELERATOR=cpu before it starts a worker.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
@@ -12,15 +13,22 @@ from torch import Tensor, nn
 
 from benchmarks.systems.model import Gpt
 from benchmarks.systems.train_torch import make_adamw
-from benchmarks.systems.trainer import ParametersOnHost, RankOfNodes
+from benchmarks.systems.trainer import HostMemoryUse, RankOfNodes
+
+OFFLOADED = {
+    "ds-hpz-offload": ("offload_param",),
+    "ds-offload": ("offload_optimizer",),
+    "ds-zero3-offload": ("offload_optimizer", "offload_param"),
+}
+"""What each system keeps on the host, as DeepSpeed's options."""
 
 
 class DeepspeedTrainer:
     """DeepSpeed's engine; one engine serves every accumulation, as the trainer sets the boundary itself."""
 
-    def __init__(self, engine: Any, *, is_offloaded: bool) -> None:
+    def __init__(self, engine: Any, zero: Mapping[str, Any]) -> None:
         self.engine = engine
-        self._is_offloaded = is_offloaded
+        self._zero = zero
 
     def micro_batch(self, ids: Tensor, *, is_last: bool, accumulation: int) -> Tensor:
         self.engine.set_gradient_accumulation_boundary(is_last)
@@ -31,23 +39,25 @@ class DeepspeedTrainer:
     def step(self) -> None:
         self.engine.step()  # clears the gradients too
 
-    def host_memory(self) -> ParametersOnHost:
-        if not self._is_offloaded:
-            return ParametersOnHost()
-        parameters = self.engine.module.parameters()
-        return ParametersOnHost(heap_bytes=sum(p.ds_tensor.nbytes for p in parameters))
+    def host_memory(self) -> HostMemoryUse:
+        tensors: list[Tensor] = []
+        if "offload_param" in self._zero:
+            tensors += [p.ds_tensor for p in self.engine.module.parameters()]
+        if "offload_optimizer" in self._zero:
+            states = self.engine.optimizer.optimizer.state
+            # DeepSpeed steps a copy of each parameter's part, beside which it keeps the gradient.
+            tensors += [t for p, state in states.items() for t in (p, p, *state.values())]
+        return HostMemoryUse(heap_bytes=sum(t.nbytes for t in tensors))
 
 
 def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> DeepspeedTrainer:
     """Shard the model with the named variant of ZeRO-3."""
     deepspeed.init_distributed(dist_backend="gloo")
-    is_offloaded = name == "ds-hpz-offload"
+    config = make_config(name, place, block_elements=_elements(model.blocks[0]))
     engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=make_adamw(list(model.parameters())),
-        config=make_config(name, place, block_elements=_elements(model.blocks[0])),
+        model=model, optimizer=make_adamw(list(model.parameters())), config=config
     )
-    return DeepspeedTrainer(engine, is_offloaded=is_offloaded)
+    return DeepspeedTrainer(engine, config["zero_optimization"])
 
 
 def make_config(name: str, place: RankOfNodes, *, block_elements: int) -> dict[str, Any]:
@@ -64,10 +74,12 @@ def make_config(name: str, place: RankOfNodes, *, block_elements: int) -> dict[s
         "stage3_max_reuse_distance": 0,
         "reduce_bucket_size": block_elements,
     }
-    if name != "ds-zero3":
+    if name == "ds-offload":
+        zero = {"stage": 2, "reduce_bucket_size": block_elements}
+    if "hpz" in name:
         zero["zero_hpz_partition_size"] = place.ranks_per_node
-    if name == "ds-hpz-offload":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
+    on_host = {"device": "cpu", "pin_memory": False}
+    zero |= dict.fromkeys(OFFLOADED.get(name, ()), on_host)
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -12,7 +12,7 @@ from torch import nn
 import fcdp_compile
 from benchmarks.systems.model import Gpt
 from benchmarks.systems.train_torch import TorchTrainer, make_muon
-from benchmarks.systems.trainer import ParametersOnHost, RankOfNodes
+from benchmarks.systems.trainer import HostMemoryUse, RankOfNodes
 from fcdp_compile.sharding.shard import state_of
 
 STRATEGIES = {
@@ -51,8 +51,8 @@ class FcdpTrainer(TorchTrainer):
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else fcdp_compile.no_sync(self._sharded)
 
-    def host_memory(self) -> ParametersOnHost:
-        return ParametersOnHost(mapped_bytes=state_of(self._sharded).pool.slab_bytes)
+    def host_memory(self) -> HostMemoryUse:
+        return HostMemoryUse(mapped_bytes=state_of(self._sharded).pool.slab_bytes)
 
 
 def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> FcdpTrainer:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fcdp_compile
 from benchmarks.systems.model import Gpt
-from benchmarks.systems.trainer import LEARNING_RATE, WEIGHT_DECAY, ParametersOnHost, RankOfNodes
+from benchmarks.systems.trainer import LEARNING_RATE, WEIGHT_DECAY, HostMemoryUse, RankOfNodes
 
 
 def make_adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
@@ -58,8 +59,8 @@ class TorchTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def host_memory(self) -> ParametersOnHost:
-        return ParametersOnHost()
+    def host_memory(self) -> HostMemoryUse:
+        return HostMemoryUse()
 
 
 class DdpTrainer(TorchTrainer):
@@ -83,6 +84,19 @@ class NoSyncTrainer(TorchTrainer):
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         self.model.set_requires_gradient_sync(is_last)
         return nullcontext()
+
+
+class OffloadTrainer(TorchTrainer):
+    """Parts of parameters, their gradients and their moments are on the host."""
+
+    def __init__(self, sharded: nn.Module) -> None:
+        super().__init__(sharded, list(sharded.parameters()))
+
+    def host_memory(self) -> HostMemoryUse:
+        owned = [p for group in self.optimizer.param_groups for p in group["params"]]
+        moments = [t for p in owned for t in self.optimizer.state[p].values()]
+        tensors = [t for t in (*owned, *owned, *moments) if isinstance(t, DTensor)]
+        return HostMemoryUse(heap_bytes=sum(t.to_local().nbytes for t in tensors))
 
 
 def make_compute_trainer(model: Gpt, place: RankOfNodes) -> TorchTrainer:
@@ -111,6 +125,9 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> TorchTrainer:
         # Before fully_shard, so that its hooks stay outside of the compiled blocks.
         for block in model.blocks:
             block.compile()
+    if name == "fsdp2-offload":
+        policy = CPUOffloadPolicy(pin_memory=False)
+        return OffloadTrainer(_shard_blocks(model, mesh, offload_policy=policy))
     sharded = _shard_blocks(model, mesh)
     if name == "fsdp2-muon":
         return TorchTrainer(sharded, [], make_muon(torch.optim.Muon, model))
@@ -118,10 +135,8 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> TorchTrainer:
     return kind(sharded, list(sharded.parameters()))
 
 
-def _shard_blocks(
-    model: Gpt, mesh: DeviceMesh, *, reshard_after_forward: int | None = None
-) -> nn.Module:
+def _shard_blocks(model: Gpt, mesh: DeviceMesh, **options: Any) -> nn.Module:
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     return model

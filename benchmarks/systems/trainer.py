@@ -32,8 +32,8 @@ class RankOfNodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParametersOnHost:
-    """Parameters of one rank that would be in host memory if there were an accelerator.
+class HostMemoryUse:
+    """What one rank would have in host memory if there were an accelerator: parameters, optimizer states.
 
     heap_bytes: from malloc, as all tensors on a CPU.  mapped_bytes: mapped without malloc.
     """
@@ -53,6 +53,6 @@ class SystemTrainer(Protocol):
         """Step the optimizer and clear the gradients."""
         ...
 
-    def host_memory(self) -> ParametersOnHost:
-        """Return how much of the parameters is in host memory."""
+    def host_memory(self) -> HostMemoryUse:
+        """Return what is in host memory."""
         ...

@@ -19,9 +19,10 @@ def test_seconds_are_compared_with_the_first_system() -> None:
     ]
     _, _, *lines = steps_table(rows).splitlines()
     cells = [[cell.strip() for cell in line.split("|")][1:-1] for line in lines]
+    loss = f"{rows[0].check_losses[-1]:.5f}"
     assert cells == [
-        ["fcdp", "10.00", "2.00 (1.00)", "9.0"],
-        ["fcdp, block by block", "10.00", "3.00 (1.50)", "4.0"],
+        ["fcdp", "10.00", "3", "1", loss, "2.00 (1.00)", "9.0"],
+        ["fcdp, block by block", "10.00", "3", "1", loss, "3.00 (1.50)", "4.0"],
     ]
 
 
