@@ -93,6 +93,8 @@ def _same(one: nn.Module, other: nn.Module) -> bool:
 def test_combined_optimizers_are_the_separate_ones() -> None:
     apart, together = _model(), _model()
     two, combined = _two(apart), fcdp_compile.combine(*_two(together))
+    assert combined.state.get(together[0].weight) is None  # type: ignore[index, union-attr]
+    assert not combined.state
     schedules = [StepLR(optimizer, 1, 0.5) for optimizer in (*two, combined)]
     for seed in range(3):
         _step(apart, two, schedules[:2], seed)

@@ -108,6 +108,10 @@ class _States(MutableMapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         return self._owner(key).state[key]
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of an optimizer's own states: looking makes no state."""
+        return self._owner(key).state.get(key, default)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self._owner(key).state[key] = value
 

@@ -1,4 +1,6 @@
-"""Cut whole tensors that an optimizer has loaded for sharded parameters: each rank keeps its part.
+"""Make what an optimizer has loaded for sharded parameters like what it makes itself.
+
+DTensors become home tensors.  Whole tensors are cut: each rank keeps its part.
 
 `Optimizer.load_state_dict` takes a state of whole tensors and leaves them as they are; the next step would
 mix them with DTensors and fail.  torch 2.13's `set_optimizer_state_dict` cuts them itself, except those of
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp_compile.params.home_shard import HomeShard
+from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.runtime.collectives.agreement import same_tensors
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.parameters.record import Records
@@ -46,6 +50,11 @@ class OptimizerLoads:
     def _cut(self, optimizer: Optimizer) -> None:
         """Raises: PlanMismatchError or FcdpError on every rank if ranks have loaded different tensors."""
         mine = self._records.by_parameter()
+        for _, parameter, state in _states(optimizer):
+            if id(parameter) not in mine:
+                continue
+            for value in state.values():
+                HomeTensor.adopt(value)  # DTensor's own ops know nothing of home nodes
         found = [each for each in _whole(optimizer) if id(each[1]) in mine]
         if not found:
             return
@@ -56,7 +65,7 @@ class OptimizerLoads:
         )
         for _, parameter, key, value in found:
             part = parameter.part_of(value).clone(memory_format=torch.contiguous_format)
-            optimizer.state[parameter][key] = DTensor.from_local(
+            cut = DTensor.from_local(
                 part,
                 parameter.device_mesh,
                 parameter.placements,
@@ -64,16 +73,22 @@ class OptimizerLoads:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
+            optimizer.state[parameter][key] = HomeTensor.adopt(cut)
 
 
-def _whole(optimizer: Optimizer) -> Iterator[tuple[int, HomeShard, str, Tensor]]:
-    """The plain tensors that a sharded parameter's state has whole: number, parameter, key and tensor."""
+def _states(optimizer: Optimizer) -> list[tuple[int, HomeShard, dict[str, Any]]]:
+    """The states of sharded parameters: the parameter's number, the parameter, its state."""
     owned = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [
+    return [
         (i, p, optimizer.state[p])
         for i, p in enumerate(owned)
         if isinstance(p, HomeShard) and p in optimizer.state
     ]
+
+
+def _whole(optimizer: Optimizer) -> Iterator[tuple[int, HomeShard, str, Tensor]]:
+    """The plain tensors that a sharded parameter's state has whole: number, parameter, key and tensor."""
+    states = _states(optimizer)
     # A scalar's step count has the shape of the scalar, too: other parameters tell which keys hold moments.
     moments = {
         key

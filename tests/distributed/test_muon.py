@@ -43,8 +43,9 @@ def _model(seed: int = 0) -> nn.Module:
 
 
 def _optimizer(model: nn.Module, muon: Callable[..., Optimizer], **options: Any) -> Optimizer:
+    # AdamW steps the head, too, which has a home node.
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    matrices = [p for p in model.parameters() if p.ndim == 2 and p not in embeddings]
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p not in embeddings][:-1]
     chosen = set(matrices)
     rest = [p for p in model.parameters() if p not in chosen]
     return fcdp_compile.combine(muon(matrices, lr=0.02, **options), AdamW(rest, lr=0.01))
