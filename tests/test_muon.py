@@ -95,6 +95,8 @@ def test_combined_optimizers_are_the_separate_ones() -> None:
     two, combined = _two(apart), fcdp_compile.combine(*_two(together))
     assert combined.state.get(together[0].weight) is None  # type: ignore[index, union-attr]
     assert not combined.state
+    two[0].load_state_dict(two[0].state_dict())  # which gives it new groups
+    combined.optimizers[0].load_state_dict(two[0].state_dict())  # type: ignore[attr-defined]
     schedules = [StepLR(optimizer, 1, 0.5) for optimizer in (*two, combined)]
     for seed in range(3):
         _step(apart, two, schedules[:2], seed)
@@ -131,6 +133,26 @@ def test_combined_optimizers_are_the_separate_ones() -> None:
 def test_optimizers_that_cannot_be_combined(make: Callable[[nn.Module], Any], problem: str) -> None:
     with pytest.raises(ArgumentError, match=problem):
         make(_model())
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "problem"),
+    [
+        ([(2, 3)], {"ns_steps": 100}, "up to 99 steps with 3 coefficients"),
+        ([(2, 3)], {"ns_coefficients": (1.0, 2.0)}, "up to 99 steps with 3 coefficients"),
+        ([(2, 3), (2,)], {}, r"not a parameter of shape \(2,\)"),
+        ([{"params": [], "ns_dtype": torch.half}], {}, "ns_dtype is the same"),
+    ],
+)
+def test_what_muon_does_not_take(params: list[Any], options: Any, problem: str) -> None:
+    given = [nn.Parameter(torch.ones(p)) if isinstance(p, tuple) else p for p in params]
+    with pytest.raises(ArgumentError, match=problem):
+        fcdp_compile.Muon(given, **options)
+    optimizer = fcdp_compile.Muon([nn.Parameter(torch.ones(2, 2))], ns_dtype=torch.half)
+    with pytest.raises(ArgumentError, match="not a parameter of shape"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == 1
+    assert copy.deepcopy(optimizer)._ns_dtype is torch.half
 
 
 def test_torch_without_rules_for_home_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from fcdp_compile.errors import ArgumentError
 
@@ -27,6 +27,10 @@ def combine(*optimizers: Optimizer) -> Optimizer:
             raise ArgumentError(
                 f"combine takes torch optimizers, not {type(optimizer).__name__}; give it built optimizers"
             )
+        if isinstance(optimizer, LBFGS):
+            raise ArgumentError(
+                "LBFGS computes the loss several times in a step, which only it may do; step it alone"
+            )
     owners: dict[Tensor, Optimizer] = {}
     for optimizer in optimizers:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -43,8 +47,22 @@ class Combined(Optimizer):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        self._count = sum(len(o.param_groups) for o in optimizers)
-        super().__init__([group for o in optimizers for group in o.param_groups], {})
+        common = {k: v for k, v in optimizers[0].defaults.items() if _is_in_all(k, optimizers)}
+        super().__init__([p for group in self.param_groups for p in group["params"]], common)
+        self._is_made = True
+
+    @property  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups that the optimizers have now."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Torch sets an empty list when it builds an optimizer; afterwards each optimizer gets its own."""
+        rest = iter(groups)
+        for optimizer in self.optimizers if groups else ():
+            own = [next(rest) for _ in optimizer.param_groups]
+            optimizer.__setstate__({"param_groups": own})
 
     @property  # type: ignore[override]
     def state(self) -> _States:
@@ -53,7 +71,7 @@ class Combined(Optimizer):
 
     @state.setter
     def state(self, states: Mapping[Any, Any]) -> None:
-        if states:  # torch sets an empty one when it builds an optimizer
+        if vars(self).get("_is_made"):  # torch sets an empty one when it builds an optimizer
             self.state.replace(states)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -68,28 +86,27 @@ class Combined(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises: ArgumentError once the optimizers are combined."""
-        if len(self.param_groups) >= self._count:
+        if vars(self).get("_is_made"):
             raise ArgumentError(
                 "a combined optimizer cannot know which of its optimizers gets a new parameter group; add "
-                "the group to that optimizer before fcdp_compile.combine"
+                "the group to that optimizer"
             )
-        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizers": self.optimizers, "_count": self._count, "defaults": self.defaults}
+        kept = ("optimizers", "defaults", "_is_made")
+        return {name: vars(self)[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         states = state.pop("state", None)
-        groups = state.pop("param_groups", None)
-        super().__setstate__({"param_groups": [], **state})
-        if groups is not None:  # from `load_state_dict`
-            rest = iter(groups)
-            for optimizer in self.optimizers:
-                own = [next(rest) for _ in optimizer.param_groups]
-                optimizer.__setstate__({"param_groups": own})
-        self.param_groups = [group for o in self.optimizers for group in o.param_groups]
+        groups = state.pop("param_groups", ())
+        super().__setstate__(state)
+        self.param_groups = groups
         if states is not None:
             self.state.replace(states)
+
+
+def _is_in_all(name: str, optimizers: Sequence[Optimizer]) -> bool:
+    return all(name in optimizer.defaults for optimizer in optimizers)
 
 
 class _States(MutableMapping[Any, Any]):

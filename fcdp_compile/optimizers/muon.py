@@ -38,7 +38,7 @@ class Muon(TorchMuon):
     For the matrices of hidden layers; step embeddings, heads and vectors with another optimizer.  Shard the
     model with a strategy such as "fcdp+matrix".
 
-    ns_dtype: of the Newton-Schulz iteration; bf16 as torch's.
+    ns_dtype: of the Newton-Schulz iteration of all matrices; bf16 as torch's.
 
     Raises: ValueError as torch's, and for a parameter whose rows are on several nodes.
     """
@@ -47,16 +47,26 @@ class Muon(TorchMuon):
         self, params: Any, *args: Any, ns_dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> None:
         super().__init__(params, *args, **options)
-        self.defaults["ns_dtype"] = ns_dtype  # copies and pickles keep the defaults
-        for group in self.param_groups:
-            for p in group["params"]:
-                _layout(p)
+        self._ns_dtype = ns_dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_ns_dtype": self._ns_dtype}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises: ValueError as the class."""
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all matrices that have a gradient; all ranks of the mesh must call it.
 
-        Raises: PlanMismatchError on every rank if ranks step different matrices.
+        Raises: PlanMismatchError on every rank if ranks step different matrices; ValueError for sparse
+        gradients.
         """
         loss = None
         if closure is not None:
@@ -65,14 +75,40 @@ class Muon(TorchMuon):
         stepped: dict[Collectives | None, list[_Matrix]] = {}
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
-                    matrix = _Matrix(p, _layout(p), group, self.state[p])
-                    stepped.setdefault(_collectives(p), []).append(matrix)
+                # Also without a gradient: this rank must then say so to ranks that have some.
+                matrices = stepped.setdefault(_collectives(p), [])
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise ArgumentError("Muon does not step sparse gradients; make them dense")
+                matrices.append(_Matrix(p, _layout(p), group, self.state[p]))
         for collectives, matrices in stepped.items():
             if collectives is not None:
                 same_act(collectives, _act(matrices))
-            _step(collectives, matrices, self.defaults["ns_dtype"])
+            if matrices:
+                _step(collectives, matrices, self._ns_dtype)
         return loss
+
+
+_MOST_STEPS, _COEFFICIENTS = 99, 3  # as torch's
+
+
+def _check(group: dict[str, Any]) -> None:
+    """Raises: ArgumentError for a group that Muon cannot step."""
+    if "ns_dtype" in group:
+        raise ArgumentError("ns_dtype is the same for all of Muon's groups; give it to Muon itself")
+    if not 0 <= group["ns_steps"] <= _MOST_STEPS or len(group["ns_coefficients"]) != _COEFFICIENTS:
+        raise ArgumentError(
+            f"Muon takes up to {_MOST_STEPS} steps with {_COEFFICIENTS} coefficients, not "
+            f"ns_steps={group['ns_steps']} and ns_coefficients={group['ns_coefficients']}"
+        )
+    for p in group["params"]:
+        if p.ndim != 2 or not p.is_floating_point():
+            raise ArgumentError(
+                f"Muon steps matrices of floating point numbers, not a parameter of shape {tuple(p.shape)} "
+                f"and {p.dtype}; step it with another optimizer"
+            )
+        _layout(p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +179,8 @@ def _collectives(parameter: Tensor) -> Collectives | None:
 
 
 def _act(matrices: Sequence[_Matrix]) -> str:
+    if not matrices:
+        return "steps no matrices with Muon"
     names = [str(key_of(m.parameter)) for m in matrices]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
     return f"steps {names[0].partition(':')[2]!r} and {len(names) - 1} more matrices with Muon ({digest})"

@@ -15,7 +15,7 @@ Results of ops on HomeTensors are HomeTensors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -39,10 +39,12 @@ from fcdp_compile.params.home_collectives import (
 from fcdp_compile.params.late import LateTensor
 from fcdp_compile.params.local_ops import (
     communicates_never,
+    flat,
     for_norm,
     has_home_node,
     is_in_place,
     loses_home_nodes,
+    mapped,
     run_locally,
 )
 from fcdp_compile.params.mesh import all_ranks_of
@@ -68,8 +70,9 @@ class HomeTensor(DTensor):
     @staticmethod
     def adopt(value: Any) -> Any:
         """Turn a DTensor on a home mesh into a HomeTensor in place; other values stay as they are."""
-        is_plain = type(value) is DTensor and type(value._local_tensor) in (Tensor, LateTensor)
-        if is_plain and all_ranks_of(value.device_mesh) is not None:
+        if type(value) is not DTensor or all_ranks_of(value.device_mesh) is None:
+            return value
+        if type(value._local_tensor) in (Tensor, LateTensor) or has_home_node(value):
             value.__class__ = HomeTensor
         return value
 
@@ -167,12 +170,18 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if done is not NotImplemented:
         return _adopted(done)
     tensors: list[DTensor] = []
-    _mapped(tensors.append, (args, list(kwargs.values())))
+    mapped(tensors.append, (args, list(kwargs.values())))
     is_traced = any(type(_held(t)) is not Tensor for t in tensors)
+    loses = loses_home_nodes(func, args, tensors)
+    if is_traced and loses and func is not _aten.detach.default:
+        raise FcdpError(
+            f"torch.compile traces {func} on a matrix with a home node, for which torch has no rule; compute "
+            "it outside of torch.compile, or from fcdp_compile.full of the parameter"
+        )
     if not is_traced:
         _refuse_collective(func)
         _refuse_mixture(func, args, kwargs, tensors[0])
-        if loses_home_nodes(func, args, tensors):
+        if loses:
             return _run_whole(func, args, kwargs)
         if not communicates_never(func, tensors):
             args = _prepared(func, args, kwargs)
@@ -185,8 +194,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         given.append((_plain(tensor, local), tensor))
         return given[-1][0]
 
-    values = dict(zip(kwargs, _mapped(plain, kwargs.values()), strict=True))
-    found = func(*_mapped(plain, args), **values)
+    values = dict(zip(kwargs, mapped(plain, kwargs.values()), strict=True))
+    found = func(*mapped(plain, args), **values)
     # An op that writes to an argument returns it.
     found = next((mine for made, mine in given if made is found), found)
     if is_traced:
@@ -205,12 +214,12 @@ def _run_whole(func: Any, args: Any, kwargs: Any) -> Any:
             return tensor
         return wholes.setdefault(id(tensor), (tensor, _whole(HomeTensor.adopt(tensor))))[1]
 
-    given = _mapped(whole, args)
-    values = dict(zip(kwargs, _mapped(whole, kwargs.values()), strict=True))
+    given = mapped(whole, args)
+    values = dict(zip(kwargs, mapped(whole, kwargs.values()), strict=True))
     found = _run(func, given, values)
     for at, name in _reached(func, only_written=True):
         written = args[at] if at < len(args) else kwargs.get(name)
-        for tensor in _flat([written]):
+        for tensor in flat([written]):
             if id(tensor) in wholes:
                 _present(tensor).copy_(part_of(tensor, _held(wholes[id(tensor)][1])))
                 found = tensor if found is wholes[id(tensor)][1] else found
@@ -221,7 +230,7 @@ def _run_whole(func: Any, args: Any, kwargs: Any) -> Any:
 def _expose(func: Any, args: Any, kwargs: Any) -> None:
     """Break the seals on the tensors that an op writes to or returns views of."""
     values = (args[at] if at < len(args) else kwargs.get(name) for at, name in _reached(func))
-    for tensor in _flat(values):
+    for tensor in flat(values):
         if isinstance(tensor, HomeTensor):
             tensor.expose()
 
@@ -242,7 +251,7 @@ def _mark_copies(func: Any, source: Any, found: Any) -> None:
     if not (_returns_views(func) and isinstance(source, DTensor)):
         return
     is_copy, held = getattr(source, _COPY, False), storage_id(_held(source))
-    for view in _flat([found]):
+    for view in flat([found]):
         if isinstance(view, HomeTensor) and (is_copy or storage_id(_held(view)) != held):
             setattr(view, _COPY, True)
 
@@ -271,7 +280,7 @@ def _refuse_mixture(func: Any, args: Any, kwargs: Any, sharded: DTensor) -> None
 
     Raises: MixedTensorsError.
     """
-    for tensor in _flat((*args, *kwargs.values())):
+    for tensor in flat((*args, *kwargs.values())):
         is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
         if is_plain and tensor.numel() != 1 and not takes_plain_tensors():
             raise MixedTensorsError(
@@ -293,7 +302,7 @@ def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
     if is_in_place(func) or is_item:
         # DTensor cannot write to a partial value, and its `item` returns a partial value unreduced.
         given: list[DTensor] = []
-        _mapped(given.append, args)
+        mapped(given.append, args)
         _settle(t for t in given if _is_pending(t))
         if is_item:  # if the tensor is cut, only one rank has the element
             args = [_whole(args[0])]
@@ -306,7 +315,7 @@ def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
             else:
                 change[id(tensor)] = HomeTensor.adopt(redistributed(_plain(tensor), placements))
     _settle(pending)
-    return _mapped(lambda tensor: change.get(id(tensor), tensor), args)
+    return mapped(lambda tensor: change.get(id(tensor), tensor), args)
 
 
 def _is_pending(tensor: DTensor) -> TypeGuard[HomeTensor]:
@@ -328,34 +337,16 @@ def _settle(tensors: Iterable[HomeTensor]) -> None:
             tensor._set_local(whole)
 
 
-def _whole(tensor: HomeTensor) -> DTensor:
+def _whole(tensor: DTensor) -> DTensor:
     whole: DTensor = HomeTensor.adopt(redistributed(_plain(tensor), everywhere(tensor.device_mesh)))
     return whole
 
 
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscale gradients for a GradScaler; every rank learns if any rank has a value that is not finite."""
-    func(_mapped(_present, grads), found_inf, inv_scale)
+    func(mapped(_present, grads), found_inf, inv_scale)
     sharded = next(g for g in grads if isinstance(g, DTensor))
     greatest_of_all_ranks(found_inf, sharded.device_mesh)
-
-
-def _mapped(change: Callable[[DTensor], Any], values: Iterable[Any]) -> list[Any]:
-    """Replace each DTensor among an op's arguments, also within lists, by `change(tensor)`."""
-    return [
-        change(value)
-        if isinstance(value, DTensor)
-        else _mapped(change, value)
-        if isinstance(value, (list, tuple))
-        else value
-        for value in values
-    ]
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, with the members of each list or tuple in its place."""
-    for value in values:
-        yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _adopted(found: Any) -> Any:
@@ -376,8 +367,8 @@ def _present(tensor: DTensor) -> Tensor:
     return tensor.present()
 
 
-def _plain(tensor: HomeTensor, local: Tensor | None = None) -> DTensor:
-    local = tensor.present() if local is None else local
+def _plain(tensor: DTensor, local: Tensor | None = None) -> DTensor:
+    local = _present(tensor) if local is None else local
     # Calling __new__ skips DTensor.__init__, which does nothing and takes 5 us.
     return DTensor.__new__(DTensor, local, tensor._spec, requires_grad=tensor.requires_grad)
 

@@ -8,7 +8,8 @@ plain (`shard(ignored_params=…)`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,24 @@ _COPIES = {
 """Ops whose result has the shape of their first argument, element by element."""
 
 
+def mapped(change: Callable[[DTensor], Any], values: Iterable[Any]) -> list[Any]:
+    """Replace each DTensor among an op's arguments, also within lists, by `change(tensor)`."""
+    return [
+        change(value)
+        if isinstance(value, DTensor)
+        else mapped(change, value)
+        if isinstance(value, (list, tuple))
+        else value
+        for value in values
+    ]
+
+
+def flat(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, with the members of each list or tuple in its place."""
+    for value in values:
+        yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
 class _Elsewhere(Exception):
     """An op needs more than the local tensors."""
 
@@ -67,6 +86,9 @@ def run_locally(
     For elementwise ops and for ops on lists.  Results are DTensors that are cut like the first argument.
     """
     is_elementwise, is_on_lists = _kind(func)
+    # While a graph is traced, torch has rules for all but tensors with home nodes.
+    if not (args and any(map(has_home_node, args[0] if is_on_lists else args[:1]))):
+        local_of = partial(_untraced, local_of)
     try:
         if is_elementwise and (is_in_place(func) or (args and has_home_node(args[0]))):
             main = args[0]
@@ -146,17 +168,22 @@ def _local(value: Any, main: Any, local_of: LocalOf) -> Any:
         needed = True  # like `main` itself
     else:
         needed = not value.dim() and all(p.is_replicate() for p in value.placements)
-    if needed:
-        local = local_of(value)
-        if type(local) is Tensor:  # of another class while a graph is traced
-            return local
-    raise _Elsewhere
+    if not needed:
+        raise _Elsewhere
+    return local_of(value)
+
+
+def _untraced(local_of: LocalOf, value: DTensor) -> Tensor:
+    local = local_of(value)
+    if type(local) is not Tensor:
+        raise _Elsewhere
+    return local
 
 
 def _are_alike(one: DTensor, other: DTensor) -> bool:
     return (
         one.placements == other.placements
-        and one.device_mesh is other.device_mesh
+        and one.device_mesh == other.device_mesh
         and one.shape == other.shape
     )
 

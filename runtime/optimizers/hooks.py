@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
@@ -103,6 +104,7 @@ class OptimizerHooks:
         if not mine:
             return
         refuse_capture()
+        _refuse_torchs_muon(optimizer, mine)
         self._refuse_unsynchronised_elsewhere(mine)
         self._loads.watch(optimizer)
         self._refuse_incomplete({record.spec.key: record.spec.name for record, _ in mine})
@@ -156,6 +158,17 @@ class OptimizerHooks:
         if mine:
             self._steps.report(optimizer)
             self._counters.end_step(optimizer)
+
+
+def _refuse_torchs_muon(
+    optimizer: Optimizer, mine: Sequence[tuple[ParamRecord, nn.Parameter]]
+) -> None:
+    homed = [record.spec.name for record, _ in mine if record.spec.layout.home_node is not None]
+    if homed and type(optimizer) is torch.optim.Muon:
+        raise FcdpError(
+            f"torch.optim.Muon cannot step parameter {homed[0]!r}, of which one node has all rows; use "
+            "fcdp_compile.Muon with the same arguments"
+        )
 
 
 def _owned_by(optimizer: Optimizer) -> list[Any]:

@@ -53,8 +53,10 @@ class OptimizerLoads:
         for _, parameter, state in _states(optimizer):
             if id(parameter) not in mine:
                 continue
-            for value in state.values():
-                HomeTensor.adopt(value)  # DTensor's own ops know nothing of home nodes
+            for key, value in state.items():
+                # A pickled one has a mesh of its own, and DTensor's own ops know nothing of home nodes.
+                if type(value) is DTensor and value.device_mesh == parameter.device_mesh:
+                    state[key] = _home_tensor(value.to_local(), value, parameter)
         found = [each for each in _whole(optimizer) if id(each[1]) in mine]
         if not found:
             return
@@ -65,15 +67,20 @@ class OptimizerLoads:
         )
         for _, parameter, key, value in found:
             part = parameter.part_of(value).clone(memory_format=torch.contiguous_format)
-            cut = DTensor.from_local(
-                part,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            optimizer.state[parameter][key] = HomeTensor.adopt(cut)
+            optimizer.state[parameter][key] = _home_tensor(part, parameter, parameter)
+
+
+def _home_tensor(local: Tensor, like: DTensor, parameter: HomeShard) -> HomeTensor:
+    made = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    adopted: HomeTensor = HomeTensor.adopt(made)
+    return adopted
 
 
 def _states(optimizer: Optimizer) -> list[tuple[int, HomeShard, dict[str, Any]]]:

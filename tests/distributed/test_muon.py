@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 
 import fcdp_compile
-from fcdp_compile.errors import PlanMismatchError
+from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.plan import Kind, Variant
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import NodeShard, calls_dispatch_of_subclasses
@@ -226,6 +227,18 @@ def _check_checkpoints(mesh: DeviceMesh, folder: str) -> None:
     dcp.load(loaded, checkpoint_id=f"{folder}/torch")
     for name, value in saved["model"].items():
         assert torch.equal(_full(loaded["model"][name]), _full(value)), name
+    # Of a pickle, in which the mesh is another object.
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    other, again = _sharded(mesh, "fcdp+matrix", seed=1)
+    states = _optimizer(other, fcdp_compile.Muon)
+    for target, state in zip((other, states), torch.load(file, weights_only=False), strict=True):
+        target.load_state_dict(state)
+    _train(model, optimizer, net, rank, 1)
+    _train(other, states, again, rank, 1)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(_full(a), _full(b))
 
 
 def _check_mistakes(mesh: DeviceMesh) -> None:
@@ -236,10 +249,21 @@ def _check_mistakes(mesh: DeviceMesh) -> None:
         fcdp_compile.Muon(model[0].parameters())  # type: ignore[index]
     matrices = [model[i].weight for i in (1, 3)]  # type: ignore[index]
     optimizer = fcdp_compile.Muon(matrices)
-    for p in matrices[: 1 + (dist.get_rank() != 3)]:
-        p.grad = p.detach().clone()
-    with pytest.raises(PlanMismatchError, match=r"steps '1.weight' and"):
-        optimizer.step()
+    for count in (0, 1):  # that the last rank steps
+        optimizer.zero_grad()
+        for p in matrices[: count + (dist.get_rank() != 3)]:
+            p.grad = p.detach().clone()
+        with pytest.raises(PlanMismatchError, match=r"steps '1.weight' and"):
+            optimizer.step()
+    with pytest.raises(FcdpError, match=r"one node has all rows; use fcdp_compile.Muon"):
+        torch.optim.Muon(matrices).step()
+    weight = matrices[0].detach()
+    for traced in (lambda x: x.mean(), lambda x: x.t() @ x):
+        with pytest.raises(Exception, match="on a matrix with a home node"):
+            torch.compile(traced, backend="aot_eager", dynamic=False)(weight)
+    found = torch.compile(lambda x: (x * 2 + x).exp(), backend="aot_eager", dynamic=False)(weight)
+    assert found.placements == weight.placements
+    torch.testing.assert_close(_full(found), (3 * _full(weight)).exp())
 
 
 def _check_all(mesh: DeviceMesh) -> None:
