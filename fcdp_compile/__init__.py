@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from fcdp_compile.optimizers.combine import combine
     from fcdp_compile.optimizers.muon import Muon
+    from fcdp_compile.optimizers.offload import offload
     from fcdp_compile.params.mesh import make_mesh
     from fcdp_compile.pretrained.exporting.export import save_pretrained
     from fcdp_compile.pretrained.exporting.streaming import stream_state
@@ -72,6 +73,7 @@ __all__ = [
     "materialize",
     "memory",
     "no_sync",
+    "offload",
     "save",
     "save_pretrained",
     "shard",
@@ -106,6 +108,7 @@ _HOMES = {
     "materialize": "deferred.materialize",
     "memory": "report.memory",
     "no_sync": "sharding.no_sync",
+    "offload": "optimizers.offload",
     "save": "checkpointing.saving",
     "save_pretrained": "pretrained.exporting.export",
     "shard": "sharding.shard",

@@ -43,7 +43,10 @@ def combine(*optimizers: Optimizer) -> Optimizer:
 
 
 class Combined(Optimizer):
-    """See `combine`."""
+    """See `combine`.
+
+    Its groups and states are those of its optimizers.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)

@@ -9,7 +9,14 @@ from torch import nn
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Kind
-from fcdp_compile.runtime.collectives.counters import AGREE, EXCHANGE, FLAT_WITHIN, Counters
+from fcdp_compile.runtime.collectives.counters import (
+    AGREE,
+    EXCHANGE,
+    FLAT_WITHIN,
+    LOAD_STATES,
+    STORE_STATES,
+    Counters,
+)
 from fcdp_compile.sharding.shard import state_of
 
 _KINDS: dict[str, tuple[str, str, str]] = {
@@ -33,6 +40,8 @@ _KINDS: dict[str, tuple[str, str, str]] = {
     Kind.LOAD.value: ("h2d", "load", "gathered weights out of host memory"),
     Kind.ACCUMULATE.value: ("d2h", "accumulate", "gradients that wait for the next micro-batch"),
     Kind.COLLECT.value: ("h2d", "collect", "gradients that waited"),
+    STORE_STATES: ("d2h", "store_states", "states of optimizers into host memory"),
+    LOAD_STATES: ("h2d", "load_states", "states of optimizers out of host memory"),
 }
 """Link, kind and meaning of every counter, in the order of the table.
 

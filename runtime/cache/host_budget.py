@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 
 from fcdp_compile.cluster.free_memory import UNLIMITED, HostBudget, Limit, detect, lockable_bytes
-from fcdp_compile.errors import ArgumentError
+from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Bucket
 from fcdp_compile.runtime.cache.pinned import PinnedPool
@@ -43,7 +43,8 @@ class HostMemory:
     without a place says why).
 
     planned_bytes: how many bytes the plans of the model's graphs take.  unplanned_bytes: what other copies
-    take (`runtime.outside`); later plans leave room for them.
+    take (`runtime.outside`) and what was booked; later plans leave room for them.
+    freed_bytes: what of it this rank no longer needs; all ranks do not know that before the next `book`.
 
     Models on one mesh share host memory, the user's number too: subtract what each other model has planned.
     Memory that another model already uses is part of its plan, so it first counts as free.  A model that is
@@ -56,7 +57,7 @@ class HostMemory:
         self._available = HostBudget(bytes=UNLIMITED, limit=Limit.NOTHING)
         self._lockable_bytes = UNLIMITED
         self._asked_bytes: int | None = None
-        self.planned_bytes = self.unplanned_bytes = 0
+        self.planned_bytes = self.unplanned_bytes = self.freed_bytes = 0
         self._has_warned = False
         self._pool: PinnedPool | None = None
         self._has_ended = False
@@ -87,6 +88,39 @@ class HostMemory:
         least = min(rows, key=lambda row: row[0])
         self._available = HostBudget(bytes=least[0], limit=_LIMITS[least[1]])
         self._lockable_bytes = min(row[2] for row in rows)
+
+    def book(
+        self,
+        what: str,
+        size_bytes: int,
+        collectives: Collectives,
+        pool: PinnedPool,
+        *,
+        is_pinned: bool,
+    ) -> int:
+        """Take host memory for something that no plan knows; returns the bytes booked, as on all ranks.
+
+        All ranks must call it.  what: names it, in the plural, for the error.  size_bytes: for this rank.
+
+        Raises: FcdpError on every rank if any rank has no room.
+        """
+        if self._pool is None:
+            self.agree(collectives, pool, is_pinned=is_pinned)
+        rows = collectives.agree(
+            [size_bytes, self.freed_bytes], f"the agreement on room for {what}"
+        )
+        gone = min(row[1] for row in rows)
+        self.unplanned_bytes -= gone
+        self.freed_bytes -= gone
+        needed, budget = max(row[0] for row in rows), self.budget
+        room = budget.bytes - self.planned_bytes
+        if needed > room:
+            raise FcdpError(
+                f"{what} take {needed} bytes of host memory a rank, but only {max(0, room)} bytes are left "
+                f"because of {budget.limit.value}{_REMEDIES[budget.limit]}"
+            )
+        self.unplanned_bytes += needed
+        return needed
 
     def ask(self, node_bytes: int | None) -> None:
         """Take the user's option, bytes per node; None asks for nothing.

@@ -13,6 +13,11 @@ AGREE = "agree"
 EXCHANGE = "exchange"
 """Counter of the all-to-alls within a node by which an optimizer gets whole matrices; not a plan step."""
 
+LOAD_STATES, STORE_STATES = "load_states", "store_states"
+"""Counters of the states of an optimizer that wait in host memory between steps; not plan steps."""
+
+_OF_OPTIMIZERS = {EXCHANGE, LOAD_STATES, STORE_STATES}
+
 FLAT_WITHIN = "flat_all_gather_within"
 """Counter of a ring's all-gathers on a rank whose successor is in its own node."""
 
@@ -41,12 +46,16 @@ class Counters:
     def end_step(self, optimizer: object) -> None:
         """End a step, after an optimizer has stepped: the counts since the previous end are its counts.
 
-        A second optimizer that steps right after the first one, with nothing moved between, ends no step.
+        A second optimizer that steps right after the first one ends no step: what it moved itself is added to
+        the step.
         """
-        if self.steps and self.sent == self._mark and optimizer not in self._stepped:
-            self._stepped.add(optimizer)
-            return
-        self.last_step = {k: n - self._mark.get(k, 0) for k, n in self.sent.items()}
+        moved = {k: n - self._mark.get(k, 0) for k, n in self.sent.items()}
         self._mark = dict(self.sent)
+        is_alone = all(k in _OF_OPTIMIZERS for k, n in moved.items() if n)
+        if self.steps and is_alone and optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            self.last_step = {k: n + self.last_step.get(k, 0) for k, n in moved.items()}
+            return
+        self.last_step = moved
         self._stepped = weakref.WeakSet([optimizer])
         self.steps += 1
