@@ -1,54 +1,56 @@
-"""An optimizer whose states wait in host memory between its steps, and come to the device bucket by bucket.
-
-    compute   │ step 0 │ step 1 │ step 2 │
-    load      0 │  1      2    │
-    store              0      1      2
-
-At most two buckets of states are on the device, and nothing of them is there outside of `step`.
-Source: ZeRO-Offload (Ren et al., 2021) for states on the host.  The steps stay on the device, so no number
-changes.
-"""
+"""An optimizer whose states wait in host memory or in files between its steps."""
 
 from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.optimizers.combine import Combined
+from fcdp_compile.optimizers.device_steps import DeviceSteps, stepping
+from fcdp_compile.optimizers.host_steps import HostSteps
 from fcdp_compile.optimizers.state_buckets import StateBucket
-from fcdp_compile.optimizers.state_bytes import in_pages
 from fcdp_compile.optimizers.state_kinds import KindsOfStates, StateKinds, unhooked_step
+from fcdp_compile.optimizers.state_memory import StateMemory
 from fcdp_compile.params.home_shard import key_of
 from fcdp_compile.params.registry import owner_of
-from fcdp_compile.ranks.all_or_none import together
-from fcdp_compile.runtime.cache.host_budget import HostMemory
-from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.agreement import same_act
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.model import ShardedModel
 
 _BUCKET_BYTES = 64 << 20
 """Large enough that the bus is at its full speed, and small beside a model."""
 
+_STEPS: dict[str, type[DeviceSteps | HostSteps]] = {"gpu": DeviceSteps, "cpu": HostSteps}
 
-def offload(optimizer: Optimizer, *, bucket_mb: float = _BUCKET_BYTES / 2**20) -> Optimizer:
-    """Let an optimizer's states wait in host memory; it steps on the device, with the same results.
+
+def offload(
+    optimizer: Optimizer,
+    step_on: str = "gpu",
+    folder: str | Path | None = None,
+    *,
+    bucket_mb: float = _BUCKET_BYTES / 2**20,
+) -> Optimizer:
+    """Let an optimizer's states, such as Adam's moments, wait in host memory or in files between its steps.
 
     All ranks must call it, for the optimizer of one sharded model, before or after its first step.  Use the
     result in the optimizer's place; the parameter groups are the same objects.
 
+    step_on: "gpu": the states come to the device, bucket by bucket; the results have the same bits.  "cpu":
+    gradients go to the host, which steps there by torch's fused kernels; results are equal to rounding.
+    folder: on a local disk, for files of the states that are gone with the optimizer; None: host memory.
     bucket_mb: MiB of states that are on the device together; a parameter with more is a bucket of its own.
 
     Raises: ArgumentError for anything but an optimizer that can step some of its parameters at a time, and
-    for parameters of no sharded model or of several; FcdpError on every rank if host memory has no room.
+    for parameters of no sharded model or of several; FcdpError on every rank if host memory or the disk has
+    no room for the states of any rank.
     """
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
@@ -59,7 +61,14 @@ def offload(optimizer: Optimizer, *, bucket_mb: float = _BUCKET_BYTES / 2**20) -
             f"offload takes one optimizer that has states itself, not {type(optimizer).__name__}; offload "
             "each optimizer, once, before fcdp_compile.combine"
         )
-    return Offloaded(optimizer, int(bucket_mb * 2**20))
+    if step_on not in _STEPS:
+        raise ArgumentError(f"step_on must be 'gpu' or 'cpu', not {step_on!r}")
+    if step_on == "cpu" and isinstance(optimizer, Muon):
+        raise ArgumentError(
+            "Muon multiplies whole matrices, for which a CPU is too slow; offload it with step_on='gpu'"
+        )
+    where = None if folder is None else Path(folder)
+    return Offloaded(optimizer, _STEPS[step_on], where, int(bucket_mb * 2**20))
 
 
 class Offloaded(Combined):
@@ -68,9 +77,15 @@ class Offloaded(Combined):
     optimizer: the optimizer that steps.  buckets: its states.
     """
 
-    def __init__(self, optimizer: Optimizer, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        steps: type[DeviceSteps | HostSteps],
+        folder: Path | None,
+        bucket_bytes: int,
+    ) -> None:
         self._bucket_bytes = bucket_bytes
-        self._is_stored = True
+        self._steps: DeviceSteps | HostSteps | None = None
         self.buckets: list[StateBucket] = []
         super().__init__([optimizer])
         self._share_groups()
@@ -80,9 +95,12 @@ class Offloaded(Combined):
                 f"{type(optimizer).__name__} has no trainable parameter of a sharded model, and its states "
                 "cannot be offloaded; call fcdp_compile.shard first, which also works in a single process"
             )
-        self._device, self._lanes, self._counters = model.device, model.lanes, model.counters
-        self._lease = _Lease(model.pool, model.host_memory)
-        weakref.finalize(self, self._lease.end)
+        lanes = model.lanes
+        if folder is not None:  # copies from and to files block their caller
+            lanes = Lanes(model.device, is_blocking=True)
+        self._steps = steps(model.device, lanes, model.counters)
+        self._memory = StateMemory(f"the states of {type(optimizer).__name__}", model, folder)
+        weakref.finalize(self, self._memory.end)
         self._plan(model)
 
     @property
@@ -93,9 +111,8 @@ class Offloaded(Combined):
     @property
     def state(self) -> Any:
         """The states of all parameters, whose values are on the host and complete."""
-        if not self._is_stored:
-            self._device.synchronize()  # the reader is the Python thread, not a stream
-            self._is_stored = True
+        if self._steps is not None:
+            self._steps.settle()
         return super().state
 
     @state.setter
@@ -113,8 +130,21 @@ class Offloaded(Combined):
             model = self._model()
             assert model is not None, "its parameters are alive"
             self._plan(model)
-        Optimizer.profile_hook_step(self._step_buckets)(self.optimizer)
+        assert self._steps is not None, "it is built"
+        with self._steps.choosing(self.optimizer):
+            Optimizer.profile_hook_step(self._step_all)(self.optimizer)
         return loss
+
+    def _step_all(self, optimizer: Optimizer) -> None:
+        """Step the buckets, and the parameters that are in none."""
+        assert self._steps is not None, "it is built"
+        with torch.no_grad():
+            active = [b for b in self.buckets if any(p.grad is not None for p in b.parameters)]
+            self._steps.step(optimizer, active)
+        planned = {id(p) for bucket in self.buckets for p in bucket.parameters}
+        with stepping(optimizer, lambda p: None if id(p) in planned else p) as has_any:
+            if has_any:
+                unhooked_step(optimizer)(optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer; all ranks must call it."""
@@ -187,27 +217,16 @@ class Offloaded(Combined):
         """Make buckets for parameters that have none; all ranks must call it."""
         new = self._unplanned()
         name = type(self.optimizer).__name__
-        kinds_of = KindsOfStates(self.optimizer)
-        kinds = [kinds_of.of(p, group) for p, group in new]
+        steps = self._steps
+        assert steps is not None, "it is built"
+        kinds_of = KindsOfStates(self.optimizer, steps.steps_at)
+        kinds = [steps.kept(kinds_of.of(p, group), p) for p, group in new]
         facts = [f"{key_of(p)} {dict(k)}" for (p, _), k in zip(new, kinds, strict=True)]
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
-        act = f"offloads the states of {name} for {len(new)} parameters ({digest})"
+        act = f"offloads the states of {name} for {len(new)} parameters to {steps.told} ({digest})"
         same_act(model.collectives, act)
         buckets = self._grouped(model, [p for p, _ in new], kinds)
-        size = sum(in_pages(b.size_bytes) for b in buckets)
-        self._lease.booked_bytes += model.host_memory.book(
-            f"the states of {name}",
-            size,
-            model.collectives,
-            model.pool,
-            is_pinned=model.device.registers,
-        )
-        together(
-            model.topology.control,
-            lambda: self._lease.take(buckets),
-            FcdpError,
-            f"the memory for the states of {name}",
-        )
+        self._memory.take(buckets, model)
         self.buckets += buckets
         for bucket in buckets:
             bucket.absorb(self.optimizer.state)
@@ -236,52 +255,6 @@ class Offloaded(Combined):
             for n, members in enumerate(groups)
         ]
 
-    # --- a step -------------------------------------------------------------------------------------------
-
-    def _step_buckets(self, optimizer: Optimizer) -> None:
-        """Step bucket by bucket: while one is stepped, the next one is loaded and the one before stored."""
-        step, states = unhooked_step(optimizer), optimizer.state
-        active = [b for b in self.buckets if any(p.grad is not None for p in b.parameters)]
-        with torch.no_grad():
-            loading = self._load(active[0], states) if active else None
-            storing: Pending | None = None
-            try:
-                for bucket, following in zip(active, [*active[1:], None], strict=True):
-                    memory, loading = loading, None
-                    if storing is not None:
-                        # Its memory is free before that of the bucket after this one is taken.
-                        storing.wait()
-                    storing = None
-                    loading = self._load(following, states) if following is not None else None
-                    storing = self._step_one(bucket, None if memory is None else memory.wait())
-                    del memory
-            finally:
-                for pending in (loading, storing):
-                    if pending is not None:
-                        pending.wait()
-        planned = {id(p) for bucket in self.buckets for p in bucket.parameters}
-        with _only(optimizer, lambda p: id(p) not in planned) as has_any:
-            if has_any:
-                step(optimizer)
-
-    def _load(self, bucket: StateBucket, states: Any) -> Pending | None:
-        return bucket.load(states, self._lanes, self._counters)
-
-    def _step_one(self, bucket: StateBucket, memory: Tensor | None) -> Pending | None:
-        """Step the parameters of one bucket and start to store its states."""
-        optimizer = self.optimizer
-        mine = {id(p) for p in bucket.parameters}
-        if memory is not None:
-            bucket.enter(optimizer.state, memory)
-        try:
-            with _only(optimizer, lambda p: id(p) in mine):
-                unhooked_step(optimizer)(optimizer)
-        finally:
-            left = bucket.leave(optimizer.state)
-            self._is_stored = False
-            stored = bucket.store(left, memory, self._lanes, self._counters)
-        return stored
-
 
 class _Given:
     """A tensor of a state dict that torch must not copy to the device."""
@@ -292,44 +265,3 @@ class _Given:
 
 def _held_back(of_one: dict[str, Any]) -> dict[str, Any]:
     return {k: _Given(v) if isinstance(v, Tensor) and v.dim() else v for k, v in of_one.items()}
-
-
-class _Lease:
-    """The host memory of one optimizer's states."""
-
-    def __init__(self, pool: PinnedPool, memory: HostMemory) -> None:
-        self._pool = pool
-        self._memory = memory
-        self._slabs: list[Tensor] = []
-        self.booked_bytes = 0
-
-    def take(self, buckets: Sequence[StateBucket]) -> None:
-        """Give each bucket a slab."""
-        for bucket in buckets:
-            if bucket.size_bytes:
-                slab = self._pool.take(bucket.size_bytes, torch.uint8)
-                self._slabs.append(slab)
-                bucket.put_on(slab)
-
-    def end(self) -> None:
-        """Give the memory back, because the optimizer is gone."""
-        for slab in self._slabs:
-            self._pool.give_back(slab)
-        self._slabs.clear()
-        self._memory.freed_bytes += self.booked_bytes
-
-
-@contextmanager
-def _only(optimizer: Optimizer, chosen: Callable[[Tensor], bool]) -> Iterator[bool]:
-    """Let an optimizer have only some of its parameters within the block; yields whether it has any."""
-    groups = optimizer.param_groups
-    everything = [group["params"] for group in groups]
-    try:
-        for group in groups:
-            group["params"] = [p for p in group["params"] if chosen(p)]
-        optimizer.param_groups = [group for group in groups if group["params"]]
-        yield bool(optimizer.param_groups)
-    finally:
-        for group, parameters in zip(groups, everything, strict=True):
-            group["params"] = parameters
-        optimizer.param_groups = groups

@@ -59,7 +59,8 @@ class _Existing(NamedTuple):
 class StateBucket:
     """The states of some parameters of one model.
 
-    kinds: the states of each parameter.  States that it has in addition stay where they are.
+    kinds: the states of each parameter.  views: their places on the slab.
+    States that it has in addition stay where they are.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class StateBucket:
         self.parameters = list(parameters)
         self._places: list[dict[str, StatePlace]] = []
         self._slab: Tensor | None = None
-        self._views: list[dict[str, Tensor]] = []
+        self.views: list[dict[str, Tensor]] = []
         offset = 0
         for p, of_one in zip(parameters, kinds, strict=True):
             self._places.append({})
-            part = _part_of(p)
+            part = part_of(p)
             stride = torch.empty_like(part, device="meta").stride()  # as that of a new state
             for key, dtype in of_one.items():
                 size = part.numel() * dtype.itemsize
@@ -88,7 +89,7 @@ class StateBucket:
     def put_on(self, slab: Tensor) -> None:
         """Give the bucket its memory: a slab of `size_bytes` bytes."""
         self._slab = slab
-        self._views = [{k: at.within(slab) for k, at in of.items()} for of in self._places]
+        self.views = [{k: at.within(slab) for k, at in of.items()} for of in self._places]
 
     def wants(self, parameter: Tensor, key: str) -> bool:
         """Whether a state of a parameter has a place here."""
@@ -155,10 +156,10 @@ class StateBucket:
             for key, value in states.get(p, {}).items():
                 place = self._places[i].get(key)
                 if place is not None and _fits(value, p, place.dtype):
-                    yield _Existing(value, _held(value), place, self._views[i][key])
+                    yield _Existing(value, held_by(value), place, self.views[i][key])
 
 
-def _part_of(parameter: Tensor) -> Tensor:
+def part_of(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, which may have no memory now."""
     return parameter.held if isinstance(parameter, HomeShard) else parameter
 
@@ -169,7 +170,8 @@ def _fits(value: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
     return is_like(value, parameter) and is_cut_alike and value.dtype == dtype
 
 
-def _held(state: Tensor) -> Tensor:
+def held_by(state: Tensor) -> Tensor:
+    """This rank's part of a tensor, as a tensor of its own."""
     if isinstance(state, HomeTensor):
         return state.present()
     held: Tensor = state._local_tensor if isinstance(state, DTensor) else state.detach()

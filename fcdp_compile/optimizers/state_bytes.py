@@ -4,9 +4,11 @@
     in flight  device memory that the states take during a step: two buckets that follow each other
     moved      every bucket crosses the bus once in each direction
 
+Steps on the host move gradients and parameters in the states' place, and keep both there beside the states.
+
 With S state elements for each element of a parameter, a bucket has S times the bytes of its home shards,
-each state rounded up to 16 bytes.  Source: ZeRO-Offload (Ren et al., 2021), section 4, with states that come
-to the device instead of gradients that go to the host.
+each state rounded up to 16 bytes.  Source: ZeRO-Offload (Ren et al., 2021), section 4, for steps on the
+host.
 """
 
 from __future__ import annotations
@@ -46,6 +48,21 @@ def state_bytes(buckets: Sequence[Sequence[int]], states: int) -> StateBytes:
         in_flight=max((a + b for a, b in pairwise([0, *moved])), default=0),
         to_device=sum(moved),
         to_host=sum(moved),
+    )
+
+
+def bytes_of_host_steps(buckets: Sequence[Sequence[int]], states: int) -> StateBytes:
+    """The bytes of states that the host steps; gradients and states have the dtype of the parameters.
+
+    buckets, states: as in `state_bytes`.
+    """
+    sizes = [(states + 2) * sum(map(aligned, shards)) for shards in buckets]
+    moved = sum(sum(shards) for shards in buckets)
+    return StateBytes(
+        host=sum(in_pages(size) for size in sizes if size),
+        in_flight=0,
+        to_device=moved,
+        to_host=moved,
     )
 
 

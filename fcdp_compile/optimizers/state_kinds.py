@@ -26,10 +26,14 @@ def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 class KindsOfStates:
-    """The states that one optimizer keeps, found once for each kind of parameter."""
+    """The states that one optimizer keeps, found once for each kind of parameter.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    device: where it steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
+        self._device = device
         self._found: dict[Any, StateKinds] = {}
 
     def of(self, parameter: Tensor, group: dict[str, Any]) -> StateKinds:
@@ -52,7 +56,7 @@ class KindsOfStates:
         shape = (1,) * (parameter.dim() - 2) + (
             (_SIDE, _SIDE) if parameter.dim() > 1 else (_SIDE**2,)
         )
-        small = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+        small = torch.zeros(shape, dtype=parameter.dtype, device=self._device)
         small.requires_grad_()
         small.grad = torch.zeros_like(small)
         alone = {**group, "params": [small]}

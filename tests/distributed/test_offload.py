@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,6 +72,10 @@ def _on_host(optimizer: Optimizer) -> Optimizer:
     return fcdp_compile.offload(optimizer, bucket_mb=TINY)
 
 
+def _by_host(optimizer: Optimizer) -> Optimizer:
+    return fcdp_compile.offload(optimizer, "cpu", bucket_mb=TINY)
+
+
 def _as_it_is(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
@@ -87,18 +94,18 @@ def _part(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _check_same(about: str, one: Any, other: Any) -> None:
+def _check_same(about: str, one: Any, other: Any, same: Any = torch.equal) -> None:
     """Compare the parameters and states of two models and optimizers: [model, optimizer] each."""
     for p, q in zip(one[0].parameters(), other[0].parameters(), strict=True):
-        assert torch.equal(_part(p), _part(q)), about
+        assert same(_part(p), _part(q)), about
     mine, others = one[1].state_dict()["state"], other[1].state_dict()["state"]
     assert mine.keys() == others.keys(), about
     for index, states in mine.items():
         for key, value in states.items():
             found = others[index][key]
             assert isinstance(found, DTensor) == isinstance(value, DTensor), (about, index, key)
-            same = torch.equal(_part(value), _part(found)) if isinstance(value, Tensor) else True
-            assert same, (about, index, key)
+            if isinstance(value, Tensor):
+                assert same(_part(value), _part(found)), (about, index, key)
 
 
 def _check_parity(mesh: DeviceMesh) -> None:
@@ -112,6 +119,12 @@ def _check_parity(mesh: DeviceMesh) -> None:
         _check_same(name, *runs)
         counts = [state_of(model).counters for model, _ in runs]
         assert counts[0].steps == counts[1].steps, name
+        if name != "Muon":
+            by_host, net = _sharded(mesh, strategy)
+            optimizer = make(by_host, _by_host)
+            _train(by_host, optimizer, net, range(4))
+            same = torch.equal if name == "fused" else partial(torch.allclose, atol=1e-6)
+            _check_same(name, runs[0], (by_host, optimizer), same)
     model, net = _sharded(mesh, "fcdp")
     optimizer = _on_host(AdamW(model.parameters()))
     _train(model, optimizer, net, range(3))
@@ -148,7 +161,24 @@ def _check_refusals(mesh: DeviceMesh) -> None:
     parameters = list(model.parameters())
     with pytest.raises(PlanMismatchError, match="offloads the states of AdamW for 6 parameters"):
         _on_host(AdamW(parameters[: 6 + (dist.get_rank() == 2)]))
-    # Nothing is lost: both models go on.
+    reserve = os.posix_fallocate
+
+    def full(*about: Any) -> None:  # on one rank
+        if dist.get_rank() == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(*about)
+
+    optimizer = AdamW(parameters)
+    with tempfile.TemporaryDirectory() as folder:
+        os.posix_fallocate = full
+        with pytest.raises(
+            FcdpError, match=r"rank 3: cannot reserve \d+ bytes for the states of Ad"
+        ):
+            fcdp_compile.offload(optimizer, folder=folder)
+        os.posix_fallocate = reserve
+        # Nothing is lost.
+        _train(model, fcdp_compile.offload(optimizer, folder=folder), net, range(2))
+        assert not os.listdir(folder)
     _train(model, _on_host(AdamW(parameters)), net, range(2))
 
 
@@ -169,6 +199,7 @@ def _check_checkpoints(mesh: DeviceMesh, folder: str) -> None:
             (_on_host, _as_it_is, 2, strategy),
             (_as_it_is, _on_host, 2, strategy),
             (_on_host, _on_host, 1, "zero3"),
+            (_as_it_is, _by_host if name == "AdamW" else _on_host, 1, "zero3"),
         ):
             loaded, again = _sharded(fcdp_compile.make_mesh(nodes=nodes), other, seed=1)
             states = make(loaded, change)
@@ -178,6 +209,7 @@ def _check_checkpoints(mesh: DeviceMesh, folder: str) -> None:
             _train(loaded, states, again, [5])
             runs.append((loaded, states))
         _check_same(name, *runs[:2])
+        _check_same(name, *runs[2:], partial(torch.allclose, atol=1e-6))
 
 
 def _check_torchs_state_dicts(mesh: DeviceMesh) -> None:
