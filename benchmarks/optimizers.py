@@ -40,7 +40,8 @@ class Case:
     """One optimizer with some of its options.
 
     module: the module of its class.  matrices_only: whether it steps only parameters with two dimensions.
-    strategy: of the model.
+    strategy: of the model.  width: a factor of the sides of the model's matrices; torchao quantises no small
+    states.  compiles: whether the step compiles itself, which a count of its collectives would prevent.
     """
 
     name: str
@@ -48,6 +49,8 @@ class Case:
     module: str = "torch.optim"
     matrices_only: bool = False
     strategy: str = "fcdp"
+    width: int = 1
+    compiles: bool = False
 
     @property
     def title(self) -> str:
@@ -81,6 +84,12 @@ def _eight_bit(name: str, **options: Any) -> Case:
     return Case(name=name, module="bitsandbytes.optim", options={"lr": _LR, **options})
 
 
+def _of_torchao(name: str, **options: Any) -> Case:
+    return Case(
+        name=name, module="torchao.optim", options={"lr": _LR, **options}, width=4, compiles=True
+    )
+
+
 CASES = (
     _of_torch("SGD", momentum=0.9),
     _of_torch("SGD", momentum=0.9, fused=True),
@@ -112,6 +121,9 @@ CASES = (
     _of_torch("LBFGS", lr=0.5, max_iter=2, line_search_fn="strong_wolfe"),
     _of_torch("SparseAdam"),
     Case(name="Adafactor", module="transformers.optimization", options={}),
+    _of_torchao("AdamW8bit"),
+    _of_torchao("AdamW4bit"),
+    _of_torchao("AdamWFp8"),
     _eight_bit("Adam8bit", min_8bit_size=16),
     _eight_bit("AdamW8bit", min_8bit_size=16),
     _eight_bit("SGD8bit", momentum=0.9, min_8bit_size=16),
@@ -137,7 +149,7 @@ class OptimizerOutcome:
 
 def measure(mesh: DeviceMesh, case: Case) -> OptimizerOutcome:
     """Train with an optimizer on all ranks and on one; all ranks must call this."""
-    reference, model = _model(case.dtype), _model(case.dtype)
+    reference, model = _model(case), _model(case)
     before = [p.detach().clone() for p in reference.parameters()]
     fcdp_compile.shard(model, mesh, strategy=case.strategy)
     traffic = _Traffic(mesh)
@@ -147,10 +159,10 @@ def measure(mesh: DeviceMesh, case: Case) -> OptimizerOutcome:
         plain, sharded = case.build(reference.parameters()), case.build(model.parameters())
         for step in range(STEPS):
             torch.manual_seed(step)
-            batch = torch.randn(4 * dist.get_world_size(), 40, dtype=case.dtype)
-            mine = batch.view(dist.get_world_size(), 4, 40)[dist.get_rank()]
+            batch = torch.randn(4 * dist.get_world_size(), 40 * case.width, dtype=case.dtype)
+            mine = batch.view(dist.get_world_size(), 4, -1)[dist.get_rank()]
             _step(plain, partial(_loss, reference, batch), None)
-            _step(sharded, partial(_loss, model, mine), traffic)
+            _step(sharded, partial(_loss, model, mine), None if case.compiles else traffic)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
         # Refusals of torch and of other libraries have no class in common; the table shows them.
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -169,13 +181,12 @@ def measure(mesh: DeviceMesh, case: Case) -> OptimizerOutcome:
     )
 
 
-def _model(dtype: torch.dtype) -> nn.Sequential:
+def _model(case: Case) -> nn.Sequential:
     """Make a model with row counts that four ranks can split evenly, and row counts that they cannot."""
     torch.manual_seed(0)
-    layers = nn.Sequential(
-        nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 49), nn.Tanh(), nn.Linear(49, 33)
-    )
-    return layers.to(dtype)
+    a, b, c, d = (side * case.width for side in (40, 64, 49, 33))
+    layers = nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, c), nn.Tanh(), nn.Linear(c, d))
+    return layers.to(case.dtype)
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -262,7 +273,7 @@ def table(outcomes: Sequence[tuple[Case, OptimizerOutcome]]) -> str:
             case.title,
             "right" if found.refusal is None else "refused",
             "" if found.gap is None else f"{found.gap:.0e}",
-            "" if found.gap is None else f"{found.inter_bytes / found.weight_bytes:.2f} W",
+            _between(case, found),
             found.refusal or "",
         )
         for case, found in outcomes
@@ -271,9 +282,17 @@ def table(outcomes: Sequence[tuple[Case, OptimizerOutcome]]) -> str:
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
+def _between(case: Case, found: OptimizerOutcome) -> str:
+    if found.gap is None or case.compiles:
+        return ""
+    return f"{found.inter_bytes / found.weight_bytes:.2f} W"
+
+
 def main() -> None:
     """Run every case on four ranks of this machine; rank 0 prints the table."""
     if "RANK" not in os.environ:
+        # torch's cache of graphs does not tell DTensors apart whose local tensors are of different classes.
+        os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
         sys.exit(on_ranks(4, "-m", "benchmarks.optimizers", *sys.argv[1:]))
     mesh = fcdp_compile.make_mesh(nodes=NODES)
     assert mesh is not None, "four ranks run"

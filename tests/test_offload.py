@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 import fcdp_compile
 from fcdp_compile.cluster.free_memory import HostBudget, Limit
 from fcdp_compile.devices import CheckedDevice
-from fcdp_compile.errors import ArgumentError, FcdpError
+from fcdp_compile.errors import ArgumentError, CheckpointError, FcdpError
 from fcdp_compile.optimizers.state_bytes import bytes_of_host_steps, state_bytes
 from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.cache import host_budget
@@ -160,7 +160,7 @@ def test_an_optimizer_that_has_stepped_and_groups_that_come_later() -> None:
         optimizer.add_param_group({"params": list(net.second.parameters()), "lr": 0.1})
         train(net, optimizer, [2])
         if net is model:
-            optimizer.optimizer.add_param_group({"params": [net.scale]})  # type: ignore[attr-defined]
+            optimizer.inner.add_param_group({"params": [net.scale]})  # type: ignore[attr-defined]
         else:
             optimizer.add_param_group({"params": [net.scale]})
         train(net, optimizer, [4, 5])
@@ -370,6 +370,17 @@ def test_a_failed_step_loses_nothing() -> None:
     for name, p in model.named_parameters():
         if name != "scale":
             assert torch.equal(p, dict(plain.named_parameters())[name]), name
+
+
+def test_quantised_states_are_not_saved(tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao.optim.subclass_8bit")
+    model = fcdp_compile.shard(nn.Linear(16, 256), fcdp_compile.make_mesh())
+    optimizer = AdamW(model.parameters())
+    optimizer.state[model.weight] = {"exp_avg": torchao.OptimState8bit.zeros((256, 16))}
+    with pytest.raises(
+        CheckpointError, match=r"\['weight'\]\['exp_avg'\] is quantised \(OptimState8bit\)"
+    ):
+        fcdp_compile.save(str(tmp_path), model, optimizer=optimizer)
 
 
 def test_copies_are_refused() -> None:

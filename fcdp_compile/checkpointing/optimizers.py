@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 
 from fcdp_compile.checkpointing.format.tree import TensorReference
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.optimizers.offload import Offloaded
 from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.torch_compat import is_wrapper_subclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ def parts_of(
             where = f"optimizer.state[{name!r}][{key!r}]"
             if name in specs and _is_moment(parameter, key, value, keys, where):
                 local = value.to_local() if isinstance(value, DTensor) else value
+                _refuse_quantised(local, where)
                 state[name][key] = TensorReference(where)
                 moments.append(Moment(name=where, spec=specs[name], local=local.detach()))
     others = {k: v for k, v in whole.items() if k not in ("state", "param_groups")}
@@ -84,8 +87,12 @@ def parts_of(
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """The name of an optimizer's class, without a wrapper such as Accelerate's."""
-    inner = getattr(optimizer, "optimizer", None)
+    """The name of an optimizer's class, without a wrapper such as Accelerate's or `offload`'s."""
+    inner = (
+        optimizer.inner
+        if isinstance(optimizer, Offloaded)
+        else getattr(optimizer, "optimizer", None)
+    )
     return class_of(inner) if isinstance(inner, Optimizer) else type(optimizer).__qualname__
 
 
@@ -101,6 +108,15 @@ def _numbered(
                     "model's; build the optimizer from the parameters of the sharded model"
                 )
             yield index, (names[id(parameter)], parameter)
+
+
+def _refuse_quantised(local: Tensor, where: str) -> None:
+    if is_wrapper_subclass(local):
+        raise CheckpointError(
+            f"{where} is quantised ({type(local).__name__}), in blocks of this rank's rows, which another "
+            "number of ranks cannot read; save the model alone, or use an optimizer whose states are plain "
+            "tensors"
+        )
 
 
 def _moment_keys(

@@ -74,7 +74,7 @@ def offload(
 class Offloaded(Combined):
     """See `offload`.
 
-    optimizer: the optimizer that steps.  buckets: its states.
+    inner: the optimizer that steps.  buckets: its states.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Offloaded(Combined):
         self._plan(model)
 
     @property
-    def optimizer(self) -> Optimizer:
+    def inner(self) -> Optimizer:
         """The optimizer that steps."""
         return self.optimizers[0]
 
@@ -131,8 +131,8 @@ class Offloaded(Combined):
             assert model is not None, "its parameters are alive"
             self._plan(model)
         assert self._steps is not None, "it is built"
-        with self._steps.choosing(self.optimizer):
-            Optimizer.profile_hook_step(self._step_all)(self.optimizer)
+        with self._steps.choosing(self.inner):
+            Optimizer.profile_hook_step(self._step_all)(self.inner)
         return loss
 
     def _step_all(self, optimizer: Optimizer) -> None:
@@ -151,7 +151,7 @@ class Offloaded(Combined):
         if len(self.param_groups) < self._count:  # torch builds this optimizer
             super().add_param_group(param_group)
             return
-        self.optimizer.add_param_group(param_group)
+        self.inner.add_param_group(param_group)
         self._count = len(self.param_groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -160,11 +160,11 @@ class Offloaded(Combined):
         held = {k: _held_back(v) if isinstance(v, dict) else v for k, v in states}
         super().load_state_dict({**state_dict, "state": held})
         for bucket in self.buckets:
-            bucket.absorb(self.optimizer.state)
+            bucket.absorb(self.inner.state)
 
     def __getstate__(self) -> dict[str, Any]:
         raise FcdpError(
-            f"an offloaded {type(self.optimizer).__name__} cannot be copied or pickled, because its states "
+            f"an offloaded {type(self.inner).__name__} cannot be copied or pickled, because its states "
             "are in memory of its own; copy its state_dict()"
         )
 
@@ -184,7 +184,7 @@ class Offloaded(Combined):
         return value.to(parameter.device, dtype)
 
     def _share_groups(self) -> None:
-        self.param_groups = self.optimizer.param_groups
+        self.param_groups = self.inner.param_groups
 
     # --- buckets ------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Offloaded(Combined):
                 found[id(owner)] = owner
         if len(found) > 1:
             raise ArgumentError(
-                f"{type(self.optimizer).__name__} steps parameters of {len(found)} sharded models; give each "
+                f"{type(self.inner).__name__} steps parameters of {len(found)} sharded models; give each "
                 "model an optimizer, offload each, and put them together with fcdp_compile.combine"
             )
         return next(iter(found.values()), None)
@@ -216,10 +216,10 @@ class Offloaded(Combined):
     def _plan(self, model: ShardedModel) -> None:
         """Make buckets for parameters that have none; all ranks must call it."""
         new = self._unplanned()
-        name = type(self.optimizer).__name__
+        name = type(self.inner).__name__
         steps = self._steps
         assert steps is not None, "it is built"
-        kinds_of = KindsOfStates(self.optimizer, steps.steps_at)
+        kinds_of = KindsOfStates(self.inner, steps.steps_at)
         kinds = [steps.kept(kinds_of.of(p, group), p) for p, group in new]
         facts = [f"{key_of(p)} {dict(k)}" for (p, _), k in zip(new, kinds, strict=True)]
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
@@ -229,7 +229,7 @@ class Offloaded(Combined):
         self._memory.take(buckets, model)
         self.buckets += buckets
         for bucket in buckets:
-            bucket.absorb(self.optimizer.state)
+            bucket.absorb(self.inner.state)
 
     def _grouped(
         self, model: ShardedModel, parameters: Sequence[Tensor], kinds: Sequence[StateKinds]

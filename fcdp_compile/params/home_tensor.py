@@ -135,6 +135,9 @@ class HomeTensor(DTensor):
         adopted: DTensor = HomeTensor.adopt(found)
         return adopted
 
+    def _stable_hash_for_caching(self) -> str:  # DTensor's is equal for ranks with other rows
+        return f"{super()._stable_hash_for_caching()} {tuple(_SLOT.__get__(self).shape)}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = self.clone()
@@ -382,10 +385,7 @@ _COPY = "_fcdp_copy"
 _VIEWS = {_aten.view, _aten._unsafe_view}
 
 
-def _look_at_whole(tensor: Any) -> list[Any]:
-    return [([Replicate()], [Replicate()])]
-
-
 # torch 2.13 has no rule for the ops by which `torch.autograd.detect_anomaly` looks for NaN.  All ranks must
 # reach the same verdict: a rank that raised alone would leave the others waiting.
-register_sharding([_aten._is_any_true.default, _aten._is_all_true.default])(_look_at_whole)
+_LOOKS = [_aten._is_any_true.default, _aten._is_all_true.default]
+register_sharding(_LOOKS)(lambda tensor: [([Replicate()], [Replicate()])])

@@ -151,6 +151,11 @@ def _views(mesh: DeviceMesh) -> None:
     flat = parameter.view(-1)
     assert torch.equal(_whole(flat), next(_build().parameters()).flatten())
     assert "would be lost" in message_of(fcdp_compile.errors.FcdpError, lambda: flat[1:3].add_(1.0))
+    # Ranks that share a cache of graphs: of each, only those with as many rows get the same graph.
+    facts: list[Any] = [None] * dist.get_world_size()
+    mine = (parameter.to_local().shape, parameter._stable_hash_for_caching())
+    dist.all_gather_object(facts, mine)
+    assert 1 < len({shape for shape, _ in facts}) == len(set(facts)) == len({h for _, h in facts})
 
 
 def _anomalies(mesh: DeviceMesh) -> None:
