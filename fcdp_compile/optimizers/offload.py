@@ -250,8 +250,14 @@ class Offloaded(Combined):
             groups[-1].append(i)
             size += own
         first = len(self.buckets)
+        assert self._steps is not None, "it is built"
         return [
-            StateBucket(first + n, [parameters[i] for i in members], [kinds[i] for i in members])
+            StateBucket(
+                first + n,
+                [parameters[i] for i in members],
+                [kinds[i] for i in members],
+                self._steps.steps_at,
+            )
             for n, members in enumerate(groups)
         ]
 

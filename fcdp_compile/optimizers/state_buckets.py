@@ -50,6 +50,8 @@ class StatePlace:
 class _Existing(NamedTuple):
     """A state that exists; held: this rank's part as it is now."""
 
+    parameter: Tensor
+    key: str
     tensor: Tensor
     held: Tensor
     place: StatePlace
@@ -60,13 +62,18 @@ class StateBucket:
     """The states of some parameters of one model.
 
     kinds: the states of each parameter.  views: their places on the slab.
-    States that it has in addition stay where they are.
+    States that it has in addition stay where they are.  device: where the optimizer steps.
     """
 
     def __init__(
-        self, number: int, parameters: Sequence[Tensor], kinds: Sequence[StateKinds]
+        self,
+        number: int,
+        parameters: Sequence[Tensor],
+        kinds: Sequence[StateKinds],
+        device: torch.device,
     ) -> None:
         self.number = number
+        self._device = device
         self.parameters = list(parameters)
         self._places: list[dict[str, StatePlace]] = []
         self._slab: Tensor | None = None
@@ -102,8 +109,21 @@ class StateBucket:
         for state in found:
             if not _is(state.held, state.at_home):
                 state.at_home.copy_(state.held)
-                _set(state.tensor, state.at_home)
+                tensor = self._at_device(state)
+                _set(tensor, state.at_home)
+                states[state.parameter][state.key] = tensor
         return bool(found)
+
+    def _at_device(self, state: _Existing) -> Tensor:
+        """A state that says that it is where the optimizer steps; a DTensor's device never changes."""
+        value = state.tensor
+        if not isinstance(value, DTensor) or value.device.type == self._device.type:
+            return value
+        there = torch.empty(state.place.shape, dtype=value.dtype, device=self._device)
+        made: Tensor = HomeTensor.adopt(
+            DTensor.__new__(DTensor, there, value._spec, requires_grad=False)
+        )
+        return made
 
     def load(self, states: States, lanes: Lanes, counters: Counters) -> Pending | None:
         """Start to copy the states to the device; None if there are none yet."""
@@ -156,7 +176,7 @@ class StateBucket:
             for key, value in states.get(p, {}).items():
                 place = self._places[i].get(key)
                 if place is not None and _fits(value, p, place.dtype):
-                    yield _Existing(value, held_by(value), place, self.views[i][key])
+                    yield _Existing(p, key, value, held_by(value), place, self.views[i][key])
 
 
 def part_of(parameter: Tensor) -> Tensor:

@@ -179,7 +179,20 @@ def _check_refusals(mesh: DeviceMesh) -> None:
         # Nothing is lost.
         _train(model, fcdp_compile.offload(optimizer, folder=folder), net, range(2))
         assert not os.listdir(folder)
-    _train(model, _on_host(AdamW(parameters)), net, range(2))
+    again = _on_host(AdamW(parameters))
+    _train(model, again, net, range(2))
+    # A state that says that it is elsewhere, as one does that was loaded on the host, while a GPU steps.
+    bucket: Any = again.buckets[0]  # type: ignore[attr-defined]
+    (key, value), *_ = ((k, v) for k, v in again.state[parameters[0]].items() if v.dim())
+    there = DTensor.__new__(DTensor, value.to_local().to("meta"), value._spec, requires_grad=False)
+    there._local_tensor = value.to_local().clone()
+    assert there.device.type == "meta"
+    again.state[parameters[0]][key] = there
+    bucket.absorb(again.state)
+    moved = again.state[parameters[0]][key]
+    assert moved.device.type == "cpu"
+    assert torch.equal(moved.to_local(), there.to_local())
+    assert moved.to_local().data_ptr() == bucket.views[0][key].data_ptr()
 
 
 def test_refusals_are_alike_on_all_ranks() -> None:
