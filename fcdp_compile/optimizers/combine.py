@@ -48,13 +48,15 @@ class Combined(Optimizer):
     Its groups and states are those of its optimizers.
     """
 
+    _is_made = False
+
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
         common = {k: v for k, v in optimizers[0].defaults.items() if _is_in_all(k, optimizers)}
         super().__init__([p for group in self.param_groups for p in group["params"]], common)
         self._is_made = True
 
-    @property  # type: ignore[override]
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups that the optimizers have now."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -70,12 +72,16 @@ class Combined(Optimizer):
     @property  # type: ignore[override]
     def state(self) -> _States:
         """The states of all parameters, each kept by the optimizer that steps the parameter."""
+        self.settle()
         return _States(self.optimizers)
 
     @state.setter
     def state(self, states: Mapping[Any, Any]) -> None:
-        if vars(self).get("_is_made"):  # torch sets an empty one when it builds an optimizer
+        if self._is_made:  # torch sets an empty one when it builds an optimizer
             self.state.replace(states)
+
+    def settle(self) -> None:
+        """Let the states be complete, before something reads them."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step each optimizer."""
@@ -89,7 +95,7 @@ class Combined(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises: ArgumentError once the optimizers are combined."""
-        if vars(self).get("_is_made"):
+        if self._is_made:
             raise ArgumentError(
                 "a combined optimizer cannot know which of its optimizers gets a new parameter group; add "
                 "the group to that optimizer"

@@ -88,7 +88,6 @@ class Offloaded(Combined):
         self._steps: DeviceSteps | HostSteps | None = None
         self.buckets: list[StateBucket] = []
         super().__init__([optimizer])
-        self._share_groups()
         model = self._model()
         if model is None:
             raise ArgumentError(
@@ -108,17 +107,10 @@ class Offloaded(Combined):
         """The optimizer that steps."""
         return self.optimizers[0]
 
-    @property
-    def state(self) -> Any:
-        """The states of all parameters, whose values are on the host and complete."""
+    def settle(self) -> None:
+        """Wait until the states on the host are complete, before something reads them."""
         if self._steps is not None:
             self._steps.settle()
-        return super().state
-
-    @state.setter
-    def state(self, states: Mapping[Any, Any]) -> None:
-        if states:
-            super().state.replace(states)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters, as the optimizer does; all ranks must call it."""
@@ -148,11 +140,8 @@ class Offloaded(Combined):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer; all ranks must call it."""
-        if len(self.param_groups) < self._count:  # torch builds this optimizer
-            super().add_param_group(param_group)
-            return
-        self.inner.add_param_group(param_group)
-        self._count = len(self.param_groups)
+        if self._is_made:
+            self.inner.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load states, which go to the host without passing the device."""
@@ -174,7 +163,6 @@ class Offloaded(Combined):
                 if isinstance(value, _Given):
                     of_one[key] = self._put(parameter, key, value.tensor)
         super().__setstate__(state)
-        self._share_groups()
 
     def _put(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
         """A loaded state, on the device if no bucket takes it."""
@@ -182,9 +170,6 @@ class Offloaded(Combined):
         if any(bucket.wants(parameter, key) for bucket in self.buckets):
             return value.detach().to(dtype)  # a tensor of its own: its memory will be another
         return value.to(parameter.device, dtype)
-
-    def _share_groups(self) -> None:
-        self.param_groups = self.inner.param_groups
 
     # --- buckets ------------------------------------------------------------------------------------------
 
