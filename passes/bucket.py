@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from fcdp_compile.buckets import exact_bucket
+from fcdp_compile.buckets import exact_bucket, fitted, wire_format
 from fcdp_compile.cluster.bucket_size import bucket_bytes
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.params.registry import ParamSpec
@@ -17,7 +17,6 @@ from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, Direction, Placement, Tier
 from fcdp_compile.plan.cost import gather_s
 from fcdp_compile.strategy import Cache, GradientOn, Strategy
-from fcdp_compile.strategy.formats import CODINGS, Format
 from fcdp_compile.strategy.gathering import Algorithm
 
 _Kind = tuple[bool, torch.dtype, torch.dtype, Strategy]
@@ -129,8 +128,8 @@ For Llama 3 8B's shapes, the node that sends most then sends 1.2 times the mean 
 
 
 def _kind(key: str, ctx: PassContext) -> _Kind:
-    spec = ctx.specs[key]
-    return key in ctx.frozen, spec.gather_dtype, spec.reduce_dtype, spec.strategy
+    spec, is_frozen = ctx.specs[key], key in ctx.frozen
+    return is_frozen, spec.gather_dtype, spec.reduce_dtype, fitted(spec, is_frozen=is_frozen)
 
 
 def _target(total_bytes: int, specs: Sequence[ParamSpec], ctx: PassContext) -> int:
@@ -165,12 +164,14 @@ def _gathered_bytes(spec: ParamSpec) -> int:
 
 def _make(number: int, keys: list[str], why: str, taken_bytes: int, ctx: PassContext) -> Use:
     specs = [ctx.specs[k] for k in keys]
-    frozen, strategy = keys[0] in ctx.frozen, specs[0].strategy
+    frozen = keys[0] in ctx.frozen
+    exact = exact_bucket(number, specs, is_frozen=frozen, why=why)
+    strategy = exact.strategy
     weights, on_host = strategy.formats(is_frozen=frozen)
     made = replace(
-        exact_bucket(number, specs, is_frozen=frozen, why=why),
-        wire=_wire(weights, specs[0].gather_dtype),
-        reduce_wire=_wire(strategy.gradient_format, specs[0].reduce_dtype),
+        exact,
+        wire=wire_format(weights, specs[0].gather_dtype),
+        reduce_wire=wire_format(strategy.gradient_format, specs[0].reduce_dtype),
     )
     if made.wire is weights:
         made = replace(made, host_format=on_host)
@@ -207,16 +208,6 @@ def _gradient_tier(strategy: Strategy, ctx: PassContext) -> Tier:
     return _GRADIENT_TIERS[on]
 
 
-def _wire(wanted: Format, dtype: torch.dtype) -> Format:
-    """The wanted format if it makes a whole block of the dtype smaller, else `FULL`.
-
-    Only the dtype decides, so a parameter has the same values in its own bucket as in a shared bucket.
-    """
-    if wanted is Format.FULL or not dtype.is_floating_point:
-        return Format.FULL
-    return wanted if CODINGS[wanted].value_bytes < dtype.itemsize else Format.FULL
-
-
 def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
     if ctx.direction is Direction.BACKWARD:
         return Tier.NONE
@@ -233,16 +224,16 @@ def _why_kept(made: Bucket, tier: Tier, ctx: PassContext) -> str:
         if tier is Tier.GPU_FULL:
             return f"{made.strategy.name} keeps it on the gpu in full {life}"
         return f"{made.strategy.name} keeps node shards on the {tier.value} {life}"
-    if made.nodes == 1:
-        return "home shards are node shards, nothing to cache"
     if made.strategy.cache is Cache.NONE:
-        return "strategy caches nothing"
+        on_one = "home shards are node shards, nothing to cache"
+        return on_one if made.nodes == 1 else "strategy caches nothing"
     if ctx.direction is Direction.BACKWARD:
         return "the forward does not cache this bucket"
     assert ctx.host_budget is not None, f"bucket {made.id} has no tier for no reason"
     mib = ctx.host_budget.bytes / 2**20
+    use = "gathered at every use" if made.nodes > 1 else "home shards stay on the gpu"
     return (
-        f"gathered at every use: it does not fit; {ctx.host_budget.limit.value} leaves the cache "
+        f"{use}: it does not fit; {ctx.host_budget.limit.value} leaves the cache "
         f"{mib:.1f} MiB of host memory per rank"
     )
 

@@ -14,8 +14,8 @@ from fcdp_compile.plan import Direction, Variant
 def choose_sources(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Give every `unshard` the source of its bucket.
 
-        one node                          HOME, unless whole buckets are kept
-        tier none                         GATHER
+        one node, tier none               HOME
+        several nodes, tier none          GATHER
         backward                          LOAD
         kept until the backward           GATHER_AND_STORE if the backward uses it, else GATHER
         kept until changed: frozen        LOAD (refreshed before the graph starts when stale)

@@ -33,7 +33,8 @@ class Eager:
         self._collectives = collectives
 
     def gather(self, spec: ParamSpec, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gather a parameter in a dtype from this rank's `shard`, into new memory."""
+        """Gather a parameter in a dtype from this rank's `shard`, also on the host, into new memory."""
+        shard = shard.to(self._collectives.device)
         layouts = [spec.layout]
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
         if max(sizes) > 1:

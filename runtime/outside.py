@@ -18,7 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fcdp_compile.buckets import exact_bucket
+from fcdp_compile.buckets import exact_bucket, fitted
+from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.packing import unpack_full
 from fcdp_compile.params.registry import ParamSpec
@@ -36,7 +37,7 @@ from fcdp_compile.runtime.parameters.buckets import GraphBuckets
 from fcdp_compile.runtime.parameters.record import Records
 from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
 from fcdp_compile.runtime.parameters.validity import Validity
-from fcdp_compile.strategy import Cache, GradientOn
+from fcdp_compile.strategy import Cache, GradientOn, Strategy
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.torch_compat import backward_number
 
@@ -90,7 +91,7 @@ class OutsideReads:
     def use(self, key: str, shard: Tensor) -> Tensor:
         """The whole parameter `key` in the gather dtype for a forward; every rank must call it.
 
-        shard: this rank's home shard, or another value that a caller put in its place.
+        shard: this rank's home shard, perhaps released, or another value that a caller put in its place.
 
         Raises: PlanMismatchError on every rank if ranks are about to do different things; FcdpError if
         parameters have no values yet.
@@ -99,11 +100,13 @@ class OutsideReads:
         with self._cost.counted(spec.name):
             bucket = self._bucket_for(key)
             if bucket is None:
+                bring_back_inputs([shard])
                 return self._eager.gather(spec, shard, spec.gather_dtype)
             may_keep = self._records[key].is_home(shard) and self._has_room(key, bucket)
             about = _about(spec, f"{gathers(spec)} for a forward", bucket)
             verdict = self._validity.check([bucket], about, is_given=not may_keep)
             if verdict.is_given:
+                bring_back_inputs([shard])
                 return self._eager.gather(spec, shard, spec.gather_dtype)
             self._keep(key, bucket)
             if verdict.stale[bucket.id]:
@@ -228,11 +231,11 @@ class OutsideReads:
     def _bucket_for(self, key: str) -> Bucket | None:
         """The bucket that serves a parameter, the same on all ranks; None if no copy is to be kept."""
         spec = self._records[key].spec
-        if spec.layout.nodes == 1 or not spec.strategy.is_resident:
-            return None
-        found = self._copied(key)
         parameter = self._records[key].living()
         is_frozen = parameter is not None and not parameter.requires_grad
+        if not _keeps(spec, fitted(spec, is_frozen=is_frozen)):
+            return None
+        found = self._copied(key)
         if found is not None and found.frozen == is_frozen:
             return found
         return exact_bucket(
@@ -246,8 +249,9 @@ class OutsideReads:
         """A bucket with exact values of a parameter of which there is a copy, perhaps an outdated one."""
         own = [self._own[key]] if key in self._own else []
         for bucket in (*self._buckets.of(key), *own):
-            is_kept = bucket.strategy.is_resident and self._cache.generation(bucket.id) is not None
-            if is_kept and bucket.nodes > 1 and bucket.wire is Format.FULL:
+            is_there = self._cache.generation(bucket.id) is not None
+            keeps = _keeps(self._records[key].spec, bucket.strategy)
+            if is_there and keeps and bucket.wire is Format.FULL:
                 return bucket
         return None
 
@@ -312,6 +316,14 @@ class OutsideReads:
                 whole = self._collectives.all_gather(kind, rows.reshape(-1), name).wait()
             found.append(unpack_full(whole, [place.layout])[0])
         return found
+
+
+def _keeps(spec: ParamSpec, strategy: Strategy) -> bool:
+    """Whether a copy is to be kept, so that less is sent between nodes or released shards stay so.
+
+    strategy: of the parameter's bucket.
+    """
+    return strategy.is_resident and (spec.layout.nodes > 1 or strategy.keeps_on_host)
 
 
 def _about(spec: ParamSpec, act: str, bucket: Bucket) -> About:

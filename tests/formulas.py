@@ -121,12 +121,13 @@ def _encoded(slots: Sequence[int], code: Code) -> int:
     return scale * sum(ceil(n / block) for n in slots) + ceil(sum(slots) * bits / 8)
 
 
-def caches(strategy: str, nodes: int, ranks_per_node: int) -> bool:
-    """Whether the strategy keeps gathered buckets for their next use."""
+def caches(strategy: str, nodes: int, ranks_per_node: int, *, is_frozen: bool = False) -> bool:
+    """Whether the strategy keeps buckets for their next use: gathered, or frozen home shards on the host."""
     point = POINTS[strategy]
     if nodes > 1 and point.home == "g":
         return bool(point.keeps)
-    return point.keeps == "full" and ranks_per_node > 1
+    leaves = is_frozen and point.keeps == "host"
+    return ranks_per_node > 1 and (leaves or point.keeps == "full")
 
 
 class _Tally:
@@ -264,12 +265,12 @@ def training_step(
     strategy, *modifiers = [strategy] if strategy in POINTS else strategy.split("+")
     point = POINTS[strategy]
     tally = _Tally(model, nodes, ranks_per_node, point.home, modifiers, crosses=crosses)
-    caches_any = caches(strategy, nodes, ranks_per_node)
     on_host = point.keeps == "host"
     for number in range(micro_batches):
         for bucket in model.buckets:
-            is_kept = caches_any and bucket not in left_out
             is_frozen = not set(bucket) & model.trainable
+            is_kept = caches(strategy, nodes, ranks_per_node, is_frozen=is_frozen)
+            is_kept &= bucket not in left_out
             again = tuple(n for n in bucket if n in model.backward)
             was_changed = number == 0 and (first or not is_frozen)
             resident = is_kept and point.resident
@@ -304,9 +305,10 @@ def evaluation_batch(
     """Count one forward without gradients after training; in the first, the trainable buckets are stale."""
     point = POINTS[strategy]
     tally = _Tally(model, nodes, ranks_per_node, point.home)
-    resident = caches(strategy, nodes, ranks_per_node) and point.resident
     for bucket in model.buckets:
-        stale = first and bool(set(bucket) & model.trainable)
+        is_frozen = not set(bucket) & model.trainable
+        resident = point.resident and caches(strategy, nodes, ranks_per_node, is_frozen=is_frozen)
+        stale = first and not is_frozen
         if not resident or stale:
             tally.inter("all_gather", bucket)
         if resident:

@@ -65,10 +65,13 @@ def test_gradients_that_do_not_accumulate_cannot_wait_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_on_one_node_only_whole_buckets_are_kept_and_only_whole_gradients_wait(name: str) -> None:
+def test_on_one_node_no_node_shard_stays_on_the_gpu_and_only_whole_gradients_wait(
+    name: str,
+) -> None:
     preset, strategy = PRESETS[name], PRESETS[name].on_one_node(2)
-    keeps = preset.cache is Cache.GPU_FULL
-    assert (strategy.name, strategy.cache) == (name, Cache.GPU_FULL if keeps else Cache.NONE)
+    keeps = preset.cache in (Cache.GPU_FULL, Cache.ADAPTIVE)
+    assert (strategy.name, strategy.cache) == (name, preset.cache if keeps else Cache.NONE)
+    assert strategy.is_resident == (keeps and preset.is_resident)
     assert preset.on_one_node(1).cache is Cache.NONE, "one rank has everything"
     assert strategy.home is (Scope.NONE if preset.home is Scope.NONE else Scope.GLOBAL)
     assert strategy.gradient is not Scope.INTRA

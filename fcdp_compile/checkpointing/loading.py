@@ -176,7 +176,7 @@ def _write(plan: LoadPlan, shown: Bar) -> None:
 def _read_rows(plan: LoadPlan, shown: Bar) -> dict[str, Tensor]:
     """Read rows into the home shards of parameters, and return the optimizer's rows by name."""
     records, device = plan.state.records, plan.state.device.torch
-    homes = {parameter_name(records[k].spec.name): records[k].local() for k in plan.written_keys}
+    homes = {parameter_name(records[k].spec.name): records[k].to_fill() for k in plan.written_keys}
     moments = {
         t.tensor.name: torch.empty(
             t.spec.local_shape, dtype=TORCH_DTYPES[t.tensor.dtype], device=device

@@ -223,7 +223,7 @@ class _Materialisation:
         for slot in wanted:
             assert slot.record is not None, "buffers are whole on every rank"
             spec = slot.record.spec
-            local = slot.record.local_of(slot.original)
+            local = slot.record.peek(slot.original)
             found[slot] = self._state.gather(spec.key, local, spec.home_dtype)
         return found
 
@@ -253,7 +253,7 @@ class _Materialisation:
             else:
                 spec = slot.record.spec
                 where = self._state.topology.home(spec.strategy.home)
-                local = slot.record.local_of(slot.original)
+                local = slot.record.to_fill(slot.original)
                 local.copy_(rows_of(whole, spec.layout, where.node, where.place))
             self._written.add(slot.full_name)
             if self._state.topology.ranks > 1:
@@ -291,7 +291,7 @@ class _Materialisation:
             held = (
                 self._buffers[slot.full_name]
                 if slot.record is None
-                else slot.record.local_of(slot.original)
+                else slot.record.peek(slot.original)
             )
             if has_unset(held):
                 unset.append(slot.full_name)

@@ -1,9 +1,10 @@
 """The parameter that `shard` leaves in a model: a DTensor that holds this rank's home shard.
 
 [Note: released shards]
-The device memory of a frozen home shard can be freed while the host holds the shard's values (`release`).
+The device memory of a frozen home shard can be freed while the cache, or at first plain host memory, holds
+the shard's values (`release`).
 The shard's tensor object stays, because graphs and guards refer to it, but its storage has no bytes, and
-reading it crashes.  So every access to the values first calls `bring_back`, which copies them from the host
+reading it crashes.  So every access to the values first calls `bring_back`, which copies them to the device
 again: ops (`__torch_dispatch__`), `to_local` and similar methods, `.data`, the attribute `_local_tensor`.
 
 One reader must not bring anything back: Dynamo's guards read `_local_tensor` before every call of a compiled
@@ -205,26 +206,38 @@ class HomeShard(Sharded):
         held: Tensor = _SLOT.__get__(self)
         return held
 
-    def release(self, values: Callable[[], Tensor]) -> bool:
-        """Free the shard's device memory; returns whether that was possible.
+    def release(self, values: Tensor | Callable[[], Tensor]) -> bool:
+        """Free the shard's device memory; returns whether it is free.
 
-        values: returns the shard's values, of its shape and dtype, on any device.
+        values: the shard's values on the host, which then belong to the shard, or a function that returns
+        them, on any device; of the shard's shape and dtype.
         It is impossible while another tensor shares the memory, because that tensor would lose its values.
         """
         held = self.held
-        if self._away is not None or not held.numel() or not _is_own(held):
-            return False
-        self._away = _Away(values, held.untyped_storage().nbytes())
-        held.untyped_storage().resize_(0)
-        _released[storage_id(held)] = self
+        if self._away is None:
+            if not held.numel() or not _is_own(held):
+                return False
+            self._away = _Away(values, held.untyped_storage().nbytes())
+            held.untyped_storage().resize_(0)
+            _released[storage_id(held)] = self
+        self._away = _Away(values, self._away.size_bytes)
         return True
+
+    def to_fill(self) -> Tensor:
+        """Memory of this shard's shape for other values of all of it; a released shard stays released."""
+        if self._away is None:
+            return self.held.detach()
+        if not isinstance(own := self._away.values, Tensor):
+            own = own().to("cpu", copy=True)
+            self._away = _Away(own, self._away.size_bytes)
+        return own
 
     def values(self) -> Tensor:
         """This rank's values to read, without autograd; on the host if the shard is released, as it stays."""
         if self._away is None:
             return self.held.detach()
         with without_modes():
-            return self._away.values()
+            return found if isinstance(found := self._away.values, Tensor) else found()
 
     def bring_back(self) -> None:
         """Give a released shard its memory and values again; no-op for a shard that is not released."""
@@ -233,7 +246,7 @@ class HomeShard(Sharded):
         held = self.held
         # The values do not change, so version counters and autograd must not record this copy.
         with without_modes():
-            values = away.values()
+            values = self.values()
             held.untyped_storage().resize_(away.size_bytes)
             held.data.copy_(values)
         self._away = None
@@ -274,8 +287,7 @@ class HomeShard(Sharded):
         return local_of(self, **options)
 
     def to_gather(self) -> Tensor:
-        """Like `to_local`, for an op within a call of the model that reads the values."""
-        self.bring_back()
+        """Like `to_local`, for `ops.UNSHARD` within a call of the model, which brings back what it reads."""
         return local_of(self)
 
     __tensor_flatten__ = _brought_back(
@@ -305,9 +317,9 @@ class HomeShard(Sharded):
 
 
 class _Away(NamedTuple):
-    """A released shard's record: a function that returns its values, and the size its storage had."""
+    """A released shard's record: its values (`HomeShard.release`), and the size its storage had."""
 
-    values: Callable[[], Tensor]
+    values: Tensor | Callable[[], Tensor]
     size_bytes: int
 
 

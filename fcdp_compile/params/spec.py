@@ -53,7 +53,7 @@ def fit_strategy(strategy: Strategy, mesh: Home) -> Strategy:
         if mesh.ranks_per_node == 1:  # there is only one link, so only one way to gather
             strategy = replace(strategy, algorithm=Algorithm.HIERARCHICAL)
         is_whole = mesh.of(strategy.home).ranks == 1
-        return strategy.on_whole_copies() if is_whole else strategy
+        return strategy.without_cache() if is_whole else strategy
     if strategy.home is Scope.INTRA and mesh.ranks > 1:
         raise ArgumentError(
             f"strategy {strategy.name!r} shards within a node and replicates over nodes, but there is one "

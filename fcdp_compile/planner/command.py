@@ -49,7 +49,7 @@ def plan(options: argparse.Namespace) -> tuple[str, int]:
     Raises: FcdpError for a request that cannot be planned; OSError for a file that cannot be read.
     """
     found = asked(options)
-    strategies = found.strategies or sensible(found.job)
+    strategies = found.strategies or sensible(found.traced, found.job)
     ranking = rank(estimates(found.traced, strategies, found.job, note=tell))
     code = 0 if ranking.recommended else 1
     if options.format == "json":
@@ -71,7 +71,7 @@ def simulate(options: argparse.Namespace, conditions: Conditions) -> tuple[str, 
     rankings = []
     for job in jobs:
         tell(f"simulating {title(job)}")
-        strategies = found.strategies or sensible(job)
+        strategies = found.strategies or sensible(found.traced, job)
         try:
             planned = estimates(found.traced, strategies, job)
             rankings.append(rank(planned, collectives=collectives, conditions=conditions))

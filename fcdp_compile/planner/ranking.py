@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from fcdp_compile.buckets import fitted
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.spec import fit_strategy
 from fcdp_compile.planner.estimate import Estimate, estimate
 from fcdp_compile.planner.job import Job
+from fcdp_compile.planner.retarget import specs_of
 from fcdp_compile.planner.traced import TracedModel
 from fcdp_compile.simulator import Collectives, Conditions
 from fcdp_compile.strategy import Strategy
@@ -59,21 +61,24 @@ class Ranking:
     why: str
 
 
-def sensible(job: Job) -> list[Strategy]:
+def sensible(traced: TracedModel, job: Job) -> list[Strategy]:
     """Return the `SENSIBLE` strategies that the job's mesh can run.
 
-    Of strategies that would do the same for this job, only the first is returned.
+    Of strategies that would do the same for this model and job, only the first is returned.
     """
-    found: dict[Strategy, Strategy] = {}
+    found: dict[frozenset[Strategy], Strategy] = {}
     for name in SENSIBLE:
         strategy = Strategy.parse(name)
         try:
-            fitted = fit_strategy(strategy, job.mesh)
+            on_mesh = fit_strategy(strategy, job.mesh)
         except ValueError:  # the strategy needs several nodes
             continue
         if job.accumulate == 1:  # no gradients accumulate, so their scope does not matter
-            fitted = replace(fitted, gradient=fitted.home)
-        found.setdefault(replace(fitted, name=""), strategy)
+            on_mesh = replace(on_mesh, gradient=on_mesh.home)
+        specs = specs_of(traced, replace(on_mesh, name=""), job.mesh)
+        frozen = {p.key for p in traced.params if not p.requires_grad}
+        used = frozenset(fitted(spec, is_frozen=key in frozen) for key, spec in specs.items())
+        found.setdefault(used, strategy)
     return list(found.values())
 
 

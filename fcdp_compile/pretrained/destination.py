@@ -76,7 +76,7 @@ class Destinations:
         home = self._state.topology.home(record.spec.strategy.home)
         start = layout.local_start(home.node, home.place)
         at = tuple(start if dim == layout.dim else 0 for dim in range(len(layout.shape)))
-        return Part(values=record.local(), at=at)
+        return Part(values=record.to_fill(), at=at)
 
     def _quantised_part(self, weight: QuantisedWeight, dtype: torch.dtype) -> QuantisedPart:
         packed = {name: self._records[id(p)] for name, p in weight.named_parameters()}

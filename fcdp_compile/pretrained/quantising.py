@@ -58,7 +58,7 @@ class QuantisedPart:
     @property
     def nbytes(self) -> int:
         """Bytes of the packed parts."""
-        return sum(record.local().nbytes for record in self._packed.values())
+        return sum(record.peek().nbytes for record in self._packed.values())
 
     def fill(self, source: Source, files: Files) -> None:
         """Read the rows that this rank's blocks are in, and quantise the blocks."""
@@ -70,12 +70,12 @@ class QuantisedPart:
             values = self._read(source, first * width, (first + count) * width, files)
         made = quantised_in_pieces(self._quantiser, values) if values.numel() else {}
         for name, tensor in made.items():
-            local = self._packed[name].local()
+            local = self._packed[name].to_fill()
             rows = tensor.reshape(-1, *local.shape[1:])
             if width is None:
                 rows = rows.narrow(0, *self._rows(name))
             if name in self._quantiser.asked:
-                self._asked[name] = rows.to(local.device)
+                self._asked[name] = rows.to(self._state.device.torch)
             else:
                 local.copy_(rows.view(local.dtype) if rows.itemsize == 1 else rows)
 
@@ -86,7 +86,7 @@ class QuantisedPart:
             record = self._packed[name]
             mine = self._asked.pop(name, None)
             if mine is None:  # this rank has no rows
-                mine = torch.empty(record.spec.local_shape, device=record.local().device)
+                mine = torch.empty(record.spec.local_shape, device=self._state.device.torch)
             whole[name] = self._state.gather(record.spec.key, mine, mine.dtype)
         return whole
 
@@ -95,7 +95,7 @@ class QuantisedPart:
         self._weight.recipe = self._recipe
         for name, tensor in self._quantiser.finish(whole).items():
             if name in self._packed:
-                self._packed[name].local().copy_(tensor.narrow(0, *self._rows(name)))
+                self._packed[name].to_fill().copy_(tensor.narrow(0, *self._rows(name)))
             else:
                 old = self._weight._buffers[name]
                 assert old is not None

@@ -172,7 +172,7 @@ class _Block:
         """Gather the parameters, one after the other; valid copies of the node save sending between nodes."""
         # Before any is replaced, because a copy of several parameters is valid only for all of them.
         values = self._state.outside.read_all(
-            [(r.spec.key, r.local(), r.spec.home_dtype) for r in self._records]
+            [(r.spec.key, r.peek(), r.spec.home_dtype) for r in self._records]
         )
         for record, value in zip(self._records, values, strict=True):
             self._replace(record, nn.Parameter(value, requires_grad=False))
@@ -240,7 +240,7 @@ class _Block:
                 spec = was.record.spec
                 where = self._state.topology.home(spec.strategy.home)
                 with torch.no_grad():
-                    local = was.record.local_of(was.home)
+                    local = was.record.to_fill(was.home)
                     local.copy_(rows_of(one.values, spec.layout, where.node, where.place))
                 written.append(spec.key)
         if written:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile.buckets import may_leave
 from fcdp_compile.devices import Device, current_device, device_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params import registry
@@ -299,12 +300,15 @@ def _home_shard(
     if topology.home_mesh is None:
         return _whole(parameter, spec.key, device)
     where = topology.home(scope)
+    # A frozen shard that the cache will let leave the device waits on the host from the start.
+    is_away = may_leave(spec, is_frozen=not parameter.requires_grad)
+    waits_on = torch.device("cpu") if is_away else device
     if parameter.is_meta:
-        local = torch.empty(spec.local_shape, dtype=parameter.dtype, device=device)
+        local = torch.empty(spec.local_shape, dtype=parameter.dtype, device=waits_on)
     else:
-        local = _part(parameter.detach(), layout, where, device)
+        local = _part(parameter.detach(), layout, where, waits_on)
     home = HomeShard.of(
-        local,
+        torch.empty_like(local, device=device) if is_away else local,
         layout,
         topology.home_mesh,
         requires_grad=parameter.requires_grad,
@@ -312,6 +316,8 @@ def _home_shard(
         calls=calls,
         key=spec.key,
     )
+    if is_away and not home.release(local):
+        home.held.copy_(local)
     _keep_marks(parameter, home)
     if parameter.grad is not None:
         grad = _part(parameter.grad, layout, where, device)

@@ -23,6 +23,7 @@ from fcdp_compile.params.home_shard import Calls, HomeShard, check_cut, key_of, 
 from fcdp_compile.params.registry import whole_error
 from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.refusals import is_ignored
 from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
 
@@ -337,8 +338,8 @@ def _to_device_of(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
 def _refuse_to_convert(
     name: str, parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]
 ) -> None:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    local = local.detach()
+    held = ParamRecord.held(parameter)
+    local = held.new_empty(0)  # a released shard has no memory to convert
     converted = convert(local)
     if (converted.dtype, converted.device) != (local.dtype, local.device):
         raise FcdpError(

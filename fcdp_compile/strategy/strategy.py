@@ -10,51 +10,14 @@ FCDP (Park et al.).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from typing import Any
 
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.strategy.choices import Cache, GradientOn, Life, Scope
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
 from fcdp_compile.strategy.paro import PARO, why_no_paro
 from fcdp_compile.suggestion import did_you_mean
-
-
-class Scope(Enum):
-    """How widely something is sharded."""
-
-    NONE = "none"
-    INTRA = "intra"
-    GLOBAL = "global"
-
-
-class Cache(Enum):
-    """Where a gathered node shard waits for its next use; gpu-full: the whole bucket.
-
-    Adaptive: on the GPU while there is room, else on the host; the whole bucket while the GPU has room.
-    """
-
-    NONE = "none"
-    GPU = "gpu"
-    GPU_FULL = "gpu-full"
-    HOST = "host"
-    ADAPTIVE = "adaptive"
-
-
-class GradientOn(Enum):
-    """Where accumulated gradients wait; auto: on the GPU while the planned step leaves room for them."""
-
-    AUTO = "auto"
-    GPU = "gpu"
-    HOST = "host"
-
-
-class Life(Enum):
-    """How long a cached node shard is kept."""
-
-    UNTIL_BACKWARD = "until-backward"
-    UNTIL_CHANGED = "until-changed"
-
 
 _PLAIN = (Format.FULL, Format.FULL, Algorithm.HIERARCHICAL)
 _FORMATS = {
@@ -227,13 +190,17 @@ class Strategy:
         return replace(self, weight_format=full, host_format=full, frozen_format=full)
 
     def on_one_node(self, ranks_per_node: int) -> Strategy:
-        """The same strategy on one node: without caches of node shards, formats and algorithms."""
+        """The same strategy on one node, where home shards are node shards: without formats and algorithms.
+
+        Of its caches, whole buckets remain, and the host for shards that leave the GPU (`buckets.fitted`).
+        """
         gradient = Scope.GLOBAL if self.gradient is Scope.INTRA else self.gradient
-        keeps = self.cache is Cache.GPU_FULL and ranks_per_node > 1
+        leaves = self.keeps_on_host and self.is_resident
+        keeps = ranks_per_node > 1 and (leaves or self.cache is Cache.GPU_FULL)
         return replace(
             self.with_exact_weights(),
             home=Scope.GLOBAL if self.home is Scope.INTRA else self.home,
-            cache=Cache.GPU_FULL if keeps else Cache.NONE,
+            cache=self.cache if keeps else Cache.NONE,
             life=self.life if keeps else Life.UNTIL_BACKWARD,
             gradient=gradient,
             gradient_on=GradientOn.AUTO if gradient is Scope.GLOBAL else self.gradient_on,
@@ -242,8 +209,8 @@ class Strategy:
             whole_matrices=False,
         )
 
-    def on_whole_copies(self) -> Strategy:
-        """The same strategy if home shards are whole parameters: nothing is cached."""
+    def without_cache(self) -> Strategy:
+        """The same strategy, but nothing is cached."""
         return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
 
     def with_gradients_on(self, place: str) -> Strategy:

@@ -19,8 +19,7 @@ from fcdp_compile.plan import Kind, Placement, Schedule, Step, Tier
 class Entry:
     """A bucket that is cached.
 
-    bytes: device memory that is needed if the node shard stays on the device.  It includes home shards that
-    could leave the device if the node shard were on the host.
+    bytes: device memory that is needed if the node shard stays on the device.
     moved_bytes: bytes over the bus in a step if the node shard is on the host.
     full_bytes: further device memory for keeping the whole bucket; None if it cannot be kept.
     spread_bytes: bytes that this rank sends within the node in a step if the whole bucket is not kept.

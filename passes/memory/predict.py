@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import sympy
 from torch.fx import Graph, GraphModule
 
+from fcdp_compile.buckets import may_leave
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.describe import is_step
@@ -30,7 +31,6 @@ from fcdp_compile.passes.memory.curve import (
 )
 from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Tier, Variant
 from fcdp_compile.strategy import Cache
-from fcdp_compile.strategy.formats import Format
 
 _STATE_BYTES = 8  # optimizer state of each trainable element: Adam's two moments in fp32
 
@@ -139,12 +139,9 @@ def fixed_bytes(bucket: Bucket, placement: Placement) -> int:
 
 
 def is_released(bucket: Bucket, placement: Placement, ctx: PassContext) -> bool:
-    """Whether a bucket's home shards leave the device while the host has its node shard."""
-    resident = bucket.strategy.is_resident and bucket.frozen and placement.tier is Tier.HOST
-    is_exact = bucket.wire is Format.FULL
-    return (
-        resident and is_exact and all(s.home_dtype == s.gather_dtype for s in _specs(bucket, ctx))
-    )
+    """Whether a bucket's home shards leave the device, because the cache has its node shard."""
+    specs = _specs(bucket, ctx)
+    return placement.is_cached and all(may_leave(s, is_frozen=bucket.frozen) for s in specs)
 
 
 def _home_shards(graph: Graph, device_type: str) -> set[int]:
@@ -177,8 +174,6 @@ def _entries(
     for bucket, placement in placed:
         if not placement.is_cached or bucket.strategy.cache is not Cache.ADAPTIVE:
             continue
-        leaves = is_released(bucket, placement, ctx)
-        home = sum(map(_home_bytes, _specs(bucket, ctx))) if leaves else 0
         node_bytes = bucket.node_bytes
         mine = [
             [a.step for a in part if a.bucket == bucket.id]
@@ -194,7 +189,7 @@ def _entries(
         entries.append(
             Entry(
                 bucket=bucket.id,
-                bytes=node_bytes + home,
+                bytes=node_bytes,
                 moved_bytes=moves * bucket.host_bytes,
                 full_bytes=_full_bytes(bucket),
                 spread_bytes=spreads * (bucket.ranks_per_node - 1) * node_bytes,

@@ -135,9 +135,8 @@ class NodeShardCache:
         state.becomes(_AGREED if agreed else _REFUSED)
         if agreed or (copy := state.copy) is None or copy.tier is not Tier.GPU_FULL:
             return
-        if (full := copy.kept).done is not None:
-            full.done.order()
-        node_shard = full.tensor.view(home.ranks_per_node, -1)[home.place]
+        node_shard = self.node_shard(bucket.id, copy.generation, home)
+        assert node_shard is not None, "the whole bucket has it"
         if (tier := self._tier_now(bucket, state)) is Tier.GPU:
             node_shard = node_shard.clone()  # a view would keep the whole bucket
         self._keep(bucket, tier, node_shard, copy.generation, copy.uses).wait()
@@ -281,24 +280,22 @@ class NodeShardCache:
         reads: list[Tensor | Pending] = [kept, arrived]
         return self._lanes.start(LANES[Kind.LOAD], run, out=on_device, reads=reads, name=name)
 
-    def has_host_copy(self, bucket_id: int, generation: int) -> bool:
-        """Whether the exact node shard of this generation is in host memory, or on its way there."""
-        return self._host_copy(bucket_id, generation) is not None
+    def node_shard(self, bucket_id: int, generation: int, home: Home) -> Tensor | None:
+        """The exact node shard [N*S] of this generation where it is kept, ready to be read; None without it.
 
-    def _host_copy(self, bucket_id: int, generation: int) -> Pending | None:
+        home: this rank among those that share one copy of the bucket.
+        """
         copy = self._states[bucket_id].copy
-        if copy is None or copy.generation != generation:
+        if copy is None or copy.generation != generation or copy.codec is not None:
             return None
-        return copy.kept if copy.tier is Tier.HOST and copy.codec is None else None
-
-    def host_copy(self, bucket_id: int, generation: int) -> Tensor | None:
-        """The exact node shard [N*S] of this generation, ready to be read, if it is in host memory."""
-        if (kept := self._host_copy(bucket_id, generation)) is None:
-            return None
-        if kept.done is not None:
-            kept.done.order()
-            self._lanes.device.synchronize()  # the reader is the Python thread, not a stream
-        return kept.tensor
+        if copy.kept.done is not None:
+            copy.kept.done.order()
+            if copy.tier is Tier.HOST:
+                self._lanes.device.synchronize()  # the reader is the Python thread, not a stream
+        kept = copy.kept.tensor
+        return (
+            kept.view(home.ranks_per_node, -1)[home.place] if copy.tier is Tier.GPU_FULL else kept
+        )
 
     def drop(self, bucket_id: int) -> None:
         """Give the bucket's copy back, if it has one, and forget the bucket."""

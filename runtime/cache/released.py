@@ -1,6 +1,6 @@
-"""Release frozen home shards from the device once the host has their bucket; reading brings them back.
+"""Release frozen home shards from the device once the cache has their bucket; reading brings them back.
 
-    home shard [S] on the device  ==  slot n of the node shard [N*S] on the host, n being this rank's node
+    home shard [S]  ==  slot n of the node shard [N*S] that the cache keeps, n being this rank's node
 
 Graphs load the cached bucket: only saving, editing or unfreezing reads a frozen parameter (`home_shard`).
 """
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
+from fcdp_compile.buckets import may_leave
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.params.packing import unpack_grads
 from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.params.spec import Home
 from fcdp_compile.plan import Bucket
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
-from fcdp_compile.strategy.formats import Format
 
 
 def release(
@@ -27,35 +27,30 @@ def release(
     specs: Sequence[ParamSpec],
     parameters: Sequence[nn.Parameter],
     cache: NodeShardCache,
-    node: int,
+    home: Home,
 ) -> None:
-    """Release the home shards of a bucket that is valid in the cache.
+    """Release the home shards of a bucket whose copy in the cache is valid; without a copy, none.
 
-    specs, parameters: those of the bucket, in its order.  node: this rank's node.
-    Nothing is released if the copy is not in host memory or is about to leave it, or has less precision.
+    specs, parameters: those of the bucket, in its order.  home: this rank among those that share one copy.
     """
-    if bucket.wire is not Format.FULL or cache.keeps_in_full(bucket):
-        return
-    dtype = getattr(torch, bucket.dtype)
-    generation = cache.generation(bucket.id)
-    if generation is None or not cache.has_host_copy(bucket.id, generation):
+    if (generation := cache.generation(bucket.id)) is None:
         return
     for spec, place, parameter in zip(specs, bucket.params, parameters, strict=True):
-        if isinstance(parameter, HomeShard) and spec.home_dtype == dtype:
+        if isinstance(parameter, HomeShard) and may_leave(spec, is_frozen=bucket.frozen):
             has_slot_of_each_node = bucket.slots_per_node_shard == bucket.nodes
-            start = place.offset + node * bucket.slot_elements * has_slot_of_each_node
-            parameter.release(partial(_values, cache, bucket.id, generation, start, spec, node))
+            start = place.offset + home.node * bucket.slot_elements * has_slot_of_each_node
+            parameter.release(partial(_values, cache, bucket.id, generation, start, spec, home))
 
 
 def _values(
-    cache: NodeShardCache, bucket_id: int, generation: int, start: int, spec: ParamSpec, node: int
+    cache: NodeShardCache, bucket_id: int, generation: int, start: int, spec: ParamSpec, home: Home
 ) -> Tensor:
-    """A home shard, read from element `start` of the host's node shard."""
-    node_shard = cache.host_copy(bucket_id, generation)
+    """A home shard, read from element `start` of the node shard."""
+    node_shard = cache.node_shard(bucket_id, generation, home)
     if node_shard is None:
         raise FcdpError(
             f"the home shard of parameter {spec.name!r} was released and bucket {bucket_id}, which had its "
-            "values on the host, is gone; this is a bug in fcdp"
+            "values, is gone; this is a bug in fcdp"
         )
     slot = node_shard.narrow(0, start, spec.layout.slot_elements)
-    return unpack_grads(slot, [spec.layout], [spec.local_shape], [spec.home_dtype], node)[0]
+    return unpack_grads(slot, [spec.layout], [spec.local_shape], [spec.home_dtype], home.node)[0]

@@ -68,6 +68,11 @@ class Collectives:
         return self._topology.place
 
     @property
+    def device(self) -> torch.device:
+        """The device that collectives are for."""
+        return self._lanes.device.torch
+
+    @property
     def ranks_per_node(self) -> int:
         """The number of ranks of a node."""
         return self._topology.ranks_per_node

@@ -103,14 +103,28 @@ class ParamRecord:
             return parameter.held
         return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
-    def peek(self) -> Tensor:
-        """This rank's home shard to read, without autograd; a released shard is read on the host."""
-        parameter = self.parameter()
+    def peek(self, parameter: Tensor | None = None) -> Tensor:
+        """This rank's home shard to read, without autograd; a released shard is read on the host.
+
+        parameter: one that is or was the parameter of this record; None: the parameter as it is now.
+        """
+        parameter = self.parameter() if parameter is None else parameter
         if not isinstance(parameter, HomeShard):
             return self.local_of(parameter)
         values = parameter.values()
         check_shard(self.spec, values)
         return values
+
+    def to_fill(self, parameter: Tensor | None = None) -> Tensor:
+        """Memory for other values of all of this rank's home shard; on the host if the shard is released.
+
+        parameter: as for `peek`.  The caller must note that the values changed (`Validity.values_arrived`).
+        """
+        parameter = self.parameter() if parameter is None else parameter
+        if not isinstance(parameter, HomeShard):
+            return self.local_of(parameter)
+        check_shard(self.spec, parameter.held)
+        return parameter.to_fill()
 
     def local(self) -> Tensor:
         """This rank's home shard, without autograd."""

@@ -43,19 +43,25 @@ class CacheUpkeep:
         self._codecs = codecs
 
     def refresh(self, bucket: Bucket) -> None:
-        """Gather a bucket between nodes straight into the cache; within the node too if it is kept whole."""
-        dtype = getattr(torch, bucket.dtype)
-        shards = self._records.shards(bucket)
+        """Gather a bucket between nodes straight into the cache; within the node too if it is kept whole.
+
+        Frozen home shards that the copy of a graph's bucket contains leave the device.
+        """
+        dtype, device = getattr(torch, bucket.dtype), self._collectives.device
+        shards = [r.peek().to(device) for r in self._records.of(bucket)]
         home = pack_home(shards, [p.layout for p in bucket.params], dtype, self._topology.node)
         if bucket.frozen and any(home.data_ptr() == s.data_ptr() for s in shards):
             # A group's own thread holds the tensor that it sent until a little after the gather, and a shard
             # that anything else holds cannot be released.
             home = home.clone()
+        del shards
         node_shard = Pending(home)
         if bucket.nodes > 1:
             node_shard = self._of_all_nodes(bucket, home)
         generation = self._validity.generation(bucket)
         stored = self._cache.store(bucket, node_shard, generation)
+        if bucket.id >= 0:  # others may lose their copy at any time (`runtime.outside`)
+            self.release_shards(bucket)
         if self._cache.keeps_in_full(bucket):
             kind = Kind.INTRA_ALL_GATHER
             full = self._collectives.all_gather(kind, stored, range_name(kind, bucket))
@@ -84,5 +90,5 @@ class CacheUpkeep:
         """Release the device memory of the home shards of a bucket that is valid in the cache."""
         records = self._records.of(bucket)
         specs, parameters = [r.spec for r in records], [r.parameter() for r in records]
-        node = self._topology.home(bucket.strategy.home).node
-        release(bucket, specs, parameters, self._cache, node)
+        home = self._topology.home(bucket.strategy.home)
+        release(bucket, specs, parameters, self._cache, home)

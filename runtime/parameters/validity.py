@@ -122,13 +122,8 @@ class Validity:
         for bucket in buckets:
             if bucket.id not in agreed.refused:
                 continue
-            keeps = not agreed.refused[bucket.id]
-            if keeps and not self._cache.keeps_in_full(bucket):
-                self._records.shards(
-                    bucket
-                )  # brings back shards that only the host has, before it lets go
             home = self._topology.home(bucket.strategy.home)
-            self._cache.agree_in_full(bucket, home, agreed=keeps)
+            self._cache.agree_in_full(bucket, home, agreed=not agreed.refused[bucket.id])
 
     # --- what has changed ---------------------------------------------------------------------------------
 
@@ -143,7 +138,7 @@ class Validity:
         if found := self._seals.changed({key: self._records[key].parameter() for key in keys}):
             self.values_changed(found)
             for key in found:
-                self._records[key].local()  # raises if it was replaced by no home shard
+                self._records[key].peek()  # raises if it was replaced by no home shard
 
     def generation(self, bucket: Bucket) -> int:
         """The generation of a bucket's parameters."""

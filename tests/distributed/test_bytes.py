@@ -262,7 +262,12 @@ _MEASURED: dict[str, tuple[int, int, list[Key]]] = {
     "1x2": (
         1,
         2,
-        [("odd", "zero3", False), ("odd-lora", "fcdp", True), ("odd-lora", "zero2", True)],
+        [
+            ("odd", "zero3", False),
+            ("odd-lora", "fcdp", True),
+            ("odd-lora", "fcdp", False),
+            ("odd-lora", "zero2", True),
+        ],
     ),
     "2x2, all others": (2, 2, _REST),
     "4x1": (4, 1, _FEW),

@@ -61,7 +61,7 @@ def _reads() -> Iterator[Counter[tuple[str, str]]]:
     patch = pytest.MonkeyPatch()
     for name in _READERS:
         patch.setattr(Tensor, name, counted(getattr(Tensor, name)))
-    patch.setattr(NodeShardCache, "host_copy", counted(NodeShardCache.host_copy))  # synchronises
+    patch.setattr(NodeShardCache, "node_shard", counted(NodeShardCache.node_shard))  # synchronises
     try:
         yield found
     finally:

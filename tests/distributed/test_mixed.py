@@ -283,4 +283,5 @@ def test_the_printed_form() -> None:
     fcdp = Strategy.parse("fcdp")
     assert str(Strategy.parse("hpz+w8")) == "zero+++w8"
     assert str(fcdp.with_gradients_on("host")) == "fcdp (gradient_on=host)"
-    assert str(fcdp.on_one_node(2)).startswith("fcdp (cache=none, ")
+    assert str(fcdp.on_one_node(2)) == "fcdp (gradient=global)"
+    assert str(fcdp.on_one_node(1)).startswith("fcdp (cache=none, ")

@@ -107,6 +107,15 @@ def test_a_quantised_base_trains_as_replicated_and_crosses_the_network_once() ->
             assert (sent[0], sent[-1]) == (slots[False] + slots[True], slots[False]), case
 
 
+def test_on_one_node_a_quantised_base_is_loaded_from_the_host() -> None:
+    cases = [("nf4-nested", "fcdp", False), ("int8", "fcdp", True)]
+    for found in run(_train, cases, nodes=1, ranks_per_node=2):
+        for (kind, *_), (losses, sent, _, _) in zip(cases, found, strict=True):
+            expected = torch.tensor(_replicated(kind, 2))
+            torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-6, atol=0)
+            assert not any(sent)
+
+
 def _load(mesh: DeviceMesh, folders: list[Path], options: dict[str, Any]) -> None:
     for folder in folders:
         model = _on_meta(folder, options)

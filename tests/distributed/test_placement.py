@@ -215,6 +215,22 @@ def test_tiers_change_bytes_and_no_number(name: str) -> None:
     assert [set(t) for t in tiers] == [{"host"}, {"gpu-full"}, {"host"}, {"gpu-full"}]
 
 
+def _on_one_node(mesh: DeviceMesh, name: str) -> None:
+    """Frozen home shards wait on the host, stay on the device, or are kept whole."""
+    nothing, plenty = Trained(mesh, name, None), Trained(mesh, name, _PLENTY)
+    _numbers(mesh, name, nothing, plenty)
+    _full_device(mesh, name, nothing, plenty)
+    plan = nothing.plans[0]
+    frozen = [b for b in plan.buckets if b.frozen]
+    assert {b.id for b in frozen} == {p.bucket for p in plan.placements if p.tier is Tier.HOST}
+    assert nothing.host_bytes == sum(b.node_bytes for b in frozen)
+    assert state_of(nothing.model).host_memory.planned_bytes == nothing.host_bytes
+
+
+def test_tiers_on_one_node() -> None:
+    run(_on_one_node, "odd-lora", nodes=1, ranks_per_node=2)
+
+
 def _two_plans(mesh: DeviceMesh, name: str) -> None:
     """Two compilations of one model, one of which keeps whole buckets, take turns in every order."""
     seen = []

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile.params.home_shard import HomeShard
-from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
 from tests.distributed.beside import Beside, named, whole
 from tests.distributed.jobs import WORKS, Job, Verdicts, asked, rows, run_jobs
 from tests.distributed.models import CASES, Case, odd_lora
@@ -47,33 +49,27 @@ def _losses(
     return losses, values(pair.model), sizes
 
 
-def _with_and_without(mesh: DeviceMesh, name: str) -> tuple[list[int], list[int], list[int]]:
+def _with_and_without(mesh: DeviceMesh, name: str) -> tuple[list[int], list[int]]:
     losses, parameters, sizes = _losses(mesh, name, "fcdp")
     other_losses, other_parameters, other_sizes = _losses(mesh, name, "zero3")
-    release = CacheUpkeep.release_shards
-    CacheUpkeep.release_shards = lambda self, bucket: None  # type: ignore[method-assign]
-    try:
-        kept_losses, kept_parameters, kept_sizes = _losses(mesh, name, "fcdp")
-    finally:
-        CacheUpkeep.release_shards = release  # type: ignore[method-assign]
-    assert losses == kept_losses == other_losses
+    assert losses == other_losses
     for n, value in parameters.items():
-        assert torch.equal(value, kept_parameters[n]), n
         assert torch.equal(value, other_parameters[n]), n
-    return sizes, kept_sizes, other_sizes
+    return sizes, other_sizes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ranks_per_node"), [("odd-lora", 2), ("odd-lora", 1), ("llama-lora", 1)]
+    ("name", "nodes", "ranks_per_node"),
+    [("odd-lora", 2, 2), ("odd-lora", 2, 1), ("llama-lora", 2, 1), ("odd-lora", 1, 2)],
 )
-def test_memory_falls_and_no_number_changes(name: str, ranks_per_node: int) -> None:
-    for sizes, kept, zero3 in run(_with_and_without, name, nodes=2, ranks_per_node=ranks_per_node):
-        assert sizes[0] > 0
-        assert sizes[1:] == [0] * 8, "after every forward and backward"
-        assert kept == zero3 == [sizes[0]] * 9, (
-            "the control: they stay without it, and under ZeRO-3"
-        )
+def test_frozen_shards_take_no_memory_and_no_number_changes(
+    name: str, nodes: int, ranks_per_node: int
+) -> None:
+    for sizes, zero3 in run(_with_and_without, name, nodes=nodes, ranks_per_node=ranks_per_node):
+        assert sizes == [0] * 9, "after `shard` and after every forward and backward"
+        assert zero3 == [zero3[0]] * 9, "the control: they stay under ZeRO-3"
+        assert zero3[0] > 0
 
 
 # --- between a forward and its backward; other kinds of forwards ----------------------------------------
@@ -213,13 +209,47 @@ def _no_fingerprints(mesh: DeviceMesh) -> None:
         assert set(taken) == {"broken"}
         taken.clear()
         forward(pair)
-        assert taken == ["compared"], "all at once"
+        # Those whose transfer starts early (`runtime.seams`), and then the rest, all at once.
+        assert taken in (["compared"], ["compared"] * 2)
         taken.clear()
         forward(pair)
         assert not taken
 
 
+def _saving_and_loading(mesh: DeviceMesh) -> None:
+    """Neither brings a shard back: the whole base may be larger than the GPUs."""
+    pair = make_pair(mesh)
+    forward(pair)
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders)
+    fcdp_compile.save(f"{folders[0]}/saved", pair.model)
+    fcdp_compile.save_pretrained(pair.model, f"{folders[0]}/pretrained")
+    with fcdp_compile.gathered(pair.model):
+        pass
+    assert not there(pair.model)
+    expected = values(pair.model)  # brings them back
+    with torch.no_grad():
+        for parameter in pair.model.parameters():
+            parameter.zero_()
+    forward(pair)
+    fcdp_compile.load(f"{folders[0]}/saved", pair.model)
+    assert not there(pair.model)
+    found = values(pair.model)
+    for name, parameter in expected.items():
+        assert torch.equal(found[name], parameter), name
+    forward(pair)
+    with fcdp_compile.gathered(pair.model, writeback=True):
+        named(pair.model, NAMES[0]).mul_(2)
+    named(pair.plain, NAMES[0]).mul_(2)
+    assert not there(pair.model)
+    pair.train(2)
+    forward(pair).backward()
+    torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1e-3)
+    assert not there(pair.model)
+
+
 _JOBS: dict[str, Job] = {
+    "saving and loading": _saving_and_loading,
     "between forward and backward": _between,
     "evaluation": _evaluation,
     "a graph that reads a shard": _read_in_a_graph,
@@ -239,6 +269,12 @@ def verdicts(request: pytest.FixtureRequest) -> Verdicts:
 @pytest.mark.parametrize("job", rows(_JOBS, slow=_JOBS.keys() - {"between forward and backward"}))
 def test_released_shards_and(verdicts: Verdicts, job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
+
+
+@pytest.mark.slow
+def test_released_shards_on_one_node() -> None:
+    for verdict in run_jobs(_JOBS, nodes=1, ranks_per_node=2):
+        assert verdict == dict.fromkeys(_JOBS, WORKS)
 
 
 @pytest.mark.slow

@@ -93,7 +93,14 @@ def test_one_node_has_nothing_between_nodes(
 ) -> None:
     where = Where(nodes=1, ranks_per_node=3)
     more = {"direction": direction, "variant": variant, "backward_buckets": (0, 1)}
-    assert sources(strategy, where, **more) == [HOME, HOME]
+    frozen = LOAD if strategy == "fcdp" else HOME  # its home shard waits on the host
+    assert sources(strategy, where, **more) == [HOME, frozen]
+
+
+def test_what_has_no_place_on_the_host_stays_at_home_on_one_node() -> None:
+    where = Where(nodes=1, ranks_per_node=2)
+    assert sources("fcdp", where, host_bytes=8) == [HOME, LOAD]
+    assert sources("fcdp", where, host_bytes=7) == [HOME, HOME]
 
 
 def test_a_bucket_of_which_a_part_is_absent_is_loaded() -> None:

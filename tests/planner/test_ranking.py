@@ -93,6 +93,18 @@ def test_fcdp_wins_where_devices_are_short_and_the_network_is_slow() -> None:
     assert "ddp" not in [r.strategy for r in found.rows if r.fits]
 
 
+def test_on_one_node_frozen_shards_wait_on_the_host_only_where_nothing_else_fits() -> None:
+    def found(device_bytes: int) -> Ranking:
+        job = make_job(nodes=1, profile=_profile(device_memory_bytes=device_bytes))
+        return _rank(job, is_frozen=True, names=("zero1", "zero3", "fcdp"))
+
+    short, roomy = found(MODEL_BYTES * 9 // 10), found(100 * MODEL_BYTES)
+    assert short.recommended == "fcdp"
+    assert [r.strategy for r in short.rows if r.fits] == ["fcdp"]
+    assert [r.host_bytes_per_node for r in (short.rows[0], roomy.rows[0])] == [MODEL_BYTES, 0]
+    assert short.rows[0].step_s > roomy.rows[0].step_s, "loading takes time"
+
+
 def test_among_equals_the_one_that_takes_least() -> None:
     job = make_job(profile=_profile(bytes_per_s=1e12))
     compute_bound = replace(job.profile, machine=replace(job.profile.machine, flops_per_s=1e6))
@@ -143,11 +155,15 @@ def test_the_only_one_that_fits() -> None:
 
 def test_sensible_strategies_differ() -> None:
     """All of them differ, and none needs more nodes than there are."""
-    several = [x.name for x in sensible(make_job(accumulate=4))]
+    trained, lora = stack(is_frozen=False), stack(is_frozen=True)
+    several = [x.name for x in sensible(trained, make_job(accumulate=4))]
     assert {"ddp", "zero1", "zero2", "zero3", "zero++", "mics", "fcdp"} <= set(several)
-    assert "zero2" not in [x.name for x in sensible(make_job())], "zero1 without micro-batches"
-    one_node = [x.name for x in sensible(make_job(nodes=1))]
-    assert {"mics", "zero++", "fcdp"}.isdisjoint(one_node)
+    assert "zero2" not in [x.name for x in sensible(trained, make_job())], (
+        "zero1 without micro-batches"
+    )
+    assert "fcdp" in [x.name for x in sensible(lora, make_job(nodes=1))]
+    one_node = [x.name for x in sensible(trained, make_job(nodes=1))]
+    assert {"mics", "zero++", "fcdp"}.isdisjoint(one_node), "only frozen shards wait on the host"
     rows = _rank(make_job(nodes=1), is_frozen=False, names=tuple(one_node)).rows
     assert all(r.inter_bytes_per_step == 0 for r in rows)
 

@@ -38,7 +38,9 @@ class TestWhenTheDeviceIsFull:
         assert torch.equal(loaded, kept)
         assert counters.sent == {Kind.STORE.value: SHARD_BYTES, Kind.LOAD.value: SHARD_BYTES}
         assert (cache.host_bytes(), cache.fallen_back) == (SHARD_BYTES, 1)
-        assert cache.host_copy(0, 1) is not None
+        found = cache.node_shard(0, 1, TestInFull.TOPOLOGY)
+        assert found is not None
+        assert torch.equal(found, kept)
 
     def test_it_stays_there_once_it_fell_back(self) -> None:
         used = [51]
@@ -117,7 +119,9 @@ class TestInFull:
             assert loaded.is_full
             assert torch.equal(loaded.wait(), self.full())
         assert counters.sent == {Kind.STORE.value: 0, Kind.LOAD.value: 0}
-        assert cache.host_copy(0, 3) is None
+        found = cache.node_shard(0, 3, self.TOPOLOGY)
+        assert found is not None
+        assert torch.equal(found, shard(2)), "this rank's part"
 
     def test_it_is_not_kept_unless_agreed_or_of_another_generation(self) -> None:
         cache, _ = make()
@@ -136,7 +140,6 @@ class TestInFull:
         loaded = cache.load(bucket, 3)
         assert not loaded.is_full
         assert torch.equal(loaded.wait(), shard(2)), "this rank's part"
-        assert (cache.host_copy(0, 3) is None) == (bucket is GPU)
         assert loaded.tensor.untyped_storage().nbytes() == SHARD_BYTES
 
     def test_a_short_memory_is_told_first_and_given_up_when_all_know(self) -> None:

@@ -80,9 +80,9 @@ def store_and_load(at: OnTheWay) -> None:
 
 def copy_to_the_python_thread(at: OnTheWay) -> None:
     at.cache.store(BUCKET, at.node_shard(), 1)
-    found = at.cache.host_copy(BUCKET.id, 1)
-    assert (found is None) == (not at.is_on_host)
-    if found is not None:
+    found = at.cache.node_shard(BUCKET.id, 1, HOME)
+    assert found is not None
+    if at.is_on_host:
         at.device.check.note([found], [], "the Python thread")
 
 

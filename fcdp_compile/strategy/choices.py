@@ -1,0 +1,41 @@
+"""The values of a strategy's choices."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Scope(Enum):
+    """How widely something is sharded."""
+
+    NONE = "none"
+    INTRA = "intra"
+    GLOBAL = "global"
+
+
+class Cache(Enum):
+    """Where a gathered node shard waits for its next use; gpu-full: the whole bucket.
+
+    Adaptive: on the GPU while there is room, else on the host; the whole bucket while the GPU has room.
+    """
+
+    NONE = "none"
+    GPU = "gpu"
+    GPU_FULL = "gpu-full"
+    HOST = "host"
+    ADAPTIVE = "adaptive"
+
+
+class GradientOn(Enum):
+    """Where accumulated gradients wait; auto: on the GPU while the planned step leaves room for them."""
+
+    AUTO = "auto"
+    GPU = "gpu"
+    HOST = "host"
+
+
+class Life(Enum):
+    """How long a cached node shard is kept."""
+
+    UNTIL_BACKWARD = "until-backward"
+    UNTIL_CHANGED = "until-changed"
