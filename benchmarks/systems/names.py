@@ -254,6 +254,22 @@ MUON: tuple[System, ...] = (
 """Systems of `benchmarks.seams --systems` alone that train with Muon."""
 
 OFFLOAD: tuple[System, ...] = (
+    *(
+        System(
+            name=f"fcdp-states-{place}",
+            title=title,
+            about=f'`fcdp_compile.offload(AdamW, step_on="{place}")`',
+            family="train_fcdp",
+            state=ShardedOver.GLOBAL,
+            traffic=ExpectedBytes(step_t=1.0),
+            is_ours=True,
+            compile_s=5.0,
+        )
+        for place, title in (
+            ("gpu", "fcdp, states on the host"),
+            ("cpu", "fcdp, states and step on the host"),
+        )
+    ),
     System(
         name="fsdp2-offload",
         title="FSDP2, CPUOffloadPolicy",

@@ -11,7 +11,7 @@ from torch import nn
 
 import fcdp_compile
 from benchmarks.systems.model import Gpt
-from benchmarks.systems.train_torch import TorchTrainer, make_muon
+from benchmarks.systems.train_torch import TorchTrainer, make_adamw, make_muon
 from benchmarks.systems.trainer import HostMemoryUse, RankOfNodes
 from fcdp_compile.sharding.shard import state_of
 
@@ -27,6 +27,10 @@ STRATEGIES = {
 
 BREAKS = {"fcdp-break-1": 1, "fcdp-break-3": 3}
 """How often each system's graph breaks."""
+
+
+STEPS_ON = {"fcdp-states-gpu": "gpu", "fcdp-states-cpu": "cpu"}
+"""Where the optimizer of each system steps whose states are on the host."""
 
 
 class FcdpTrainer(TorchTrainer):
@@ -64,6 +68,10 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> FcdpTrainer:
         return FcdpTrainer(sharded, blocks=blocks)
     if name == "fcdp-muon":
         return FcdpTrainer(sharded, optimizer=make_muon(fcdp_compile.Muon, model))
+    if name in STEPS_ON:
+        adamw = make_adamw(list(sharded.parameters()))
+        offloaded = fcdp_compile.offload(adamw, step_on=STEPS_ON[name])
+        return FcdpTrainer(sharded, optimizer=offloaded)
     for block in breaks_after(name, blocks):
         block.register_forward_hook(_break)
     return FcdpTrainer(sharded)
