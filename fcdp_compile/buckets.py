@@ -60,7 +60,8 @@ def may_leave(spec: ParamSpec, *, is_frozen: bool) -> bool:
     strategy, dtype = spec.strategy, spec.home_dtype
     sent, _ = strategy.formats(is_frozen=True)
     is_exact = dtype == spec.gather_dtype and wire_format(sent, dtype) is Format.FULL
-    return is_frozen and is_exact and strategy.keeps_on_host and strategy.is_resident
+    is_here = spec.computes_on is None
+    return is_frozen and is_here and is_exact and strategy.keeps_on_host and strategy.is_resident
 
 
 def wire_format(wanted: Format, dtype: torch.dtype) -> Format:

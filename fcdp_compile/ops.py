@@ -32,7 +32,8 @@ def unshard(shard: Tensor, key: str) -> Tensor:
 def _fake_unshard(shard: Tensor, key: str) -> Tensor:
     spec = registry.spec_of(key)
     registry.check_shard(spec, shard)
-    return shard.new_empty(spec.layout.shape, dtype=spec.gather_dtype)
+    device = spec.computes_on or shard.device
+    return shard.new_empty(spec.layout.shape, dtype=spec.gather_dtype, device=device)
 
 
 @torch.library.custom_op("fcdp::reduce_grad", mutates_args=())
@@ -44,7 +45,8 @@ def reduce_grad(grad: Tensor, key: str) -> Tensor:
 @reduce_grad.register_fake
 def _fake_reduce_grad(grad: Tensor, key: str) -> Tensor:
     spec = registry.spec_of(key)
-    return grad.new_empty(spec.local_shape, dtype=spec.home_dtype)
+    device = grad.device if spec.computes_on is None else "cpu"
+    return grad.new_empty(spec.local_shape, dtype=spec.home_dtype, device=device)
 
 
 @torch.library.custom_op("fcdp::accumulate_grad", mutates_args=())
@@ -156,6 +158,11 @@ def load(bucket: int) -> Any:
     _only_in_a_graph("load")
 
 
+def load_home(*shards: Tensor, bucket: int) -> Any:
+    """Home shards in host memory -> home buffer [S] on the device, pending."""
+    _only_in_a_graph("load_home")
+
+
 def wait(pending: Any, bucket: int) -> Any:
     """The result of a pending step."""
     _only_in_a_graph("wait")
@@ -184,6 +191,11 @@ def inter_all_reduce(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any
 def intra_grad_all_gather(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
     """Averaged gradient part [n] of every rank of this node -> the whole [g*n], pending."""
     _only_in_a_graph("intra_grad_all_gather")
+
+
+def store_grads(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
+    """Averaged gradients of this slot [S] -> the same in the home dtype in host memory, pending."""
+    _only_in_a_graph("store_grads")
 
 
 def collect(grads: Tensor, bucket: int, params: tuple[str, ...]) -> Any:
@@ -218,6 +230,7 @@ EXPLICIT: dict[Callable[..., Any], Kind | None] = {
     flat_all_gather: Kind.FLAT_ALL_GATHER,
     store: Kind.STORE,
     load: Kind.LOAD,
+    load_home: Kind.LOAD_HOME,
     wait: Kind.WAIT,
     free: Kind.FREE,
     collect: Kind.COLLECT,
@@ -226,6 +239,7 @@ EXPLICIT: dict[Callable[..., Any], Kind | None] = {
     inter_reduce_scatter: Kind.INTER_REDUCE_SCATTER,
     inter_all_reduce: Kind.INTER_ALL_REDUCE,
     intra_grad_all_gather: Kind.INTRA_GRAD_ALL_GATHER,
+    store_grads: Kind.STORE_GRADS,
     stamp: None,
     check: None,
 }

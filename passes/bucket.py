@@ -19,8 +19,11 @@ from fcdp_compile.plan.cost import gather_s
 from fcdp_compile.strategy import Cache, GradientOn, Strategy
 from fcdp_compile.strategy.gathering import Algorithm
 
-_Kind = tuple[bool, torch.dtype, torch.dtype, Strategy]
-"""frozen, gather dtype, reduce dtype, strategy: all parameters of a bucket agree in these."""
+_Kind = tuple[bool, torch.dtype, torch.dtype, torch.dtype | None, Strategy]
+"""frozen, gather dtype, reduce dtype, home dtype if home shards are on the host, strategy.
+
+All parameters of a bucket agree in these.
+"""
 
 _TIERS = {
     Cache.NONE: Tier.NONE,
@@ -129,7 +132,9 @@ For Llama 3 8B's shapes, the node that sends most then sends 1.2 times the mean 
 
 def _kind(key: str, ctx: PassContext) -> _Kind:
     spec, is_frozen = ctx.specs[key], key in ctx.frozen
-    return is_frozen, spec.gather_dtype, spec.reduce_dtype, fitted(spec, is_frozen=is_frozen)
+    on_host = None if spec.computes_on is None else spec.home_dtype
+    fit = fitted(spec, is_frozen=is_frozen)
+    return is_frozen, spec.gather_dtype, spec.reduce_dtype, on_host, fit
 
 
 def _target(total_bytes: int, specs: Sequence[ParamSpec], ctx: PassContext) -> int:

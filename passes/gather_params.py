@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from fcdp_compile import ops
 from fcdp_compile.params.packing import pack_home, unpack_full
-from fcdp_compile.passes.graph.context import META, Packing, PassContext, Source, Use, use_of
+from fcdp_compile.passes.graph.context import META, Packing, PassContext, Source, use_of
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.inline import fake_flat, inline
 from fcdp_compile.passes.graph.views import copy_returned, same_values
@@ -32,7 +32,7 @@ def gather_params(
     shards = {ctx.specs[str(n.args[1])].name: same_values(n.all_input_nodes[0]) for n in unshards}
     layouts = [p.layout for p in bucket.params]
     with graph.inserting_before(unshards[0]):
-        started = _start(graph, bucket, use_of(unshards[0]), shards, stores, ctx)
+        started = _start(graph, bucket, unshards[0], shards, stores, ctx)
         is_pending = started.target in ops.EXPLICIT
         buffer = wait_for(graph, started) if is_pending else started
         full = inline(graph, lambda b: unpack_full(b[0], layouts), [buffer], ctx.decompositions)
@@ -60,15 +60,18 @@ def erase_unused(nodes: list[Node]) -> None:
 def _start(
     graph: Graph,
     bucket: Bucket,
-    use: Use,
+    like: Node,
     shards: dict[str, Node],
     stores: list[Node],
     ctx: PassContext,
 ) -> Node:
-    """Insert the steps of the gather; return the last step, or the home buffer if there are no steps."""
+    """Insert the steps of the gather; return the last step, or the home buffer if there are no steps.
+
+    like: an `unshard` of the bucket.
+    """
+    use = use_of(like)
     source, tier = use.source, use.placement.tier
     assert source is not None, f"bucket {bucket.id} has no source; run `choose_sources` first"
-    like = next(iter(shards.values()))
     steps = _Steps(graph, bucket, like)
     tier_bytes = bucket.host_bytes if tier is Tier.HOST else 0
     if source is Source.LOAD:
@@ -77,7 +80,7 @@ def _start(
         missing = [p.name for p in bucket.params if p.name not in shards]
         assert not missing, f"bucket {bucket.id} cannot be gathered in a graph without {missing}"
         members = [shards[p.name] for p in bucket.params]
-        buffer = home = _pack(graph, bucket, members, ctx)
+        buffer = home = _home(graph, bucket, members, like, ctx)
     crosses = source in (Source.GATHER, Source.GATHER_AND_STORE) and bucket.nodes > 1
     if crosses and bucket.algorithm is Algorithm.RING:
         assert source is Source.GATHER, f"a ring leaves nothing of bucket {bucket.id} to store"
@@ -151,6 +154,16 @@ class _Steps:
     @property
     def _own_bytes(self) -> int:
         return (self.bucket.ranks_per_node - 1) * self.bucket.slot_bytes
+
+
+def _home(graph: Graph, bucket: Bucket, members: list[Node], like: Node, ctx: PassContext) -> Node:
+    """Insert the home buffer [S]: packed by compute, or loaded if the home shards are in host memory."""
+    if ctx.specs[str(like.args[1])].computes_on is None:
+        return _pack(graph, bucket, members, ctx)
+    elements = sum(p.layout.elements_of(ctx.node) for p in bucket.params)
+    val = fake_flat(like, elements, getattr(torch, bucket.dtype))
+    moved = elements * members[0].meta["val"].itemsize
+    return explicit(graph, ops.load_home, members, bucket, moved, val, scratch_bytes=moved)
 
 
 def _pack(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -> Node:

@@ -15,7 +15,7 @@ from fcdp_compile.params.packing import pack_grads, padded, unpack_grads
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
-from fcdp_compile.passes.graph.inline import fake_flat, inline
+from fcdp_compile.passes.graph.inline import inline
 from fcdp_compile.plan import Bucket, Tier, Variant
 from fcdp_compile.plan.reduction import INTER_KINDS, REDUCTIONS, all_reduce_bytes, waits_before
 from fcdp_compile.strategy.formats import Format, row_bytes
@@ -89,7 +89,8 @@ def _reduce_packed(
     names = tuple(s.name for s in specs)
     elements = int(packed.meta["val"].numel())
     buffer, pending = packed, None  # type: Node, Node | None
-    for op, size in _reduction_steps(bucket, ctx):
+    is_on_host = specs[0].computes_on is not None
+    for op, size in _reduction_steps(bucket, ctx, is_on_host=is_on_host):
         moved, result = (size - 1) * elements * bucket.reduce_itemsize, dtype
         scratch = _scratch_bytes(op, bucket, dtype, elements, size)
         if op in (ops.collect, ops.accumulate):
@@ -104,6 +105,9 @@ def _reduce_packed(
             if sizes is not None:  # the parts of all nodes
                 summed = wide.itemsize if is_narrow(dtype) else 0
                 scratch = elements * (size * bucket.reduce_itemsize + summed)
+        elif op is ops.store_grads:
+            result = specs[0].home_dtype
+            moved = elements * result.itemsize
         elif op is ops.intra_reduce_scatter:
             moved //= size
             elements //= size
@@ -111,10 +115,15 @@ def _reduce_packed(
             moved = all_reduce_bytes(elements, bucket.reduce_itemsize, size)
         else:
             elements *= size
-        val = fake_flat(packed, elements, result)
+        val = packed.meta["val"].new_empty(elements, dtype=result, device=_device(op, packed))
         buffer = pending = explicit(graph, op, [buffer], bucket, moved, val, scratch_bytes=scratch)
         pending.kwargs = {**pending.kwargs, "params": names}
     return buffer if pending is None else wait_for(graph, pending)
+
+
+def _device(op: Callable[..., Any], packed: Node) -> torch.device:
+    on_device: torch.device = packed.meta["val"].device
+    return torch.device("cpu") if op is ops.store_grads else on_device
 
 
 def _scratch_bytes(
@@ -130,8 +139,13 @@ def _variant(bucket: Bucket, ctx: PassContext) -> Variant:
     return ctx.variant if ctx.placements[bucket.id].accumulates else Variant.COLD
 
 
-def _reduction_steps(bucket: Bucket, ctx: PassContext) -> list[tuple[Callable[..., Any], int]]:
-    """The ops of a bucket's reduction in order, each with the size of its group."""
+def _reduction_steps(
+    bucket: Bucket, ctx: PassContext, *, is_on_host: bool
+) -> list[tuple[Callable[..., Any], int]]:
+    """The ops of a bucket's reduction in order, each with the size of its group.
+
+    is_on_host: whether home shards are in host memory.
+    """
     steps: list[tuple[Callable[..., Any], int]] = []
     variant, strategy = _variant(bucket, ctx), bucket.strategy
     for kind in REDUCTIONS[strategy.home]:
@@ -143,7 +157,7 @@ def _reduction_steps(bucket: Bucket, ctx: PassContext) -> list[tuple[Callable[..
         size = ctx.nodes if kind in INTER_KINDS else ctx.ranks_per_node
         if size > 1:
             steps.append((_OPS[kind], size))
-    return steps
+    return [*steps, (ops.store_grads, 1)] if is_on_host else steps
 
 
 _OPS = {kind: op for op, kind in ops.EXPLICIT.items() if kind is not None}
@@ -151,7 +165,8 @@ _OPS = {kind: op for op, kind in ops.EXPLICIT.items() if kind is not None}
 
 def _negative_zeros(graph: Graph, like: Node, spec: ParamSpec) -> Node:
     """Insert a gradient shard of negative zeros, see [Note: negative zeros]."""
-    val = like.meta["val"].new_empty(spec.local_shape, dtype=spec.home_dtype)
+    device = like.meta["val"].device if spec.computes_on is None else "cpu"
+    val = like.meta["val"].new_empty(spec.local_shape, dtype=spec.home_dtype, device=device)
     options = {"dtype": spec.home_dtype, "device": val.device, "pin_memory": False}
     node = graph.call_function(torch.ops.aten.full.default, (spec.local_shape, -0.0), options)
     node.meta["val"] = val

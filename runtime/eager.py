@@ -13,6 +13,7 @@ from fcdp_compile.params.packing import pack_grads, pack_home, padded, unpack_fu
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Kind
 from fcdp_compile.plan.reduction import REDUCTIONS, waits_before
+from fcdp_compile.runtime.cache.home_transfers import grad_to_home, shard_to_device
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.lanes.pending import Pending
@@ -34,7 +35,8 @@ class Eager:
 
     def gather(self, spec: ParamSpec, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather a parameter in a dtype from this rank's `shard`, also on the host, into new memory."""
-        shard = shard.to(self._collectives.device)
+        collectives = self._collectives
+        shard = shard_to_device(spec, shard, collectives.device, collectives.counters)
         layouts = [spec.layout]
         sizes = (spec.layout.nodes, spec.layout.ranks_per_node)
         if max(sizes) > 1:
@@ -65,6 +67,7 @@ class Eager:
         whole = pending.wait()
         layouts, shapes, dtypes = [spec.layout], [spec.local_shape], [spec.home_dtype]
         shard = unpack_grads(whole, layouts, shapes, dtypes, self._topology.node)[0]
+        shard = grad_to_home(spec, shard, self._collectives.counters)
         return shard.clone() if shard.data_ptr() == grad.data_ptr() else shard
 
     def reduce_to_wait(self, spec: ParamSpec, grad: Tensor) -> Pending:

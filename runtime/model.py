@@ -15,6 +15,7 @@ from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Bucket, Placement, Plan
 from fcdp_compile.plan.whole_step import of_one_step, whole_step
 from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.cache.home_transfers import HomeTransfers
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
@@ -65,6 +66,7 @@ class ShardedModel:
         self.pool = PinnedPool(device)
         self.host_memory = HostMemory(topology)
         weakref.finalize(self, self.host_memory.end)
+        self.home_transfers = HomeTransfers(self.counters, self.lanes, topology.node)
         self.codecs = Codecs()
         self.placements: dict[int, Placement] = {}  # of the plan that runs, or ran last
         self.cache = NodeShardCache(

@@ -207,7 +207,8 @@ class OutsideReads:
             wide = torch.promote_types(spec.reduce_dtype, torch.float32)
             total = self._accumulation.collect(bucket, params, part, wide)
             self._accumulation.accumulate(bucket, params, total).wait()
-        return torch.full(spec.local_shape, -0.0, dtype=spec.home_dtype, device=grad.device)
+        device = grad.device if spec.computes_on is None else "cpu"
+        return torch.full(spec.local_shape, -0.0, dtype=spec.home_dtype, device=device)
 
     # --- warnings -----------------------------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ class Program:
                 if i == self._last_fetch:
                     then()
             run.refuse_changed()
+            model.home_transfers.settle()
             if drained is not None:
                 late = drained(partial(self._drain, model, values), self._layouts)
                 return self._results(values, dict(zip(self._late, late, strict=True)))
@@ -239,6 +240,10 @@ class Program:
             return partial(self._load, bucket)
         if target is ops.store:
             return partial(self._store, bucket, first)
+        if target is ops.load_home:
+            return partial(_load_home, bucket, [self._place[a] for a in node.all_input_nodes])
+        if target is ops.store_grads:
+            return partial(_store_grads, bucket, first, node.meta["val"].dtype)
         params: Any = kwargs.get("params", ())
         if target in (ops.collect, ops.accumulate):
             if target is ops.accumulate:
@@ -358,6 +363,16 @@ class Program:
         run.changed = changed, Question(run.model.collectives, act, [bool(changed)], what)
 
 
+def _load_home(bucket: Bucket, shards: list[int], values: list[Any]) -> Pending:
+    model: ShardedModel = values[-1].model
+    return model.home_transfers.load(bucket, [values[place] for place in shards])
+
+
+def _store_grads(bucket: Bucket, first: int, dtype: torch.dtype, values: list[Any]) -> Pending:
+    model: ShardedModel = values[-1].model
+    return model.home_transfers.store(bucket, values[first], dtype)
+
+
 @contextmanager
 def _clearing(values: list[Any], model: ShardedModel) -> Iterator[None]:
     """Within it, an error lets go of the values of a run and settles what has started."""
@@ -367,6 +382,7 @@ def _clearing(values: list[Any], model: ShardedModel) -> Iterator[None]:
         values.clear()  # the error's traceback holds the run's frame, perhaps for long
         model.seams.fail()
         model.lanes.settle()
+        model.home_transfers.settle()
         raise
 
 

@@ -31,7 +31,7 @@ from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
 from fcdp_compile.runtime.seams import Transfer
-from fcdp_compile.torch_compat import MemoryLayout, backward_number
+from fcdp_compile.torch_compat import MemoryLayout, backward_number, storage_id
 
 
 class CompiledPlan:
@@ -254,11 +254,11 @@ def _watched(
     device.note([], [r.peek() for r in trained], f"what came before the {name} pass")
     with device.watching(f"the {name} pass"):
         results = program.run(model, args, **options)
-    device.note(
-        [r for r in results if isinstance(r, Tensor) and not isinstance(r, LateTensor)],
-        [],
-        f"what comes after the {name} pass",
-    )
+    # Shards in host memory that a forward saves are read by loads only.
+    on_host = {storage_id(r.peek()) for r in trained if r.spec.computes_on is not None}
+    read = [r for r in results if isinstance(r, Tensor) and not isinstance(r, LateTensor)]
+    read = [r for r in read if storage_id(r) not in on_host]
+    device.note(read, [], f"what comes after the {name} pass")
     return results
 
 

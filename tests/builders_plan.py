@@ -45,6 +45,8 @@ LANE_OF: dict[Kind, Lane] = {
     Kind.ACCUMULATE: Lane.D2H,
     Kind.STORE: Lane.D2H,
     Kind.LOAD: Lane.H2D,
+    Kind.LOAD_HOME: Lane.H2D,
+    Kind.STORE_GRADS: Lane.D2H,
 }
 
 DTYPES = (("float64", 8), ("float32", 4), ("bfloat16", 2), ("float16", 2), ("int8", 1))

@@ -179,7 +179,9 @@ def _read_rows(plan: LoadPlan, shown: Bar) -> dict[str, Tensor]:
     homes = {parameter_name(records[k].spec.name): records[k].to_fill() for k in plan.written_keys}
     moments = {
         t.tensor.name: torch.empty(
-            t.spec.local_shape, dtype=TORCH_DTYPES[t.tensor.dtype], device=device
+            t.spec.local_shape,
+            dtype=TORCH_DTYPES[t.tensor.dtype],
+            device=device if t.spec.computes_on is None else "cpu",
         )
         for t in plan.targets
         if t.tensor.name not in homes

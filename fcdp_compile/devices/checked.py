@@ -61,7 +61,8 @@ class CheckedDevice(StreamDevice):
         return self._device.on(stream.inner)
 
     def record(self, *, is_timed: bool = False) -> Event:
-        return _CheckedEvent(*self.check.record(lambda: self._device.record(is_timed=is_timed)))
+        made = self.check.record(lambda: self._device.record(is_timed=is_timed))
+        return _CheckedEvent(self.check, *made)
 
     def synchronize(self) -> None:
         self._device.synchronize()
@@ -110,9 +111,14 @@ class _CheckedStream:
 
 
 class _CheckedEvent:
-    def __init__(self, inner: Any, clock: Clock) -> None:
+    def __init__(self, check: StreamCheck, inner: Any, clock: Clock) -> None:
+        self._check = check
         self.inner = inner
         self.clock = clock
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+        self._check.waited_for(self.clock)
 
     def query(self) -> bool:
         return bool(self.inner.query())

@@ -19,6 +19,9 @@ class Event(Protocol):
     def query(self) -> bool:
         """Whether the device has reached this event."""
 
+    def synchronize(self) -> None:
+        """Make the Python thread wait until the device has reached this event."""
+
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this event to a later one; both must be reached and recorded with is_timed."""
 

@@ -93,9 +93,16 @@ class StreamCheck:
     # --- order --------------------------------------------------------------------------------------------
 
     def record(self, make: Callable[[], Any]) -> tuple[Any, Clock]:
-        """Make an event of this thread's current stream; returns the event and its clock."""
+        """Make an event of this thread's current stream; returns the event and its clock.
+
+        What this thread itself has done by now comes before the event, too.
+        """
         with self._swept():
-            return make(), self._clocks.now(self._current())
+            party = self._current()
+            made, clock = make(), dict(self._clocks.now(_host(party)))
+            for other, time in self._clocks.now(party).items():
+                clock[other] = max(time, clock.get(other, 0))
+            return made, clock
 
     def order(self, stream: Party, clock: Clock, wait: Callable[[], Any]) -> None:
         """Let a stream wait for an event, which has this clock."""
@@ -103,11 +110,11 @@ class StreamCheck:
             wait()
             self._clocks.wait(stream, clock)
 
-    def waited_for(self) -> None:
-        """Note that the Python thread has waited for its current stream."""
+    def waited_for(self, clock: Clock | None = None) -> None:
+        """Note that the Python thread has waited for an event with this clock, or for its current stream."""
         with self._lock:
             party = self._current()
-            self._clocks.wait(_host(party), self._clocks.now(party))
+            self._clocks.wait(_host(party), self._clocks.now(party) if clock is None else clock)
 
     # --- accesses -----------------------------------------------------------------------------------------
 

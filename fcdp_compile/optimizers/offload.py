@@ -94,6 +94,12 @@ class Offloaded(Combined):
                 f"{type(optimizer).__name__} has no trainable parameter of a sharded model, and its states "
                 "cannot be offloaded; call fcdp_compile.shard first, which also works in a single process"
             )
+        keys = [key_of(p) for group in self.param_groups for p in group["params"]]
+        if any(key is not None and model.spec(key).computes_on is not None for key in keys):
+            raise ArgumentError(
+                f"{type(optimizer).__name__} steps parameters that were sharded with offload_params=True, "
+                "so its states are in host memory already; use the optimizer as it is"
+            )
         lanes = model.lanes
         if folder is not None:  # copies from and to files block their caller
             lanes = Lanes(model.device, is_blocking=True)

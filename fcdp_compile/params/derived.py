@@ -125,11 +125,8 @@ class _Local(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        mesh, placements, meta = ctx.spec.mesh, ctx.spec.placements, ctx.spec.tensor_meta
-        made = DTensor.from_local(
-            grad.contiguous(), mesh, placements,
-            run_check=False, shape=meta.shape, stride=meta.stride,
-        )  # fmt: skip
+        # Not `from_local`, which would bring a gradient in host memory to the mesh's device.
+        made = DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
         # Gradients of a compiled backward get the class that they had in the trace.
         made.__class__ = HomeTensor
         return made

@@ -27,10 +27,17 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def fingerprints(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The hash of each group of tensors; int64 [len(groups)] on their device.
+    """The hash of each group of tensors; int64 [len(groups)] on the device of the first group.
 
     Launches a few kernels for each 32 MiB of small groups, however many they are, and for each larger group.
     """
+    devices = dict.fromkeys(group[0].device for group in groups)
+    if len(devices) > 1:  # some home shards are in host memory
+        result = torch.empty(len(groups), dtype=torch.int64, device=groups[0][0].device)
+        for device in devices:
+            mine = [i for i, group in enumerate(groups) if group[0].device == device]
+            result[mine] = fingerprints([groups[i] for i in mine]).to(result.device)
+        return result
     flats = [[_flat(t.detach()).view(torch.uint8) for t in g if t.numel()] for g in groups]
     found: list[Tensor] = []
     together: list[list[Tensor]] = []

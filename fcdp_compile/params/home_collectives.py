@@ -91,6 +91,11 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
     """Change the placements of a plain DTensor, below autograd."""
     mesh = tensor.device_mesh
     inter = mesh.ndim - 1
+    if (
+        tensor._local_tensor.device.type != mesh.device_type
+    ):  # in host memory; collectives run on the mesh's
+        here = tensor._local_tensor.to(mesh.device_type)
+        tensor = DTensor(here, tensor._spec, requires_grad=False)
     for step in [*steps_between(tensor.placements, wanted), wanted]:
         now, then = tensor.placements[inter], step[inter]
         if (every := all_ranks_of(mesh)) is not None and now.is_shard() and now != then:

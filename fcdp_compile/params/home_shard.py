@@ -376,7 +376,11 @@ def as_dtensor(local: Tensor, layout: ParamLayout, mesh: DeviceMesh, home: Scope
     shape = torch.Size(layout.shape)
     stride = torch.empty(shape, device="meta").stride()
     placements = placements_of(layout, home)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # On meta: `from_local` would bring a shard in host memory to the mesh's device.
+    like = DTensor.from_local(
+        local.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 def check_cut(given: DTensor, key: str, expected: tuple[Shard | Replicate, ...]) -> None:

@@ -8,6 +8,7 @@ owners weakly: it forgets a model when the model dies.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +27,7 @@ class ParamSpec:
     home_dtype: of the shard that the optimizer steps.  gather_dtype: of all-gathers and the full parameter.
     reduce_dtype: of reduce-scatters.  local_shape: of this rank's shard.  strategy: as fitted to this mesh.
     is_packed: whether it is a part of a quantised weight, whose bytes nothing may change (`quantised`).
+    computes_on: the device of gathered parameters if home shards and gradients are in host memory, else None.
     """
 
     key: str
@@ -37,6 +39,17 @@ class ParamSpec:
     local_shape: tuple[int, ...]
     strategy: Strategy
     is_packed: bool = False
+    computes_on: torch.device | None = None
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes of this rank's home shard."""
+        return math.prod(self.local_shape) * self.home_dtype.itemsize
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot in the home dtype, which all ranks count for a copy of their home shard."""
+        return self.layout.slot_elements * self.home_dtype.itemsize
 
 
 class Owner(Protocol):

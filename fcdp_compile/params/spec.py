@@ -74,12 +74,14 @@ def param_spec(
     reduce_dtype: torch.dtype | None = None,
     is_packed: bool = False,
     home_node: int | None = None,
+    computes_on: torch.device | None = None,
 ) -> ParamSpec:
     """The spec of a parameter with this shape on this rank of the mesh.
 
     param_dtype, reduce_dtype: of computation and of reductions; None: the parameter's own dtype.
     is_packed: whether it is a part of a quantised weight, which is cut between rows and sent as it is.
     home_node: the node that owns all rows (`home_nodes`), or None.
+    computes_on: as in ParamSpec.
     """
     home = mesh.of(strategy.home)
     layout = ParamLayout.of(shape, home.nodes, home.ranks_per_node, home_node)
@@ -103,4 +105,5 @@ def param_spec(
         local_shape=layout.local_shape(home.node, home.place),
         strategy=strategy,
         is_packed=is_packed,
+        computes_on=computes_on,
     )

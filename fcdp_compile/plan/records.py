@@ -44,6 +44,7 @@ class Kind(Enum):
     FLAT_ALL_GATHER = "flat_all_gather"
     STORE = "store"
     LOAD = "load"
+    LOAD_HOME = "load_home"
     WAIT = "wait"
     FREE = "free"
     COLLECT = "collect"
@@ -52,6 +53,7 @@ class Kind(Enum):
     INTER_REDUCE_SCATTER = "inter_reduce_scatter"
     INTER_ALL_REDUCE = "inter_all_reduce"
     INTRA_GRAD_ALL_GATHER = "intra_grad_all_gather"
+    STORE_GRADS = "store_grads"
 
 
 LANES: dict[Kind, Lane] = {
@@ -63,6 +65,7 @@ LANES: dict[Kind, Lane] = {
     Kind.FLAT_ALL_GATHER: Lane.INTER,
     Kind.STORE: Lane.D2H,
     Kind.LOAD: Lane.H2D,
+    Kind.LOAD_HOME: Lane.H2D,
     Kind.WAIT: Lane.COMPUTE,
     Kind.FREE: Lane.COMPUTE,
     Kind.COLLECT: Lane.H2D,
@@ -71,6 +74,7 @@ LANES: dict[Kind, Lane] = {
     Kind.INTER_REDUCE_SCATTER: Lane.INTER,
     Kind.INTER_ALL_REDUCE: Lane.INTER,
     Kind.INTRA_GRAD_ALL_GATHER: Lane.INTRA,
+    Kind.STORE_GRADS: Lane.D2H,
 }
 """The lane that a step of each kind occupies."""
 

@@ -38,6 +38,8 @@ _KINDS: dict[str, tuple[str, str, str]] = {
     EXCHANGE: ("intra", "exchange", "matrices for Muon, and back"),
     Kind.STORE.value: ("d2h", "store", "gathered weights into host memory"),
     Kind.LOAD.value: ("h2d", "load", "gathered weights out of host memory"),
+    Kind.STORE_GRADS.value: ("d2h", "store_grads", "gradients of offloaded parameters"),
+    Kind.LOAD_HOME.value: ("h2d", "load_home", "offloaded parameters"),
     Kind.ACCUMULATE.value: ("d2h", "accumulate", "gradients that wait for the next micro-batch"),
     Kind.COLLECT.value: ("h2d", "collect", "gradients that waited"),
     STORE_STATES: ("d2h", "store_states", "states of optimizers into host memory"),

@@ -29,6 +29,7 @@ from fcdp_compile.quantised.weight import (
     unfolded,
 )
 from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.parameters.home_memory import book, empty_home, offloaded
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import assign
 from fcdp_compile.sharding.gpus import agree_on_gpus
@@ -67,6 +68,7 @@ def shard(
     module_strategies: Mapping[str, str | Strategy] | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     buffer_dtype: torch.dtype | None = None,
+    offload_params: bool = False,
 ) -> M:
     """Shard `model` in place over all ranks of `mesh` and return it.
 
@@ -91,6 +93,7 @@ def shard(
     ignored_params: parameters that stay whole on every rank, on the device where they are; fcdp does not
     average their gradients.
     buffer_dtype: the dtype that floating point buffers are cast to now; by default they stay as they are.
+    offload_params: keep home shards, gradients and so optimizer states in host memory; optimizers step there.
 
     Raises: ArgumentError, before anything is communicated, for arguments or a model that cannot be sharded,
     and on every rank if ranks build different models or NCCL would have to connect ranks that use one GPU.
@@ -107,11 +110,11 @@ def shard(
             chosen = chosen.with_gradients_on(gradient_on)
         names = {p: name for name, p in root.named_parameters() if name not in ignored}
         strategies = assign(root, names, chosen, module_strategies or {})
-        device = _device_of(names, topology)
-        state, records = _new_state(root, names, strategies, topology, device, dtypes)
+        state, records = _new_state(
+            root, names, strategies, topology, dtypes, offload=offload_params
+        )
         _agree(root, state, records, ignored, dtypes)
-    _install(root, state, records, dtypes)
-    _meshes[state] = mesh
+    _install(root, state, records, dtypes, mesh)
     return model
 
 
@@ -130,32 +133,35 @@ def _new_state(
     names: Mapping[nn.Parameter, str],
     strategies: Mapping[nn.Parameter, Strategy],
     topology: Topology,
-    device: Device,
     dtypes: Dtypes,
+    *,
+    offload: bool,
 ) -> tuple[ShardedModel, dict[nn.Parameter, ParamRecord]]:
     """Make the run-time state of a model that is not sharded yet, and the records of its parameters."""
+    device = _device_of(names, topology)
     fitting = {s: fit_strategy(s, topology.position) for s in dict.fromkeys(strategies.values())}
     number, packed = registry.new_model_number(), packed_parameters(root)
     matrices = [p for p in matrices_of(root, names) if fitting[strategies[p]].whole_matrices]
     check_home_nodes(matrices)
     homes = home_nodes_of(matrices, topology.nodes)
-    records = {
-        p: ParamRecord(
-            param_spec(
-                f"m{number}:{name}",
-                name,
-                shape=tuple(p.shape),
-                dtype=p.dtype,
-                strategy=fitting[strategies[p]],
-                mesh=topology.position,
-                param_dtype=dtypes.param,
-                reduce_dtype=dtypes.reduce,
-                is_packed=p in packed,
-                home_node=homes.get(p),
-            )
+    specs = {
+        p: param_spec(
+            f"m{number}:{name}",
+            name,
+            shape=tuple(p.shape),
+            dtype=p.dtype,
+            strategy=fitting[strategies[p]],
+            mesh=topology.position,
+            param_dtype=dtypes.param,
+            reduce_dtype=dtypes.reduce,
+            is_packed=p in packed,
+            home_node=homes.get(p),
         )
         for p, name in names.items()
     }
+    if offload:
+        specs = offloaded(specs, device.torch)
+    records = {p: ParamRecord(spec) for p, spec in specs.items()}
     state = ShardedModel(
         number,
         topology,
@@ -185,7 +191,10 @@ def _agree(
     description = [
         f"param_dtype {dtypes.param}, reduce_dtype {dtypes.reduce}, buffer_dtype={dtypes.buffer}",
         *(f"{name}: ignored" for name in ignored),
-        *(f"{r.spec.name}: {r.spec.strategy}" for r in records.values()),
+        *(
+            f"{r.spec.name}: {r.spec.strategy}, offload_params={r.spec.computes_on is not None}"
+            for r in records.values()
+        ),
         *(
             f"{name}: {t.dtype} {tuple(t.shape)}, requires_grad={t.requires_grad}"
             + (", on meta" if t.is_meta else "")
@@ -242,8 +251,12 @@ def _install(
     state: ShardedModel,
     records: dict[nn.Parameter, ParamRecord],
     dtypes: Dtypes,
+    mesh: DeviceMesh | None,
 ) -> None:
     """Replace the model's parameters and classes, and register its hooks."""
+    _meshes[state] = mesh
+    specs = [r.spec for r in records.values()]
+    book(specs, state.host_memory, state.collectives, state.pool, state.device)
     _replace(root, state, records, dtypes.param)
     _move_buffers(root, state.device.torch, dtypes.buffer)
     for record in records.values():
@@ -262,7 +275,7 @@ def _replace(
     """Replace parameters by home shards, and the modules' classes by subclasses."""
     gate = Gate()
     homes = {
-        p: _home_shard(p, r.spec, state.topology, gate.calls, state.device.torch)
+        p: _home_shard(p, r.spec, state.topology, gate.calls, state.device)
         for p, r in records.items()
     }
     classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
@@ -294,16 +307,21 @@ def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> Device
 
 
 def _home_shard(
-    parameter: nn.Parameter, spec: ParamSpec, topology: Topology, calls: Calls, device: torch.device
+    parameter: nn.Parameter, spec: ParamSpec, topology: Topology, calls: Calls, on: Device
 ) -> nn.Parameter:
     layout, scope = spec.layout, spec.strategy.home
     if topology.home_mesh is None:
-        return _whole(parameter, spec.key, device)
+        return _whole(parameter, spec.key, on.torch)
     where = topology.home(scope)
     # A frozen shard that the cache will let leave the device waits on the host from the start.
     is_away = may_leave(spec, is_frozen=not parameter.requires_grad)
+    device = on.torch if spec.computes_on is None else torch.device("cpu")
     waits_on = torch.device("cpu") if is_away else device
-    if parameter.is_meta:
+    if spec.computes_on is not None:
+        local = empty_home(spec, on)
+        if not parameter.is_meta:
+            local.copy_(rows_of(parameter.detach(), layout, where.node, where.place))
+    elif parameter.is_meta:
         local = torch.empty(spec.local_shape, dtype=parameter.dtype, device=waits_on)
     else:
         local = _part(parameter.detach(), layout, where, waits_on)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterError
 from fcdp_compile.ops import REQUIRE_GRAD, UNSHARD
 from fcdp_compile.params.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
-from fcdp_compile.params.registry import whole_error
+from fcdp_compile.params.registry import spec_of, whole_error
 from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
@@ -338,8 +338,11 @@ def _to_device_of(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
 def _refuse_to_convert(
     name: str, parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]
 ) -> None:
-    held = ParamRecord.held(parameter)
-    local = held.new_empty(0)  # a released shard has no memory to convert
+    held, key = ParamRecord.held(parameter), key_of(parameter)
+    assert key is not None, "only sharded parameters are refused"
+    # A released shard has no memory to convert, and one on the host computes on the device.
+    device = spec_of(key).computes_on or held.device
+    local = held.new_empty(0, device=device)
     converted = convert(local)
     if (converted.dtype, converted.device) != (local.dtype, local.device):
         raise FcdpError(

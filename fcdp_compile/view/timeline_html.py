@@ -70,6 +70,7 @@ _KINDS: dict[Kind, str] = {
     Kind.FLAT_ALL_GATHER: "passes weights on from rank to rank, through all nodes",
     Kind.STORE: "keeps gathered weights for their next use",
     Kind.LOAD: "takes weights from where they were kept",
+    Kind.LOAD_HOME: "takes this rank's own weights out of host memory",
     Kind.WAIT: "compute stands still until a transfer is done",
     Kind.FREE: "releases gathered weights",
     Kind.COLLECT: "adds gradients that waited",
@@ -78,6 +79,7 @@ _KINDS: dict[Kind, str] = {
     Kind.INTER_REDUCE_SCATTER: "sums gradients between nodes, to their owners",
     Kind.INTER_ALL_REDUCE: "averages gradients between nodes",
     Kind.INTRA_GRAD_ALL_GATHER: "spreads averaged gradients within the node",
+    Kind.STORE_GRADS: "brings averaged gradients to host memory, where the optimizer steps",
 }
 """Each kind of step in a few words."""
 

@@ -16,6 +16,7 @@ from fcdp_compile.passes.graph.context import PassContext
 
 _GATHERS = (
     ops.load,
+    ops.load_home,
     ops.inter_all_gather,
     ops.intra_all_gather,
     ops.intra_rest_all_gather,
@@ -28,6 +29,7 @@ _REDUCTIONS = (
     ops.inter_reduce_scatter,
     ops.inter_all_reduce,
     ops.intra_grad_all_gather,
+    ops.store_grads,
 )
 
 
@@ -35,8 +37,8 @@ _REDUCTIONS = (
 class Gather:
     """The gather of a bucket, in up to two stages.
 
-    pack: nodes that pack the bucket's home shards, from inputs alone.  fetch: the first of two stages: a load
-    or inter-node all-gather, steps beside it, and the store; empty if there is one stage.  spread: the stage
+    pack: nodes that pack the bucket's home shards, from inputs alone.  fetch: the first of two stages: loads
+    and inter-node all-gather, steps beside it, and the store; empty if there is one stage.  spread: the stage
     that makes full parameters; the intra-node all-gather if there are two stages.  wait: the wait for the
     last step.  ends: the wait for the store, and the free; the bucket is alive until these.  fetched_bytes,
     full_bytes: bytes of the stages' results.
@@ -109,11 +111,11 @@ def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
     full = _nbytes(wait)
     return Gather(
         pack=_pack(chain[0]),
-        fetch=(chain[0], *beside, *stores) if two_stages else (),
-        spread=tuple(chain[1:]) if two_stages else (*before, chain[0], *stores),
+        fetch=(*chain[:-1], *beside, *stores) if two_stages else (),
+        spread=(chain[-1],) if two_stages else (*before, chain[0], *stores),
         wait=wait,
         ends=tuple(ends),
-        fetched_bytes=_nbytes(chain[0]) + sum(map(_nbytes, beside)) if two_stages else 0,
+        fetched_bytes=sum(map(_nbytes, (*chain[:-1], *beside))) if two_stages else 0,
         full_bytes=full,
     )
 

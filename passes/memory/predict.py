@@ -150,14 +150,12 @@ def _home_shards(graph: Graph, device_type: str) -> set[int]:
 
 
 def _static(spec: ParamSpec, *, frozen: bool, is_away: bool, accumulates: bool) -> int:
-    home = _home_bytes(spec)
+    if spec.computes_on is not None:
+        return 0
+    home = spec.home_bytes
     if frozen:
         return 0 if is_away else home
     return (2 if accumulates else 1) * home + _STATE_BYTES * math.prod(spec.local_shape)
-
-
-def _home_bytes(spec: ParamSpec) -> int:
-    return math.prod(spec.local_shape) * spec.home_dtype.itemsize
 
 
 def _specs(bucket: Bucket, ctx: PassContext) -> list[ParamSpec]:

@@ -44,6 +44,7 @@ class HostMemory:
 
     planned_bytes: how many bytes the plans of the model's graphs take.  unplanned_bytes: what other copies
     take (`runtime.outside`) and what was booked; later plans leave room for them.
+    home_bytes: of home shards and not in slabs (`parameters.home_memory`).
     freed_bytes: what of it this rank no longer needs; all ranks do not know that before the next `book`.
 
     Models on one mesh share host memory, the user's number too: subtract what each other model has planned.
@@ -57,7 +58,7 @@ class HostMemory:
         self._available = HostBudget(bytes=UNLIMITED, limit=Limit.NOTHING)
         self._lockable_bytes = UNLIMITED
         self._asked_bytes: int | None = None
-        self.planned_bytes = self.unplanned_bytes = self.freed_bytes = 0
+        self.planned_bytes = self.unplanned_bytes = self.freed_bytes = self.home_bytes = 0
         self._has_warned = False
         self._pool: PinnedPool | None = None
         self._has_ended = False
@@ -77,7 +78,7 @@ class HostMemory:
         lockable = _enforced_bytes(pool) if is_pinned else UNLIMITED
         if self._others():
             gc.collect()  # models that nothing but a cycle holds are gone, too
-        in_use = sum(other.in_use_bytes for other in self._others())
+        in_use = sum(memory.in_use_bytes for memory in self._together)
         available = min(UNLIMITED, found.bytes + in_use)
         self._pool = pool
         ended = sum(m._has_ended << i for i, m in enumerate(self._together[:FLAGS_OF_A_WORD]))
@@ -156,7 +157,7 @@ class HostMemory:
     @property
     def in_use_bytes(self) -> int:
         """Bytes of host memory that this model has now."""
-        return 0 if self._pool is None else self._pool.slab_bytes
+        return self.home_bytes + (0 if self._pool is None else self._pool.slab_bytes)
 
     def end(self) -> None:
         """Note that the model is gone."""

@@ -51,7 +51,7 @@ class Collectives:
 
     def __init__(self, topology: Topology, counters: Counters, lanes: Lanes) -> None:
         self._topology = topology
-        self._counters = counters
+        self.counters = counters
         self._lanes = lanes
         self._flat: FlatGroup | None = None
         self._order: Tensor | None = None
@@ -109,7 +109,7 @@ class Collectives:
         send = _contiguous(send)
         own = tensor_of(send)
         sent_bytes = own.nbytes if codec is None else codec.bytes
-        self._counters.add(kind, (size - 1) * sent_bytes)
+        self.counters.add(kind, (size - 1) * sent_bytes)
         if size == 1:
             return passed_on(send)
         out = _empty(own, size * own.numel() if sizes is None else sum(sizes))
@@ -138,7 +138,7 @@ class Collectives:
         size = self.group_size(kind)
         send = _contiguous(send)
         own = tensor_of(send)
-        self._counters.add(kind, (size - 1) * own.nbytes)
+        self.counters.add(kind, (size - 1) * own.nbytes)
         out = _empty(own, size * own.numel())
         if not own.nbytes:
             return Pending(out)
@@ -151,7 +151,7 @@ class Collectives:
         """Start the intra-node all-gather of other nodes' shards (HO-Ring): [N*S] and [g*S] -> [g*N*S]."""
         size = self.group_size(kind)
         node_shard, mine = tensor_of(send), tensor_of(own)
-        self._counters.add(kind, (size - 1) * (node_shard.nbytes - mine.nbytes // size))
+        self.counters.add(kind, (size - 1) * (node_shard.nbytes - mine.nbytes // size))
         out = _empty(node_shard, size * node_shard.numel())
         if not node_shard.nbytes:
             return Pending(out)
@@ -174,7 +174,7 @@ class Collectives:
         send = _contiguous(send)
         own = tensor_of(send)
         sent_bytes = (self._topology.ranks - 1) * (own.nbytes if codec is None else codec.bytes)
-        self._counters.add(kind if self._flat.crosses else FLAT_WITHIN, sent_bytes)
+        self.counters.add(kind if self._flat.crosses else FLAT_WITHIN, sent_bytes)
         out = _empty(own, self._topology.ranks * own.numel())
         if not own.nbytes:
             return Pending(out)
@@ -207,7 +207,7 @@ class Collectives:
         sent_bytes = (size - 1) * (whole.nbytes // size if codec is None else codec.bytes)
         if sizes is not None:
             sent_bytes = whole.nbytes - mine * whole.itemsize
-        self._counters.add(kind, sent_bytes)
+        self.counters.add(kind, sent_bytes)
         if size == 1:
             return passed_on(send)
         out = _empty(whole, mine)
@@ -229,7 +229,7 @@ class Collectives:
         size = self.group_size(kind)
         send = _contiguous(send)
         own = tensor_of(send)
-        self._counters.add(kind, all_reduce_bytes(own.numel(), own.itemsize, size))
+        self.counters.add(kind, all_reduce_bytes(own.numel(), own.itemsize, size))
         if size == 1 or not own.nbytes:
             return passed_on(send)
         parts = _empty(own, -(-own.numel() // size) * size)
@@ -245,7 +245,7 @@ class Collectives:
         received, sent: how many elements this rank gets from and gives to the rank at each place.
         """
         place = self._topology.place
-        self._counters.add(EXCHANGE, (send.numel() - sent[place]) * send.itemsize)
+        self.counters.add(EXCHANGE, (send.numel() - sent[place]) * send.itemsize)
         out = _empty(send, sum(received))
         kind = Kind.INTRA_ALL_GATHER
         run = partial(self._channel(kind, name).all_to_all, out, send, sizes=(received, sent))
@@ -283,7 +283,7 @@ class Collectives:
         assert t.control is not None, "several processes have one"
         # Not on the default device: a user may be building another model on meta.
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
-        self._counters.add(AGREE, (t.ranks - 1) * mine.nbytes)
+        self.counters.add(AGREE, (t.ranks - 1) * mine.nbytes)
         everyone = torch.empty(t.ranks * len(words), dtype=torch.int64, device="cpu")
         gather_at_once(everyone, mine, t.control, self.during(what))
         rows: list[list[int]] = everyone.view(t.ranks, -1).tolist()
@@ -296,7 +296,7 @@ class Collectives:
         """
         t = self._topology
         if t.ranks > 1:
-            self._counters.add(AGREE, len(words) * torch.int64.itemsize)
+            self.counters.add(AGREE, len(words) * torch.int64.itemsize)
         return Telling(words, t.control, partial(self.during, what))
 
     def exchange_texts(self, text: str) -> list[str]:

@@ -160,7 +160,8 @@ class GradientMarks:
         seals = [self._marks.get(n) for n in shards]
         # A gradient whose seal broke unseen, or that was lost, has no mark: it counts as different.
         marks = [
-            ~m if s is None or s.mark is None else s.mark for s, m in zip(seals, now, strict=True)
+            ~m if s is None or s.mark is None else s.mark.to(now.device)
+            for s, m in zip(seals, now, strict=True)
         ]
         zeroed = now == fingerprints_of_zeros(present)
         found = read(torch.stack([zeroed, now != torch.stack(marks)]).T)

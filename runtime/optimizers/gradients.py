@@ -28,6 +28,7 @@ from fcdp_compile.params.packing import unpack_grads
 from fcdp_compile.plan import LANES, Bucket, Kind, Placement, Tier
 from fcdp_compile.plan.reduction import REDUCTIONS
 from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.cache.home_transfers import grad_to_home
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
@@ -234,13 +235,14 @@ class Accumulation:
             )
             for name, shard in zip(params, shards, strict=True):
                 if (grad := self._marks.shard(name)) is not None:
-                    grad.add_(shard)
+                    spec = self._records[name].spec
+                    grad.add_(grad_to_home(spec, shard, self._counters))
 
     def _reduced(self, params: _Params, waiting: _Waiting) -> Tensor:
         """The waiting gradients, reduced to the home shards."""
         bucket = waiting.bucket
         self._counters.add(Kind.COLLECT, waiting.slab_bytes)
-        device = self._records[params[0]].local().device
+        device = self._collectives.device
         rest = Pending(waiting.kept.to(device, getattr(torch, bucket.reduce_dtype)))
         for kind in self._reductions(bucket):
             scatters = kind is Kind.INTER_REDUCE_SCATTER

@@ -9,6 +9,7 @@ from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.packing import pack_home
 from fcdp_compile.plan import Bucket, Kind
 from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.cache.home_transfers import shard_to_device
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.released import release
 from fcdp_compile.runtime.cache.row_sources import RowSources
@@ -48,7 +49,10 @@ class CacheUpkeep:
         Frozen home shards that the copy of a graph's bucket contains leave the device.
         """
         dtype, device = getattr(torch, bucket.dtype), self._collectives.device
-        shards = [r.peek().to(device) for r in self._records.of(bucket)]
+        counters = self._collectives.counters
+        shards = [
+            shard_to_device(r.spec, r.peek(), device, counters) for r in self._records.of(bucket)
+        ]
         home = pack_home(shards, [p.layout for p in bucket.params], dtype, self._topology.node)
         if bucket.frozen and any(home.data_ptr() == s.data_ptr() for s in shards):
             # A group's own thread holds the tensor that it sent until a little after the gather, and a shard

@@ -229,4 +229,5 @@ def differing(tensors: Sequence[HomeTensor]) -> list[bool]:
     then = [t.seal.mark for t in tensors if t.seal is not None and t.seal.mark is not None]
     assert len(then) == len(tensors), "seals that are intact have no marks"
     now = fingerprints([[t.present()] for t in tensors])
-    return [bool(differs) for differs in read(now != torch.stack(then))]
+    marks = torch.stack([mark.to(now.device) for mark in then])
+    return [bool(differs) for differs in read(now != marks)]

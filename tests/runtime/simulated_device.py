@@ -32,6 +32,9 @@ class Event:
     def query(self) -> bool:
         return self.is_past
 
+    def synchronize(self) -> None:
+        self._device.synchronize_all()
+
     def elapsed_time(self, end: Event) -> float:
         for event in (self, end):
             assert event.is_past, "torch would raise"

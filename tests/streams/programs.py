@@ -74,7 +74,11 @@ class Job:
             patch.setattr(shard_module, "_device_of", lambda names, topology: self.device)
             mesh = fcdp_compile.make_mesh(nodes=program.nodes)
             fcdp_compile.shard(
-                self.model, mesh, strategy=program.strategy, gradient_on=program.gradient_on
+                self.model,
+                mesh,
+                strategy=program.strategy,
+                gradient_on=program.gradient_on,
+                offload_params=program.offload_params,
             )
         options = {"compute": program.compute, "bucket_mb": BUCKET_MB, **program.options}
         self.is_layered = program.is_layered
@@ -262,6 +266,7 @@ class Program:
     is_layered: bool = False
     is_blocking: bool = False
     nodes: int = 2
+    offload_params: bool = False
 
 
 PACKED = {"bucket_mb": 4 * BUCKET_MB}
@@ -272,6 +277,14 @@ ON_THE_DEVICE = {"device_memory": "1GB"}
 PROGRAMS = {
     "full": Program(),
     "zero3": Program(strategy="zero3"),
+    "offloaded": Program(offload_params=True, once=accumulate),
+    "offloaded in zero3": Program(offload_params=True, strategy="zero3", options=PACKED),
+    "offloaded on one node": Program(offload_params=True, build=adapted, nodes=1),
+    "offloaded, layers": Program(offload_params=True, strategy="zero3", is_layered=True),
+    "offloaded, a step that fails": Program(
+        offload_params=True, strategy="zero3", once=fail_midway
+    ),
+    "offloaded, eagerly": Program(offload_params=True, compute=None, once=train_eagerly),
     "adapters": Program(build=adapted, once=evaluate_too),
     "adapters on the GPU": Program(build=adapted, options=ON_THE_DEVICE, once=evaluate_too),
     "adapters on one node": Program(build=adapted, once=evaluate_too, nodes=1),
