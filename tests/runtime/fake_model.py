@@ -15,6 +15,7 @@ from fcdp_compile.devices import Cpu
 from fcdp_compile.params.layout import choose_dim
 from fcdp_compile.plan import LANES, Direction, Kind, Placement, Tier, Variant
 from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.cache.home_transfers import HomeTransfers
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
@@ -99,6 +100,7 @@ def fake_model(strategy: str = "fcdp", tier: Tier | None = None) -> Any:
         lanes=lanes,
         exposure=Exposure(Cpu()),
         codecs=Codecs(),
+        home_transfers=HomeTransfers(counters, lanes, node=0),
         seams=SimpleNamespace(take=lambda kind, bucket, generation: None, fail=lambda: None),
         current=0,
     )

@@ -46,6 +46,7 @@ class Peers:
     def __init__(self) -> None:
         self.agreed = 0
         self.node = NODE
+        self.device = torch.device("cpu")
         self.say: Callable[[list[bool]], list[bool]] = list
 
     def tell(self, words: list[int], what: str) -> Telling:
@@ -182,7 +183,9 @@ def _only(number: int) -> list[bool]:
 def _record(layout: Any, name: str) -> Record:
     shape = layout.local_shape(NODE, 0)
     assert (name == "tiny") == (shape == (0,))
-    spec = SimpleNamespace(name=name, layout=layout, local_shape=shape, home_dtype=torch.float32)
+    spec = SimpleNamespace(
+        name=name, layout=layout, local_shape=shape, home_dtype=torch.float32, computes_on=None
+    )
     return Record(spec=spec, parameter=nn.Parameter(torch.ones(shape)))
 
 
