@@ -6,8 +6,9 @@ bytes.  Nothing here imports torch, so that the driver starts quickly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 
 class ShardedOver(Enum):
@@ -63,6 +64,23 @@ class System:
 
 
 _FSDP2 = ExpectedBytes(micro_w=1.5, micro_t=1.5)
+_FCDP = System(
+    name="fcdp",
+    title="fcdp",
+    about='`fcdp_compile.shard(strategy="fcdp")` and `torch.compile(backend="fcdp")`, default options; '
+    "`no_sync` while accumulating",
+    family="train_fcdp",
+    state=ShardedOver.GLOBAL,
+    traffic=ExpectedBytes(step_t=1.0),
+    is_ours=True,
+    compile_s=5.0,
+)
+
+
+def _fcdp(name: str, title: str, about: str, **changes: Any) -> System:
+    """Fcdp in another way; `changes` are fields in which it differs from "fcdp"."""
+    return replace(_FCDP, name=name, title=title, about=about, **changes)
+
 
 SYSTEMS: tuple[System, ...] = (
     System(
@@ -73,17 +91,7 @@ SYSTEMS: tuple[System, ...] = (
         state=ShardedOver.NONE,
         traffic=ExpectedBytes(step_t=1.5),
     ),
-    System(
-        name="fcdp",
-        title="fcdp",
-        about='`fcdp_compile.shard(strategy="fcdp")` and `torch.compile(backend="fcdp")`, default options; '
-        "`no_sync` while accumulating",
-        family="train_fcdp",
-        state=ShardedOver.GLOBAL,
-        traffic=ExpectedBytes(step_t=1.0),
-        is_ours=True,
-        compile_s=5.0,
-    ),
+    _FCDP,
     System(
         name="fsdp2",
         title="FSDP2",
@@ -144,50 +152,35 @@ SYSTEMS: tuple[System, ...] = (
         traffic=ExpectedBytes(micro_t=1.5, step_t=0.75),
         is_twin=True,
     ),
-    System(
+    _fcdp(
         name="fcdp-zero3",
         title="fcdp as ZeRO-3",
         about='`fcdp_compile.shard(strategy="zero3")`: fcdp without its cache',
-        family="train_fcdp",
-        state=ShardedOver.GLOBAL,
         traffic=ExpectedBytes(micro_w=1.0, micro_t=0.5),
-        is_ours=True,
         is_twin=True,
-        compile_s=5.0,
     ),
-    System(
+    _fcdp(
         name="fcdp-zero2",
         title="fcdp as ZeRO-2",
         about='`fcdp_compile.shard(strategy="zero2")`: parameters stay whole between their uses; gradients '
         "and optimizer state are sharded over all ranks",
-        family="train_fcdp",
         state=ShardedOver.NONE,
         traffic=ExpectedBytes(micro_t=0.5, step_t=0.5),
-        is_ours=True,
-        compile_s=5.0,
     ),
-    System(
+    _fcdp(
         name="fcdp-w8g4",
         title="fcdp, int8 and int4",
         about='`fcdp_compile.shard(strategy="fcdp+w8+g4")`: weights in 8 bits and gradients in 4 between '
         "nodes; its losses may differ by 2 %",
-        family="train_fcdp",
-        state=ShardedOver.GLOBAL,
         traffic=ExpectedBytes(step_t=0.2),
-        is_ours=True,
-        compile_s=5.0,
         loss_tolerance=2e-2,
     ),
-    System(
+    _fcdp(
         name="fcdp-mics",
         title="fcdp as MiCS",
         about='`fcdp_compile.shard(strategy="mics")`: sharded within a node, replicated between nodes; '
         "`no_sync` while accumulating",
-        family="train_fcdp",
         state=ShardedOver.INTRA,
-        traffic=ExpectedBytes(step_t=1.0),
-        is_ours=True,
-        compile_s=5.0,
     ),
     System(
         name="fsdp2-compiled",
@@ -203,44 +196,28 @@ SYSTEMS: tuple[System, ...] = (
 
 _BROKEN = '`torch.compile(backend="fcdp")` of the model with'
 
-SEAMS: tuple[System, ...] = tuple(
-    System(
-        name=name,
-        title=title,
-        about=about,
-        family="train_fcdp",
-        state=ShardedOver.GLOBAL,
-        traffic=ExpectedBytes(step_t=1.0),
-        is_ours=True,
-    )
-    for name, title, about in (
-        (
-            "fcdp-layers",
-            "fcdp, block by block",
-            '`block.compile(backend="fcdp")` for every block, and nothing else compiled',
-        ),
-        ("fcdp-break-1", "fcdp, one graph break", f"{_BROKEN} one graph break"),
-        ("fcdp-break-3", "fcdp, three graph breaks", f"{_BROKEN} three graph breaks"),
-        (
-            "fcdp-break-all",
-            "fcdp, a graph break after every block",
-            f"{_BROKEN} a graph break after every block",
-        ),
-    )
+SEAMS: tuple[System, ...] = (
+    _fcdp(
+        "fcdp-layers",
+        "fcdp, block by block",
+        '`block.compile(backend="fcdp")` for every block, and nothing else compiled',
+    ),
+    _fcdp("fcdp-break-1", "fcdp, one graph break", f"{_BROKEN} one graph break"),
+    _fcdp("fcdp-break-3", "fcdp, three graph breaks", f"{_BROKEN} three graph breaks"),
+    _fcdp(
+        "fcdp-break-all",
+        "fcdp, a graph break after every block",
+        f"{_BROKEN} a graph break after every block",
+    ),
 )
 """Systems of `benchmarks.seams` alone."""
 
 MUON: tuple[System, ...] = (
-    System(
+    _fcdp(
         name="fcdp-muon",
         title="fcdp, Muon",
         about='`fcdp_compile.shard(strategy="fcdp+matrix")`; `fcdp_compile.Muon` steps the matrices of the '
         "blocks, AdamW the rest",
-        family="train_fcdp",
-        state=ShardedOver.GLOBAL,
-        traffic=ExpectedBytes(step_t=1.0),
-        is_ours=True,
-        compile_s=5.0,
     ),
     System(
         name="fsdp2-muon",
@@ -254,21 +231,20 @@ MUON: tuple[System, ...] = (
 """Systems of `benchmarks.seams --systems` alone that train with Muon."""
 
 OFFLOAD: tuple[System, ...] = (
-    *(
-        System(
-            name=f"fcdp-states-{place}",
-            title=title,
-            about=f'`fcdp_compile.offload(AdamW, step_on="{place}")`',
-            family="train_fcdp",
-            state=ShardedOver.GLOBAL,
-            traffic=ExpectedBytes(step_t=1.0),
-            is_ours=True,
-            compile_s=5.0,
-        )
-        for place, title in (
-            ("gpu", "fcdp, states on the host"),
-            ("cpu", "fcdp, states and step on the host"),
-        )
+    _fcdp(
+        "fcdp-states-gpu",
+        "fcdp, states on the host",
+        '`fcdp_compile.offload(AdamW, step_on="gpu")`',
+    ),
+    _fcdp(
+        "fcdp-states-cpu",
+        "fcdp, states and step on the host",
+        '`fcdp_compile.offload(AdamW, step_on="cpu")`',
+    ),
+    _fcdp(
+        "fcdp-params-host",
+        "fcdp, all on the host",
+        "`fcdp_compile.shard(offload_params=True)`: home shards, gradients and states in host memory",
     ),
     System(
         name="fsdp2-offload",

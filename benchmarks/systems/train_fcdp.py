@@ -63,7 +63,12 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> FcdpTrainer:
     """Shard and compile the model with the strategy of the named system."""
     mesh = fcdp_compile.make_mesh(nodes=place.nodes)
     blocks = list(model.blocks)
-    sharded = fcdp_compile.shard(model, mesh, strategy=STRATEGIES.get(name, "fcdp"))
+    sharded = fcdp_compile.shard(
+        model,
+        mesh,
+        strategy=STRATEGIES.get(name, "fcdp"),
+        offload_params=name == "fcdp-params-host",
+    )
     if name == "fcdp-layers":
         return FcdpTrainer(sharded, blocks=blocks)
     if name == "fcdp-muon":

@@ -11,7 +11,7 @@ Source: ZeRO-Offload (Ren et al., 2021), section 4.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -89,17 +89,15 @@ class HostSteps:
     def step(self, optimizer: Optimizer, buckets: Sequence[StateBucket]) -> None:
         """Step bucket by bucket: meanwhile gradients of later buckets come, and earlier parameters go."""
         outdated = self._outdated(buckets)
-        arriving = [self._fetch(b, with_parameters=b.number in outdated) for b in buckets]
-        leaving: list[Pending] = []
+        arriving = deque(self._fetch(b, with_parameters=b.number in outdated) for b in buckets)
+        leaving: list[Pending | None] = []
         try:
-            for bucket, pending in zip(buckets, list(arriving), strict=True):
-                arriving.remove(pending)
-                if pending is not None:
+            for bucket in buckets:
+                if (pending := arriving.popleft()) is not None:
                     pending.wait()
                     self._device.synchronize()  # the Python thread reads the gradients
                 self._step_one(optimizer, bucket)
-                if (sent := self._send(bucket)) is not None:
-                    leaving.append(sent)
+                leaving.append(self._send(bucket))
         finally:
             for rest in (*arriving, *leaving):
                 if rest is not None:

@@ -65,8 +65,7 @@ class KindsOfStates:
         before = _public(probe), {**alone}
         try:
             unhooked_step(probe)(probe)
-        except Exception as error:
-            # An optimizer of any library may raise anything here.
+        except Exception as error:  # an optimizer of any library may raise anything here
             raise ArgumentError(
                 f"{name} cannot be offloaded: stepping one parameter without a closure raises "
                 f"{type(error).__name__} ({error}); step the model with it as it is"

@@ -91,9 +91,8 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
     """Change the placements of a plain DTensor, below autograd."""
     mesh = tensor.device_mesh
     inter = mesh.ndim - 1
-    if (
-        tensor._local_tensor.device.type != mesh.device_type
-    ):  # in host memory; collectives run on the mesh's
+    # Collectives run on the mesh's devices; a tensor in host memory is copied there.
+    if tensor._local_tensor.device.type != mesh.device_type:
         here = tensor._local_tensor.to(mesh.device_type)
         tensor = DTensor(here, tensor._spec, requires_grad=False)
     for step in [*steps_between(tensor.placements, wanted), wanted]:
