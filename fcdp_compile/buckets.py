@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -62,6 +63,15 @@ def may_leave(spec: ParamSpec, *, is_frozen: bool) -> bool:
     is_exact = dtype == spec.gather_dtype and wire_format(sent, dtype) is Format.FULL
     is_here = spec.computes_on is None
     return is_frozen and is_here and is_exact and strategy.keeps_on_host and strategy.is_resident
+
+
+def with_home(spec: ParamSpec, device: torch.device, *, is_frozen: bool) -> ParamSpec:
+    """The spec with the home shard where its strategy wants it.
+
+    device: for computation.
+    """
+    offloads = spec.strategy.offloads and not may_leave(spec, is_frozen=is_frozen)
+    return replace(spec, computes_on=device) if offloads else spec
 
 
 def wire_format(wanted: Format, dtype: torch.dtype) -> Format:

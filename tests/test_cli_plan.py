@@ -23,6 +23,7 @@ ROW = [
     "strategy",
     "fits",
     "peak_gpu_bytes",
+    "offloads",
     "host_bytes_per_node",
     "inter_bytes_per_step",
     "step_s",

@@ -19,6 +19,9 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.strategy import Strategy
 
+STATE_BYTES = 8
+"""Optimizer states of each trainable element, as far as plans know: Adam's two moments in fp32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
@@ -45,6 +48,11 @@ class ParamSpec:
     def home_bytes(self) -> int:
         """Bytes of this rank's home shard."""
         return math.prod(self.local_shape) * self.home_dtype.itemsize
+
+    @property
+    def mean_elements(self) -> int:
+        """Elements of a home shard with its padding; the mean of all ranks if nodes own unequal parts."""
+        return self.layout.slot_elements * self.layout.slots // self.layout.ranks
 
     @property
     def slot_bytes(self) -> int:

@@ -49,6 +49,11 @@ def fit_strategy(strategy: Strategy, mesh: Home) -> Strategy:
 
     Raises: ValueError if the strategy makes no sense there.
     """
+    if strategy.offloads and mesh.of(strategy.home).ranks == 1:
+        raise ArgumentError(
+            f"strategy {strategy} offloads home shards, but here every rank has all parameters; use more "
+            "ranks on a node, a strategy that shards over all ranks, or fcdp_compile.offload(optimizer)"
+        )
     if mesh.nodes > 1:
         if mesh.ranks_per_node == 1:  # there is only one link, so only one way to gather
             strategy = replace(strategy, algorithm=Algorithm.HIERARCHICAL)
@@ -74,14 +79,12 @@ def param_spec(
     reduce_dtype: torch.dtype | None = None,
     is_packed: bool = False,
     home_node: int | None = None,
-    computes_on: torch.device | None = None,
 ) -> ParamSpec:
     """The spec of a parameter with this shape on this rank of the mesh.
 
     param_dtype, reduce_dtype: of computation and of reductions; None: the parameter's own dtype.
     is_packed: whether it is a part of a quantised weight, which is cut between rows and sent as it is.
     home_node: the node that owns all rows (`home_nodes`), or None.
-    computes_on: as in ParamSpec.
     """
     home = mesh.of(strategy.home)
     layout = ParamLayout.of(shape, home.nodes, home.ranks_per_node, home_node)
@@ -105,5 +108,4 @@ def param_spec(
         local_shape=layout.local_shape(home.node, home.place),
         strategy=strategy,
         is_packed=is_packed,
-        computes_on=computes_on,
     )

@@ -7,7 +7,6 @@ The backend's own function makes the plans; nothing here depends on the strategy
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from torch.fx import GraphModule
 from fcdp_compile.cluster.free_memory import HostBudget, Limit
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import REDUCE_GRAD
+from fcdp_compile.params.registry import STATE_BYTES
 from fcdp_compile.params.spec import fit_strategy
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.memory.curve import evaluate, storages
@@ -38,13 +38,12 @@ from fcdp_compile.plan import (
 )
 from fcdp_compile.plan.whole_step import whole_step
 from fcdp_compile.planner.job import Job
-from fcdp_compile.planner.retarget import retarget, specs_of
+from fcdp_compile.planner.retarget import DEVICE, retarget, specs_of
 from fcdp_compile.planner.traced import TracedGraph, TracedModel
 from fcdp_compile.simulator import Collectives, Conditions, SimulatedStep, simulate_step
 from fcdp_compile.strategy import Cache, Strategy
 
 _THRESHOLD = 0.9  # tau, the default of the backend's option memory_threshold
-_DEVICE = "cpu"  # graphs are traced with fake tensors of the CPU, for all devices
 _SECOND = 2
 """The second batch size, in multiples of the job's: memory is linear in the batch, so two sizes suffice."""
 
@@ -58,7 +57,9 @@ class Estimate:
 
     strategy: the requested strategy.  plans: one for each graph.  parts: the schedules of an optimizer step
     in the steady state, in order.  peak_gpu_bytes: peak memory of one device.  host_bytes_per_node: host
-    memory for caches and waiting gradients.  inter_bytes_per_step: bytes that one node sends to others.
+    memory for caches, waiting gradients and, where they are offloaded, home shards, their gradients and
+    states.  inter_bytes_per_step: bytes that one node sends to others.  optimizer_bytes,
+    host_optimizer_bytes: memory that one rank's optimizer reads and writes on the device and on the host.
     max_batch_per_gpu: the largest micro-batch with which everything fits, 0 if none does; None if the model
     works with one batch size only.
     """
@@ -71,6 +72,7 @@ class Estimate:
     host_bytes_per_node: int
     inter_bytes_per_step: int
     optimizer_bytes: int
+    host_optimizer_bytes: int
     max_batch_per_gpu: int | None
 
     @property
@@ -97,6 +99,7 @@ class Estimate:
             collectives=collectives,
             conditions=conditions or Conditions(),
             optimizer_bytes=self.optimizer_bytes,
+            host_optimizer_bytes=self.host_optimizer_bytes,
         )
 
 
@@ -173,9 +176,10 @@ class _Estimation:
             parts=parts,
             peak_gpu_bytes=peak + waiting[Tier.GPU],
             host_bytes_per_node=self._job.ranks_per_node
-            * (self._cached_bytes(plans) + waiting[Tier.HOST]),
+            * (self._cached_bytes(plans) + waiting[Tier.HOST] + self._homes_on_host_bytes()),
             inter_bytes_per_step=sum(sent_by_node(s, self._job.ranks_per_node) for s in parts),
-            optimizer_bytes=self._optimizer_bytes(),
+            optimizer_bytes=_OPTIMIZER_BYTES * self._trained_elements(on_host=False),
+            host_optimizer_bytes=_OPTIMIZER_BYTES * self._trained_elements(on_host=True),
             max_batch_per_gpu=self._max_batch(needed, plans, planned),
         )
 
@@ -195,7 +199,7 @@ class _Estimation:
             return 0
         nodes = backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
         specs = [self._base.specs[key] for key in {str(n.args[1]) for n in nodes}]
-        return sum(math.prod(s.local_shape) * s.home_dtype.itemsize for s in specs)
+        return sum(s.home_bytes for s in specs if s.computes_on is None)
 
     def _plan(self, number: int, graph: _Graph, taken_bytes: int) -> Planned:
         adapts = any(s.strategy.cache is Cache.ADAPTIVE for s in self._base.specs.values())
@@ -206,7 +210,7 @@ class _Estimation:
                 capacity_bytes=self._job.profile.device_memory_bytes if adapts else None,
                 threshold=_THRESHOLD,
                 taken_bytes=taken_bytes,
-                device_type=_DEVICE,
+                device_type=DEVICE.type,
                 accumulates=self._job.accumulate > 1,
             ),
             replace(self._base, sizes=graph.sizes[0]),
@@ -248,10 +252,22 @@ class _Estimation:
     def _cached_bytes(self, plans: Sequence[Plan]) -> int:
         return sum(b.host_bytes for b, at in _distinct(plans) if at.tier is Tier.HOST)
 
-    def _optimizer_bytes(self) -> int:
-        trained = (s for k, s in self._base.specs.items() if k not in self._base.frozen)
-        layouts = [spec.layout for spec in trained]
-        return _OPTIMIZER_BYTES * sum(x.slot_elements * x.slots // x.ranks for x in layouts)
+    def _homes_on_host_bytes(self) -> int:
+        """Home shards, gradients and optimizer states of one rank that are in host memory."""
+        taken = 0
+        for key, spec in self._base.specs.items():
+            if spec.computes_on is not None:
+                size = spec.home_dtype.itemsize
+                taken += spec.mean_elements * (
+                    size if key in self._base.frozen else 2 * size + STATE_BYTES
+                )
+        return taken
+
+    def _trained_elements(self, *, on_host: bool) -> int:
+        """Elements of one rank's trainable home shards in one of the memories."""
+        specs, frozen = self._base.specs.items(), self._base.frozen
+        trained = [s for key, s in specs if key not in frozen]
+        return sum(s.mean_elements for s in trained if (s.computes_on is not None) == on_host)
 
     def _max_batch(
         self,
@@ -330,9 +346,9 @@ def _waiting_bytes(
 def _left_bytes(forward: GraphModule, sizes: Mapping[sympy.Symbol, int]) -> int:
     """Return the bytes that a forward leaves on the device: results and saved tensors, without its inputs."""
     inputs = storages(
-        (n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")), _DEVICE
+        (n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")), DEVICE.type
     )
     outputs = forward.graph.output_node().all_input_nodes
     values = [n.meta.get("val") for n in outputs]
-    left = storages((v for v in values if isinstance(v, Tensor)), _DEVICE)
+    left = storages((v for v in values if isinstance(v, Tensor)), DEVICE.type)
     return sum(evaluate(size, sizes) for s, size in left.items() if s not in inputs)

@@ -25,8 +25,13 @@ SENSIBLE = (
     "paro-nii",
     "paro-iig",
     "fcdp",
+    "zero3+offload",
+    "fcdp+offload",
 )
-"""One strategy for each home, cache and life; other gradient scopes and lossy formats only on request."""
+"""One strategy for each home, cache and life; other gradient scopes and lossy formats only on request.
+
+Home shards in host memory are for jobs that fit with nothing else, so they are last.
+"""
 
 _NEAR = 1.02  # smaller differences are ties: the model of time is no more accurate
 
@@ -35,12 +40,14 @@ _NEAR = 1.02  # smaller differences are ties: the model of time is no more accur
 class Row:
     """The figures of one strategy; the fields of `fcdp plan --format json`.
 
+    offloads: whether home shards are in host memory (`Strategy.offloads`).
     step_s: time of an optimizer step.  exposed_s: how long compute waits in an optimizer step.
     """
 
     strategy: str
     fits: bool
     peak_gpu_bytes: int
+    offloads: bool
     host_bytes_per_node: int
     inter_bytes_per_step: int
     step_s: float
@@ -51,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """Rows: strategies that fit come first, faster ones first.
+    """Rows: strategies that fit come first, faster ones first, those with home shards on the host last.
 
     recommended: a strategy, None if nothing fits.  why: the reason, in one sentence.
     """
@@ -112,12 +119,13 @@ def rank(
 ) -> Ranking:
     """Simulate the strategies, sort them and recommend one."""
     rows = [_row(e, collectives, conditions) for e in found]
-    rows.sort(key=lambda r: (not r.fits, r.step_s, r.peak_gpu_bytes))
+    rows.sort(key=lambda r: (not r.fits, r.offloads, r.step_s, r.peak_gpu_bytes))
     fitting = [r for r in rows if r.fits]
     if not fitting:
         return Ranking(rows=tuple(rows), recommended=None, why=_why_nothing(found, rows))
     # Among equally fast strategies, prefer the one that leaves most room.
-    near = [r for r in fitting if r.step_s <= _NEAR * fitting[0].step_s]
+    first = fitting[0]
+    near = [r for r in fitting if r.offloads == first.offloads and r.step_s <= _NEAR * first.step_s]
     best = min(near, key=lambda r: r.peak_gpu_bytes)
     return Ranking(rows=tuple(rows), recommended=best.strategy, why=_why(best, rows))
 
@@ -128,6 +136,7 @@ def _row(found: Estimate, collectives: Collectives, conditions: Conditions | Non
         strategy=found.strategy.name,
         fits=found.fits,
         peak_gpu_bytes=found.peak_gpu_bytes,
+        offloads=found.strategy.offloads,
         host_bytes_per_node=found.host_bytes_per_node,
         inter_bytes_per_step=step.bytes_sent_by_node,
         step_s=step.step_s,
@@ -143,6 +152,8 @@ def _why(best: Row, rows: Sequence[Row]) -> str:
     faster = [r for r in others if not r.fits and r.step_s < best.step_s]
     fitting = [r for r in others if r.fits]
     text = f"{best.strategy} is the fastest that fits"
+    if not best.offloads and any(r.step_s < best.step_s for r in fitting):
+        text += " with home shards on the GPU"
     if not fitting:
         text = f"{best.strategy} is the only one that fits" if others else f"{best.strategy} fits"
     elif (ratio := fitting[0].step_s / best.step_s) < _NEAR:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch.fx import GraphModule
 
+from fcdp_compile.buckets import with_home
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home, param_spec
@@ -16,6 +18,9 @@ from fcdp_compile.planner.traced import TracedGraph, TracedModel
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.home_nodes import home_nodes
 
+DEVICE = torch.device("cpu")
+"""Graphs are traced with fake tensors of the CPU, for all devices."""
+
 
 def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, ParamSpec]:
     """Return the spec of every parameter, by key.
@@ -25,7 +30,7 @@ def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, P
     matrices = [p for p in traced.params if p.is_matrix and strategy.whole_matrices]
     nodes = home_nodes([(p.shape, p.dtype.itemsize) for p in matrices], mesh.nodes)
     homes = dict(zip([p.key for p in matrices], nodes, strict=True))
-    return {
+    specs = {
         p.key: param_spec(
             p.key,
             p.name,
@@ -38,6 +43,9 @@ def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, P
             home_node=homes.get(p.key),
         )
         for p in traced.params
+    }
+    return {
+        p.key: with_home(specs[p.key], DEVICE, is_frozen=not p.requires_grad) for p in traced.params
     }
 
 

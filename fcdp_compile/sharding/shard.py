@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcdp_compile.buckets import may_leave
+from fcdp_compile.buckets import may_leave, with_home
 from fcdp_compile.devices import Device, current_device, device_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params import registry
@@ -29,12 +29,13 @@ from fcdp_compile.quantised.weight import (
     unfolded,
 )
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.runtime.parameters.home_memory import book, empty_home, offloaded
+from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import assign
 from fcdp_compile.sharding.gpus import agree_on_gpus
 from fcdp_compile.sharding.loads import watch_loads
 from fcdp_compile.sharding.matrices import home_nodes_of, matrices_of
+from fcdp_compile.sharding.offloading import check_offload, fills, on_hosts
 from fcdp_compile.sharding.refusals import (
     Dtypes,
     check_home_nodes,
@@ -68,7 +69,7 @@ def shard(
     module_strategies: Mapping[str, str | Strategy] | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     buffer_dtype: torch.dtype | None = None,
-    offload_params: bool = False,
+    offload_params: bool | str = False,
 ) -> M:
     """Shard `model` in place over all ranks of `mesh` and return it.
 
@@ -93,11 +94,13 @@ def shard(
     ignored_params: parameters that stay whole on every rank, on the device where they are; fcdp does not
     average their gradients.
     buffer_dtype: the dtype that floating point buffers are cast to now; by default they stay as they are.
-    offload_params: keep home shards, gradients and so optimizer states in host memory; optimizers step there.
+    offload_params: True: keep home shards, gradients and so optimizer states in host memory, where optimizers
+    step; "auto": do so if they take more than three quarters of the smallest GPU of all ranks.
 
     Raises: ArgumentError, before anything is communicated, for arguments or a model that cannot be sharded,
     and on every rank if ranks build different models or NCCL would have to connect ranks that use one GPU.
     """
+    check_offload(offload_params)
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
     chosen = _chosen(strategy, reshard_after_forward)
     ignored = ignore(root, ignored_params)
@@ -110,9 +113,15 @@ def shard(
             chosen = chosen.with_gradients_on(gradient_on)
         names = {p: name for name, p in root.named_parameters() if name not in ignored}
         strategies = assign(root, names, chosen, module_strategies or {})
-        state, records = _new_state(
-            root, names, strategies, topology, dtypes, offload=offload_params
-        )
+        if offload_params is True:
+            strategies = on_hosts(strategies, topology.position)
+        state, records = _new_state(root, names, strategies, topology, dtypes)
+        gpu_bytes = agree_on_gpus(topology, state.collectives, state.device)
+        held = [(r.spec, p.requires_grad) for p, r in records.items()]
+        if offload_params == "auto" and fills(gpu_bytes, held):
+            strategies = on_hosts(strategies, topology.position, where_possible=True)
+            state, records = _new_state(root, names, strategies, topology, dtypes)
+        state.gpu_bytes = gpu_bytes
         _agree(root, state, records, ignored, dtypes)
     _install(root, state, records, dtypes, mesh)
     return model
@@ -134,8 +143,6 @@ def _new_state(
     strategies: Mapping[nn.Parameter, Strategy],
     topology: Topology,
     dtypes: Dtypes,
-    *,
-    offload: bool,
 ) -> tuple[ShardedModel, dict[nn.Parameter, ParamRecord]]:
     """Make the run-time state of a model that is not sharded yet, and the records of its parameters."""
     device = _device_of(names, topology)
@@ -159,9 +166,10 @@ def _new_state(
         )
         for p, name in names.items()
     }
-    if offload:
-        specs = offloaded(specs, device.torch)
-    records = {p: ParamRecord(spec) for p, spec in specs.items()}
+    records = {
+        p: ParamRecord(with_home(spec, device.torch, is_frozen=not p.requires_grad))
+        for p, spec in specs.items()
+    }
     state = ShardedModel(
         number,
         topology,
@@ -183,7 +191,6 @@ def _agree(
 ) -> None:
     """Make sure that all ranks shard the same model with the same values, and make the process groups."""
     topology, collectives = state.topology, state.collectives
-    state.gpu_bytes = agree_on_gpus(topology, collectives, state.device)
     if topology.ranks > 1 and topology.node == topology.place == 0:
         warn_of_torch()
         warn_of_no_frozen((r.spec.strategy, p.requires_grad) for p, r in records.items())
@@ -191,10 +198,7 @@ def _agree(
     description = [
         f"param_dtype {dtypes.param}, reduce_dtype {dtypes.reduce}, buffer_dtype={dtypes.buffer}",
         *(f"{name}: ignored" for name in ignored),
-        *(
-            f"{r.spec.name}: {r.spec.strategy}, offload_params={r.spec.computes_on is not None}"
-            for r in records.values()
-        ),
+        *(f"{r.spec.name}: {r.spec.strategy}" for r in records.values()),
         *(
             f"{name}: {t.dtype} {tuple(t.shape)}, requires_grad={t.requires_grad}"
             + (", on meta" if t.is_meta else "")
@@ -255,7 +259,7 @@ def _install(
 ) -> None:
     """Replace the model's parameters and classes, and register its hooks."""
     _meshes[state] = mesh
-    specs = [r.spec for r in records.values()]
+    specs = {r.spec: p.requires_grad for p, r in records.items()}
     book(specs, state.host_memory, state.collectives, state.pool, state.device)
     _replace(root, state, records, dtypes.param)
     _move_buffers(root, state.device.torch, dtypes.buffer)

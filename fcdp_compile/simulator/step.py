@@ -85,6 +85,7 @@ def simulate_step(
     collectives: Collectives = Collectives.HIERARCHICAL,
     conditions: Conditions = AS_MEASURED,
     optimizer_bytes: int = 0,
+    host_optimizer_bytes: int = 0,
 ) -> SimulatedStep:
     """Run the schedules of a training step one after the other: a forward, a backward, a warm forward, ...
 
@@ -96,14 +97,17 @@ def simulate_step(
     share; `machine.inter` is of a node's card.  nodes, ranks_per_node: N and g, for which the schedules were
     planned.  buckets: all buckets that the schedules name, by number.  optimizer_bytes: device memory that
     each rank's optimizer reads and writes, after the last part has ended and all gradients are reduced.
+    host_optimizer_bytes: the same in host memory.
 
     Time and memory go with steps times classes of nodes ([Note: folding]); with jitter, times nodes.
 
     Raises: ValueError for nodes or ranks that do not fit the profile, the buckets, the schedules or the
     conditions, for steps of unknown buckets or that wait for later steps, and for optimizer_bytes below zero.
     """
-    if optimizer_bytes < 0:
-        raise ArgumentError(f"optimizer_bytes is {optimizer_bytes}, but must be at least 0")
+    given = {"optimizer_bytes": optimizer_bytes, "host_optimizer_bytes": host_optimizer_bytes}
+    for name, size in given.items():
+        if size < 0:
+            raise ArgumentError(f"{name} is {size}, but must be at least 0")
     cluster = Cluster(profile=profile, nodes=nodes, ranks_per_node=ranks_per_node)
     classes = fold(conditions, nodes)
     cluster = replace(cluster, profile=_with_slowest_card(profile, classes))
@@ -117,6 +121,8 @@ def simulate_step(
     )
     ranks = engine.run()
     optimizer_s = optimizer_bytes / profile.machine.memory_bytes_per_s
+    # Host memory was not measured; it can feed all ranks' buses at once, so it is at least as fast as they.
+    optimizer_s += host_optimizer_bytes / profile.rank_machine.h2d.bytes_per_s
     forwards = sum(part.direction is not Direction.BACKWARD for part in parts)
     run = _Simulated(
         parts=parts,

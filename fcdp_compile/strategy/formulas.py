@@ -51,7 +51,7 @@ class Costs:
 def costs(strategy: Strategy) -> Costs:
     """The costs of a strategy on N > 1 nodes; an adaptive cache counts as if all of it were on the host.
 
-    The algorithm `auto` counts as hierarchical.
+    The algorithm `auto` counts as hierarchical.  Optimizer states are not counted, in either memory.
     """
     W = F + T
     shards = {Scope.GLOBAL: N * g, Scope.INTRA: g, Scope.NONE: sympy.Integer(1)}[strategy.home]
@@ -87,16 +87,26 @@ def costs(strategy: Strategy) -> Costs:
     # A frozen home shard leaves the GPU if its exact node shard is on the host.
     leaves = on_host and strategy.is_resident and frozen[0] is Format.FULL
     kept = {Cache.GPU: W / g, Cache.GPU_FULL: W}.get(strategy.cache, sympy.Integer(0))
+    homes, kept_gradients = (T if leaves else W) / shards, T / shards
+    # A store in a cold forward, a load in any other forward and in every backward; gradients both ways.
+    bus = 2 * s * kept_on_host / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0)
+    host = kept_on_host + g * waits if on_host else sympy.Integer(0)
+    if (
+        strategy.offloads
+    ):  # home shards are loaded for each gather, and reduced gradients are stored
+        gathers = s * W * (1 if strategy.cache is not Cache.NONE else 2)
+        bus += ((T if strategy.is_resident else gathers) + times * T) / shards
+        host += g * (homes + kept_gradients)
+        homes = kept_gradients = sympy.Integer(0)
     return Costs(
         inter=sympy.factor(reduced * between + (gathered * crossing if is_global else 0)),
         intra=sympy.factor((spread + reduced_within) * within),
-        # A store in a cold forward, a load in any other forward and in every backward; gradients both ways.
-        bus=2 * s * kept_on_host / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0),
+        bus=bus,
         first_inter=sympy.factor(first * between if is_global else sympy.Integer(0)),
         first_intra=sympy.factor((F if is_full else sympy.Integer(0)) * within),
-        gpu=sympy.factor((T if leaves else W) / shards + kept),
-        gradients=sympy.factor(T / shards + (0 if on_host else waits)),
-        host=kept_on_host + g * waits if on_host else sympy.Integer(0),
+        gpu=sympy.factor(homes + kept),
+        gradients=sympy.factor(kept_gradients + (0 if on_host else waits)),
+        host=host,
     )
 
 

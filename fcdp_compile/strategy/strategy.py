@@ -43,6 +43,8 @@ class Strategy:
     frozen_format: the format of frozen weights in both places, if it is another one.
     algorithm: of gathers between nodes.
     whole_matrices: whether each trainable matrix has a home node, which owns all its rows (Muon).
+    offloads: whether home shards and their gradients are in host memory, where optimizers step; frozen shards
+    that leave the GPU anyway, once the cache has their values, do not count (`buckets.may_leave`).
 
     Raises: ValueError for a point that is not available.
     """
@@ -59,6 +61,7 @@ class Strategy:
     frozen_format: Format = Format.FULL
     algorithm: Algorithm = Algorithm.HIERARCHICAL
     whole_matrices: bool = False
+    offloads: bool = False
 
     def __post_init__(self) -> None:
         self._check_scopes()
@@ -69,6 +72,11 @@ class Strategy:
             raise ArgumentError(
                 f"strategy {self.name!r} reduces every micro-batch's gradients to the home shards, so none "
                 "wait on the host; use gradient_on='auto', or a strategy that accumulates, such as 'fcdp'"
+            )
+        if self.offloads and self.home is Scope.NONE:
+            raise ArgumentError(
+                f"strategy {self.name!r} keeps all parameters on every rank, so each rank's host would step "
+                "all of them; offload them with a strategy that shards home shards, such as 'fcdp'"
             )
 
     def __str__(self) -> str:
@@ -223,6 +231,13 @@ class Strategy:
             raise ArgumentError(f"gradient_on must be one of {', '.join(places)}, not {place!r}")
         return replace(self, gradient_on=GradientOn(place))
 
+    def with_homes_on_host(self) -> Strategy:
+        """The same strategy with home shards and gradients in host memory.
+
+        Raises: ValueError for a strategy without home shards.
+        """
+        return replace(self, offloads=True)
+
     @staticmethod
     def fsdp(reshard_after_forward: bool | int, ranks_per_node: int) -> Strategy:
         """The strategy for FSDP2's option of that name: True: zero3; the number of ranks of a node: zero++.
@@ -341,6 +356,7 @@ MODIFIERS: dict[str, dict[str, Format | Algorithm | bool]] = {
     "ho_ring": {"algorithm": Algorithm.HO_RING},
     "auto": {"algorithm": Algorithm.AUTO},
     "matrix": {"whole_matrices": True},
+    "offload": {"offloads": True},
 }
 """The modifiers of a preset's name; w8 is ZeRO++'s qwZ, g8 and g4 are its qgZ, c4 is QLoRA's code book."""
 

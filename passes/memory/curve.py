@@ -184,6 +184,8 @@ def _lives(
     events: Sequence[_Event], elsewhere: Collection[int], device_type: str
 ) -> dict[int, _Life]:
     let_go = _let_go(events)
+    stored = [e.node for e in events if e.node.target is ops.store_grads]
+    on_host = {*elsewhere, *storages(map(_value, stored), device_type)}
     lives: dict[int, _Life] = {}
     for i, event in enumerate(events):
         until = let_go.get(event.node, i)
@@ -196,7 +198,7 @@ def _lives(
         if scratch := _scratch_bytes(event.node):
             # Its lane's stream can use it again once the step is issued.  No storage has a negative number.
             lives[-1 - i] = _Life(born=i, dies=i, bytes=scratch)
-    return {storage: life for storage, life in lives.items() if storage not in elsewhere}
+    return {storage: life for storage, life in lives.items() if storage not in on_host}
 
 
 def _let_go(events: Sequence[_Event]) -> dict[Node, int]:

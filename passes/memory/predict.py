@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 
 from fcdp_compile.buckets import may_leave
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.params.registry import STATE_BYTES, ParamSpec
 from fcdp_compile.passes.describe import is_step
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.memory.choose_tiers import Entry
@@ -31,8 +31,6 @@ from fcdp_compile.passes.memory.curve import (
 )
 from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Tier, Variant
 from fcdp_compile.strategy import Cache
-
-_STATE_BYTES = 8  # optimizer state of each trainable element: Adam's two moments in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +153,7 @@ def _static(spec: ParamSpec, *, frozen: bool, is_away: bool, accumulates: bool) 
     home = spec.home_bytes
     if frozen:
         return 0 if is_away else home
-    return (2 if accumulates else 1) * home + _STATE_BYTES * math.prod(spec.local_shape)
+    return (2 if accumulates else 1) * home + STATE_BYTES * math.prod(spec.local_shape)
 
 
 def _specs(bucket: Bucket, ctx: PassContext) -> list[ParamSpec]:

@@ -182,11 +182,15 @@ def _refusals(mesh: DeviceMesh) -> None:
         with pytest.raises(ArgumentError, match=match):
             fcdp_compile.shard(nn.Linear(8, 8), mesh, **options)
 
-    refused("needs parameters that are cut over ranks", strategy="ddp", offload_params=True)
-    refused("offload_params", offload_params=dist.get_rank() == 1)
+    refused("keeps all parameters on every rank", strategy="ddp", offload_params=True)
+    refused("every rank has all parameters", strategy="mics", offload_params=True)
+    refused("must be True, False or 'auto', not 'yes'", offload_params="yes")
+    refused("offloads=True", offload_params=dist.get_rank() == 1)
+    model = fcdp_compile.shard(nn.Linear(8, 8), mesh, offload_params="auto")
+    assert not state_of(model).host_memory.home_bytes, "a CPU has no memory to fill"
 
 
 def test_what_cannot_work_is_refused() -> None:
     run(_refusals, nodes=2, ranks_per_node=1)
-    with pytest.raises(ArgumentError, match="needs parameters that are cut over ranks"):
+    with pytest.raises(ArgumentError, match="every rank has all parameters"):
         fcdp_compile.shard(nn.Linear(8, 8), offload_params=True)

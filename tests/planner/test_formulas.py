@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from builders_planner import make_job, make_profile
 from fcdp_compile.cluster.plan_request import PACKED_FORMATS, PackedFormat
-from fcdp_compile.plan import Bucket, Placement, Tier
+from fcdp_compile.plan import Bucket, Kind, Placement, Tier
 from fcdp_compile.planner import Estimate, TracedModel, estimate, trace
 from fcdp_compile.planner.packed import PackedLinear
 from fcdp_compile.planner.traced import Inputs
@@ -32,6 +32,12 @@ _MORE = [
     "zero3+ring",
     "fcdp+ho_ring",
     "zero+++w8",
+    "fcdp+offload",
+    "fcdp+c4+offload",
+    "zero3+offload",
+    "zero+++offload",
+    "zero1+offload",
+    "mics+offload",
 ]
 
 
@@ -101,7 +107,7 @@ def _placed(found: Estimate) -> list[tuple[Bucket, Placement]]:
 def _kept_bytes(bucket: Bucket, placement: Placement) -> int:
     """Bytes on the device between uses: the home shard, unless the host has it, and the cached shard."""
     on_host = placement.tier is Tier.HOST and bucket.frozen and bucket.wire is Format.FULL
-    leaves = on_host and bucket.strategy.is_resident
+    leaves = (on_host and bucket.strategy.is_resident) or bucket.strategy.offloads
     cached = {Tier.GPU: bucket.node_bytes, Tier.GPU_FULL: bucket.full_bytes}
     return (0 if leaves else bucket.slot_bytes) + cached.get(placement.tier, 0)
 
@@ -111,9 +117,17 @@ def _check(found: Estimate, of: str | None = None) -> None:
     trained = [pair for pair in _placed(found) if not pair[0].frozen]
     waiting = sum(x.waiting_gradient_bytes for x, at in trained if at.gradient_tier is Tier.GPU)
     shards = sum(x.slot_bytes for x, _ in trained)
+    states, strategy = 0, found.strategy
+    if strategy.offloads:
+        states = 2 * job.ranks_per_node * shards  # Adam's, which closed forms do not count
+        kinds = [Kind.LOAD_HOME, Kind.STORE_GRADS]
+        moved = sum(part.bytes_by_kind().get(kind, 0) for part in found.parts for kind in kinds)
+        plain = _expected(found, strategy.name.removesuffix("+offload"))
+        assert moved == expected.bus - plain.bus
+        shards = 0
     assert found.inter_bytes_per_step == expected.inter
     assert found.simulate().bytes_sent_by_node == expected.inter
-    assert found.host_bytes_per_node == expected.host
+    assert found.host_bytes_per_node == expected.host + states
     assert sum(_kept_bytes(*pair) for pair in _placed(found)) == expected.gpu
     assert shards + (waiting if job.accumulate > 1 else 0) == expected.gradients
 

@@ -148,6 +148,23 @@ def test_a_smaller_batch_would_fit() -> None:
     assert smaller.recommended is not None
 
 
+@pytest.mark.parametrize(
+    ("gpu_bytes", "offloads"), [(4 * MODEL_BYTES, False), (2 * MODEL_BYTES, True)]
+)
+def test_home_shards_go_to_the_host_only_where_nothing_else_fits(
+    gpu_bytes: int, offloads: bool
+) -> None:
+    job = make_job(profile=_profile(device_memory_bytes=gpu_bytes))
+    names = tuple(x.name for x in sensible(stack(is_frozen=False), job))
+    found = _rank(job, is_frozen=False, names=names)
+    others = [r for r in found.rows if not r.offloads]
+    assert any(r.fits for r in others) is not offloads, "control"
+    assert found.rows[0].fits
+    assert found.rows[0].offloads is offloads
+    assert found.recommended is not None
+    assert found.recommended.endswith("+offload") is offloads
+
+
 def test_the_only_one_that_fits() -> None:
     found = _rank(make_job(), is_frozen=False, names=("zero3",))
     assert found.why.startswith("zero3 fits")

@@ -1,0 +1,60 @@
+"""Which home shards `shard(…, offload_params=…)` puts into host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from fcdp_compile.buckets import may_leave
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.params.registry import STATE_BYTES, ParamSpec
+from fcdp_compile.params.spec import Home
+from fcdp_compile.strategy import Strategy
+
+K = TypeVar("K")
+
+_FULL = 0.75
+"""The part of a GPU from which on "auto" offloads; gathered buckets and activations need the rest."""
+
+
+def check_offload(offload_params: object) -> None:
+    """Refuse unknown values of the argument.
+
+    Raises: ArgumentError.
+    """
+    if offload_params not in (True, False, "auto"):
+        raise ArgumentError(f"offload_params must be True, False or 'auto', not {offload_params!r}")
+
+
+def on_hosts(
+    strategies: Mapping[K, Strategy], mesh: Home, *, where_possible: bool = False
+) -> dict[K, Strategy]:
+    """The strategies with home shards in host memory.
+
+    mesh: this rank among all ranks.  where_possible: leave strategies as they are that have no home shards
+    here.
+
+    Raises: ArgumentError for a strategy without home shards, else.
+    """
+    return {
+        key: strategy
+        if where_possible and mesh.of(strategy.home).ranks == 1
+        else strategy.with_homes_on_host()
+        for key, strategy in strategies.items()
+    }
+
+
+def fills(gpu_bytes: int | None, specs: Iterable[tuple[ParamSpec, bool]]) -> bool:
+    """Whether home shards, gradients and Adam's moments take too much of a GPU; the same on all ranks.
+
+    gpu_bytes: of the smallest GPU; None without GPUs, where nothing is too much.  specs: each with whether
+    the parameter is trainable.
+    """
+    taken = 0
+    for spec, is_trained in specs:
+        size = spec.home_dtype.itemsize
+        if is_trained:
+            taken += spec.mean_elements * (2 * size + STATE_BYTES)
+        elif not may_leave(spec, is_frozen=True):
+            taken += spec.mean_elements * size
+    return gpu_bytes is not None and taken > _FULL * gpu_bytes
