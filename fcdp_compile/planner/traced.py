@@ -28,7 +28,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.memory.curve import hints_of
 from fcdp_compile.passes.partition import partition
-from fcdp_compile.sharding.matrices import matrices_of
+from fcdp_compile.sharding.homes import matrices_of
 from fcdp_compile.sharding.shard import shard, state_of
 from fcdp_compile.torch_compat import (
     aot_autograd,
@@ -52,7 +52,7 @@ TRACED_BATCH = 7
 class TracedParam:
     """A parameter, before a strategy and a mesh are chosen; is_packed: as in `ParamSpec`.
 
-    is_matrix: whether it may have a home node (`sharding.matrices`).
+    is_matrix: whether it may have a home node (`sharding.homes`).
     """
 
     key: str

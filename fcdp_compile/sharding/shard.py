@@ -33,9 +33,8 @@ from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import assign
 from fcdp_compile.sharding.gpus import agree_on_gpus
+from fcdp_compile.sharding.homes import check_offload, fills, home_nodes_of, matrices_of, on_hosts
 from fcdp_compile.sharding.loads import watch_loads
-from fcdp_compile.sharding.matrices import home_nodes_of, matrices_of
-from fcdp_compile.sharding.offloading import check_offload, fills, on_hosts
 from fcdp_compile.sharding.refusals import (
     Dtypes,
     check_home_nodes,

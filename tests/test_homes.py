@@ -7,7 +7,7 @@ import torch
 
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home, param_spec
-from fcdp_compile.sharding.offloading import fills, on_hosts
+from fcdp_compile.sharding.homes import fills, on_hosts
 from fcdp_compile.strategy import Strategy
 
 MESH = Home(nodes=2, ranks_per_node=2, node=0, place=0)
