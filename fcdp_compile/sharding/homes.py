@@ -1,4 +1,4 @@
-"""Where home shards are: matrices on home nodes (`params.layout` [Note: home nodes]), and shards on the host."""
+"""Where home shards are: on home nodes (`params.layout` [Note: home nodes]), and in host memory."""
 
 from __future__ import annotations
 
