@@ -107,15 +107,19 @@ def assert_same_states(one: Optimizer, other: Optimizer, *, exact: bool = True) 
 
 
 @pytest.mark.parametrize("uses_files", [False, True], ids=["memory", "files"])
-@pytest.mark.parametrize("step_on", ["gpu", "cpu"])
+@pytest.mark.parametrize(
+    ("step_on", "in_backward"), [("gpu", False), ("gpu", True), ("cpu", False)]
+)
 @pytest.mark.parametrize("name", MAKERS)
 def test_numbers_are_those_of_the_optimizer(
-    name: str, step_on: str, tmp_path: Path, *, uses_files: bool
+    name: str, step_on: str, tmp_path: Path, *, in_backward: bool, uses_files: bool
 ) -> None:
     plain, model = sharded(), sharded()
     as_it_is, inner = MAKERS[name](groups(plain)), MAKERS[name](groups(model))
     folder = tmp_path if uses_files else None
-    offloaded = fcdp_compile.offload(inner, step_on, folder, bucket_mb=TINY)
+    offloaded = fcdp_compile.offload(
+        inner, step_on, folder, bucket_mb=TINY, in_backward=in_backward
+    )
     # The host chooses fused kernels, which round in another way.
     exact = step_on == "gpu" or "fused" in name
     schedules = [StepLR(optimizer, 2, 0.5) for optimizer in (as_it_is, offloaded)]
@@ -310,6 +314,49 @@ def two_models() -> None:
 def test_optimizers_that_cannot_be_offloaded(make: Callable[[], Any], problem: str) -> None:
     with pytest.raises(ArgumentError, match=problem):
         fcdp_compile.offload(make())
+
+
+def in_backward(model: nn.Module) -> Optimizer:
+    return fcdp_compile.offload(AdamW(model.parameters()), bucket_mb=TINY, in_backward=True)
+
+
+def test_a_backward_steps_all_but_the_bucket_whose_states_load() -> None:
+    model, optimizer = sharded(), None
+    optimizer = in_backward(model)
+    train(model, optimizer, range(1, 3))
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(4, 5)).square().mean().backward()
+    changed = sum(
+        not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)
+    )
+    optimizer.step()
+    after = sum(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert 0 < changed < after == sum(p.numel() > 0 for p in model.parameters())
+
+
+def test_gradients_that_change_after_a_step_in_the_backward_are_refused() -> None:
+    model = sharded()
+    optimizer = in_backward(model)
+    train(model, optimizer, range(1, 3))
+    loss = model(torch.randn(4, 5)).square().mean()
+    loss.backward(retain_graph=True)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(
+        FcdpError, match=r"gradient of parameter '\S+' was changed after the backward"
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, [1])
+    model(torch.randn(4, 5)).square().mean().backward()
+    with pytest.raises(FcdpError, match=r"second backward reached parameter '\S+', which the one"):
+        model(torch.randn(4, 5)).square().mean().backward()
+
+
+def test_what_cannot_step_in_the_backward() -> None:
+    for make, step_on in ((torch.optim.Muon, "gpu"), (torch.optim.Adafactor, "gpu"), (Adam, "cpu")):
+        matrices = [p for p in sharded().parameters() if p.dim() == 2]
+        with pytest.raises(ArgumentError, match="leave in_backward out"):
+            fcdp_compile.offload(make(matrices), step_on, in_backward=True)  # type: ignore[operator]
 
 
 def test_places_that_cannot_step() -> None:

@@ -56,7 +56,12 @@ class FcdpTrainer(TorchTrainer):
         return nullcontext() if is_last else fcdp_compile.no_sync(self._sharded)
 
     def host_memory(self) -> HostMemoryUse:
-        return HostMemoryUse(mapped_bytes=state_of(self._sharded).pool.slab_bytes)
+        state = state_of(self._sharded)
+        # Home shards on the host, their gradients and two moments.
+        offloaded = 4 * sum(
+            r.spec.home_bytes for r in state.records.values() if r.spec.computes_on is not None
+        )
+        return HostMemoryUse(mapped_bytes=state.pool.slab_bytes, heap_bytes=offloaded)
 
 
 def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> FcdpTrainer:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fcdp_compile.devices import Device
-from fcdp_compile.optimizers.state_buckets import StateBucket, States
+from fcdp_compile.optimizers.state_buckets import StateBucket
 from fcdp_compile.optimizers.state_kinds import StateKinds, unhooked_step
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
@@ -37,6 +37,8 @@ class DeviceSteps:
         self._lanes = lanes
         self._counters = counters
         self._is_stored = True
+        self._loading: tuple[StateBucket, Pending | None] | None = None
+        self._storing: Pending | None = None
 
     def kept(self, kinds: StateKinds, parameter: Tensor) -> StateKinds:
         """What waits on the host for a parameter with these states."""
@@ -54,28 +56,37 @@ class DeviceSteps:
 
     def step(self, optimizer: Optimizer, buckets: Sequence[StateBucket]) -> None:
         """Step bucket by bucket: while one is stepped, the next one is loaded and the one before stored."""
-        states = optimizer.state
-        loading = self._load(buckets[0], states) if buckets else None
-        storing: Pending | None = None
         try:
-            for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
-                memory, loading = loading, None
-                if storing is not None:
-                    # Its memory is free before that of the bucket after this one is taken.
-                    storing.wait()
-                storing = None
-                loading = self._load(following, states) if following is not None else None
-                on_device = None if memory is None else memory.wait()
-                del memory
-                storing = self._step_one(optimizer, bucket, on_device)
-                del on_device
+            for bucket in buckets:
+                self.feed(optimizer, bucket)
+            self._step_loaded(optimizer)
         finally:
-            for pending in (loading, storing):
+            loading, self._loading = self._loading, None
+            for pending in (None if loading is None else loading[1], self._storing):
                 if pending is not None:
                     pending.wait()
+            self._storing = None
 
-    def _load(self, bucket: StateBucket, states: States) -> Pending | None:
-        return bucket.load(states, self._lanes, self._counters)
+    def feed(self, optimizer: Optimizer, bucket: StateBucket) -> None:
+        """Start to load the states of a bucket, and step the bucket that was fed before.
+
+        `step` steps the last one.
+        """
+        if self._storing is not None:
+            # Its memory is free before that of this bucket is taken.
+            self._storing.wait()
+            self._storing = None
+        loading = bucket, bucket.load(optimizer.state, self._lanes, self._counters)
+        self._step_loaded(optimizer)
+        self._loading = loading
+
+    def _step_loaded(self, optimizer: Optimizer) -> None:
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            bucket, pending = loading
+            on_device = None if pending is None else pending.wait()
+            del loading, pending
+            self._storing = self._step_one(optimizer, bucket, on_device)
 
     def _step_one(
         self, optimizer: Optimizer, bucket: StateBucket, memory: Tensor | None

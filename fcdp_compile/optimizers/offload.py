@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Muon, Optimizer
+from torch.optim import Adafactor, Muon, Optimizer
 
 from fcdp_compile.errors import ArgumentError, FcdpError
+from fcdp_compile.optimizers.backward_steps import BackwardSteps
 from fcdp_compile.optimizers.combine import Combined
 from fcdp_compile.optimizers.device_steps import DeviceSteps, stepping
 from fcdp_compile.optimizers.host_steps import HostSteps
@@ -36,6 +38,7 @@ def offload(
     step_on: str = "gpu",
     folder: str | Path | None = None,
     *,
+    in_backward: bool = False,
     bucket_mb: float = _BUCKET_BYTES / 2**20,
 ) -> Optimizer:
     """Let an optimizer's states, such as Adam's moments, wait in host memory or in files between its steps.
@@ -46,6 +49,8 @@ def offload(
     step_on: "gpu": the states come to the device, bucket by bucket; the results have the same bits.  "cpu":
     gradients go to the host, which steps there by torch's fused kernels; results are equal to rounding.
     folder: on a local disk, for files of the states that are gone with the optimizer; None: host memory.
+    in_backward: step a bucket once its gradients have been reduced, beside the rest of the backward; not with
+    clipping or GradScaler, which need all gradients first, nor with step_on="cpu".
     bucket_mb: MiB of states that are on the device together; a parameter with more is a bucket of its own.
 
     Raises: ArgumentError for anything but an optimizer that can step some of its parameters at a time, and
@@ -67,8 +72,19 @@ def offload(
         raise ArgumentError(
             "Muon multiplies whole matrices, for which a CPU is too slow; offload it with step_on='gpu'"
         )
+    if in_backward and step_on == "cpu":
+        raise ArgumentError(
+            "step_on='cpu' steps after the backward, whose thread would have to wait for the host's steps; "
+            "leave in_backward out, or use step_on='gpu'"
+        )
+    if in_backward and isinstance(optimizer, Adafactor | Muon):
+        raise ArgumentError(
+            f"{type(optimizer).__name__} communicates in its step, which ranks cannot do in one order beside "
+            "a backward; leave in_backward out"
+        )
     where = None if folder is None else Path(folder)
-    return Offloaded(optimizer, _STEPS[step_on], where, int(bucket_mb * 2**20))
+    buckets = int(bucket_mb * 2**20)
+    return Offloaded(optimizer, _STEPS[step_on], where, buckets, in_backward=in_backward)
 
 
 class Offloaded(Combined):
@@ -83,6 +99,8 @@ class Offloaded(Combined):
         steps: type[DeviceSteps | HostSteps],
         folder: Path | None,
         bucket_bytes: int,
+        *,
+        in_backward: bool = False,
     ) -> None:
         self._bucket_bytes = bucket_bytes
         self._steps: DeviceSteps | HostSteps | None = None
@@ -106,6 +124,10 @@ class Offloaded(Combined):
         self._steps = steps(model.device, lanes, model.counters)
         self._memory = StateMemory(f"the states of {type(optimizer).__name__}", model, folder)
         weakref.finalize(self, self._memory.end)
+        self._in_backward: BackwardSteps | None = None
+        if in_backward and isinstance(self._steps, DeviceSteps):
+            feed = partial(self._steps.feed, self.inner)
+            self._in_backward = BackwardSteps(model, feed)
         self._plan(model)
 
     @property
@@ -137,7 +159,9 @@ class Offloaded(Combined):
         """Step the buckets, and the parameters that are in none."""
         assert self._steps is not None, "it is built"
         with torch.no_grad():
-            active = [b for b in self.buckets if any(p.grad is not None for p in b.parameters)]
+            stepped = frozenset() if self._in_backward is None else self._in_backward.end()
+            rest = [b for b in self.buckets if b.number not in stepped]
+            active = [b for b in rest if any(p.grad is not None for p in b.parameters)]
             self._steps.step(optimizer, active)
         planned = {id(p) for bucket in self.buckets for p in bucket.parameters}
         with stepping(optimizer, lambda p: None if id(p) in planned else p) as has_any:
@@ -221,6 +245,8 @@ class Offloaded(Combined):
         self.buckets += buckets
         for bucket in buckets:
             bucket.absorb(self.inner.state)
+        if self._in_backward is not None:
+            self._in_backward.watch(buckets)
 
     def _grouped(
         self, model: ShardedModel, parameters: Sequence[Tensor], kinds: Sequence[StateKinds]

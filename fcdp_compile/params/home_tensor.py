@@ -97,6 +97,12 @@ class HomeTensor(DTensor):
         """The local tensor, with its memory and values, for reading."""
         return _held(self)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the values are still on their way."""
+        held = _SLOT.__get__(self)
+        return type(held) is LateTensor and held.is_late
+
     def settle(self) -> None:
         """Replace a late local tensor by the tensor with its values."""
         if type(held := _SLOT.__get__(self)) is LateTensor:

@@ -38,6 +38,11 @@ class LateTensor(WrapperTensor):
         self._layout = layout
         self._awaited = awaited
 
+    @property
+    def is_late(self) -> bool:
+        """Whether nobody has waited for the values yet."""
+        return self._awaited.value is None
+
     def present(self) -> Tensor:
         """The tensor with its values."""
         return self._awaited.get()

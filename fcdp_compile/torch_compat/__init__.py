@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 from fcdp_compile.torch_compat.autograd import at_end_of_backward as at_end_of_backward
 from fcdp_compile.torch_compat.autograd import backward_number as backward_number
 from fcdp_compile.torch_compat.autograd import every_thread as every_thread
-from fcdp_compile.torch_compat.autograd import has_gradient_hooks as has_gradient_hooks
+from fcdp_compile.torch_compat.autograd import gradient_hooks as gradient_hooks
 from fcdp_compile.torch_compat.autograd import is_profiling as is_profiling
 from fcdp_compile.torch_compat.autograd import is_recomputing as is_recomputing
 from fcdp_compile.torch_compat.autograd import name_thread as name_thread

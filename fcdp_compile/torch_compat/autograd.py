@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +33,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether a leaf has a hook for gradients that was not removed."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+def gradient_hooks(tensor: Tensor) -> list[Any]:
+    """The functions that autograd calls with a tensor's gradient, or once it has added to `.grad`."""
+    registries = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return [hook for hooks in registries for hook in (hooks or {}).values()]
 
 
 @contextmanager

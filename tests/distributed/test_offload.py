@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -142,6 +143,40 @@ def _check_parity(mesh: DeviceMesh) -> None:
 
 def test_all_bits_and_bytes() -> None:
     run(_check_parity, nodes=2, ranks_per_node=2)
+
+
+def _check_in_backward(mesh: DeviceMesh) -> None:
+    """Layer by layer, so that one layer's parameters are stepped beside the backward of the next."""
+    for strategy in ("fcdp", "zero3"):
+        runs, changed = [], []
+        for in_backward in (False, True):
+            model = fcdp_compile.shard(_model(), mesh, strategy=strategy)
+            for layer in model:  # type: ignore[attr-defined]
+                layer.compile(backend="fcdp", options={"compute": "eager"})
+            optimizer = fcdp_compile.offload(
+                AdamW(model.parameters(), lr=0.01), bucket_mb=TINY, in_backward=in_backward
+            )
+            for step in range(4):
+                before = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+                for i in range(2):
+                    torch.manual_seed(10 * step + 5 * i + dist.get_rank())
+                    with nullcontext() if i else fcdp_compile.no_sync(model):
+                        model(torch.randn(3, 7)).square().mean().backward()
+                pairs = zip(model.parameters(), before, strict=True)
+                changed.append(sum(not torch.equal(_part(p), old) for p, old in pairs))
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append((model, optimizer))
+        _check_same(strategy, *runs)
+        assert changed[:4] == [0] * 4, strategy
+        # Rows of some parameters are all on other ranks.
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, changed[4:])
+        assert max(map(min, found)) >= 3, (strategy, found)
+
+
+def test_steps_in_the_backward_are_the_same_bits() -> None:
+    run(_check_in_backward, nodes=2, ranks_per_node=2)
 
 
 def _check_refusals(mesh: DeviceMesh) -> None:
