@@ -34,8 +34,10 @@ STRATEGIES = (
     ("paro-iig", 1),
     ("fcdp", 8),
     ("fcdp+w8+g4", 1),
+    ("fcdp+matrix", 1),
+    ("zero3+offload", 1),
 )
-"""The compared strategies, with the number of micro-batches."""
+"""The compared strategies, with the number of micro-batches; Muon steps whole matrices."""
 
 
 class Layers(nn.Module):
@@ -67,7 +69,10 @@ def _steps_of(strategy: str, micro_batches: int, mesh: DeviceMesh) -> list[int]:
     torch._dynamo.reset()
     model = fcdp_compile.shard(Layers(), mesh, strategy=strategy)
     net = torch.compile(model, backend="fcdp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    matrices = [p for p in model.parameters() if p.ndim == 2 and strategy.endswith("+matrix")]
+    muon = [fcdp_compile.Muon(matrices, lr=1e-4)] if matrices else []
+    rest = [p for p in model.parameters() if p.ndim != 2 or not matrices]
+    optimizer = fcdp_compile.combine(*muon, torch.optim.SGD(rest, lr=1e-4))
     generator = torch.Generator().manual_seed(dist.get_rank())
     marks = []
     for _ in range(3):
