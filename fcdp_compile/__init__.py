@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from fcdp_compile.optimizers.combine import combine
     from fcdp_compile.optimizers.muon import Muon
     from fcdp_compile.optimizers.offload import offload
+    from fcdp_compile.parallel.context import context_parallel
+    from fcdp_compile.parallel.sequence import sequence_part
     from fcdp_compile.params.mesh import make_mesh
     from fcdp_compile.pretrained.exporting.export import save_pretrained
     from fcdp_compile.pretrained.exporting.streaming import stream_state
@@ -63,6 +65,7 @@ __all__ = [
     "UnshardedParameterError",
     "UnsynchronizedGradientError",
     "combine",
+    "context_parallel",
     "explain",
     "exposed_wait",
     "full",
@@ -76,6 +79,7 @@ __all__ = [
     "offload",
     "save",
     "save_pretrained",
+    "sequence_part",
     "shard",
     "stream_state",
     "traffic",
@@ -98,6 +102,7 @@ _HOMES = {
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "combine": "optimizers.combine",
+    "context_parallel": "parallel.context",
     "explain": "report.explain",
     "exposed_wait": "report.exposed_wait",
     "full": "sharding.full",
@@ -111,6 +116,7 @@ _HOMES = {
     "offload": "optimizers.offload",
     "save": "checkpointing.saving",
     "save_pretrained": "pretrained.exporting.export",
+    "sequence_part": "parallel.sequence",
     "shard": "sharding.shard",
     "stream_state": "pretrained.exporting.streaming",
     "traffic": "report.traffic",

@@ -24,6 +24,7 @@ ROOMS = (
     *(
         "probe",
         "sharding",
+        "parallel",
         "optimizers",
         "backend",
         "deferred",

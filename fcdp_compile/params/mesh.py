@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fcdp_compile.devices import are_on_stream, choose_device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.spec import Home
-from fcdp_compile.ranks.differences import first_other
+from fcdp_compile.ranks.inner_mesh import with_cp
 from fcdp_compile.ranks.lost_ranks import RollCall, naming_lost_ranks
+from fcdp_compile.ranks.node_count import agreed_nodes
 from fcdp_compile.ranks.process_groups import (
     checked_timeout,
     cpu_backend,
@@ -80,7 +81,7 @@ class Topology:
 
 
 def make_mesh(
-    nodes: int | None = None, *, timeout: timedelta | float | None = None
+    nodes: int | None = None, *, cp: int = 1, timeout: timedelta | float | None = None
 ) -> DeviceMesh | None:
     """Make the ("inter", "intra") mesh from torchrun's environment.
 
@@ -88,6 +89,8 @@ def make_mesh(
     yet.  In a single process without torchrun it returns None, which `shard` takes as one node of one rank.
 
     nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
+    cp: how many ranks of a node share a sequence (`context_parallel`); with more than one, the mesh has a
+    third dimension, "cp".
     timeout: how long a rank waits for others before it raises LostRankError, in seconds or as a timedelta; by
     default the timeout of the default process group, which is NCCL's own 10 minutes if this function
     initialises that group for GPUs.  The timeout is used for all groups that fcdp makes for this mesh, and
@@ -97,9 +100,10 @@ def make_mesh(
     """
     chosen = checked_timeout(timeout)
     if not dist.is_initialized() and "RANK" not in os.environ:
-        if nodes not in (None, 1):
+        if (nodes, cp) not in ((None, 1), (1, 1)):
             raise ArgumentError(
-                f"nodes={nodes} needs several processes and this is a single one; start it with torchrun"
+                f"nodes={nodes}, cp={cp} needs several processes and this is a single one; start it with "
+                "torchrun"
             )
         return None
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
@@ -110,12 +114,15 @@ def make_mesh(
         initialise(device.backends, chosen or device.timeout)
     try:
         with naming_lost_ranks(None, "make_mesh"):
-            count = _agreed_count(world, nodes)
+            count = agreed_nodes(world, nodes, cp)
     except ValueError:
         if not had_groups:
             dist.destroy_process_group()
         raise
-    return _make_mesh(device.torch.type, count, world // count, timeout_of_new_groups(chosen))
+    limit = timeout_of_new_groups(chosen)
+    mesh = _make_mesh(device.torch.type, count, world // count, limit)
+    with naming_lost_ranks(None, "make_mesh, as groups are made"):
+        return mesh if cp == 1 else with_cp(mesh, cp, limit)
 
 
 def _make_mesh(
@@ -139,50 +146,6 @@ _timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta | None] = (
     weakref.WeakKeyDictionary()
 )
 """The timeout of the groups of a mesh that `make_mesh` made, by its inter group."""
-
-
-def _agreed_count(world: int, nodes: int | None) -> int:
-    """The number of nodes, after a check that every rank counts the same.
-
-    Machines may have started different numbers of ranks, or may have been given different numbers of nodes.
-    If one rank went on or left by itself, the others would wait for it.
-    """
-    try:
-        mine: int | str = _count_nodes(world, nodes)
-    except ValueError as error:
-        mine = str(error)
-    everyone: list[int | str] = [mine] * world
-    if world > 1 and dist.get_backend() != "fake":  # a fake group has no other ranks
-        dist.all_gather_object(everyone, mine)
-    for found in everyone:
-        if isinstance(found, str):
-            raise ArgumentError(found)
-    counts = [int(found) for found in everyone]
-    if other := first_other(counts):
-        raise ArgumentError(
-            f"rank 0 makes {counts[0]} nodes of {world} ranks and rank {other} makes {counts[other]}; start "
-            "the same number of ranks on every node, or pass the same nodes=… on all"
-        )
-    return counts[0]
-
-
-def _count_nodes(world: int, nodes: int | None) -> int:
-    if nodes is not None:
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-            raise ArgumentError(f"nodes must be a positive whole number, not {nodes!r}")
-        if world % nodes:
-            raise ArgumentError(
-                f"world size {world} cannot be split into {nodes} nodes; "
-                f"pass nodes=… so that it divides {world}"
-            )
-        return nodes
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if world % per_node:
-        raise ArgumentError(
-            f"world size {world} cannot be split into nodes of {per_node} ranks (LOCAL_WORLD_SIZE); "
-            f"start the same number of ranks on every node or pass nodes=… so that it divides {world}"
-        )
-    return world // per_node
 
 
 def process_count() -> int:

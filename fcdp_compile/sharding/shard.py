@@ -28,6 +28,7 @@ from fcdp_compile.quantised.weight import (
     quantised_weights,
     unfolded,
 )
+from fcdp_compile.ranks.inner_mesh import data_mesh
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
@@ -100,6 +101,7 @@ def shard(
     and on every rank if ranks build different models or NCCL would have to connect ranks that use one GPU.
     """
     check_offload(offload_params)
+    mesh = None if mesh is None else data_mesh(mesh)
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
     chosen = _chosen(strategy, reshard_after_forward)
     ignored = ignore(root, ignored_params)

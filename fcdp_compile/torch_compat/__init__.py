@@ -39,6 +39,7 @@ from fcdp_compile.torch_compat.compilers import own_recompiles as own_recompiles
 from fcdp_compile.torch_compat.compilers import skip_frame as skip_frame
 from fcdp_compile.torch_compat.compilers import trace_artifact as trace_artifact
 from fcdp_compile.torch_compat.compilers import why_no_inductor as why_no_inductor
+from fcdp_compile.torch_compat.distributed import all_to_all_of_equals as all_to_all_of_equals
 from fcdp_compile.torch_compat.distributed import (
     calls_dispatch_of_subclasses as calls_dispatch_of_subclasses,
 )

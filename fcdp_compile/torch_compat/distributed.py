@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._ops import OpOverload
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -19,6 +21,15 @@ from torch.utils._pytree import tree_leaves
 def calls_dispatch_of_subclasses() -> bool:
     """Whether torch calls `__torch_dispatch__` of classes derived from DTensor, as it does from 2.12 on."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
+def all_to_all_of_equals(parts: Tensor, group_name: str) -> Tensor:
+    """Send `parts[i]` to the i-th rank of a group and return what the ranks sent, in order; differentiable.
+
+    Dynamo traces it as one op.
+    """
+    group: Any = group_name
+    return all_to_all_single_autograd(parts, None, None, group)
 
 
 def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:

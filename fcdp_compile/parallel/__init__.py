@@ -1,0 +1,1 @@
+"""Parallelism within a node, beside which fcdp shards."""

@@ -1,0 +1,89 @@
+"""Train on sequences that are cut over the ranks of a node: context parallelism."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.extras import require
+from fcdp_compile.parallel.ulysses import CONTEXT, Context, Heads, attention, repeats_of
+from fcdp_compile.ranks.inner_mesh import CP, cp_of
+from fcdp_compile.sharding.shard import is_sharded
+
+M = TypeVar("M", bound=nn.Module)
+
+_NAME = "fcdp_ulysses"
+_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def context_parallel(model: M, mesh: DeviceMesh | None) -> M:
+    """Let a Transformers model compute with parts of sequences (`sequence_part`); returns the model.
+
+    Call it before `shard`.  Each attention exchanges its heads within the ranks that share a sequence, so
+    that each of them computes some heads over the whole sequence.  The attention implementation is the one
+    that the model has.  Without "cp" in the mesh nothing happens.
+
+    mesh: from `make_mesh(cp=…)`.
+
+    Raises: ArgumentError for models whose attention cannot be cut so, and for numbers of heads that the ranks
+    cannot share.
+    """
+    ranks = cp_of(mesh)
+    if mesh is None or ranks == 1:
+        return model
+    modeling = require("transformers.modeling_utils", "context_parallel")
+    if is_sharded(model):
+        raise ArgumentError(
+            "context_parallel got a sharded model; call it before fcdp_compile.shard"
+        )
+    base = next((m for m in model.modules() if isinstance(m, modeling.PreTrainedModel)), None)
+    if base is None:
+        raise ArgumentError(
+            f"context_parallel takes a model of Transformers, or one around it, not {type(model).__name__}"
+        )
+    if (problem := _problem(base)) is not None:
+        raise ArgumentError(
+            f"context_parallel cannot cut sequences of {type(base).__name__}: {problem}"
+        )
+    config = base.config
+    repeats = repeats_of(config.num_attention_heads, _pairs(config), ranks)
+    name = config._attn_implementation
+    inner = modeling.ALL_ATTENTION_FUNCTIONS[name]
+    group = mesh.get_group(CP).group_name
+    for module in base.modules():
+        if isinstance(getattr(module, "is_causal", None), bool):
+            heads = Heads(module, repeats) if repeats > 1 else None
+            setattr(module, CONTEXT, Context(group, ranks, repeats, name, inner, heads))
+    modeling.AttentionInterface.register(_NAME, attention)
+    base.set_attn_implementation(_NAME)
+    return model
+
+
+def _problem(base: Any) -> str | None:
+    """Why this rank's attention would not see the whole sequences; None if it would."""
+    config = base.config
+    implementation: str = config._attn_implementation
+    strange = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if not base._supports_attention_backend:
+        return "its attention does not go through Transformers' AttentionInterface"
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        return "it has other inputs than one sequence of tokens"
+    if strange:
+        return (
+            f"it has layers of type {sorted(strange)[0]!r}, which are no attention over all tokens"
+        )
+    if implementation != "sdpa" and not implementation.startswith("flash_attention"):
+        return (
+            f"attn_implementation={implementation!r} cannot compute some of the heads; load the model with "
+            "attn_implementation='sdpa'"
+        )
+    return None
+
+
+def _pairs(config: Any) -> int:
+    """The number of pairs of key and value heads."""
+    found = getattr(config, "num_key_value_heads", None)
+    return int(config.num_attention_heads if found is None else found)

@@ -1,0 +1,146 @@
+"""Attention over sequences that are cut over the ranks of a node, for models of Transformers.
+
+    [B, H, S/c, D] of each rank   heads of a part of the sequence
+       │ all-to-all within the node
+    [B, H/c, S, D]                some heads of the whole sequence: the model's own attention
+       │ all-to-all within the node
+    [B, S/c, H, D]
+
+Each all-to-all sends (c-1)/c of what a rank has of query, key, value or result.
+Source: DeepSpeed Ulysses (Jacobs et al., 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fcdp_compile.errors import ArgumentError, FcdpError
+from fcdp_compile.torch_compat import all_to_all_of_equals
+
+CONTEXT = "fcdp_context"
+"""The attribute of attention modules that holds their `Context`."""
+
+
+class Heads(nn.Module):
+    """An attention module as the inner attention sees it, with the group size of the heads that it gets."""
+
+    def __init__(self, module: nn.Module, repeats: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = int(module.num_key_value_groups) // repeats  # type: ignore[arg-type]
+        self.is_causal = module.is_causal
+        self.config = module.config
+        self.layer_idx = getattr(module, "layer_idx", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The ranks that share a sequence, and the attention that computes within each of them.
+
+    group: the name of their process group.  repeats: how often each pair of key and value heads is sent.
+    inner: Transformers' attention implementation of this name.  heads: what `inner` gets for the module, if
+    it is not the module itself.
+    """
+
+    group: str
+    ranks: int
+    repeats: int
+    name: str
+    inner: Callable[..., tuple[Tensor, Tensor | None]]
+    heads: Heads | None
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Transformers' attention interface, on parts of sequences.
+
+    query [B, H, S/c, D], key and value [B, K, S/c, D] -> [B, S/c, H, D]
+
+    Raises: FcdpError if the model was not given what `sequence_part` returns, or drops it on the way here;
+    ArgumentError for sequences that the attention cannot keep apart.
+    """
+    context: Context = getattr(module, CONTEXT)
+    if "sequence_ids" not in kwargs:
+        raise FcdpError(
+            f"{type(module).__name__} got no sequence_ids, so it does not know which part of the sequences "
+            "this rank has; give the model **fcdp_compile.sequence_part(batch, mesh), and use only models "
+            "that pass keyword arguments on to their attention"
+        )
+    kwargs.pop("position_ids", None)  # of this rank's part; the attention sees the whole sequences
+    ids: Tensor | None = kwargs.pop("sequence_ids")
+    only_trailing: bool = kwargs.pop("only_trailing", False)
+    if context.repeats > 1:
+        key, value = (t.repeat_interleave(context.repeats, 1) for t in (key, value))
+    query, key, value = (_whole_sequences(t, context) for t in (query, key, value))
+    is_causal = kwargs.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if only_trailing and is_causal:
+        ids = None  # no token sees what comes after it
+    window = kwargs.get("sliding_window")
+    if ids is not None and context.name != "sdpa":
+        raise ArgumentError(
+            f"attn_implementation={context.name!r} cannot keep padding and packed sequences apart if they "
+            "are cut over ranks; load the model with attn_implementation='sdpa', or pad at the end only"
+        )
+    mask = _mask(query, ids, window if context.name == "sdpa" else None, is_causal=is_causal)
+    found, weights = context.inner(context.heads or module, query, key, value, mask, **kwargs)
+    return _own_part(found, context), weights
+
+
+def repeats_of(heads: int, pairs: int, ranks: int) -> int:
+    """How often each pair of key and value heads is repeated, so that each rank gets the pairs of its heads.
+
+    Raises: ArgumentError.
+    """
+    if heads % ranks == 0 and pairs % ranks == 0:
+        return 1
+    if heads % ranks == 0 and ranks % pairs == 0:
+        return ranks // pairs
+    raise ArgumentError(
+        f"{ranks} ranks cannot share {heads} query heads and {pairs} key heads; use a cp=… that divides both"
+    )
+
+
+def _whole_sequences(part: Tensor, context: Context) -> Tensor:
+    """[B, H, S/c, D] -> [B, H/c, S, D]."""
+    batch, heads, _, width = part.shape
+    sent = part.unflatten(1, (context.ranks, heads // context.ranks)).movedim(1, 0)
+    got = all_to_all_of_equals(sent.contiguous(), context.group)  # [c, B, H/c, S/c, D]
+    return got.permute(1, 2, 0, 3, 4).reshape(batch, heads // context.ranks, -1, width)
+
+
+def _own_part(whole: Tensor, context: Context) -> Tensor:
+    """[B, S, H/c, D] -> [B, S/c, H, D]."""
+    batch, length, _, width = whole.shape
+    sent = whole.unflatten(1, (context.ranks, length // context.ranks)).movedim(1, 0)
+    got = all_to_all_of_equals(sent.contiguous(), context.group)  # [c, B, S/c, H/c, D]
+    return got.permute(1, 2, 0, 3, 4).reshape(batch, length // context.ranks, -1, width)
+
+
+def _mask(
+    query: Tensor, ids: Tensor | None, window: int | None, *, is_causal: bool
+) -> Tensor | None:
+    """[B or 1, 1, S, S]: whether a token may see another; None where causality says all."""
+    length = query.shape[2]
+    if ids is None and (window is None or length <= window):
+        return None
+    at = torch.arange(length, device=query.device)
+    distance = at[:, None] - at
+    seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        seen = seen & (distance.abs() < window)
+    seen = seen[None, None]
+    if ids is None:
+        return seen
+    # Padding sees nothing, and nothing sees it, as with Transformers' own masks.
+    return seen & (ids[:, None, :, None] == ids[:, None, None, :]) & (ids >= 0)[:, None, None, :]
