@@ -1,0 +1,104 @@
+"""Fine-tune a small Llama with LoRA on long sequences that the ranks of a node share.
+
+    torchrun --standalone --nproc-per-node=4 examples/long_context.py --nodes 2 --cp 2
+    python examples/long_context.py
+
+Nothing is downloaded: the model has random weights and learns the bytes of Python's own modules.  Loss and
+gradients are those of whole sequences; each rank has the activations of a part of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fcdp_compile
+
+BYTES = 256
+
+
+def main() -> None:
+    """Train, and report the loss, the memory of the plan and the bytes between nodes."""
+    parser = argparse.ArgumentParser(description="LoRA on sequences that ranks share.")
+    parser.add_argument("--nodes", type=int, help="nodes (default: torchrun's)")
+    parser.add_argument(
+        "--cp", type=int, default=1, help="ranks that share a sequence (%(default)s)"
+    )
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps (%(default)s)")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    mesh = fcdp_compile.make_mesh(args.nodes, cp=args.cp)
+    rank = dist.get_rank() if mesh is not None else 0
+
+    torch.manual_seed(0)  # the same weights in every process
+    model = get_peft_model(LlamaForCausalLM(config(args.seq_len)), adapters())
+    fcdp_compile.context_parallel(model, mesh)
+    fcdp_compile.shard(model, mesh)
+    net = torch.compile(model, backend="fcdp")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+
+    # Ranks of one group read the same sequences.
+    text = corpus()
+    group, groups = rank // args.cp, (mesh.size() if mesh is not None else 1) // args.cp
+    for step in range(args.steps):
+        begin = (step * groups + group) * args.seq_len % (len(text) - args.seq_len)
+        ids = text[begin : begin + args.seq_len][None].long()
+        part = fcdp_compile.sequence_part({"input_ids": ids, "labels": ids}, mesh)
+        loss = net(**part).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / (groups * args.cp)
+        if mesh is not None:
+            dist.all_reduce(mean)
+        if rank == 0:
+            print(f"step {step + 1}: loss {mean:.4f}", flush=True)
+    peak = fcdp_compile.memory(net).predicted_peak_bytes or 0
+    sent = fcdp_compile.traffic(net).last_step.bytes("inter")
+    if rank == 0:
+        print(f"planned peak of a rank: {peak / 2**20:.1f} MiB")
+        print(f"sent to other nodes by a rank in the last step: {sent / 1024:.1f} KiB")
+    if mesh is not None:
+        dist.destroy_process_group()
+
+
+def config(length: int) -> LlamaConfig:
+    """A small Llama."""
+    return LlamaConfig(
+        vocab_size=BYTES,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=length,
+        use_cache=False,
+    )
+
+
+def adapters() -> LoraConfig:
+    """Adapters on the attention."""
+    return LoraConfig(
+        r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"
+    )
+
+
+def corpus() -> torch.Tensor:
+    """The bytes of some modules of Python."""
+    folder = Path(argparse.__file__).parent
+    parts = [path.read_bytes() for path in sorted(folder.glob("*.py"))[:60]]
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    main()
