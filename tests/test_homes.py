@@ -7,7 +7,7 @@ import torch
 
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home, param_spec
-from fcdp_compile.sharding.homes import fills, on_hosts
+from fcdp_compile.sharding.homes import check_offload, fills, on_hosts
 from fcdp_compile.strategy import Strategy
 
 MESH = Home(nodes=2, ranks_per_node=2, node=0, place=0)
@@ -35,6 +35,12 @@ def test_what_fills_a_gpu(strategy: str, is_frozen: bool, bytes_of_8_elements: i
     assert fills(max(limit - 1, 0), specs) == (limit > 0)
     assert not fills(limit, specs)
     assert not fills(None, specs)
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "yes"])
+def test_what_is_no_choice(value: object) -> None:
+    with pytest.raises(ValueError, match="offload_params must be True, False or 'auto', not"):
+        check_offload(value)
 
 
 def test_strategies_without_home_shards_stay() -> None:

@@ -366,6 +366,43 @@ def test_places_that_cannot_step() -> None:
         fcdp_compile.offload(AdamW(_ONE.parameters()), "tpu")
 
 
+@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf"), True, "64", None])
+def test_sizes_of_buckets(size: Any) -> None:
+    with pytest.raises(ArgumentError, match="bucket_mb must be a number of MiB above 0"):
+        fcdp_compile.offload(AdamW(_ONE.parameters()), bucket_mb=size)
+
+
+def test_folders(tmp_path: Path) -> None:
+    problems: dict[Any, tuple[type[Exception], str]] = {
+        0: (ArgumentError, "folder must be a path, not int"),
+        "": (ArgumentError, "the folder is an empty string"),
+        str(tmp_path / "no"): (
+            FcdpError,
+            "No such file or directory.; choose a folder that exists",
+        ),
+        "/tmp\0x": (FcdpError, "null byte.; choose a folder that exists"),
+    }
+    for folder, (error, match) in problems.items():
+        with pytest.raises(error, match=match):
+            fcdp_compile.offload(AdamW(_ONE.parameters()), folder=folder)
+
+
+def test_an_optimizer_is_offloaded_once_and_for_one_model() -> None:
+    model, other = sharded(), sharded()
+    inner = AdamW(model.parameters())
+    offloaded = fcdp_compile.offload(inner)
+    with pytest.raises(
+        ArgumentError, match="is offloaded already; use what the first call returned"
+    ):
+        fcdp_compile.offload(inner)
+    with pytest.raises(ArgumentError, match="steps parameters of 2 sharded models"):
+        offloaded.add_param_group({"params": list(other.parameters())})
+    train(model, offloaded, [1, 2])
+    del offloaded
+    gc.collect()
+    train(model, fcdp_compile.offload(inner), [4])
+
+
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = sharded(), sharded()
     optimizer, reference = AdamW(model.parameters()), AdamW(plain.parameters())

@@ -26,6 +26,7 @@ from fcdp_compile.params.registry import owner_of
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.sharding.folder_argument import refuse_nameless
 
 _BUCKET_BYTES = 64 << 20
 """Large enough that the bus is at its full speed, and small beside a model."""
@@ -66,8 +67,22 @@ def offload(
             f"offload takes one optimizer that has states itself, not {type(optimizer).__name__}; offload "
             "each optimizer, once, before fcdp_compile.combine"
         )
-    if step_on not in _STEPS:
+    if not isinstance(step_on, str) or step_on not in _STEPS:
         raise ArgumentError(f"step_on must be 'gpu' or 'cpu', not {step_on!r}")
+    if (
+        isinstance(bucket_mb, bool)
+        or not isinstance(bucket_mb, int | float)
+        or not 0 < bucket_mb < 2**30
+    ):
+        raise ArgumentError(
+            f"bucket_mb must be a number of MiB above 0, not {bucket_mb!r}; leave it out for 64"
+        )
+    if folder is not None:
+        if not isinstance(folder, str | Path):
+            raise ArgumentError(
+                f"folder must be a path, not {type(folder).__name__}; give it a str or Path"
+            )
+        refuse_nameless(folder)
     if step_on == "cpu" and isinstance(optimizer, Muon):
         raise ArgumentError(
             "Muon multiplies whole matrices, for which a CPU is too slow; offload it with step_on='gpu'"
@@ -102,7 +117,12 @@ class Offloaded(Combined):
         *,
         in_backward: bool = False,
     ) -> None:
+        if _offloaded.get(optimizer, _nothing)() is not None:
+            raise ArgumentError(
+                f"this {type(optimizer).__name__} is offloaded already; use what the first call returned"
+            )
         self._bucket_bytes = bucket_bytes
+        self._folder = folder
         self._steps: DeviceSteps | HostSteps | None = None
         self.buckets: list[StateBucket] = []
         super().__init__([optimizer])
@@ -129,6 +149,7 @@ class Offloaded(Combined):
             feed = partial(self._steps.feed, self.inner)
             self._in_backward = BackwardSteps(model, feed)
         self._plan(model)
+        _offloaded[optimizer] = weakref.ref(self)
 
     @property
     def inner(self) -> Optimizer:
@@ -169,9 +190,18 @@ class Offloaded(Combined):
                 unhooked_step(optimizer)(optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer; all ranks must call it."""
-        if self._is_made:
-            self.inner.add_param_group(param_group)
+        """Add a group to the optimizer; all ranks must call it.
+
+        Raises: ArgumentError for parameters of another sharded model.
+        """
+        if not self._is_made:
+            return
+        self.inner.add_param_group(param_group)
+        try:
+            self._model()
+        except ArgumentError:
+            del self.inner.param_groups[-1]
+            raise
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load states, which go to the host without passing the device."""
@@ -238,7 +268,10 @@ class Offloaded(Combined):
         kinds = [steps.kept(kinds_of.of(p, group), p) for p, group in new]
         facts = [f"{key_of(p)} {dict(k)}" for (p, _), k in zip(new, kinds, strict=True)]
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
-        act = f"offloads the states of {name} for {len(new)} parameters to {steps.told} ({digest})"
+        how = f"{'host memory' if self._folder is None else 'files'}, {self._bucket_bytes} bytes a bucket"
+        if self._in_backward is not None:
+            how += ", stepped in the backward"
+        act = f"offloads the states of {name} for {len(new)} parameters to {steps.told} ({how}, {digest})"
         same_act(model.collectives, act)
         buckets = self._grouped(model, [p for p, _ in new], kinds)
         self._memory.take(buckets, model)
@@ -277,6 +310,16 @@ class Offloaded(Combined):
             )
             for n, members in enumerate(groups)
         ]
+
+
+_offloaded: weakref.WeakKeyDictionary[Optimizer, Callable[[], Offloaded | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What each optimizer became."""
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Given:

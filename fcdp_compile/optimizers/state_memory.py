@@ -80,10 +80,11 @@ class StateMemory:
             return self._pool.take(bucket.size_bytes, torch.uint8)
         try:
             return _mapped(self._folder, bucket.size_bytes)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no system takes such a name
             raise FcdpError(
                 f"cannot reserve {bucket.size_bytes} bytes for {self._what} in folder {str(self._folder)!r} "
-                f"({error.strerror}); make room there, or choose another folder or bucket_mb"
+                f"({getattr(error, 'strerror', error)}); choose a folder that exists, can be written to and "
+                "has room"
             ) from error
 
     def _release(self, slabs: Sequence[Tensor]) -> None:

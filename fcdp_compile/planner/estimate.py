@@ -147,8 +147,10 @@ class _Estimation:
             known={},
             next_bucket=0,
             machine=job.profile.rank_machine,
-            host_budget=HostBudget(bytes=job.host_bytes_per_rank, limit=Limit.AVAILABLE),
         )
+        left = max(0, job.host_bytes_per_rank - self._homes_on_host_bytes())
+        budget = HostBudget(bytes=left, limit=Limit.AVAILABLE)
+        self._base = replace(self._base, host_budget=budget)
 
     def run(self) -> Estimate:
         graphs = [self._on_mesh(graph) for graph in self._traced.graphs]

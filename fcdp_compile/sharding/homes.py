@@ -43,7 +43,7 @@ def check_offload(offload_params: object) -> None:
 
     Raises: ArgumentError.
     """
-    if offload_params not in (True, False, "auto"):
+    if not isinstance(offload_params, bool) and offload_params != "auto":
         raise ArgumentError(f"offload_params must be True, False or 'auto', not {offload_params!r}")
 
 

@@ -102,17 +102,19 @@ def find_reductions(graph: Graph) -> list[Reduction]:
 def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
     # With one node, a rank's home buffer is stored.
     before = [s for n in chain[0].all_input_nodes if (s := _next(n, (ops.store,))) is not None]
-    stores = [s for n in chain if (s := _next(n, (ops.store,))) is not None]
+    early = [s for n in chain[:-1] if (s := _next(n, (ops.store,))) is not None]
+    # With one rank per node, what the gather between nodes makes is stored, and is the full bucket.
+    last = [] if (s := _next(chain[-1], (ops.store,))) is None else [s]
     two_stages = len(chain) > 1
     beside = [n for n in chain[-1].all_input_nodes if n is not chain[-2]] if two_stages else []
-    ends = [w for s in (*before, *stores) if (w := _next(s, (ops.wait,))) is not None]
+    ends = [w for s in (*before, *early, *last) if (w := _next(s, (ops.wait,))) is not None]
     if (free := _next(wait, (ops.free,))) is not None:
         ends.append(free)
     full = _nbytes(wait)
     return Gather(
         pack=_pack(chain[0]),
-        fetch=(*chain[:-1], *beside, *stores) if two_stages else (),
-        spread=(chain[-1],) if two_stages else (*before, chain[0], *stores),
+        fetch=(*chain[:-1], *beside, *early) if two_stages else (),
+        spread=(chain[-1], *last) if two_stages else (*before, chain[0], *last),
         wait=wait,
         ends=tuple(ends),
         fetched_bytes=sum(map(_nbytes, (*chain[:-1], *beside))) if two_stages else 0,

@@ -54,7 +54,8 @@ class HomeTransfers:
         device = self._lanes.device.torch
         layouts, dtype = [p.layout for p in bucket.params], getattr(torch, bucket.dtype)
         elements = sum(layout.elements_of(self._node) for layout in layouts)
-        out = torch.empty(elements, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # the lane's thread writes to it
+            out = torch.empty(elements, dtype=dtype, device=device)
 
         def run() -> None:
             # A copy between host and device that also casts would make the Python thread wait.

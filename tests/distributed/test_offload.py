@@ -196,6 +196,10 @@ def _check_refusals(mesh: DeviceMesh) -> None:
     parameters = list(model.parameters())
     with pytest.raises(PlanMismatchError, match="offloads the states of AdamW for 6 parameters"):
         _on_host(AdamW(parameters[: 6 + (dist.get_rank() == 2)]))
+    for options in ({"folder": "."}, {"bucket_mb": 1.0}, {"in_backward": True}):
+        mine = options if dist.get_rank() == 2 else {}
+        with pytest.raises(PlanMismatchError, match=r"offloads the states of AdamW for \d+ param"):
+            fcdp_compile.offload(AdamW(parameters), **mine)  # type: ignore[arg-type]
     reserve = os.posix_fallocate
 
     def full(*about: Any) -> None:  # on one rank

@@ -53,6 +53,8 @@ def _parity(mesh: DeviceMesh, name: str, strategy: str) -> None:
             pair = _pair(mesh, name, strategy=strategy, offload_params=offloads)
             net = pair.net if compiles else pair.model
             losses = [_step(pair, net, step) for step in range(3)]
+            with torch.inference_mode():
+                losses.append(float(pair.case.loss(net, pair.data(9))))
             found.append((losses, values(pair.model)))
             moved = [pair.counters.sent.get(kind, 0) for kind in _HOME]
             assert all(moved) if offloads else not any(moved), moved
@@ -63,11 +65,18 @@ def _parity(mesh: DeviceMesh, name: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "nodes"),
-    [("odd", "fcdp", 2), ("odd-lora", "zero3", 2), ("odd-lora", "fcdp", 1)],
+    ("name", "strategy", "nodes", "ranks_per_node"),
+    [
+        ("odd", "fcdp", 2, 2),
+        ("odd-lora", "zero3", 2, 2),
+        ("odd-lora", "fcdp", 1, 2),
+        ("odd-lora", "fcdp", 2, 1),
+    ],
 )
-def test_offloaded_parameters_change_no_number(name: str, strategy: str, nodes: int) -> None:
-    run(_parity, name, strategy, nodes=nodes, ranks_per_node=2)
+def test_offloaded_parameters_change_no_number(
+    name: str, strategy: str, nodes: int, ranks_per_node: int
+) -> None:
+    run(_parity, name, strategy, nodes=nodes, ranks_per_node=ranks_per_node)
 
 
 # --- bytes ----------------------------------------------------------------------------------------------

@@ -141,6 +141,26 @@ def test_bytes_are_those_of_the_closed_forms(
     _check(_planned(name, nodes, ranks_per_node, micro_batches, size=EVEN, is_frozen=True))
 
 
+@pytest.mark.parametrize("name", ["fcdp", "zero1", "zero++", "zero3", "fcdp+c8"])
+def test_offloaded_shards_of_nodes_with_one_rank(name: str) -> None:
+    """What is gathered between nodes is stored and is the full bucket."""
+    _check(_planned(f"{name}+offload", 3, 1, 1, size=EVEN, is_frozen=True))
+
+
+def test_host_memory_for_offloaded_shards_is_not_given_to_the_cache() -> None:
+    traced = squares(EVEN, is_frozen=False)
+    everything = make_job(profile=make_profile(device_memory_bytes=1))
+    needs = {
+        name: estimate(traced, Strategy.parse(name), everything).host_bytes_per_node
+        for name in ("fcdp+offload", "zero3+offload")
+    }
+    less = (needs["fcdp+offload"] + needs["zero3+offload"]) // 2
+    job = make_job(profile=make_profile(device_memory_bytes=1, host_memory_bytes=less))
+    found = estimate(traced, Strategy.parse("fcdp+offload"), job)
+    room = job.host_bytes_per_rank * job.ranks_per_node
+    assert needs["zero3+offload"] <= found.host_bytes_per_node <= room < needs["fcdp+offload"]
+
+
 class Packed(nn.Module):
     """Quantised products between vectors that are trained; the backward dequantises again."""
 
