@@ -182,7 +182,7 @@ def _sizes(optimizer: Any) -> list[list[int]]:
 @pytest.mark.parametrize(("name", "states"), [("AdamW", 2), ("SGD", 1), ("SGD without states", 0)])
 def test_counters_and_slabs_are_the_formula(name: str, states: int, bucket_mb: float) -> None:
     model = sharded()
-    before = state_of(model).pool.slab_bytes
+    before = fcdp_compile.memory(model).host_bytes
     optimizer: Any = fcdp_compile.offload(MAKERS[name](groups(model)), bucket_mb=bucket_mb)
     alive: list[weakref.ref[Tensor]] = []
     most = 0
@@ -203,7 +203,7 @@ def test_counters_and_slabs_are_the_formula(name: str, states: int, bucket_mb: f
     counted = state_of(model).counters.last_step
     assert counted.get("load_states", 0) == expected.to_device
     assert counted.get("store_states", 0) == expected.to_host
-    assert state_of(model).pool.slab_bytes - before == expected.host
+    assert fcdp_compile.memory(model).host_bytes - before == expected.host
     assert state_of(model).host_memory.unplanned_bytes == expected.host
     assert most == expected.in_flight
     assert not [ref for ref in alive if ref() is not None], "nothing stays on the device"

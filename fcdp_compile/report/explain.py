@@ -55,7 +55,10 @@ class Explanation:
         parts = ", ".join(f"{name} ({count} parameters)" for name, count in self.strategies)
         text = [f"strategy: {parts}", self._table(), self._uncovered(), self._breaks()]
         if (peak := self.memory.predicted_peak_bytes) is not None:
-            text.append(f"predicted peak of device memory: {peak / 2**20:.1f} MiB")
+            text.append(
+                f"predicted peak of device memory: {peak / 2**20:.1f} MiB; in host memory: "
+                f"{self.memory.host_bytes / 2**20:.1f} MiB"
+            )
         return "\n\n".join(text)
 
     def _table(self) -> str:

@@ -87,7 +87,7 @@ def _bytes(mesh: DeviceMesh, strategy: str) -> tuple[int, int, dict[str, int], d
     pair = _pair(mesh, "odd", strategy=strategy, offload_params=True)
     model = state_of(pair.model)
     home = sum(r.local().nbytes for r in model.records.values())
-    assert model.host_memory.home_bytes == home
+    assert model.host_memory.home_bytes == fcdp_compile.memory(pair.model).host_bytes == home
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, home)
     assert model.host_memory.unplanned_bytes == 2 * max(everywhere)
