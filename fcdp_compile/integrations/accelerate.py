@@ -33,9 +33,11 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.generation import generate_together
 from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions
+from fcdp_compile.parallel.context import context_parallel
 from fcdp_compile.params.home_shard import REPLACED
 from fcdp_compile.params.mesh import make_mesh, process_count
 from fcdp_compile.pretrained.exporting.export import save_pretrained
+from fcdp_compile.ranks.inner_mesh import cp_of
 from fcdp_compile.sharding.no_sync import no_sync
 from fcdp_compile.sharding.shard import is_sharded, mesh_of, model_of, shard
 from fcdp_compile.torch_compat import own_recompiles
@@ -112,6 +114,7 @@ class Accelerator(accelerate.Accelerator):
         if not is_sharded(root):
             _refuse_shared(root)
             options = self.fcdp.of_companions() if evaluation_mode else self.fcdp
+            context_parallel(root, self.mesh)
             with _frozen(root) if evaluation_mode else nullcontext():
                 shard(root, self.mesh, **options.shard_arguments())
             _sharded_with[root] = self.fcdp.sharding()
@@ -141,8 +144,19 @@ class Accelerator(accelerate.Accelerator):
         """The mesh of all models: of the first one that was sharded before, or made from the options."""
         # Once, also for the models that a Trainer's model_init makes: torch never frees a mesh's groups.
         if not self._mesh:
-            self._mesh.append(make_mesh(self.fcdp.nodes))
+            self._mesh.append(make_mesh(self.fcdp.nodes, cp=self.fcdp.cp))
         return self._mesh[0]
+
+    @property
+    def cp(self) -> int:
+        """How many ranks share a sequence."""
+        return cp_of(self.mesh)
+
+    def _prepare_device_mesh(self) -> Any:
+        """What Accelerate's data loaders ask: ranks that share sequences get the same batches."""
+        return (
+            _Loading(self.cp, self.num_processes) if self.cp > 1 else super()._prepare_device_mesh()
+        )
 
     def share_mesh_of(self, model: nn.Module) -> None:
         """Shard the models that come on the mesh of a sharded model, unless there is a mesh already."""
@@ -250,6 +264,24 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+class _Loading:
+    """The dimensions of a mesh as Accelerate's data loaders read them."""
+
+    mesh_dim_names = ("dp_shard", "cp")
+
+    def __init__(self, cp: int, ranks: int) -> None:
+        self._sizes = {"dp_shard": ranks // cp, "cp": cp}
+        self._name = ""
+
+    def __getitem__(self, name: str) -> _Loading:
+        found = _Loading(self._sizes["cp"], self._sizes["cp"] * self._sizes["dp_shard"])
+        found._name = name
+        return found
+
+    def size(self) -> int:
+        return self._sizes[self._name]
 
 
 _trained_before: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()

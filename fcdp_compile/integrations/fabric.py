@@ -68,7 +68,7 @@ class FcdpStrategy(FabricCheckpoints):
                 f"Fabric gives {device} to the process with LOCAL_RANK {local_rank}, but fcdp gives GPU n to "
                 "local rank n; give Fabric the number of devices and choose GPUs by CUDA_VISIBLE_DEVICES"
             )
-        return make_mesh(self.fcdp.nodes or self.num_nodes)
+        return make_mesh(self.fcdp.nodes or self.num_nodes, cp=self.fcdp.cp)
 
     # --- models and optimizers ----------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ class FcdpOptions:
     """How an integration shards and compiles the models that it is given.
 
     strategy, param_dtype, reduce_dtype, gradient_on, module_strategies: as `fcdp_compile.shard` takes them.
-    nodes: as `fcdp_compile.make_mesh` does; by default torchrun's nodes.  dynamic: as `torch.compile` does.
+    nodes, cp: as `fcdp_compile.make_mesh` does; by default torchrun's nodes.  With cp > 1, models get
+    `fcdp_compile.context_parallel`.  dynamic: as `torch.compile` does.
     options: the backend's options, `torch.compile(…, backend="fcdp", options=…)`.
     companion_strategy: of models that are only evaluated, such as a reference, a teacher or a reward model;
     by default `strategy`.
@@ -35,6 +36,7 @@ class FcdpOptions:
 
     strategy: str | Strategy = "fcdp"
     nodes: int | None = None
+    cp: int = 1
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     gradient_on: str | None = None
@@ -77,7 +79,7 @@ class FcdpOptions:
 
     def sharding(self) -> dict[str, Any]:
         """The options that come too late for a sharded model, by name."""
-        return {"nodes": self.nodes, **self.shard_arguments()}
+        return {"nodes": self.nodes, "cp": self.cp, **self.shard_arguments()}
 
     def check_sharded_before(self) -> None:
         """Refuse options that come too late for a model that its owner has sharded.

@@ -32,6 +32,7 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.accelerate import Accelerator
 from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions
+from fcdp_compile.integrations.sequences import SequenceMixin
 from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
 from fcdp_compile.integrations.trainer_options import check_arguments
 from fcdp_compile.params.mesh import process_count
@@ -73,6 +74,11 @@ class FcdpMixin(TrainerCheckpoints):
 
     def __init__(self, *args: Any, fcdp: FcdpOptions | None = None, **kwargs: Any) -> None:
         self.fcdp = fcdp or FcdpOptions()
+        if self.fcdp.cp != 1 and not isinstance(self, SequenceMixin):
+            raise ArgumentError(
+                f"{type(self).__name__} cannot train on parts of sequences; FcdpOptions(cp={self.fcdp.cp}) "
+                "is for integrations.transformers.Trainer"
+            )
         self._prepared: nn.Module | None = None
         self._watch = _StepWatch()
         self._logged: tuple[float, float] | None = None  # when, and the FLOPs until then
@@ -160,7 +166,7 @@ class FcdpMixin(TrainerCheckpoints):
         return {MFU: flops / seconds / (self.fcdp.peak_tflops * 1e12 * process_count())}
 
 
-class Trainer(FcdpMixin, transformers.Trainer):
+class Trainer(SequenceMixin, FcdpMixin, transformers.Trainer):
     """`transformers.Trainer` on fcdp (`FcdpMixin`)."""
 
 

@@ -17,7 +17,7 @@ from fcdp_compile.params.mesh import topology_of
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.inner_mesh import CP, cp_of, data_mesh
 
-_NO_TARGET = -100
+NO_TARGET = -100
 """The label of positions without a target, as in Transformers."""
 
 
@@ -57,10 +57,10 @@ def sequence_part(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str
     is_trailing = not is_packed and bool((sequences[:, 1:] <= sequences[:, :-1]).all())
     targets = None
     if (labels := batch.get("labels")) is not None:
-        targets = pad(labels[:, 1:], (0, 1 + more[1]), value=_NO_TARGET)
+        targets = pad(labels[:, 1:], (0, 1 + more[1]), value=NO_TARGET)
     first, last = (place * length // ranks, (place + 1) * length // ranks)
     own = None if targets is None else targets[:, first:last]
-    count = 0 if own is None else int((own != _NO_TARGET).sum())
+    count = 0 if own is None else int((own != NO_TARGET).sum())
     told, sharing = _told(
         [_fingerprint(batch), count, is_padded or is_packed, not is_trailing], mesh
     )

@@ -101,7 +101,7 @@ def shard(
     and on every rank if ranks build different models or NCCL would have to connect ranks that use one GPU.
     """
     check_offload(offload_params)
-    mesh = None if mesh is None else data_mesh(mesh)
+    given, mesh = mesh, None if mesh is None else data_mesh(mesh)
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
     chosen = _chosen(strategy, reshard_after_forward)
     ignored = ignore(root, ignored_params)
@@ -124,7 +124,7 @@ def shard(
             state, records = _new_state(root, names, strategies, topology, dtypes)
         state.gpu_bytes = gpu_bytes
         _agree(root, state, records, ignored, dtypes)
-    _install(root, state, records, dtypes, mesh)
+    _install(root, state, records, dtypes, given)
     return model
 
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import fcdp_compile
-from fcdp_compile.errors import CheckpointError
+from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.integrations import trainer_checkpoints
 from fcdp_compile.integrations.transformers import SENT, WAITED, FcdpOptions, Trainer
 from tests.distributed.ranks import run
@@ -281,3 +281,35 @@ def test_checkpoints(tmp_path: Path) -> None:
     """Two ranks resume bit by bit, and one rank resumes from their checkpoint."""
     history, _ = run(_saves, tmp_path, nodes=2, ranks_per_node=1)
     run(_goes_on, tmp_path, history, nodes=1, ranks_per_node=1)
+
+
+def _shared_sequences(_mesh: DeviceMesh, folder: Path) -> None:
+    """Two groups of two ranks with batches of four are four ranks with batches of two."""
+    both = {"max_steps": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
+    plain: Any = run_script(folder, changed=False, lora=True, uneven=True, **both)["trainer"]
+    options = {"fcdp": FcdpOptions(nodes=2, cp=2)}
+    mine: Any = run_script(
+        folder,
+        changed=True,
+        lora=True,
+        uneven=True,
+        trainer=options,
+        per_device_train_batch_size=4,
+        **both,  # type: ignore[arg-type]
+    )["trainer"]
+    for row, other in zip(mine.state.log_history, plain.state.log_history, strict=True):
+        for name in (n for n in ("loss", "grad_norm", "train_loss") if n in other):
+            assert row[name] == pytest.approx(other[name], rel=TOLERANCE), name
+    values = dict(plain.model.named_parameters())
+    for name, parameter in mine.model.named_parameters():
+        _check_close(whole(parameter), values[name].detach(), TOLERANCE, name)
+    rows = [{name: row[name][:5] for name in row} for row in mine.eval_dataset[:8]]
+    assert mine.evaluate(rows)["eval_loss"] == pytest.approx(
+        plain.evaluate(rows)["eval_loss"], rel=TOLERANCE
+    )
+    with pytest.raises(ArgumentError, match="so only losses are evaluated"):
+        mine.predict(rows)
+
+
+def test_ranks_that_share_sequences(tmp_path: Path) -> None:
+    run(_shared_sequences, tmp_path, nodes=2, ranks_per_node=2)
