@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.devices import Device
+from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Bucket, Placement, Plan
@@ -34,6 +35,7 @@ from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
 from fcdp_compile.runtime.parameters.validity import Validity
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.strategy.gathering import Algorithm
+from fcdp_compile.torch_compat import backward_number
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class ShardedModel:
         self.accumulation = self._accumulation()
         self.outside = self._outside_reads()
         self.seams = self._seams()
+        # Keys of parameters that an optimizer has stepped although their backward may still run.
+        self.stepped: set[str] = set()
         self.drains = Drains(device)
         self.exposure = Exposure(device)
         self.whole: dict[str, WholeParameter] = {}
@@ -144,8 +148,21 @@ class ShardedModel:
     def gather_eagerly(self, key: str, shard: Tensor) -> Tensor:
         """Gather one parameter now, outside of graphs; a kept copy serves if it is valid."""
         self.unset.refuse("a forward")
+        self.refuse_stepped([key])
         self.records[key].living()  # raises if it was replaced by a tensor with other rows
         return self.outside.use(key, shard)
+
+    def refuse_stepped(self, keys: Iterable[str]) -> None:
+        """Refuse to use parameters again in a backward that has stepped them.
+
+        Raises: StaleParameterError.
+        """
+        if self.stepped and backward_number() != -1:
+            for key in self.stepped.intersection(keys):
+                raise StaleParameterError(
+                    f"this backward uses parameter {self.records[key].spec.name!r} again after it was "
+                    "stepped in the backward; offload without in_backward=True"
+                )
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather one parameter in a dtype from this rank's `shard`, into new memory."""

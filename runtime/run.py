@@ -80,6 +80,7 @@ class CompiledPlan:
         Raises: PlanMismatchError if another rank is about to run another plan.
         """
         model = self.living_model()
+        model.refuse_stepped(self.shards.get(direction, ()))
         accumulates = direction is Direction.FORWARD and model.accumulation.is_on
         self._accumulates = accumulates
         with self._told(model, direction):
@@ -99,6 +100,7 @@ class CompiledPlan:
         Raises: StaleParameterError if values that the forward was given have changed since.
         """
         model = self.living_model()
+        model.refuse_stepped(self.shards.get(Direction.BACKWARD, ()))
         model.optimizer_hooks.note_backward(accumulates=self._accumulates)
         with self._told(model, Direction.BACKWARD):
             given = self._given(model, args)

@@ -334,16 +334,37 @@ def test_a_backward_steps_all_but_the_bucket_whose_states_load() -> None:
     assert 0 < changed < after == sum(p.numel() > 0 for p in model.parameters())
 
 
-def test_gradients_that_change_after_a_step_in_the_backward_are_refused() -> None:
+def _drop(model: nn.Module, _: Any) -> None:
+    model.zero_grad()
+
+
+def _clip(model: nn.Module, _: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def _slow(_: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (_drop, r"gradient of parameter '\S+' was changed after the backward"),
+        (_clip, r"gradient of parameter '\S+' was changed after the backward"),
+        (_slow, r"a setting of the optimizer's groups, such as lr, was changed"),
+    ],
+)
+def test_what_changes_after_a_step_in_the_backward_is_refused(
+    change: Callable[[nn.Module, Any], None], match: str
+) -> None:
     model = sharded()
     optimizer = in_backward(model)
     train(model, optimizer, range(1, 3))
-    loss = model(torch.randn(4, 5)).square().mean()
-    loss.backward(retain_graph=True)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(
-        FcdpError, match=r"gradient of parameter '\S+' was changed after the backward"
-    ):
+    model(torch.randn(4, 5)).square().mean().backward()
+    with pytest.raises(FcdpError, match="loading an optimizer's states between a backward and"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    change(model, optimizer)
+    with pytest.raises(FcdpError, match=match):
         optimizer.step()
     optimizer.zero_grad()
     train(model, optimizer, [1])

@@ -12,13 +12,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.optimizers.state_buckets import StateBucket
+from fcdp_compile.optimizers.state_buckets import StateBucket, held_by
 from fcdp_compile.params.home_shard import HomeShard, key_of
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.runtime.model import ShardedModel
@@ -28,18 +29,26 @@ from fcdp_compile.runtime.optimizers.hooks import GradientHook
 class BackwardSteps:
     """The steps of one optimizer's buckets in backwards outside of `no_sync`.
 
-    feed: steps a bucket; called on the thread that runs the backward.
+    settings: what the optimizer steps with now, such as learning rates.  feed: steps a bucket; called on the
+    thread that runs the backward.
     """
 
-    def __init__(self, model: ShardedModel, feed: Callable[[StateBucket], None]) -> None:
+    def __init__(
+        self,
+        model: ShardedModel,
+        settings: Callable[[], Any],
+        feed: Callable[[StateBucket], None],
+    ) -> None:
         self._model = weakref.ref(model)
+        self._settings = settings
         self._feed = feed
+        self._used_settings: Any = None
         self._arrived: dict[int, set[int]] = {}
         self._whole: deque[StateBucket] = (
             deque()
         )  # have all gradients, which may not be reduced yet
-        # By the bucket's number: the gradients that it was stepped with, and how often each was changed.
-        self._used: dict[int, list[tuple[Tensor, Tensor, int]]] = {}
+        # By the bucket's number: what it was stepped with.
+        self._used: dict[int, list[_Used]] = {}
 
     def watch(self, buckets: Iterable[StateBucket]) -> None:
         """Step these buckets from now on."""
@@ -57,7 +66,7 @@ class BackwardSteps:
         if model is None or model.accumulation.is_on or model.optimizer_hooks.accumulates:
             return
         if bucket.number in self._used:
-            self._used.clear()
+            self._forget(model)
             raise FcdpError(
                 f"a second backward reached parameter {_name(model, parameter)!r}, which the one before had "
                 "stepped; call optimizer.step() after each backward, run all but the last micro-batch within "
@@ -74,30 +83,69 @@ class BackwardSteps:
     def end(self) -> frozenset[int]:
         """The numbers of the buckets that were stepped since the last call.
 
-        Raises: FcdpError if a gradient was changed after a bucket was stepped with it.
+        Raises: FcdpError if a gradient, or a setting of the optimizer, was changed after a step with it.
         """
-        used, self._used = self._used, {}
+        used = self._used
+        model = self._model()
+        if model is not None:
+            self._forget(model)
+        for one in (one for of in used.values() for one in of):
+            if model is not None and one.is_changed():
+                raise FcdpError(
+                    f"the gradient of parameter {_name(model, one.parameter)!r} was changed after the "
+                    "backward had stepped with it; to clip or unscale gradients, leave in_backward out"
+                )
+        if used and self._settings() != self._used_settings:
+            raise FcdpError(
+                "a setting of the optimizer's groups, such as lr, was changed after the backward had stepped "
+                "with it; change settings before the backward, or offload without in_backward=True"
+            )
+        return frozenset(used)
+
+    def refuse(self, what: str) -> None:
+        """Refuse something that may not be done between a backward and `optimizer.step()`.
+
+        Raises: FcdpError.
+        """
+        if self._used or self._whole:
+            raise FcdpError(
+                f"{what} between a backward and optimizer.step(), when some parameters are stepped already, "
+                "would mix two states; do it after the step, or offload without in_backward=True"
+            )
+
+    def _forget(self, model: ShardedModel) -> None:
+        self._used = {}
         self._arrived.clear()
         self._whole.clear()
-        model = self._model()
-        for parameter, grad, changes in (one for of in used.values() for one in of):
-            is_same = parameter.grad is None or parameter.grad is grad
-            if model is not None and not (is_same and grad._version == changes):
-                raise FcdpError(
-                    f"the gradient of parameter {_name(model, parameter)!r} was changed after the backward "
-                    "had stepped with it; to clip or unscale gradients, offload without in_backward=True"
-                )
-        return frozenset(used)
+        model.stepped.clear()
 
     def _step(self, model: ShardedModel, bucket: StateBucket) -> None:
         pairs = [(p, p.grad) for p in bucket.parameters]
-        self._used[bucket.number] = [(p, g, g._version) for p, g in pairs if g is not None]
+        self._used[bucket.number] = [_Used(p, g) for p, g in pairs if g is not None]
+        self._used_settings = self._settings()
         for p in bucket.parameters:
             if isinstance(p, HomeShard):
                 p.seal = None  # its values change
-        model.validity.values_changed([k for p in bucket.parameters if (k := key_of(p))])
+        keys = [k for p in bucket.parameters if (k := key_of(p))]
+        model.validity.values_changed(keys)
+        model.stepped.update(keys)
         with torch.no_grad():
             self._feed(bucket)
+
+
+class _Used:
+    """A gradient that a parameter was stepped with."""
+
+    def __init__(self, parameter: Tensor, grad: Tensor) -> None:
+        self.parameter = parameter
+        self._grad = grad
+        self._held = held_by(grad)
+        self._changes = grad._version, self._held._version
+
+    def is_changed(self) -> bool:
+        """Whether the parameter has another gradient now, or other values in it."""
+        changes = self._grad._version, self._held._version
+        return self.parameter.grad is not self._grad or changes != self._changes
 
 
 class _Arrival(GradientHook):

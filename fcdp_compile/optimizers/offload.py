@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ class Offloaded(Combined):
         self._in_backward: BackwardSteps | None = None
         if in_backward and isinstance(self._steps, DeviceSteps):
             feed = partial(self._steps.feed, self.inner)
-            self._in_backward = BackwardSteps(model, feed)
+            self._in_backward = BackwardSteps(model, self._settings, feed)
         self._plan(model)
         _offloaded[optimizer] = weakref.ref(self)
 
@@ -172,15 +172,27 @@ class Offloaded(Combined):
             assert model is not None, "its parameters are alive"
             self._plan(model)
         assert self._steps is not None, "it is built"
+        # Before the hooks of the step, which change settings for its time.
+        stepped = frozenset() if self._in_backward is None else self._in_backward.end()
         with self._steps.choosing(self.inner):
-            Optimizer.profile_hook_step(self._step_all)(self.inner)
+            Optimizer.profile_hook_step(partial(self._step_all, stepped=stepped))(self.inner)
         return loss
 
-    def _step_all(self, optimizer: Optimizer) -> None:
-        """Step the buckets, and the parameters that are in none."""
+    def _settings(self) -> list[dict[str, Any]]:
+        """What the groups' parameters are stepped with; a tensor by its identity and its changes."""
+        return [
+            {
+                k: (id(v), v._version) if isinstance(v, Tensor) else v
+                for k, v in group.items()
+                if k != "params"
+            }
+            for group in self.param_groups
+        ]
+
+    def _step_all(self, optimizer: Optimizer, *, stepped: Collection[int]) -> None:
+        """Step the buckets that were not stepped yet, and the parameters that are in none."""
         assert self._steps is not None, "it is built"
         with torch.no_grad():
-            stepped = frozenset() if self._in_backward is None else self._in_backward.end()
             rest = [b for b in self.buckets if b.number not in stepped]
             active = [b for b in rest if any(p.grad is not None for p in b.parameters)]
             self._steps.step(optimizer, active)
@@ -205,6 +217,8 @@ class Offloaded(Combined):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load states, which go to the host without passing the device."""
+        if self._in_backward is not None:
+            self._in_backward.refuse("loading an optimizer's states")
         states = state_dict["state"].items()
         held = {k: _held_back(v) if isinstance(v, dict) else v for k, v in states}
         super().load_state_dict({**state_dict, "state": held})

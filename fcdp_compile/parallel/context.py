@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.extras import require
-from fcdp_compile.parallel.ulysses import CONTEXT, Context, Heads, attention, repeats_of
-from fcdp_compile.ranks.inner_mesh import CP, cp_of
+from fcdp_compile.parallel.ulysses import Context, Heads, attention, repeats_of
+from fcdp_compile.ranks.inner_mesh import CONTEXT, CP, cp_of
 from fcdp_compile.sharding.shard import is_sharded
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,6 +44,10 @@ def context_parallel(model: M, mesh: DeviceMesh | None) -> M:
         raise ArgumentError(
             f"context_parallel takes a model of Transformers, or one around it, not {type(model).__name__}"
         )
+    if base.config._attn_implementation == _NAME:
+        raise ArgumentError(
+            "context_parallel got a model, or its config, a second time; call it once"
+        )
     if (problem := _problem(base)) is not None:
         raise ArgumentError(
             f"context_parallel cannot cut sequences of {type(base).__name__}: {problem}"
@@ -75,12 +79,34 @@ def _problem(base: Any) -> str | None:
         return (
             f"it has layers of type {sorted(strange)[0]!r}, which are no attention over all tokens"
         )
+    if base.loss_type not in (None, "ForCausalLM"):
+        return "its labels are not the next tokens"
+    if getattr(config, "output_router_logits", False):
+        return "its auxiliary loss would count the tokens of a part; set config.output_router_logits = False"
+    if getattr(config, "attn_temperature_tuning", False) or _counts_positions(base):
+        return "it counts positions itself, from the first token that a rank has"
     if implementation != "sdpa" and not implementation.startswith("flash_attention"):
         return (
             f"attn_implementation={implementation!r} cannot compute some of the heads; load the model with "
             "attn_implementation='sdpa'"
         )
     return None
+
+
+def _counts_positions(base: Any) -> bool:
+    """Whether positions depend on more than `position_ids`, such as the number of tokens or the padding."""
+    config = base.config
+    most = getattr(config, "max_position_embeddings", None)
+    for module in base.modules():
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+            return True
+        if isinstance(module, nn.Embedding) and most and module.num_embeddings != config.vocab_size:
+            # A table with places for an offset or for padding: the model finds the positions itself.
+            has_more = most < module.num_embeddings <= most + 8
+            has_padding = module.num_embeddings == most and module.padding_idx is not None
+            if has_more or has_padding:
+                return True
+    return False
 
 
 def _pairs(config: Any) -> int:

@@ -45,11 +45,14 @@ def sequence_part(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str
     length = -(-ids.shape[1] // ranks) * ranks
     more = (0, length - ids.shape[1])
     positions = batch.get("position_ids")
-    is_packed = positions is not None and bool((positions[:, 1:] != positions[:, :-1] + 1).any())
+    mask = batch.get("attention_mask")
+    # With a mask, Transformers takes no positions for the beginning of another sequence, either.
+    is_packed = positions is not None and mask is None and bool(_begins(positions).any())
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    sequences = _sequences(positions.expand(len(ids), -1))
-    mask = batch.get("attention_mask")
+    sequences = torch.zeros_like(ids, dtype=torch.int64)
+    if is_packed:
+        sequences = pad(_begins(positions.expand(len(ids), -1)).cumsum(1), (1, 0))
     if mask is not None:
         sequences = torch.where(mask.bool(), sequences, -1)
     sequences = pad(sequences, more, value=-1)
@@ -87,7 +90,7 @@ _ENTRIES = ("input_ids", "labels", "attention_mask", "position_ids")
 
 def _checked(batch: Mapping[str, Any]) -> Tensor:
     ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.shape[1]:
         raise ArgumentError("sequence_part needs input_ids of shape [batch, tokens] in the batch")
     for name, value in batch.items():
         if name not in _ENTRIES:
@@ -103,10 +106,9 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
     return ids
 
 
-def _sequences(positions: Tensor) -> Tensor:
-    """[B, S]: the number of the packed sequence of each token, from positions that begin again."""
-    begins = positions[:, 1:] != positions[:, :-1] + 1
-    return pad(begins.cumsum(1), (1, 0))
+def _begins(positions: Tensor) -> Tensor:
+    """[B, S-1]: whether a token after the first begins another packed sequence."""
+    return positions[:, 1:] != positions[:, :-1] + 1
 
 
 def _extended(positions: Tensor, count: int) -> Tensor:

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.errors import ArgumentError, FcdpError
+from fcdp_compile.ranks.inner_mesh import CONTEXT
 from fcdp_compile.torch_compat import all_to_all_of_equals
-
-CONTEXT = "fcdp_context"
-"""The attribute of attention modules that holds their `Context`."""
 
 
 class Heads(nn.Module):
@@ -69,7 +67,17 @@ def attention(
     Raises: FcdpError if the model was not given what `sequence_part` returns, or drops it on the way here;
     ArgumentError for sequences that the attention cannot keep apart.
     """
-    context: Context = getattr(module, CONTEXT)
+    context: Context | None = getattr(module, CONTEXT, None)
+    if context is None:
+        raise FcdpError(
+            f"{type(module).__name__} was not made ready by fcdp_compile.context_parallel, but has the "
+            "config of a model that was, or is built in another way; give each model a config of its own"
+        )
+    if any(kwargs.get(name) is not None for name in ("s_aux", "position_bias")):
+        raise ArgumentError(
+            f"{type(module).__name__} has attention sinks or position biases, which are not cut over ranks; "
+            "train it without context_parallel"
+        )
     if "sequence_ids" not in kwargs:
         raise FcdpError(
             f"{type(module).__name__} got no sequence_ids, so it does not know which part of the sequences "
@@ -124,7 +132,8 @@ def _own_part(whole: Tensor, context: Context) -> Tensor:
     batch, length, _, width = whole.shape
     sent = whole.unflatten(1, (context.ranks, length // context.ranks)).movedim(1, 0)
     got = all_to_all_of_equals(sent.contiguous(), context.group)  # [c, B, S/c, H/c, D]
-    return got.permute(1, 2, 0, 3, 4).reshape(batch, length // context.ranks, -1, width)
+    own = got.permute(1, 2, 0, 3, 4).reshape(batch, length // context.ranks, -1, width)
+    return own.contiguous()
 
 
 def _mask(
@@ -142,5 +151,6 @@ def _mask(
     seen = seen[None, None]
     if ids is None:
         return seen
-    # Padding sees nothing, and nothing sees it, as with Transformers' own masks.
-    return seen & (ids[:, None, :, None] == ids[:, None, None, :]) & (ids >= 0)[:, None, None, :]
+    # As with Transformers' own masks, nothing sees padding, and padding sees what comes before it.
+    asking, asked = ids[:, None, :, None], ids[:, None, None, :]
+    return seen & (asked >= 0) & ((asking == asked) | (asking < 0))

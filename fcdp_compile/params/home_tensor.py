@@ -354,6 +354,7 @@ def _whole(tensor: DTensor) -> DTensor:
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscale gradients for a GradScaler; every rank learns if any rank has a value that is not finite."""
     func(mapped(_present, grads), found_inf, inv_scale)
+    torch.autograd.graph.increment_version(grads)  # which torch does not do for this op
     sharded = next(g for g in grads if isinstance(g, DTensor))
     greatest_of_all_ranks(found_inf, sharded.device_mesh)
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 CP = "cp"
+CONTEXT = "fcdp_context"
+"""The attribute of attention modules that know which ranks share sequences."""
 
 
 def with_cp(data: DeviceMesh, cp: int, timeout: timedelta | None) -> DeviceMesh:

@@ -28,7 +28,7 @@ from fcdp_compile.quantised.weight import (
     quantised_weights,
     unfolded,
 )
-from fcdp_compile.ranks.inner_mesh import data_mesh
+from fcdp_compile.ranks.inner_mesh import CONTEXT, cp_of, data_mesh
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
@@ -101,8 +101,13 @@ def shard(
     and on every rank if ranks build different models or NCCL would have to connect ranks that use one GPU.
     """
     check_offload(offload_params)
-    given, mesh = mesh, None if mesh is None else data_mesh(mesh)
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
+    if cp_of(mesh) > 1 and not any(CONTEXT in vars(module) for module in root.modules()):
+        raise ArgumentError(
+            f"mesh has cp={cp_of(mesh)}, but the attention of {type(root).__name__} sees one rank's part of "
+            "the sequences; call fcdp_compile.context_parallel first, or make the mesh without cp"
+        )
+    given, mesh = mesh, None if mesh is None else data_mesh(mesh)
     chosen = _chosen(strategy, reshard_after_forward)
     ignored = ignore(root, ignored_params)
     with unfolded(root, ignored):

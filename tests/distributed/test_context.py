@@ -14,8 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForTokenClassification,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -221,7 +224,20 @@ def _refusals(mesh: DeviceMesh) -> None:
         "layers of type 'chunked_attention'": LlamaForCausalLM(
             LlamaConfig(**SIZES, layer_types=["full_attention", "chunked_attention"])
         ),
-        "call it before fcdp_compile.shard": fcdp_compile.shard(_llama(), whole),
+        "call it before fcdp_compile.shard": fcdp_compile.shard(_llama(), mesh),
+        "its labels are not the next tokens": LlamaForTokenClassification(
+            LlamaConfig(**SIZES, num_key_value_heads=4)
+        ),
+        "counts positions itself": OPTForCausalLM(
+            OPTConfig(
+                hidden_size=32,
+                ffn_dim=32,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                word_embed_proj_dim=32,
+            )
+        ),
+        "a second time; call it once": fcdp_compile.context_parallel(_llama(), whole),
     }
     for match, model in models.items():
         refused(match, lambda model=model: fcdp_compile.context_parallel(model, whole))  # type: ignore[misc]
@@ -235,6 +251,7 @@ def _refusals(mesh: DeviceMesh) -> None:
     for match, given in parts:
         refused(match, lambda given=given: fcdp_compile.sequence_part(given, whole))  # type: ignore[misc]
     model = fcdp_compile.context_parallel(_llama(), whole)
+    refused("sees one rank's part of the sequences", lambda: fcdp_compile.shard(_llama(), whole))
     refused("got no sequence_ids", lambda: model(batch["input_ids"]), FcdpError)
 
 

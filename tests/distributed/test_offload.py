@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import fcdp_compile
-from fcdp_compile.errors import FcdpError, PlanMismatchError
+from fcdp_compile.errors import FcdpError, PlanMismatchError, StaleParameterError
 from fcdp_compile.optimizers.state_bytes import state_bytes
 from fcdp_compile.runtime.cache import host_budget
 from fcdp_compile.sharding.shard import state_of
@@ -175,8 +176,46 @@ def _check_in_backward(mesh: DeviceMesh) -> None:
         assert max(map(min, found)) >= 3, (strategy, found)
 
 
+class _UsedAgain(nn.Module):
+    """A recomputation that needs a weight after its gradient is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 13), nn.Linear(13, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def detached(y: Tensor) -> Tensor:
+            return nn.functional.linear(y, self.last.weight.detach()).tanh()
+
+        found: Tensor = self.last(checkpoint(detached, self.first(x), use_reentrant=False))
+        return found
+
+
+def _check_misuse_in_backward(mesh: DeviceMesh) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for name, make in {"scaled": _model, "edited": _model, "used again": _UsedAgain}.items():
+        model: Any = fcdp_compile.shard(make(), mesh, strategy="zero3")
+        optimizer = fcdp_compile.offload(
+            AdamW(model.parameters(), lr=0.01), bucket_mb=TINY, in_backward=True
+        )
+        loss = model(torch.randn(3, 7)).square().mean()
+        if name == "used again":
+            with pytest.raises(
+                StaleParameterError, match="again after it was stepped in the backw"
+            ):
+                loss.backward()
+            continue
+        scaler.scale(loss).backward()
+        if name == "edited":
+            for p in model.parameters():
+                p.grad.to_local().mul_(0.1)
+        with pytest.raises(FcdpError, match="was changed after the backward had stepped with it"):
+            (scaler.step(optimizer) if name == "scaled" else optimizer.step())
+
+
 def test_steps_in_the_backward_are_the_same_bits() -> None:
     run(_check_in_backward, nodes=2, ranks_per_node=2)
+    run(_check_misuse_in_backward, nodes=1, ranks_per_node=2)
 
 
 def _check_refusals(mesh: DeviceMesh) -> None:
