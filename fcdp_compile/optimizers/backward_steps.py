@@ -44,9 +44,8 @@ class BackwardSteps:
         self._feed = feed
         self._used_settings: Any = None
         self._arrived: dict[int, set[int]] = {}
-        self._whole: deque[StateBucket] = (
-            deque()
-        )  # have all gradients, which may not be reduced yet
+        # They have all their gradients, which may not be reduced yet.
+        self._whole: deque[StateBucket] = deque()
         # By the bucket's number: what it was stepped with.
         self._used: dict[int, list[_Used]] = {}
 
