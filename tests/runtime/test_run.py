@@ -73,6 +73,9 @@ class Model:
         )
         self.optimizer_hooks = SimpleNamespace(note_backward=lambda *, accumulates: None)
 
+    def refuse_stepped(self, keys: Iterable[str]) -> None:
+        """Nothing was stepped."""
+
     def check(
         self, buckets: list[Bucket], about: About, *, is_given: bool, is_outdated: bool
     ) -> Verdict:
