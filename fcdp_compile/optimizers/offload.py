@@ -58,6 +58,14 @@ def offload(
     for parameters of no sharded model or of several; FcdpError on every rank if host memory or the disk has
     no room for the states of any rank.
     """
+    _check_optimizer(optimizer, step_on, in_backward=in_backward)
+    _check_sizes(folder, bucket_mb)
+    where = None if folder is None else Path(folder)
+    buckets = int(bucket_mb * 2**20)
+    return Offloaded(optimizer, _STEPS[step_on], where, buckets, in_backward=in_backward)
+
+
+def _check_optimizer(optimizer: object, step_on: object, *, in_backward: bool) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
             f"offload takes a torch optimizer, not {type(optimizer).__name__}; give it a built optimizer"
@@ -69,20 +77,6 @@ def offload(
         )
     if not isinstance(step_on, str) or step_on not in _STEPS:
         raise ArgumentError(f"step_on must be 'gpu' or 'cpu', not {step_on!r}")
-    if (
-        isinstance(bucket_mb, bool)
-        or not isinstance(bucket_mb, int | float)
-        or not 0 < bucket_mb < 2**30
-    ):
-        raise ArgumentError(
-            f"bucket_mb must be a number of MiB above 0, not {bucket_mb!r}; leave it out for 64"
-        )
-    if folder is not None:
-        if not isinstance(folder, str | Path):
-            raise ArgumentError(
-                f"folder must be a path, not {type(folder).__name__}; give it a str or Path"
-            )
-        refuse_nameless(folder)
     if step_on == "cpu" and isinstance(optimizer, Muon):
         raise ArgumentError(
             "Muon multiplies whole matrices, for which a CPU is too slow; offload it with step_on='gpu'"
@@ -97,9 +91,23 @@ def offload(
             f"{type(optimizer).__name__} communicates in its step, which ranks cannot do in one order beside "
             "a backward; leave in_backward out"
         )
-    where = None if folder is None else Path(folder)
-    buckets = int(bucket_mb * 2**20)
-    return Offloaded(optimizer, _STEPS[step_on], where, buckets, in_backward=in_backward)
+
+
+def _check_sizes(folder: object, bucket_mb: object) -> None:
+    if (
+        isinstance(bucket_mb, bool)
+        or not isinstance(bucket_mb, int | float)
+        or not 0 < bucket_mb < 2**30
+    ):
+        raise ArgumentError(
+            f"bucket_mb must be a number of MiB above 0, not {bucket_mb!r}; leave it out for 64"
+        )
+    if folder is not None:
+        if not isinstance(folder, str | Path):
+            raise ArgumentError(
+                f"folder must be a path, not {type(folder).__name__}; give it a str or Path"
+            )
+        refuse_nameless(folder)
 
 
 class Offloaded(Combined):

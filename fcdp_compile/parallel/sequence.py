@@ -120,7 +120,7 @@ def _extended(positions: Tensor, count: int) -> Tensor:
 
 def _told(mine: list[int], mesh: DeviceMesh | None) -> tuple[Tensor, list[int]]:
     """What each rank says [G, n], and the ranks of them that share this rank's sequences."""
-    said = torch.tensor(mine)
+    said = torch.tensor(mine, device="cpu")
     if mesh is None:
         return said[None], [0]
     control = topology_of(data_mesh(mesh)).control

@@ -101,9 +101,9 @@ def make_mesh(
     chosen = checked_timeout(timeout)
     if not dist.is_initialized() and "RANK" not in os.environ:
         if (nodes, cp) not in ((None, 1), (1, 1)):
+            asked = f"nodes={nodes}" if cp == 1 else f"cp={cp}"
             raise ArgumentError(
-                f"nodes={nodes}, cp={cp} needs several processes and this is a single one; start it with "
-                "torchrun"
+                f"{asked} needs several processes and this is a single one; start it with torchrun"
             )
         return None
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])

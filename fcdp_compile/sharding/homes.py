@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.buckets import may_leave
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.registry import STATE_BYTES, ParamSpec
 from fcdp_compile.params.spec import Home
+from fcdp_compile.ranks.inner_mesh import CONTEXT, cp_of
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.home_nodes import home_nodes
 
@@ -36,6 +38,18 @@ def home_nodes_of(matrices: Sequence[nn.Parameter], nodes: int) -> dict[nn.Param
     """The home node of each matrix; the same on all ranks, which have the same model."""
     sizes = [(tuple(p.shape), p.element_size()) for p in matrices]
     return dict(zip(matrices, home_nodes(sizes, nodes), strict=True))
+
+
+def check_context(root: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Refuse a mesh whose ranks share sequences for a model that does not know it.
+
+    Raises: ArgumentError.
+    """
+    if cp_of(mesh) > 1 and not any(CONTEXT in vars(module) for module in root.modules()):
+        raise ArgumentError(
+            f"mesh has cp={cp_of(mesh)}, but the attention of {type(root).__name__} sees one rank's part of "
+            "the sequences; call fcdp_compile.context_parallel first, or make the mesh without cp"
+        )
 
 
 def check_offload(offload_params: object) -> None:

@@ -28,13 +28,20 @@ from fcdp_compile.quantised.weight import (
     quantised_weights,
     unfolded,
 )
-from fcdp_compile.ranks.inner_mesh import CONTEXT, cp_of, data_mesh
+from fcdp_compile.ranks.inner_mesh import data_mesh
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import assign
 from fcdp_compile.sharding.gpus import agree_on_gpus
-from fcdp_compile.sharding.homes import check_offload, fills, home_nodes_of, matrices_of, on_hosts
+from fcdp_compile.sharding.homes import (
+    check_context,
+    check_offload,
+    fills,
+    home_nodes_of,
+    matrices_of,
+    on_hosts,
+)
 from fcdp_compile.sharding.loads import watch_loads
 from fcdp_compile.sharding.refusals import (
     Dtypes,
@@ -102,11 +109,7 @@ def shard(
     """
     check_offload(offload_params)
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
-    if cp_of(mesh) > 1 and not any(CONTEXT in vars(module) for module in root.modules()):
-        raise ArgumentError(
-            f"mesh has cp={cp_of(mesh)}, but the attention of {type(root).__name__} sees one rank's part of "
-            "the sequences; call fcdp_compile.context_parallel first, or make the mesh without cp"
-        )
+    check_context(root, mesh)
     given, mesh = mesh, None if mesh is None else data_mesh(mesh)
     chosen = _chosen(strategy, reshard_after_forward)
     ignored = ignore(root, ignored_params)
