@@ -64,15 +64,9 @@ def sequence_part(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str
     first, last = (place * length // ranks, (place + 1) * length // ranks)
     own = None if targets is None else targets[:, first:last]
     count = 0 if own is None else int((own != NO_TARGET).sum())
-    told, sharing = _told(
-        [_fingerprint(batch), count, is_padded or is_packed, not is_trailing], mesh
+    items, masked, inner, world = _everywhere(
+        batch, [count, is_padded or is_packed, not is_trailing], mesh
     )
-    if (other := first_other(told[sharing, 0].tolist())) is not None:
-        raise ArgumentError(
-            f'ranks 0 and {other} of a "cp" group have different batches, but share their sequences; let '
-            "samplers count groups, not ranks: num_replicas = ranks / cp, rank = rank // cp"
-        )
-    items, masked, inner = told[:, 1:].sum(0).tolist()
     part: dict[str, Any] = {
         "input_ids": pad(ids, more)[:, first:last].contiguous(),
         "position_ids": _extended(positions, more[1])[:, first:last].contiguous(),
@@ -81,7 +75,7 @@ def sequence_part(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str
     }
     if own is not None:
         part["labels"] = part["shift_labels"] = own.contiguous()
-        part["num_items_in_batch"] = torch.tensor(items / len(told), device=ids.device)
+        part["num_items_in_batch"] = torch.tensor(items / world, device=ids.device)
     return part
 
 
@@ -116,6 +110,20 @@ def _extended(positions: Tensor, count: int) -> Tensor:
     return torch.cat(
         [positions, positions[:, -1:] + 1 + torch.arange(count, device=positions.device)], 1
     )
+
+
+def _everywhere(batch: Mapping[str, Any], mine: list[int], mesh: DeviceMesh | None) -> list[int]:
+    """The sums of what each rank says, and the number of ranks.
+
+    Raises: ArgumentError on every rank if ranks that share sequences have different batches.
+    """
+    told, sharing = _told([_fingerprint(batch), *mine], mesh)
+    if (other := first_other(told[sharing, 0].tolist())) is not None:
+        raise ArgumentError(
+            f'ranks 0 and {other} of a "cp" group have different batches, but share their sequences; let '
+            "samplers count groups, not ranks: num_replicas = ranks / cp, rank = rank // cp"
+        )
+    return [*told[:, 1:].sum(0).tolist(), len(told)]
 
 
 def _told(mine: list[int], mesh: DeviceMesh | None) -> tuple[Tensor, list[int]]:

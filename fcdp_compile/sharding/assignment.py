@@ -12,6 +12,32 @@ from fcdp_compile.strategy import Strategy
 from fcdp_compile.suggestion import did_you_mean
 
 
+def chosen_strategy(strategy: str | Strategy, reshard_after_forward: bool | int | None) -> Strategy:
+    """The strategy that was asked for.
+
+    Raises: ArgumentError for an option that is not the strategy's.
+    """
+    chosen = Strategy.parse(strategy)
+    if reshard_after_forward is not None and chosen != Strategy.parse("fsdp"):
+        raise ArgumentError(
+            f"reshard_after_forward is an option of strategy 'fsdp', not of {chosen.name!r}, which "
+            "already decides what is kept; leave it out"
+        )
+    return chosen
+
+
+def adapted(
+    chosen: Strategy,
+    reshard_after_forward: bool | int | None,
+    gradient_on: str | None,
+    ranks_per_node: int,
+) -> Strategy:
+    """The strategy with the options that `shard` was given."""
+    if reshard_after_forward is not None:
+        chosen = Strategy.fsdp(reshard_after_forward, ranks_per_node)
+    return chosen if gradient_on is None else chosen.with_gradients_on(gradient_on)
+
+
 def assign(
     root: nn.Module,
     parameters: Collection[nn.Parameter],

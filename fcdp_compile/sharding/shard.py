@@ -32,7 +32,7 @@ from fcdp_compile.ranks.inner_mesh import data_mesh
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.sharding.assignment import assign
+from fcdp_compile.sharding.assignment import adapted, assign, chosen_strategy
 from fcdp_compile.sharding.gpus import agree_on_gpus
 from fcdp_compile.sharding.homes import (
     check_context,
@@ -111,39 +111,39 @@ def shard(
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
     check_context(root, mesh)
     given, mesh = mesh, None if mesh is None else data_mesh(mesh)
-    chosen = _chosen(strategy, reshard_after_forward)
+    chosen = chosen_strategy(strategy, reshard_after_forward)
     ignored = ignore(root, ignored_params)
     with unfolded(root, ignored):
         check_model(root, ignored, dtypes, mesh)
         topology = topology_of(mesh)
-        if reshard_after_forward is not None:
-            chosen = Strategy.fsdp(reshard_after_forward, topology.ranks_per_node)
-        if gradient_on is not None:
-            chosen = chosen.with_gradients_on(gradient_on)
+        chosen = adapted(chosen, reshard_after_forward, gradient_on, topology.ranks_per_node)
         names = {p: name for name, p in root.named_parameters() if name not in ignored}
         strategies = assign(root, names, chosen, module_strategies or {})
-        if offload_params is True:
-            strategies = on_hosts(strategies, topology.position)
-        state, records = _new_state(root, names, strategies, topology, dtypes)
-        gpu_bytes = agree_on_gpus(topology, state.collectives, state.device)
-        held = [(r.spec, p.requires_grad) for p, r in records.items()]
-        if offload_params == "auto" and fills(gpu_bytes, held):
-            strategies = on_hosts(strategies, topology.position, where_possible=True)
-            state, records = _new_state(root, names, strategies, topology, dtypes)
-        state.gpu_bytes = gpu_bytes
+        state, records = _fitting_state(root, names, strategies, topology, dtypes, offload_params)
         _agree(root, state, records, ignored, dtypes)
     _install(root, state, records, dtypes, given)
     return model
 
 
-def _chosen(strategy: str | Strategy, reshard_after_forward: bool | int | None) -> Strategy:
-    chosen = Strategy.parse(strategy)
-    if reshard_after_forward is not None and chosen != Strategy.parse("fsdp"):
-        raise ArgumentError(
-            f"reshard_after_forward is an option of strategy 'fsdp', not of {chosen.name!r}, which "
-            "already decides what is kept; leave it out"
-        )
-    return chosen
+def _fitting_state(
+    root: nn.Module,
+    names: Mapping[nn.Parameter, str],
+    strategies: Mapping[nn.Parameter, Strategy],
+    topology: Topology,
+    dtypes: Dtypes,
+    offload_params: bool | str,
+) -> tuple[ShardedModel, dict[nn.Parameter, ParamRecord]]:
+    """As `_new_state`, with home shards in the memory that was asked for."""
+    if offload_params is True:
+        strategies = on_hosts(strategies, topology.position)
+    state, records = _new_state(root, names, strategies, topology, dtypes)
+    gpu_bytes = agree_on_gpus(topology, state.collectives, state.device)
+    held = [(r.spec, p.requires_grad) for p, r in records.items()]
+    if offload_params == "auto" and fills(gpu_bytes, held):
+        strategies = on_hosts(strategies, topology.position, where_possible=True)
+        state, records = _new_state(root, names, strategies, topology, dtypes)
+    state.gpu_bytes = gpu_bytes
+    return state, records
 
 
 def _new_state(
