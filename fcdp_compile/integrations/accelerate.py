@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -154,9 +155,9 @@ class Accelerator(accelerate.Accelerator):
 
     def _prepare_device_mesh(self) -> Any:
         """What Accelerate's data loaders ask: ranks that share sequences get the same batches."""
-        return (
-            _Loading(self.cp, self.num_processes) if self.cp > 1 else super()._prepare_device_mesh()
-        )
+        if self.cp == 1:
+            return super()._prepare_device_mesh()
+        return _Loading(dp_shard=self.num_processes // self.cp, cp=self.cp)
 
     def share_mesh_of(self, model: nn.Module) -> None:
         """Shard the models that come on the mesh of a sharded model, unless there is a mesh already."""
@@ -269,19 +270,12 @@ class Accelerator(accelerate.Accelerator):
 class _Loading:
     """The dimensions of a mesh as Accelerate's data loaders read them."""
 
-    mesh_dim_names = ("dp_shard", "cp")
+    def __init__(self, **sizes: int) -> None:
+        self.mesh_dim_names = tuple(sizes)
+        self._sizes = sizes
 
-    def __init__(self, cp: int, ranks: int) -> None:
-        self._sizes = {"dp_shard": ranks // cp, "cp": cp}
-        self._name = ""
-
-    def __getitem__(self, name: str) -> _Loading:
-        found = _Loading(self._sizes["cp"], self._sizes["cp"] * self._sizes["dp_shard"])
-        found._name = name
-        return found
-
-    def size(self) -> int:
-        return self._sizes[self._name]
+    def __getitem__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: self._sizes[name])
 
 
 _trained_before: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()

@@ -54,6 +54,11 @@ class FcdpStrategy(FabricCheckpoints):
                 "it does not wrap the model in that; leave it out, or give FcdpOptions"
             )
         self.fcdp = fcdp or FcdpOptions()
+        if self.fcdp.cp != 1:
+            raise ArgumentError(
+                f"Fabric's loaders do not know ranks that share sequences; FcdpOptions(cp={self.fcdp.cp}) is "
+                "for integrations.transformers.Trainer and integrations.accelerate.Accelerator"
+            )
         self._backward_sync_control = _NoSync()  # type: ignore[assignment]  # its class is private
         # Who installs `lightning` has Fabric twice, as two packages with different classes.
         if (other := sys.modules.get("lightning.fabric.strategies")) is not None:
@@ -68,7 +73,7 @@ class FcdpStrategy(FabricCheckpoints):
                 f"Fabric gives {device} to the process with LOCAL_RANK {local_rank}, but fcdp gives GPU n to "
                 "local rank n; give Fabric the number of devices and choose GPUs by CUDA_VISIBLE_DEVICES"
             )
-        return make_mesh(self.fcdp.nodes or self.num_nodes, cp=self.fcdp.cp)
+        return make_mesh(self.fcdp.nodes or self.num_nodes)
 
     # --- models and optimizers ----------------------------------------------------------------------------
 

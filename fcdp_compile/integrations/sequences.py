@@ -36,13 +36,17 @@ class SequenceMixin(_Base):
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss of this rank's part of the sequences."""
         if self.accelerator.cp > 1:
-            if self.label_smoother is not None or self.compute_loss_func is not None:
-                raise ArgumentError(
-                    "ranks that share sequences (cp) compute the model's own loss; leave compute_loss_func "
-                    "and label_smoothing_factor out"
-                )
-            inputs = sequence_part(inputs, self.accelerator.mesh)
+            inputs = self._part(inputs)
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _part(self, inputs: Any) -> dict[str, Any]:
+        """This rank's part of a batch, for the model's own loss."""
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise ArgumentError(
+                "ranks that share sequences (cp) compute the model's own loss; leave compute_loss_func and "
+                "label_smoothing_factor out"
+            )
+        return sequence_part(inputs, self.accelerator.mesh)
 
     def prediction_step(
         self,
@@ -61,7 +65,7 @@ class SequenceMixin(_Base):
             )
         mesh = self.accelerator.mesh
         assert mesh is not None, "several ranks share a sequence"
-        part = {**sequence_part(self._prepare_inputs(inputs), mesh), "num_items_in_batch": 1}
+        part = {**self._part(self._prepare_inputs(inputs)), "num_items_in_batch": 1}
         with torch.no_grad(), self.compute_loss_context_manager():
             summed: Any = super().compute_loss(model, part)
         # The Trainer may drop the losses of some ranks, so each has that of the whole sequences.

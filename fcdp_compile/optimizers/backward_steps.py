@@ -120,8 +120,9 @@ class BackwardSteps:
 
     def _step(self, model: ShardedModel, bucket: StateBucket) -> None:
         pairs = [(p, p.grad) for p in bucket.parameters]
+        if not self._used:
+            self._used_settings = self._settings()
         self._used[bucket.number] = [_Used(p, g) for p, g in pairs if g is not None]
-        self._used_settings = self._settings()
         for p in bucket.parameters:
             if isinstance(p, HomeShard):
                 p.seal = None  # its values change

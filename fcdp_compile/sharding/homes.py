@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
@@ -74,7 +75,7 @@ def on_hosts(
     return {
         key: strategy
         if where_possible and mesh.of(strategy.home).ranks == 1
-        else strategy.with_homes_on_host()
+        else replace(strategy, offloads=True)
         for key, strategy in strategies.items()
     }
 

@@ -231,13 +231,6 @@ class Strategy:
             raise ArgumentError(f"gradient_on must be one of {', '.join(places)}, not {place!r}")
         return replace(self, gradient_on=GradientOn(place))
 
-    def with_homes_on_host(self) -> Strategy:
-        """The same strategy with home shards and gradients in host memory.
-
-        Raises: ValueError for a strategy without home shards.
-        """
-        return replace(self, offloads=True)
-
     @staticmethod
     def fsdp(reshard_after_forward: bool | int, ranks_per_node: int) -> Strategy:
         """The strategy for FSDP2's option of that name: True: zero3; the number of ranks of a node: zero++.

@@ -309,6 +309,11 @@ def _shared_sequences(_mesh: DeviceMesh, folder: Path) -> None:
     )
     with pytest.raises(ArgumentError, match="so only losses are evaluated"):
         mine.predict(rows)
+    mine.label_smoother = object()
+    with pytest.raises(
+        ArgumentError, match="leave compute_loss_func and label_smoothing_factor out"
+    ):
+        mine.evaluate(rows)
 
 
 def test_ranks_that_share_sequences(tmp_path: Path) -> None:
