@@ -8,7 +8,7 @@ import gc
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import fcdp_compile
@@ -28,82 +28,17 @@ from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.cache import host_budget
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.sharding.shard import state_of
+from tests.offloaded import (
+    MAKERS,
+    TINY,
+    Net,
+    assert_same,
+    assert_same_states,
+    groups,
+    sharded,
+    train,
+)
 from tests.runtime.simulated_device import SimulatedDevice
-
-TINY = 1e-5
-"""MiB of a bucket, so that most parameters are alone in theirs."""
-
-
-class Net(nn.Module):
-    """Matrices, vectors, a scalar, a parameter without elements and one that is not always used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(5, 9), nn.Linear(9, 3)
-        self.sometimes = nn.Linear(9, 3)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.zeros(0, 5))
-
-    def forward(self, x: Tensor, *, uses_all: bool = True) -> Tensor:
-        hidden = self.first(x).tanh()
-        found: Tensor = self.second(hidden) * self.scale
-        return found + self.sometimes(hidden) if uses_all else found
-
-
-def sharded() -> Net:
-    return fcdp_compile.shard(Net(), fcdp_compile.make_mesh())
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    return [
-        {"params": matrices, "lr": 0.02},
-        {"params": [p for p in model.parameters() if p.dim() != 2]},
-    ]
-
-
-MAKERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
-    "AdamW": partial(AdamW, lr=0.01),
-    "AdamW with amsgrad": partial(AdamW, lr=0.01, amsgrad=True),
-    "fused Adam": partial(Adam, lr=0.01, fused=True),
-    "SGD": partial(SGD, lr=0.01, momentum=0.9),
-    "SGD without states": partial(SGD, lr=0.01),
-}
-
-
-def train(
-    model: nn.Module, optimizer: Optimizer, steps: Iterable[int], scheduler: Any = None
-) -> None:
-    for step in steps:
-        torch.manual_seed(step)
-        model(torch.randn(4, 5), uses_all=step % 3 > 0).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-
-
-def assert_same(one: nn.Module, other: nn.Module, *, exact: bool = True) -> None:
-    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert _are_same(p, q, exact=exact), name
-
-
-def _are_same(one: Tensor, other: Tensor, *, exact: bool) -> bool:
-    return torch.equal(one, other) if exact else torch.allclose(one, other, atol=1e-7)
-
-
-def assert_same_states(one: Optimizer, other: Optimizer, *, exact: bool = True) -> None:
-    mine, others = one.state_dict(), other.state_dict()
-    assert mine["param_groups"] == others["param_groups"]
-    assert mine["state"].keys() == others["state"].keys()
-    for index, states in mine["state"].items():
-        for key, value in states.items():
-            found = others["state"][index][key]
-            if isinstance(value, Tensor):
-                assert _are_same(value, found, exact=exact), (index, key)
-            else:
-                assert value == found, (index, key)
 
 
 @pytest.mark.parametrize("uses_files", [False, True], ids=["memory", "files"])
@@ -314,70 +249,6 @@ def two_models() -> None:
 def test_optimizers_that_cannot_be_offloaded(make: Callable[[], Any], problem: str) -> None:
     with pytest.raises(ArgumentError, match=problem):
         fcdp_compile.offload(make())
-
-
-def in_backward(model: nn.Module) -> Optimizer:
-    return fcdp_compile.offload(AdamW(model.parameters()), bucket_mb=TINY, in_backward=True)
-
-
-def test_a_backward_steps_all_but_the_bucket_whose_states_load() -> None:
-    model, optimizer = sharded(), None
-    optimizer = in_backward(model)
-    train(model, optimizer, range(1, 3))
-    before = [p.detach().clone() for p in model.parameters()]
-    model(torch.randn(4, 5)).square().mean().backward()
-    changed = sum(
-        not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)
-    )
-    optimizer.step()
-    after = sum(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert 0 < changed < after == sum(p.numel() > 0 for p in model.parameters())
-
-
-def _drop(model: nn.Module, _: Any) -> None:
-    model.zero_grad()
-
-
-def _clip(model: nn.Module, _: Any) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
-def _slow(_: Any, optimizer: Any) -> None:
-    optimizer.param_groups[0]["lr"] *= 0.5
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (_drop, r"gradient of parameter '\S+' was changed after the backward"),
-        (_clip, r"gradient of parameter '\S+' was changed after the backward"),
-        (_slow, r"a setting of the optimizer's groups, such as lr, was changed"),
-    ],
-)
-def test_what_changes_after_a_step_in_the_backward_is_refused(
-    change: Callable[[nn.Module, Any], None], match: str
-) -> None:
-    model = sharded()
-    optimizer = in_backward(model)
-    train(model, optimizer, range(1, 3))
-    model(torch.randn(4, 5)).square().mean().backward()
-    with pytest.raises(FcdpError, match="loading an optimizer's states between a backward and"):
-        optimizer.load_state_dict(optimizer.state_dict())
-    change(model, optimizer)
-    with pytest.raises(FcdpError, match=match):
-        optimizer.step()
-    optimizer.zero_grad()
-    train(model, optimizer, [1])
-    model(torch.randn(4, 5)).square().mean().backward()
-    with pytest.raises(FcdpError, match=r"second backward reached parameter '\S+', which the one"):
-        model(torch.randn(4, 5)).square().mean().backward()
-
-
-def test_what_cannot_step_in_the_backward() -> None:
-    for make, step_on in ((torch.optim.Muon, "gpu"), (torch.optim.Adafactor, "gpu"), (Adam, "cpu")):
-        matrices = [p for p in sharded().parameters() if p.dim() == 2]
-        with pytest.raises(ArgumentError, match="leave in_backward out"):
-            fcdp_compile.offload(make(matrices), step_on, in_backward=True)  # type: ignore[operator]
 
 
 def test_places_that_cannot_step() -> None:
