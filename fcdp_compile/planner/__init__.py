@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from fcdp_compile.planner.estimate import Estimate, estimate
 from fcdp_compile.planner.job import Job
-from fcdp_compile.planner.ranking import Ranking, Row, estimates, rank, sensible
+from fcdp_compile.planner.ranking import Ranking, Row, estimates, planned, rank, sensible
 from fcdp_compile.planner.saved import load, save
 from fcdp_compile.planner.source import ModelOptions, Source, find_source
 from fcdp_compile.planner.traced import TracedModel, trace
@@ -26,6 +26,7 @@ __all__ = [
     "estimate",
     "estimates",
     "find_source",
+    "planned",
     "rank",
     "sensible",
     "trace",

@@ -16,7 +16,7 @@ from fcdp_compile.cluster.profile import find_profile
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.planner import traced_model
 from fcdp_compile.planner.job import Job
-from fcdp_compile.planner.ranking import Ranking, estimates, rank, sensible
+from fcdp_compile.planner.ranking import Ranking, planned, rank
 from fcdp_compile.planner.ranking_table import (
     Point,
     ranking_record,
@@ -49,8 +49,7 @@ def plan(options: argparse.Namespace) -> tuple[str, int]:
     Raises: FcdpError for a request that cannot be planned; OSError for a file that cannot be read.
     """
     found = asked(options)
-    strategies = found.strategies or sensible(found.traced, found.job)
-    ranking = rank(estimates(found.traced, strategies, found.job, note=tell))
+    ranking = rank(planned(found.traced, found.job, found.strategies, note=tell))
     code = 0 if ranking.recommended else 1
     if options.format == "json":
         return json.dumps(ranking_record(ranking), indent=1), code
@@ -71,10 +70,9 @@ def simulate(options: argparse.Namespace, conditions: Conditions) -> tuple[str, 
     rankings = []
     for job in jobs:
         tell(f"simulating {title(job)}")
-        strategies = found.strategies or sensible(found.traced, job)
         try:
-            planned = estimates(found.traced, strategies, job)
-            rankings.append(rank(planned, collectives=collectives, conditions=conditions))
+            plans = planned(found.traced, job, found.strategies)
+            rankings.append(rank(plans, collectives=collectives, conditions=conditions))
         except ValueError as error:  # conditions name more nodes than there are
             raise FcdpError(str(error)) from None
     code = 0 if any(r.recommended for r in rankings) else 1

@@ -25,13 +25,11 @@ SENSIBLE = (
     "paro-nii",
     "paro-iig",
     "fcdp",
-    "zero3+offload",
-    "fcdp+offload",
 )
-"""One strategy for each home, cache and life; other gradient scopes and lossy formats only on request.
+"""One strategy for each home, cache and life; other gradient scopes and lossy formats only on request."""
 
-Home shards in host memory are for jobs that fit with nothing else, so they are last.
-"""
+LAST = ("zero3+offload", "fcdp+offload")
+"""Strategies for jobs that fit with nothing else, planned only then."""
 
 _NEAR = 1.02  # smaller differences are ties: the model of time is no more accurate
 
@@ -68,13 +66,13 @@ class Ranking:
     why: str
 
 
-def sensible(traced: TracedModel, job: Job) -> list[Strategy]:
-    """Return the `SENSIBLE` strategies that the job's mesh can run.
+def sensible(traced: TracedModel, job: Job, names: Sequence[str] = SENSIBLE) -> list[Strategy]:
+    """Return the strategies of these names that the job's mesh can run.
 
     Of strategies that would do the same for this model and job, only the first is returned.
     """
     found: dict[frozenset[Strategy], Strategy] = {}
-    for name in SENSIBLE:
+    for name in names:
         strategy = Strategy.parse(name)
         try:
             on_mesh = fit_strategy(strategy, job.mesh)
@@ -108,6 +106,21 @@ def estimates(
             found.append(estimate(traced, strategy, job))
         except ValueError as error:
             raise FcdpError(str(error)) from None
+    return found
+
+
+def planned(
+    traced: TracedModel,
+    job: Job,
+    strategies: Sequence[Strategy] = (),
+    note: Callable[[str], None] = lambda what: None,
+) -> list[Estimate]:
+    """Plan these strategies; without any, the sensible ones, and those of `LAST` if nothing else fits."""
+    if strategies:
+        return estimates(traced, strategies, job, note)
+    found = estimates(traced, sensible(traced, job), job, note)
+    if not any(e.fits for e in found):
+        found += estimates(traced, sensible(traced, job, LAST), job, note)
     return found
 
 

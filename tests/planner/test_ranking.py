@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from builders_planner import MACHINE, faster, make_job, make_profile
 from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.plan.cost import Link
-from fcdp_compile.planner import Job, Ranking, TracedModel, estimates, rank, sensible, trace
+from fcdp_compile.planner import (
+    Job,
+    Ranking,
+    TracedModel,
+    estimates,
+    planned,
+    rank,
+    sensible,
+    trace,
+)
 from fcdp_compile.planner.ranking_table import ranking_record
 from fcdp_compile.planner.traced import Inputs
 from fcdp_compile.strategy import Strategy
@@ -155,9 +164,9 @@ def test_home_shards_go_to_the_host_only_where_nothing_else_fits(
     gpu_bytes: int, offloads: bool
 ) -> None:
     job = make_job(profile=_profile(device_memory_bytes=gpu_bytes))
-    names = tuple(x.name for x in sensible(stack(is_frozen=False), job))
-    found = _rank(job, is_frozen=False, names=names)
+    found = rank(planned(stack(is_frozen=False), job))
     others = [r for r in found.rows if not r.offloads]
+    assert (len(others) < len(found.rows)) is offloads, "planned only then"
     assert any(r.fits for r in others) is not offloads, "control"
     assert found.rows[0].fits
     assert found.rows[0].offloads is offloads
