@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from fcdp_compile.optimizers.offload import offload
     from fcdp_compile.parallel.context import context_parallel
     from fcdp_compile.parallel.sequence import sequence_part
+    from fcdp_compile.parallel.tensor import tensor_parallel
+    from fcdp_compile.params.inner_cut import declare_part
     from fcdp_compile.params.mesh import make_mesh
     from fcdp_compile.pretrained.exporting.export import save_pretrained
     from fcdp_compile.pretrained.exporting.streaming import stream_state
@@ -66,6 +68,7 @@ __all__ = [
     "UnsynchronizedGradientError",
     "combine",
     "context_parallel",
+    "declare_part",
     "explain",
     "exposed_wait",
     "full",
@@ -82,6 +85,7 @@ __all__ = [
     "sequence_part",
     "shard",
     "stream_state",
+    "tensor_parallel",
     "traffic",
 ]
 
@@ -103,6 +107,7 @@ _HOMES = {
     "UnsynchronizedGradientError": "errors",
     "combine": "optimizers.combine",
     "context_parallel": "parallel.context",
+    "declare_part": "params.inner_cut",
     "explain": "report.explain",
     "exposed_wait": "report.exposed_wait",
     "full": "sharding.full",
@@ -119,6 +124,7 @@ _HOMES = {
     "sequence_part": "parallel.sequence",
     "shard": "sharding.shard",
     "stream_state": "pretrained.exporting.streaming",
+    "tensor_parallel": "parallel.tensor",
     "traffic": "report.traffic",
 }
 

@@ -10,8 +10,13 @@ from torch.fx import Graph, Node
 
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD
-from fcdp_compile.params.narrow_sums import is_narrow, narrow_sum_bytes
-from fcdp_compile.params.packing import pack_grads, padded, unpack_grads
+from fcdp_compile.params.packing import (
+    is_narrow,
+    narrow_sum_bytes,
+    pack_grads,
+    padded,
+    unpack_grads,
+)
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.explicit import explicit, wait_for

@@ -240,7 +240,7 @@ def _write_job(plan: LoadPlan, moments: dict[str, Tensor]) -> None:
         """The moment, as a DTensor if its parameter is one."""
         if mesh is None:
             return moments[name]
-        return as_dtensor(moments[name], spec.layout, mesh, spec.strategy.home)
+        return as_dtensor(moments[name], spec, mesh)
 
     if job.optimizer is not None:
         specs = {r.spec.name: r.spec for r in plan.state.records.values()}

@@ -32,7 +32,7 @@ from fcdp_compile.deferred.stand_ins import (
 )
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.fingerprint import fingerprint
-from fcdp_compile.params.home_shard import rows_of
+from fcdp_compile.params.packing import rows_of
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.messages import broadcast_first

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fcdp_compile.params.layout import chunk_rows
+from fcdp_compile.params.layout import rows_of_part
 from fcdp_compile.params.mesh import all_ranks_of
 from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
-from fcdp_compile.torch_compat import NodeShard
+from fcdp_compile.torch_compat import NodeShard, matrices_in
 
 
 def everywhere(mesh: DeviceMesh) -> list[Placement]:
@@ -105,16 +105,18 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
 
 
 def part_of(tensor: DTensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor that is cut like `tensor`; a view of it, on its device."""
+    """This rank's part of a whole tensor that is cut like `tensor`, on its device; mostly a view of it."""
     for over, placement in enumerate(tensor.placements):
         mine = tensor.device_mesh.get_local_rank(over)
         if isinstance(placement, NodeShard):
             first, count = placement.rows_at(whole.shape[placement.dim], mine)
             whole = whole.narrow(placement.dim, first, count)
-        elif isinstance(placement, Shard):
+        elif not placement.is_replicate():
             # As `layout`, [Note: chunk order], says: cut over the places, then over the nodes.
-            rows = chunk_rows(whole.shape[placement.dim], tensor.device_mesh.size(over))
-            whole = whole.narrow(placement.dim, sum(rows[:mine]), rows[mine])
+            dim, ranks = placement.dim, tensor.device_mesh.size(over)
+            runs = rows_of_part(whole.shape[dim], ranks, mine, matrices_in(placement))
+            parts = [whole.narrow(dim, *run) for run in runs]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return whole
 
 

@@ -1,8 +1,8 @@
 """The parameter that `shard` leaves in a model: a DTensor that holds this rank's home shard.
 
 [Note: released shards]
-The device memory of a frozen home shard can be freed while the cache, or at first plain host memory, holds
-the shard's values (`release`).
+A frozen home shard's device memory can be freed while the cache, or at first plain host memory, holds its
+values (`release`).
 The shard's tensor object stays, because graphs and guards refer to it, but its storage has no bytes, and
 reading it crashes.  So every access to the values first calls `bring_back`, which copies them to the device
 again: ops (`__torch_dispatch__`), `to_local` and similar methods, `.data`, the attribute `_local_tensor`.
@@ -13,7 +13,7 @@ called (`Calls.inside`), the attribute returns the tensor as it is, and a graph 
 for it with `bring_back_inputs`.
 
 A shard is released only if no other tensor shares its storage.  When the attribute hands out the shard's
-tensor object, the shard keeps an alias of that object instead, so that the object counts as another tensor.
+tensor object, the shard keeps an alias of it instead, so that the object counts as another tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.params.derived import Sharded, is_plain, local_of
 from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.ranks.inner_mesh import INTER, INTRA, TP
 from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import NodeShard, storage_id, storage_uses, without_modes
 
@@ -95,16 +96,15 @@ class HomeShard(Sharded):
     @staticmethod
     def of(
         local: Tensor,
-        layout: ParamLayout,
+        spec: ParamSpec,
         mesh: DeviceMesh,
         *,
         requires_grad: bool,
-        home: Scope = Scope.GLOBAL,
         calls: Calls | None = None,
         key: str | None = None,
     ) -> HomeShard:
         """Wrap this rank's local shard as an `nn.Parameter` of the full shape."""
-        shard = HomeShard._like(as_dtensor(local, layout, mesh, home))
+        shard = HomeShard._like(as_dtensor(local, spec, mesh))
         shard.requires_grad_(requires_grad)
         shard._calls = calls
         shard._fcdp_key = key
@@ -282,8 +282,9 @@ class HomeShard(Sharded):
         return self.held
 
     def to_local(self, **options: Any) -> Tensor:
-        """Like DTensor's."""
-        self.expose()
+        """Like DTensor's; within a call of the model, the result is for reading alone."""
+        if self._calls is None or not self._calls.inside:
+            self.expose()
         return local_of(self, **options)
 
     def to_gather(self) -> Tensor:
@@ -354,44 +355,39 @@ def _is_own(held: Tensor) -> bool:
     return storage.resizable() and storage.nbytes() == held.nbytes
 
 
-def rows_of(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor:
-    """A view of the rows of a whole parameter that the rank at this node and place has as its home shard."""
-    if layout.dim is None:
-        return whole
-    rows = layout.local_shape(node, place)[layout.dim]
-    return whole.narrow(layout.dim, layout.local_start(node, place), rows)
+def placements_of(spec: ParamSpec) -> tuple[Placement, ...]:
+    """DTensor placements on the home mesh, which may begin with "tp" (`layout`, [Note: chunk order])."""
+    layout, home = spec.layout, spec.strategy.home
+    found: tuple[Placement, ...] = (Replicate(), Replicate())
+    if layout.dim is not None and home is not Scope.NONE:
+        inter: Placement = Shard(layout.dim) if home is Scope.GLOBAL else Replicate()
+        if layout.home_node is not None:
+            inter = NodeShard(layout.dim, layout.home_node)
+        found = (Shard(layout.dim), inter)
+    return found if spec.inner is None else (spec.inner.placement, *found)
 
 
-def placements_of(layout: ParamLayout, home: Scope) -> tuple[Shard | Replicate, Shard | Replicate]:
-    """DTensor placements on the ("intra", "inter") mesh (`layout`, [Note: chunk order])."""
-    if layout.dim is None or home is Scope.NONE:
-        return (Replicate(), Replicate())
-    if layout.home_node is not None:
-        return (Shard(layout.dim), NodeShard(layout.dim, layout.home_node))
-    return (Shard(layout.dim), Shard(layout.dim) if home is Scope.GLOBAL else Replicate())
-
-
-def as_dtensor(local: Tensor, layout: ParamLayout, mesh: DeviceMesh, home: Scope) -> DTensor:
+def as_dtensor(local: Tensor, spec: ParamSpec, mesh: DeviceMesh) -> DTensor:
     """Make a DTensor, cut as a parameter's home shards are, from this rank's part."""
-    shape = torch.Size(layout.shape)
+    shape = torch.Size(spec.whole_shape)
     stride = torch.empty(shape, device="meta").stride()
-    placements = placements_of(layout, home)
     # On meta: `from_local` would bring a shard in host memory to the mesh's device.
     like = DTensor.from_local(
-        local.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride
+        local.to("meta"), mesh, placements_of(spec), run_check=False, shape=shape, stride=stride
     )
     return DTensor(local, like._spec, requires_grad=False)
 
 
-def check_cut(given: DTensor, key: str, expected: tuple[Shard | Replicate, ...]) -> None:
+def check_cut(given: DTensor, key: str, expected: tuple[Placement, ...]) -> None:
     """Check that a DTensor in the place of the parameter `key` is cut as the home shard.
 
     Raises: FcdpError.
     """
     names, placements = given.device_mesh.mesh_dim_names, tuple(given.placements)
-    if names != ("intra", "inter") or placements != expected:
+    wanted = (TP, INTRA, INTER)[-len(expected) :]
+    if names != wanted or placements != expected:
         raise FcdpError(
             f"parameter {key.partition(':')[2]!r} is now cut as {placements} over mesh {names}, but was "
-            f"sharded as {expected} over ('intra', 'inter'); assign its .data or load a state dict, which "
+            f"sharded as {expected} over {wanted}; assign its .data or load a state dict, which "
             "both keep the cut"
         )

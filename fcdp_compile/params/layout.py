@@ -38,14 +38,32 @@ def chunk_rows(rows: int, chunks: int) -> list[int]:
     return [max(0, min(size, rows - i * size)) for i in range(chunks)]
 
 
+class Rows(NamedTuple):
+    """Consecutive rows of a whole tensor."""
+
+    first: int
+    count: int
+
+
+def rows_of_part(rows: int, parts: int, index: int, matrices: int = 1) -> list[Rows]:
+    """The rows that one of several parts has of a tensor, or of each of several matrices within it."""
+    size = rows // matrices
+    mine = chunk_rows(size, parts)
+    return [Rows(i * size + sum(mine[:index]), mine[index]) for i in range(matrices)]
+
+
 def largest_chunk(rows: int, nodes: int, ranks_per_node: int) -> int:
     """Rows of the first chunk in [Note: chunk order], which is the largest."""
     piece = -(-rows // ranks_per_node)
     return -(-piece // nodes)
 
 
-def choose_dim(shape: Sequence[int], nodes: int, ranks_per_node: int) -> int | None:
+def choose_dim(
+    shape: Sequence[int], nodes: int, ranks_per_node: int, but: int | None = None
+) -> int | None:
     """Choose the dimension to shard: the first with the least padding; None for a scalar.
+
+    but: a dimension that must stay as it is.
 
     A rank-4 adapter of shape (4, 4096) on 8 ranks is cut along its second dimension: along the first
     every rank would send a slot of one row, twice the adapter in all.
@@ -58,7 +76,8 @@ def choose_dim(shape: Sequence[int], nodes: int, ranks_per_node: int) -> int | N
         others = math.prod(s for i, s in enumerate(shape) if i != dim)
         return slot * nodes * ranks_per_node * others
 
-    return min(range(len(shape)), key=lambda dim: (padded(dim), dim))
+    dims = [dim for dim in range(len(shape)) if dim != but]
+    return min(dims, key=lambda dim: (padded(dim), dim))
 
 
 def sizes_by_node(layouts: Sequence[ParamLayout]) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fcdp_compile.devices import are_on_stream, choose_device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.spec import Home
-from fcdp_compile.ranks.inner_mesh import with_cp
+from fcdp_compile.ranks.inner_mesh import INTER, INTRA, TP, inner_of, make_inner_mesh
 from fcdp_compile.ranks.lost_ranks import RollCall, naming_lost_ranks
 from fcdp_compile.ranks.node_count import agreed_nodes
 from fcdp_compile.ranks.process_groups import (
@@ -31,8 +31,6 @@ from fcdp_compile.strategy import Scope
 
 log = logging.getLogger(__name__)
 
-INTER, INTRA = "inter", "intra"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Topology:
@@ -41,6 +39,10 @@ class Topology:
     node, place: n and l of this rank.  home_mesh: the ("intra", "inter") mesh of the DTensors (`layout`,
     [Note: chunk order]).  control: a CPU group over all ranks for small agreements.  In one process without
     torch.distributed there are no groups and no mesh.
+
+    tp: the mesh of the ranks that share each parameter with this rank, or None.  With it, the N x g ranks are
+    those at the same place of this mesh, which have the same parts of parameters; home_mesh is ("tp",
+    "intra", "inter"), and everyone is a CPU group over all of its ranks.  Without it, everyone is `control`.
 
     [Note: groups of our own] Where collectives block, threads begin them, and if members of a group begin its
     collectives in different orders, the group silently mixes them up.  So inter and intra are then not the
@@ -59,6 +61,8 @@ class Topology:
     control: dist.ProcessGroup | None
     timeout: timedelta | None = None
     roll_call: RollCall | None = None
+    tp: DeviceMesh | None = None
+    everyone: dist.ProcessGroup | None = None
 
     @property
     def ranks(self) -> int:
@@ -81,7 +85,11 @@ class Topology:
 
 
 def make_mesh(
-    nodes: int | None = None, *, cp: int = 1, timeout: timedelta | float | None = None
+    nodes: int | None = None,
+    *,
+    cp: int = 1,
+    tp: int = 1,
+    timeout: timedelta | float | None = None,
 ) -> DeviceMesh | None:
     """Make the ("inter", "intra") mesh from torchrun's environment.
 
@@ -89,8 +97,10 @@ def make_mesh(
     yet.  In a single process without torchrun it returns None, which `shard` takes as one node of one rank.
 
     nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
-    cp: how many ranks of a node share a sequence (`context_parallel`); with more than one, the mesh has a
-    third dimension, "cp".
+    cp: how many ranks of a node share a sequence (`context_parallel`); with more than one, the mesh has
+    another dimension, "cp".
+    tp: how many ranks of a node share each parameter (`tensor_parallel`, or torch's parallelize_module on
+    mesh["tp"]); with more than one, the mesh has another dimension, "tp", the last.
     timeout: how long a rank waits for others before it raises LostRankError, in seconds or as a timedelta; by
     default the timeout of the default process group, which is NCCL's own 10 minutes if this function
     initialises that group for GPUs.  The timeout is used for all groups that fcdp makes for this mesh, and
@@ -100,8 +110,9 @@ def make_mesh(
     """
     chosen = checked_timeout(timeout)
     if not dist.is_initialized() and "RANK" not in os.environ:
-        if (nodes, cp) not in ((None, 1), (1, 1)):
-            asked = f"nodes={nodes}" if cp == 1 else f"cp={cp}"
+        wanted = {"nodes": nodes or 1, "cp": cp, "tp": tp}
+        if more := {name: size for name, size in wanted.items() if size != 1}:
+            asked = ", ".join(f"{name}={size}" for name, size in more.items())
             raise ArgumentError(
                 f"{asked} needs several processes and this is a single one; start it with torchrun"
             )
@@ -114,31 +125,17 @@ def make_mesh(
         initialise(device.backends, chosen or device.timeout)
     try:
         with naming_lost_ranks(None, "make_mesh"):
-            count = agreed_nodes(world, nodes, cp)
+            count = agreed_nodes(world, nodes, {"cp": cp, "tp": tp})
     except ValueError:
         if not had_groups:
             dist.destroy_process_group()
         raise
     limit = timeout_of_new_groups(chosen)
-    mesh = _make_mesh(device.torch.type, count, world // count, limit)
-    with naming_lost_ranks(None, "make_mesh, as groups are made"):
-        return mesh if cp == 1 else with_cp(mesh, cp, limit)
-
-
-def _make_mesh(
-    device_type: str, nodes: int, ranks_per_node: int, timeout: timedelta | None
-) -> DeviceMesh:
     # torch's init_device_mesh would give its groups torch's timeout instead of the default group's.
-    ranks = torch.arange(nodes * ranks_per_node, device="cpu").view(nodes, ranks_per_node)
+    ranks = torch.arange(world, device="cpu").view(count, -1, cp, tp)
     with naming_lost_ranks(None, "make_mesh, as groups are made"):
-        inter, intra = (
-            dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
-            for rows in (ranks.T, ranks)
-        )
-    mesh = DeviceMesh.from_group(
-        [inter, intra], device_type, mesh=ranks, mesh_dim_names=(INTER, INTRA)
-    )
-    _timeouts[inter] = timeout
+        mesh, inter = make_inner_mesh(device.torch.type, ranks, limit)
+    _timeouts[inter] = limit
     return mesh
 
 
@@ -196,22 +193,35 @@ _topologies: dict[int, Topology] = {}
 
 def _make_topology(mesh: DeviceMesh) -> Topology:
     inter, intra = mesh.get_group(INTER), mesh.get_group(INTRA)
+    inner = inner_of(mesh)
+    tp = None if inner is None else inner.tp
     nodes, ranks_per_node = mesh.mesh.shape
-    ranks = mesh.mesh.flatten().tolist()
+    ranks: list[int] = mesh.mesh.flatten().tolist()
     # Flattening this mesh would save DTensor a collective, but give wrong values without an error: torch 2.13
     # then gathers uneven shards as if the rows had been cut once over all ranks, not twice.
-    home_mesh = DeviceMesh.from_group(
-        [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
-    )
+    if inner is None or tp is None:
+        home_mesh = DeviceMesh.from_group(
+            [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
+        )
+    else:
+        home_mesh = DeviceMesh.from_group(
+            [tp.get_group(), intra, inter],
+            mesh.device_type,
+            mesh=inner.planes.permute(2, 1, 0).contiguous(),
+            mesh_dim_names=(TP, INTRA, INTER),
+        )
     _warn_of_staging(mesh.device_type, [inter, intra])
     timeout = _timeouts[inter] if inter in _timeouts else timeout_of_new_groups(None)
-    roll_call = RollCall(ranks)
+    roll_call = RollCall(sorted(home_mesh.mesh.flatten().tolist()))
     roll_call.begin()
     with naming_lost_ranks(None, "shard, as groups are made"):
         control = group_of(ranks, timeout, cpu_backend())
         own_inter, own_intra = (_own(g, mesh.device_type, timeout) for g in (inter, intra))
         every = _keep_all_ranks(home_mesh, intra, timeout)
-    roll_call.covers([inter, intra, own_inter, own_intra, control, every])
+        everyone = control
+        if tp is not None:
+            everyone = group_of(sorted(home_mesh.mesh.flatten().tolist()), timeout, cpu_backend())
+    roll_call.covers([inter, intra, own_inter, own_intra, control, every, everyone])
     return Topology(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -224,6 +234,8 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
         control=control,
         timeout=timeout,
         roll_call=roll_call,
+        tp=tp,
+        everyone=everyone,
     )
 
 
@@ -292,11 +304,18 @@ def _keep_all_ranks(
     return group
 
 
+def _data_ranks(topology: Topology) -> Tensor:
+    """The ranks [N, g] of a topology that has a mesh."""
+    assert topology.home_mesh is not None, "several processes have a mesh"
+    ranks = topology.home_mesh.mesh
+    return (ranks if topology.tp is None else ranks[topology.tp.get_local_rank()]).T
+
+
 def control_ranks(topology: Topology) -> dict[tuple[int, int], int]:
     """The rank within the control group of each node and place."""
     if topology.home_mesh is None or topology.control is None:
         return {(0, 0): 0}
-    positions = _positions(topology.home_mesh.mesh.T)
+    positions = _positions(_data_ranks(topology))
     return {at: dist.get_group_rank(topology.control, rank) for rank, at in positions.items()}
 
 
@@ -327,7 +346,7 @@ def _make_flat_group(topology: Topology) -> FlatGroup:
     assert topology.home_mesh is not None, "a single process gathers nothing"
     assert topology.inter is not None, "several nodes have groups between them"
     on_stream = are_on_stream(topology.device_type, topology.inter)
-    positions = _positions(topology.home_mesh.mesh.T)
+    positions = _positions(_data_ranks(topology))
     group = _new_group(topology, sorted(positions), None if on_stream else cpu_backend())
     ranks = dist.get_process_group_ranks(group)
     successor = ranks[(ranks.index(dist.get_rank()) + 1) % len(ranks)]

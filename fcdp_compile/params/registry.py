@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.params.inner_cut import InnerCut
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.strategy import Strategy
 
@@ -31,6 +32,8 @@ class ParamSpec:
     reduce_dtype: of reduce-scatters.  local_shape: of this rank's shard.  strategy: as fitted to this mesh.
     is_packed: whether it is a part of a quantised weight, whose bytes nothing may change (`quantised`).
     computes_on: the device of gathered parameters if home shards and gradients are in host memory, else None.
+    inner: how the whole parameter is cut over the ranks of a "tp" group; `layout` is then that of this rank's
+    part.  None without such a group.
     """
 
     key: str
@@ -43,6 +46,12 @@ class ParamSpec:
     strategy: Strategy
     is_packed: bool = False
     computes_on: torch.device | None = None
+    inner: InnerCut | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The parameter's shape in the model as the user built it."""
+        return self.layout.shape if self.inner is None else self.inner.shape
 
     @property
     def home_bytes(self) -> int:

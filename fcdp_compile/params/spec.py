@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.inner_cut import InnerCut
+from fcdp_compile.params.layout import ParamLayout, choose_dim
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.strategy import Scope, Strategy
 from fcdp_compile.strategy.gathering import Algorithm
@@ -79,8 +80,11 @@ def param_spec(
     reduce_dtype: torch.dtype | None = None,
     is_packed: bool = False,
     home_node: int | None = None,
+    inner: InnerCut | None = None,
 ) -> ParamSpec:
     """The spec of a parameter with this shape on this rank of the mesh.
+
+    shape: of the part that this rank has if the parameter is cut over a "tp" group (inner).
 
     param_dtype, reduce_dtype: of computation and of reductions; None: the parameter's own dtype.
     is_packed: whether it is a part of a quantised weight, which is cut between rows and sent as it is.
@@ -88,6 +92,8 @@ def param_spec(
     """
     home = mesh.of(strategy.home)
     layout = ParamLayout.of(shape, home.nodes, home.ranks_per_node, home_node)
+    if inner is not None and (kept := inner.kept_dim) is not None:
+        layout = replace(layout, dim=choose_dim(shape, home.nodes, home.ranks_per_node, but=kept))
     # Only parameters with home nodes share buckets with each other.
     strategy = replace(strategy, whole_matrices=home_node is not None)
     if home_node is not None:
@@ -108,4 +114,5 @@ def param_spec(
         local_shape=layout.local_shape(home.node, home.place),
         strategy=strategy,
         is_packed=is_packed,
+        inner=inner,
     )

@@ -1,8 +1,9 @@
-"""How many nodes a job has, and how many of a node's ranks share a sequence: the same on all ranks."""
+"""How many nodes a job has, and how its ranks share work within a node: the same on all ranks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
@@ -10,29 +11,31 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.ranks.differences import first_other
 
 
-def agreed_nodes(world: int, nodes: int | None, cp: int) -> int:
+def agreed_nodes(world: int, nodes: int | None, inner: Mapping[str, int]) -> int:
     """The number of nodes, after a check that every rank counts the same.
 
     Machines may have started different numbers of ranks, or may have been given different numbers of nodes.
     If one rank went on or left by itself, the others would wait for it.
+
+    inner: the sizes of the dimensions within a node, by name.
     """
     try:
         count = _count_nodes(world, nodes)
-        _check_cp(cp, world // count)
-        mine: tuple[int, int] | str = (count, cp)
+        _check_inner(inner, world // count)
+        mine: tuple[int, str] | str = (count, _told(inner))
     except ValueError as error:
         mine = str(error)
-    everyone: list[tuple[int, int] | str] = [mine] * world
+    everyone: list[tuple[int, str] | str] = [mine] * world
     if world > 1 and dist.get_backend() != "fake":  # a fake group has no other ranks
         dist.all_gather_object(everyone, mine)
     for found in everyone:
         if isinstance(found, str):
             raise ArgumentError(found)
     if other := first_other(everyone):
-        (first, first_cp), (its, its_cp) = (tuple(everyone[i]) for i in (0, other))
+        (first, told), (its, its_told) = (tuple(everyone[i]) for i in (0, other))
         if first == its:
             raise ArgumentError(
-                f"rank 0 has cp={first_cp} and rank {other} has cp={its_cp}; pass the same cp=… on all ranks"
+                f"rank 0 has {told} and rank {other} has {its_told}; pass the same on all ranks"
             )
         raise ArgumentError(
             f"rank 0 makes {first} nodes of {world} ranks and rank {other} makes {its}; start "
@@ -41,12 +44,21 @@ def agreed_nodes(world: int, nodes: int | None, cp: int) -> int:
     return count
 
 
-def _check_cp(cp: int, ranks_per_node: int) -> None:
-    if isinstance(cp, bool) or not isinstance(cp, int) or cp < 1 or ranks_per_node % cp:
-        raise ArgumentError(
-            f"cp={cp!r} must be a whole number that divides the {ranks_per_node} ranks of a node, because "
-            "ranks that share a sequence must be on one node; pass another cp=…"
-        )
+def _told(inner: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in inner.items())
+
+
+def _check_inner(inner: Mapping[str, int], ranks_per_node: int) -> None:
+    left, taken = ranks_per_node, ""
+    for name, size in inner.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or left % size:
+            raise ArgumentError(
+                f"{name}={size!r} must be a whole number that divides the {left} ranks of a node{taken}, "
+                "because ranks that share sequences or parameters must be on one node; pass another "
+                f"{name}=…"
+            )
+        if size > 1:
+            left, taken = left // size, f" with {name}={size} that are left"
 
 
 def _count_nodes(world: int, nodes: int | None) -> int:

@@ -61,4 +61,4 @@ class _Full(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         spec = registry.spec_of(ctx.key)
         shard = registry.owner_of(ctx.key).reduce_eagerly(ctx.key, grad)
-        return as_dtensor(shard, spec.layout, ctx.mesh, spec.strategy.home), None, None
+        return as_dtensor(shard, spec, ctx.mesh), None, None

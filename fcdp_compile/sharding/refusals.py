@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.params.inner_cut import check_inner, local_part
 from fcdp_compile.quantised.weight import packed_parameters
+from fcdp_compile.ranks.inner_mesh import tp_mesh_of
 from fcdp_compile.sharding.loaded import check_loaded
 from fcdp_compile.sharding.references import find_references
 from fcdp_compile.strategy import Strategy
@@ -142,7 +144,8 @@ def _check_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> 
 def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
     """Refuse parameters that share memory: their home shards would be independent."""
     spans = []
-    for name, p in parameters.items():
+    for name, parameter in parameters.items():
+        p = local_part(parameter)
         if p.numel() and not isinstance(p, FakeTensor):  # fake tensors have no memory
             elements = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
             if elements < p.numel():
@@ -162,9 +165,9 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
 
 def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None, *, is_packed: bool) -> str | None:
     if isinstance(parameter, DTensor):
-        return (
-            "is a DTensor already (FSDP2 or tensor parallelism); pass a model with plain parameters"
-        )
+        problem = check_inner(parameter, tp_mesh_of(mesh))
+        if problem is not None:
+            return problem
     if isinstance(parameter, UninitializedParameter):
         return "is not initialised; run one forward before shard"
     if parameter.layout is not torch.strided:
@@ -186,8 +189,13 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None, *, is_packed: boo
     return None
 
 
-def check_home_nodes(matrices: Sequence[nn.Parameter]) -> None:
-    """Raises: ArgumentError for matrices that get home nodes, on a version of torch that cannot have them."""
+def check_home_nodes(matrices: Sequence[nn.Parameter], tp: DeviceMesh | None) -> None:
+    """Raises: ArgumentError for matrices that get home nodes, where they cannot have them."""
+    if matrices and tp is not None:
+        raise ArgumentError(
+            "strategy modifier 'matrix' keeps whole matrices on a node, but ranks of \"tp\" have parts of "
+            "them; leave 'matrix' out, or make the mesh without tp"
+        )
     if matrices and not calls_dispatch_of_subclasses():
         raise ArgumentError(
             f"strategy modifier 'matrix' needs torch 2.12 or newer, not {torch.__version__}; use a newer "

@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.files.text_diff import text_diff
 from fcdp_compile.params.fingerprint import fingerprint
+from fcdp_compile.params.inner_cut import InnerCut, described, local_part
 from fcdp_compile.params.mesh import Topology
+from fcdp_compile.quantised.weight import quantised_weights
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.messages import broadcast_first
 from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.sharding.refusals import Dtypes, warn_of_no_frozen, warn_of_torch
 
 log = logging.getLogger(__name__)
 
 
-def agree_on_replicas(
-    topology: Topology,
-    collectives: Collectives,
-    description: Sequence[str],
-    tensors: Sequence[tuple[str, Tensor]],
+def agree_on_model(
+    root: nn.Module,
+    state: ShardedModel,
+    records: Mapping[nn.Parameter, ParamRecord],
+    ignored: Iterable[str],
+    dtypes: Dtypes,
 ) -> None:
-    """Compare the models that the ranks are about to shard; where values differ, take rank 0's, as DDP does.
+    """Make sure that all ranks shard the same model with the same values; where values differ, take rank 0's.
 
-    description: one line for each thing that must be the same.  tensors: parameters and buffers with names;
-    if the descriptions are equal, all ranks have the same names.
+    records: of all parameters.  ignored: names of parameters that `shard` leaves alone.
 
-    Raises: ValueError on every rank if the descriptions differ.
+    Raises: ArgumentError on every rank if ranks shard different models.
     """
-    if topology.ranks == 1:
+    topology, collectives = state.topology, state.collectives
+    if topology.everyone is None:
         return
-    texts = collectives.exchange_texts("\n".join(description))
+    if topology.ranks > 1 and topology.node == topology.place == 0:
+        warn_of_torch()
+        warn_of_no_frozen((r.spec.strategy, p.requires_grad) for p, r in records.items())
+    named = {r.spec.name: p for p, r in records.items()}
+    tensors = [*named.items(), *root.named_buffers()]
+    description = [
+        f"param_dtype {dtypes.param}, reduce_dtype {dtypes.reduce}, buffer_dtype={dtypes.buffer}",
+        *(f"{name}: ignored" for name in ignored),
+        *(f"{r.spec.name}: {r.spec.strategy}{described(r.spec.inner)}" for r in records.values()),
+        *(
+            f"{name}: {t.dtype} {tuple(t.shape)}, requires_grad={t.requires_grad}"
+            + (", on meta" if t.is_meta else "")
+            for name, t in tensors
+        ),
+        *(f"{name}: {weight.meaning}" for name, weight in quantised_weights(root)),
+    ]
+    texts = collectives.exchange_texts("\n".join(description), topology.everyone)
     if other := first_other(texts):
         names = ("rank 0", f"rank {other}")
         shown = "\n  ".join(text_diff(texts[0], texts[other], names, most=12))
@@ -42,10 +65,72 @@ def agree_on_replicas(
             f"ranks 0 and {other} are about to shard different models; build the same model with the same "
             f"settings on every rank. The differences:\n  {shown}"
         )
-    if not tensors:
-        return
+    present = [(name, local_part(t)) for name, t in tensors if not t.is_meta]
+    if topology.tp is not None:
+        whole = [
+            name
+            for name, _ in tensors
+            if name not in named or _is_whole(records[named[name]].spec.inner)
+        ]
+        _refuse_different(root, [x for x in present if x[0] in set(whole)], topology, collectives)
+    differing = _take_first(present, topology.control, collectives)
+    if differing and topology.position.rank == 0:
+        log.warning(
+            "%d of %d parameters and buffers differed between ranks (%s, …); rank 0's values were taken",
+            len(differing),
+            len(present),
+            differing[0],
+        )
+
+
+def _is_whole(cut: InnerCut | None) -> bool:
+    """Whether every rank of a "tp" group has the whole parameter."""
+    return cut is None or cut.dim is None
+
+
+def _refuse_different(
+    root: nn.Module,
+    tensors: Sequence[tuple[str, Tensor]],
+    topology: Topology,
+    collectives: Collectives,
+) -> None:
+    """Refuse whole parameters and buffers that differ within a "tp" group, and random numbers that will.
+
+    Raises: ArgumentError on every rank.
+    """
+    assert topology.home_mesh is not None, "tp has a mesh"
+    drops = any(isinstance(m, nn.Dropout) and m.p for m in root.modules())
+    seed = torch.initial_seed() % 2**62 if drops else 0
+    marks = [seed, *(int(fingerprint([t])) for _, t in tensors)]
+    rows = collectives.agree(marks, group=topology.everyone)
+    ranks = topology.home_mesh.mesh.flatten(1)
+    places = {rank: i for i, rank in enumerate(sorted(ranks.flatten().tolist()))}
+    for group in ranks.T.tolist():
+        first, *others = (rows[places[rank]] for rank in group)
+        for i, mark in enumerate(first):
+            if all(row[i] == mark for row in others):
+                continue
+            if i == 0:
+                raise ArgumentError(
+                    f'ranks {group} share parameters ("tp") but have different seeds, so dropout would not be '
+                    "the same on them; call torch.manual_seed with one seed for the ranks of a group"
+                )
+            raise ArgumentError(
+                f'{tensors[i - 1][0]!r} differs between ranks {group}, which share parameters ("tp"); give '
+                "them equal values, or say which part of it a rank has with fcdp_compile.declare_part"
+            )
+
+
+def _take_first(
+    tensors: Sequence[tuple[str, Tensor]],
+    group: dist.ProcessGroup | None,
+    collectives: Collectives,
+) -> list[str]:
+    """Give all ranks of a group the first rank's values of what differs, as DDP does; returns its names."""
+    if not tensors or group is None:
+        return []
     marks = torch.stack([fingerprint([t]).cpu() for _, t in tensors]).tolist()
-    rows = collectives.agree(marks)
+    rows = collectives.agree(marks, group=group)
     differing = [
         (name, tensor)
         for (name, tensor), values in zip(tensors, zip(*rows, strict=True), strict=True)
@@ -53,15 +138,8 @@ def agree_on_replicas(
     ]
     for _, tensor in differing:
         on_host = tensor.detach().cpu().contiguous()
-        assert topology.control is not None, "several processes have one"
         doing = "shard, as rank 0's values go to all ranks"
-        broadcast_first(on_host.view(-1).view(torch.uint8), topology.control, doing)
+        broadcast_first(on_host.view(-1).view(torch.uint8), group, doing)
         with torch.no_grad():
             tensor.detach().copy_(on_host)
-    if differing and topology.position.rank == 0:
-        log.warning(
-            "%d of %d parameters and buffers differed between ranks (%s, …); rank 0's values were taken",
-            len(differing),
-            len(tensors),
-            differing[0][0],
-        )
+    return [name for name, _ in differing]

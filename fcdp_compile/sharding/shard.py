@@ -17,15 +17,16 @@ from fcdp_compile.buckets import may_leave, with_home
 from fcdp_compile.devices import Device, current_device, device_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params import registry
-from fcdp_compile.params.home_shard import KEY, REPLACED, Calls, HomeShard, rows_of
+from fcdp_compile.params.home_shard import KEY, REPLACED, Calls, HomeShard
+from fcdp_compile.params.inner_cut import InnerCut, local_part
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.mesh import Topology, topology_of
+from fcdp_compile.params.packing import rows_of
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home, fit_strategy, param_spec
 from fcdp_compile.quantised.weight import (
     QuantisedWeight,
     packed_parameters,
-    quantised_weights,
     unfolded,
 )
 from fcdp_compile.ranks.inner_mesh import data_mesh
@@ -48,10 +49,8 @@ from fcdp_compile.sharding.refusals import (
     check_home_nodes,
     check_model,
     ignore,
-    warn_of_no_frozen,
-    warn_of_torch,
 )
-from fcdp_compile.sharding.replicas import agree_on_replicas
+from fcdp_compile.sharding.replicas import agree_on_model
 from fcdp_compile.sharding.sharded_class import (
     STATE,
     Gate,
@@ -120,7 +119,8 @@ def shard(
         names = {p: name for name, p in root.named_parameters() if name not in ignored}
         strategies = assign(root, names, chosen, module_strategies or {})
         state, records = _fitting_state(root, names, strategies, topology, dtypes, offload_params)
-        _agree(root, state, records, ignored, dtypes)
+        agree_on_model(root, state, records, ignored, dtypes)
+        state.make_groups()
     _install(root, state, records, dtypes, given)
     return model
 
@@ -158,13 +158,13 @@ def _new_state(
     fitting = {s: fit_strategy(s, topology.position) for s in dict.fromkeys(strategies.values())}
     number, packed = registry.new_model_number(), packed_parameters(root)
     matrices = [p for p in matrices_of(root, names) if fitting[strategies[p]].whole_matrices]
-    check_home_nodes(matrices)
+    check_home_nodes(matrices, topology.tp)
     homes = home_nodes_of(matrices, topology.nodes)
     specs = {
         p: param_spec(
             f"m{number}:{name}",
             name,
-            shape=tuple(p.shape),
+            shape=tuple(local_part(p).shape),
             dtype=p.dtype,
             strategy=fitting[strategies[p]],
             mesh=topology.position,
@@ -172,6 +172,7 @@ def _new_state(
             reduce_dtype=dtypes.reduce,
             is_packed=p in packed,
             home_node=homes.get(p),
+            inner=None if topology.tp is None else InnerCut.of(p, topology.tp),
         )
         for p, name in names.items()
     }
@@ -189,35 +190,6 @@ def _new_state(
         accumulates_elsewhere=any(s.accumulates_on for s in strategies.values()),
     )
     return state, records
-
-
-def _agree(
-    root: nn.Module,
-    state: ShardedModel,
-    records: Mapping[nn.Parameter, ParamRecord],
-    ignored: Iterable[str],
-    dtypes: Dtypes,
-) -> None:
-    """Make sure that all ranks shard the same model with the same values, and make the process groups."""
-    topology, collectives = state.topology, state.collectives
-    if topology.ranks > 1 and topology.node == topology.place == 0:
-        warn_of_torch()
-        warn_of_no_frozen((r.spec.strategy, p.requires_grad) for p, r in records.items())
-    tensors = [*((r.spec.name, p) for p, r in records.items()), *root.named_buffers()]
-    description = [
-        f"param_dtype {dtypes.param}, reduce_dtype {dtypes.reduce}, buffer_dtype={dtypes.buffer}",
-        *(f"{name}: ignored" for name in ignored),
-        *(f"{r.spec.name}: {r.spec.strategy}" for r in records.values()),
-        *(
-            f"{name}: {t.dtype} {tuple(t.shape)}, requires_grad={t.requires_grad}"
-            + (", on meta" if t.is_meta else "")
-            for name, t in tensors
-        ),
-        *(f"{name}: {weight.meaning}" for name, weight in quantised_weights(root)),
-    ]
-    present = [(name, t) for name, t in tensors if not t.is_meta]
-    agree_on_replicas(topology, collectives, description, present)
-    state.make_groups()
 
 
 def model_of(model: nn.Module) -> nn.Module:
@@ -322,10 +294,10 @@ def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> Device
 def _home_shard(
     parameter: nn.Parameter, spec: ParamSpec, topology: Topology, calls: Calls, on: Device
 ) -> nn.Parameter:
-    layout, scope = spec.layout, spec.strategy.home
     if topology.home_mesh is None:
         return _whole(parameter, spec.key, on.torch)
-    where = topology.home(scope)
+    layout, where = spec.layout, topology.home(spec.strategy.home)
+    values = local_part(parameter.detach())
     # A frozen shard that the cache will let leave the device waits on the host from the start.
     is_away = may_leave(spec, is_frozen=not parameter.requires_grad)
     device = on.torch if spec.computes_on is None else torch.device("cpu")
@@ -333,17 +305,16 @@ def _home_shard(
     if spec.computes_on is not None:
         local = empty_home(spec, on)
         if not parameter.is_meta:
-            local.copy_(rows_of(parameter.detach(), layout, where.node, where.place))
+            local.copy_(rows_of(values, layout, where.node, where.place))
     elif parameter.is_meta:
         local = torch.empty(spec.local_shape, dtype=parameter.dtype, device=waits_on)
     else:
-        local = _part(parameter.detach(), layout, where, waits_on)
+        local = _part(values, layout, where, waits_on)
     home = HomeShard.of(
         torch.empty_like(local, device=device) if is_away else local,
-        layout,
+        spec,
         topology.home_mesh,
         requires_grad=parameter.requires_grad,
-        home=scope,
         calls=calls,
         key=spec.key,
     )
@@ -351,8 +322,8 @@ def _home_shard(
         home.held.copy_(local)
     _keep_marks(parameter, home)
     if parameter.grad is not None:
-        grad = _part(parameter.grad, layout, where, device)
-        home.grad = HomeShard.of(grad, layout, topology.home_mesh, requires_grad=False, home=scope)
+        grad = _part(local_part(parameter.grad), layout, where, device)
+        home.grad = HomeShard.of(grad, spec, topology.home_mesh, requires_grad=False)
     return cast(nn.Parameter, home)  # isinstance agrees (HomeShard._is_param)
 
 

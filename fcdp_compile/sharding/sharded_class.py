@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterError
 from fcdp_compile.ops import REQUIRE_GRAD, UNSHARD
 from fcdp_compile.params.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
+from fcdp_compile.params.inner_cut import InnerTensor
 from fcdp_compile.params.registry import spec_of, whole_error
 from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.model import ShardedModel
@@ -58,7 +59,12 @@ class ModuleState:
         self.is_on_mesh = model.topology.home_mesh is not None
         self.alike = {name: model.records.alike[key] for name, key in keys.items()}
         specs = {name: model.spec(key) for name, key in keys.items()}
-        self.cuts = {n: placements_of(s.layout, s.strategy.home) for n, s in specs.items()}
+        self.cuts = {n: placements_of(spec) for n, spec in specs.items()}
+        self.inner = {
+            name: InnerTensor(spec.inner)
+            for name, spec in specs.items()
+            if spec.inner is not None and spec.inner.mesh is not None
+        }
 
 
 def sharded_class(
@@ -100,6 +106,11 @@ def _saving(inner: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
+def _in_group(state: ModuleState, name: str, part: Tensor) -> Tensor:
+    """A gathered parameter as the module computes with it: a DTensor if ranks of "tp" have parts of it."""
+    return state.inner[name].of(part) if name in state.inner else part
+
+
 def _gathering_property(name: str) -> property:
     def get(self: nn.Module) -> Tensor:
         parameter = self._parameters.get(name)
@@ -111,8 +122,11 @@ def _gathering_property(name: str) -> property:
             return parameter
         if not torch.compiler.is_compiling() and state.keys[name] in state.model.whole:
             # In the dtype of gathered parameters; no copy if the home shards have this dtype.
-            return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
-        if state.is_on_mesh and not isinstance(parameter, DTensor):
+            whole = parameter.to(state.model.spec(state.keys[name]).gather_dtype)
+            return _in_group(state, name, whole)
+        # Some tensor parallel layers compute with local tensors: they put `to_local` in a parameter's place.
+        is_local = name in state.inner and not isinstance(parameter, DTensor)
+        if state.is_on_mesh and not isinstance(parameter, DTensor) and not is_local:
             # Check the class, which is the same on all ranks: on some ranks a shard has the whole shape too.
             raise whole_error(state.keys[name].partition(":")[2], parameter)
         if isinstance(parameter, DTensor) and not isinstance(parameter, HomeShard):
@@ -124,10 +138,11 @@ def _gathering_property(name: str) -> property:
         elif isinstance(parameter, DTensor):
             local = parameter.to_local()
         if not torch.compiler.is_compiling():
-            return cast(Tensor, UNSHARD(local, state.keys[name]))
-        own: Any = self
-        full: Tensor = UNSHARD(local, own._fcdp_key_of(name, state.alike[name]))
-        return full
+            full: Tensor = UNSHARD(local, state.keys[name])
+        else:
+            own: Any = self
+            full = UNSHARD(local, own._fcdp_key_of(name, state.alike[name]))
+        return full if is_local else _in_group(state, name, full)
 
     def put(self: nn.Module, value: Any) -> NoReturn:
         # Reached once the parameter is gone: before, nn.Module's own assignment replaces parameters.

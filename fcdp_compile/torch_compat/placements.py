@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 class NodeShard(Shard):
@@ -73,3 +74,11 @@ class NodeShard(Shard):
     ) -> Tensor:
         first, rows = self.rows_at(local_tensor.shape[self.dim], shard_index)
         return local_tensor.narrow(self.dim, first, rows).clone()
+
+
+def matrices_in(placement: Placement) -> int:
+    """How many matrices that lie one after the other a placement cuts, each over all ranks; mostly 1.
+
+    torch's strided shard: with 2, a rank has a part of the first half of the rows and one of the second half.
+    """
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1

@@ -9,9 +9,9 @@
     free(full)                full bucket               the last entry that has it
 
 Memory is counted by storage: views share one.  Symbolic sizes (batch, sequence length) count with the values
-that the caller gives.  The scratch memory of a reduction is noted on its node (`narrow_sums`).  Other memory
-that an operator or a collective allocates for itself alone (workspaces, Gloo's staging) is in no graph and is
-not counted.
+that the caller gives.  The scratch memory of a reduction is noted on its node (`params.packing`, [Note:
+narrow sums]).  Other memory that an operator or a collective allocates for itself alone (workspaces, Gloo's
+staging) is in no graph and is not counted.
 """
 
 from __future__ import annotations

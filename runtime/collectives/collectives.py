@@ -270,23 +270,28 @@ class Collectives:
             return self.all_gather(kind, send, name)
         return self.reduce_scatter(kind, send, name, codec=codec, sizes=sizes)
 
-    def agree(self, words: list[int], what: str = "an agreement of all ranks") -> list[list[int]]:
-        """Every rank's `words`, the same number on every rank; all ranks of the mesh must call it.
+    def agree(
+        self,
+        words: list[int],
+        what: str = "an agreement of all ranks",
+        group: dist.ProcessGroup | None = None,
+    ) -> list[list[int]]:
+        """Every rank's `words`, the same number on every rank; all ranks of the group must call it.
 
-        what: names the agreement, for the error if a rank does not join.
+        what: names the agreement, for the error if a rank does not join.  group: by default all ranks that
+        have the same parts of parameters (`Topology.control`).
 
         Raises: LostRankError.
         """
-        t = self._topology
-        if t.ranks == 1:
+        if (group := group or self._topology.control) is None:
             return [words]
-        assert t.control is not None, "several processes have one"
+        ranks = dist.get_world_size(group)
         # Not on the default device: a user may be building another model on meta.
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
-        self.counters.add(AGREE, (t.ranks - 1) * mine.nbytes)
-        everyone = torch.empty(t.ranks * len(words), dtype=torch.int64, device="cpu")
-        gather_at_once(everyone, mine, t.control, self.during(what))
-        rows: list[list[int]] = everyone.view(t.ranks, -1).tolist()
+        self.counters.add(AGREE, (ranks - 1) * mine.nbytes)
+        everyone = torch.empty(ranks * len(words), dtype=torch.int64, device="cpu")
+        gather_at_once(everyone, mine, group, self.during(what))
+        rows: list[list[int]] = everyone.view(ranks, -1).tolist()
         return rows
 
     def tell(self, words: list[int], what: str) -> Telling:
@@ -299,14 +304,12 @@ class Collectives:
             self.counters.add(AGREE, len(words) * torch.int64.itemsize)
         return Telling(words, t.control, partial(self.during, what))
 
-    def exchange_texts(self, text: str) -> list[str]:
-        """Every rank's `text`, in the order of the mesh's ranks; for reports of disagreement."""
-        t = self._topology
-        if t.ranks == 1:
+    def exchange_texts(self, text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+        """Every rank's `text`, by rank in the group; for reports of disagreement.  group: as for `agree`."""
+        if (group := group or self._topology.control) is None:
             return [text]
-        assert t.control is not None, "several processes have one"
         return gather_objects(
-            text, t.control, self.during("a comparison of what ranks are about to do")
+            text, group, self.during("a comparison of what ranks are about to do")
         )
 
 

@@ -59,8 +59,7 @@ class ParamRecord:
             )
         if now and isinstance(now[0], DTensor) and now[0]._spec is not self._checked:
             # A local shard of the right shape may hold other rows, as on ("inter", "intra").
-            expected = placements_of(self.spec.layout, self.spec.strategy.home)
-            check_cut(now[0], self.spec.key, expected)
+            check_cut(now[0], self.spec.key, placements_of(self.spec))
             self._checked = now[0]._spec
         return now[0] if now else None
 

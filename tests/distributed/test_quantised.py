@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile.params.home_shard import rows_of
 from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.packing import rows_of
 from fcdp_compile.plan import Tier
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy.formats import CODINGS, Format

@@ -336,7 +336,7 @@ class TestMeshes:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("intra", "inter"))
         specs = {n: make_spec(n, s, ALONE) for n, s in shapes.items()}
         homes = [
-            HomeShard.of(torch.randn(s.layout.shape), s.layout, mesh, requires_grad=True)
+            HomeShard.of(torch.randn(s.layout.shape), s, mesh, requires_grad=True)
             for s in specs.values()
         ]
         return Owner({s.key: s for s in specs.values()}), homes

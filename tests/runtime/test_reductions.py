@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.devices import Cpu
-from fcdp_compile.params.narrow_sums import is_narrow
+from fcdp_compile.params.packing import is_narrow
 from fcdp_compile.runtime.collectives import channel, reductions
 from fcdp_compile.runtime.collectives.channel import Channel
 from fcdp_compile.runtime.lanes.tasks import Begun

@@ -1,0 +1,130 @@
+"""Cut a Transformers model over the ranks of a node: tensor and expert parallelism.
+
+Transformers does the cutting, by the plan that each of its models has; fcdp then shards each rank's part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.extras import require
+from fcdp_compile.params.inner_cut import declare_part, is_declared
+from fcdp_compile.quantised.formats import FORMATS
+from fcdp_compile.ranks.inner_mesh import tp_mesh_of
+from fcdp_compile.sharding.shard import is_sharded
+
+M = TypeVar("M", bound=nn.Module)
+
+_SUMMED = "replicated_with_grad_allreduce"
+"""Transformers' style for norms of heads.  Its own hook would sum accumulated gradients again."""
+
+
+def tensor_parallel(model: M, mesh: DeviceMesh | None, *, experts: bool = False) -> M:
+    """Cut the parameters of a Transformers model over the "tp" ranks of a mesh; returns the model.
+
+    Call it before `shard`, and after PEFT.  The ranks of a "tp" group must then get the same batches.  The
+    parts are those of the model's own plan (`model.tp_plan`).  Without "tp" in the mesh nothing happens.
+
+    mesh: from `make_mesh(tp=…)`.  experts: give each rank whole experts of a mixture (`model.ep_plan`),
+    instead of a part of every expert.
+
+    Raises: ArgumentError for models that have no plan, or whose heads or experts the ranks cannot share.
+    """
+    tp = tp_mesh_of(mesh)
+    if tp is None:
+        return model
+    modeling = require("transformers.modeling_utils", "tensor_parallel")
+    tensors = require("transformers.distributed.tensor_parallel", "tensor_parallel")
+    if is_sharded(model):
+        raise ArgumentError(
+            "tensor_parallel got a sharded model; call it before fcdp_compile.shard"
+        )
+    base: Any = next((m for m in model.modules() if isinstance(m, modeling.PreTrainedModel)), None)
+    if base is None:
+        raise ArgumentError(
+            f"tensor_parallel takes a model of Transformers, or one around it, not {type(model).__name__}; "
+            'cut other models with torch\'s parallelize_module on mesh["tp"]'
+        )
+    if (problem := _problem(base, tp.size(), experts=experts)) is not None:
+        raise ArgumentError(f"tensor_parallel cannot cut {type(base).__name__}: {problem}")
+    expert_rules = dict(_applied(base, base.ep_plan)) if experts else {}
+    rules = {n: s for n, s in _applied(base, base.tp_plan) if n not in expert_rules}
+    for name in [n for n, style in rules.items() if style == _SUMMED]:
+        del rules[name]
+        if name in (modules := dict(base.named_modules())):
+            for parameter in modules[name].parameters(recurse=False):
+                declare_part(parameter, mesh, Replicate(), sum_gradients=True)
+    tensors.apply_tensor_parallelism(base, tp, rules)
+    if expert_rules:
+        more = require("transformers.distributed.expert_parallel", "tensor_parallel")
+        more.apply_expert_parallelism(base, tp, tp, expert_rules, ep_implementation="all_reduce")
+    base.tie_weights()
+    return model
+
+
+def _problem(base: Any, ranks: int, *, experts: bool) -> str | None:
+    """Why these ranks cannot share the model; None if they can."""
+    config = base.config.get_text_config()
+    if not base.tp_plan:
+        return 'it has no tp_plan; cut it with torch\'s parallelize_module on mesh["tp"]'
+    if any(isinstance(p, DTensor) or is_declared(p) for p in base.parameters()):
+        return "it is cut already; call tensor_parallel once, after PEFT"
+    if any(format_of(p) is not None for p in base.parameters() for format_of in FORMATS):
+        return "its weights are quantised, and nothing computes with parts of them; use context_parallel"
+    if experts and not base.ep_plan:
+        return "it has no experts (ep_plan); leave out experts=True"
+    heads = getattr(config, "num_attention_heads", ranks)
+    pairs = getattr(config, "num_key_value_heads", None) or heads
+    if heads % ranks or pairs % ranks:
+        return (
+            f"{ranks} ranks cannot share {heads} query heads and {pairs} key heads; use a tp=… that divides "
+            "both"
+        )
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts and (count is None or count % ranks):
+        return f"{ranks} ranks cannot share {count} experts; use a tp=… that divides them"
+    return None
+
+
+def _applied(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The names of modules and parameters with the style that a plan gives them.
+
+    A layer with adapters passes its style on to the base layer, and to the adapter's matrix on the side that
+    is cut.
+    """
+
+    def style_of(name: str) -> str | None:
+        return plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+
+    parameters = {name for name, _ in base.named_parameters()}  # of tied ones, the first
+    for name, module in base.named_modules():
+        if (style := style_of(name)) is None:
+            for own, _ in module.named_parameters(recurse=False):
+                if (found := style_of(f"{name}.{own}" if name else own)) is not None:
+                    yield f"{name}.{own}", found
+            continue
+        for at in _computing(name, module, style):
+            for own in base.get_submodule(at)._parameters:
+                if f"{at}.{own}" in parameters:
+                    yield f"{at}.{own}", style_of(f"{name}.{own}") or style
+            yield at, style
+
+
+def _computing(name: str, module: Any, style: str) -> list[str]:
+    """The names of the layers that compute for a module with this style: several if it has adapters."""
+    if not isinstance(getattr(module, "base_layer", None), nn.Module):
+        return [name]
+    side = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
+    if side is None or not isinstance(getattr(module, side, None), nn.ModuleDict):
+        raise ArgumentError(
+            f"tensor_parallel cannot cut the adapters of {name!r} ({type(module).__name__}, {style}); give "
+            "LoRA other target_modules"
+        )
+    return [f"{name}.base_layer", *(f"{name}.{side}.{key}" for key in getattr(module, side))]

@@ -1,0 +1,253 @@
+"""Parameters that ranks of a node share ("tp"), and fcdp shards: parity with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.modeling_outputs import CausalLMOutput
+
+import fcdp_compile
+from tests.distributed.parity import values
+from tests.distributed.ranks import run
+
+pytestmark = pytest.mark.distributed
+
+VOCABULARY = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+    "attn_implementation": "sdpa",
+}
+Cut = Callable[[Any, DeviceMesh | None], Any]
+
+
+def _llama(**more: Any) -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **more))
+
+
+def _lora(**more: Any) -> nn.Module:
+    targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **more)
+    return peft.get_peft_model(_llama(), config)  # type: ignore[arg-type,return-value]
+
+
+def _checkpointed() -> nn.Module:
+    model = _llama()
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return model
+
+
+def _qwen3() -> nn.Module:
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8))
+
+
+def _mixtral() -> nn.Module:
+    config = MixtralConfig(**SIZES, num_local_experts=4, experts_implementation="grouped_mm")
+    return MixtralForCausalLM(config)
+
+
+def _with_experts(model: Any, mesh: DeviceMesh | None) -> Any:
+    return fcdp_compile.tensor_parallel(model, mesh, experts=True)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.last = nn.Identity()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.last(self.blocks(self.embed(input_ids)))
+        return CausalLMOutput(loss=(hidden**2).mean())
+
+
+def _sequence_parallel(model: Any, mesh: DeviceMesh | None) -> Any:
+    """Torch's own plan: between blocks, each rank has a part of the sequence."""
+    assert mesh is not None
+    part = Shard(1)
+    plan: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=part),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.up": ColwiseParallel(input_layouts=part),
+        "blocks.*.down": RowwiseParallel(output_layouts=part),
+        "last": PrepareModuleInput(
+            input_layouts=(part,), desired_input_layouts=(Replicate(),), use_local_output=True
+        ),
+    }
+    return parallelize_module(model, mesh["tp"], plan)
+
+
+class _Entering(torch.autograd.Function):
+    """Sums the gradients of a group's ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, "sum", ctx.group), None
+
+
+class _Leaving(torch.autograd.Function):
+    """Sums the values of a group's ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return all_reduce(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class PlainBlock(Block):
+    """Computes with this rank's parts as plain tensors."""
+
+    group = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = _Entering.apply(x, self.group)  # the norm's gradient is a part, too
+        hidden = torch.tanh(nn.functional.linear(self.norm(inner), self.up.weight, self.up.bias))
+        return x + _Leaving.apply(nn.functional.linear(hidden, self.down.weight), self.group)
+
+
+def _declared(model: Any, mesh: DeviceMesh | None) -> Any:
+    """Megatron's way, with parts that fcdp is told of."""
+    assert mesh is not None
+    group, place = mesh.get_group("tp"), mesh.get_local_rank("tp")
+    for block in model.blocks:
+        block.__class__ = PlainBlock
+        block.group = group.group_name
+        for parameter in block.norm.parameters():
+            fcdp_compile.declare_part(parameter, mesh, Replicate(), sum_gradients=True)
+        for layer, name, dim in (("up", "weight", 0), ("up", "bias", 0), ("down", "weight", 1)):
+            layer = getattr(block, layer)
+            whole = getattr(layer, name).detach()
+            part = nn.Parameter(whole.chunk(mesh["tp"].size(), dim)[place].clone())
+            fcdp_compile.declare_part(part, mesh, Shard(dim))
+            setattr(layer, name, part)
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Cut]] = {
+    "full": (_llama, fcdp_compile.tensor_parallel),
+    "tied": (lambda: _llama(tie_word_embeddings=True), fcdp_compile.tensor_parallel),
+    "LoRA": (_lora, fcdp_compile.tensor_parallel),
+    "checkpointing": (_checkpointed, fcdp_compile.tensor_parallel),
+    "norms of heads": (_qwen3, fcdp_compile.tensor_parallel),
+    "mixture": (_mixtral, fcdp_compile.tensor_parallel),
+    "experts": (_mixtral, _with_experts),
+    "sequence parallelism": (Stack, _sequence_parallel),
+    "declared parts": (Stack, _declared),
+}
+
+
+def _batch(node: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + node)
+    ids = torch.randint(VOCABULARY, (2, 16), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-5)
+
+
+def _train(mesh: DeviceMesh, case: str, compute: str | None) -> Iterator[tuple[float, float]]:
+    make, cut = CASES[case]
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    whole = fcdp_compile.make_mesh(nodes=2, tp=2)
+    model = fcdp_compile.shard(cut(make(), whole), whole)
+    net: Any = model
+    if compute is not None:
+        net = torch.compile(model, backend="fcdp", options={"compute": compute})
+    optimizer, other = _optimizer(model), _optimizer(plain)
+    assert whole is not None
+    node, (nodes, places) = whole.get_local_rank("inter"), whole.shape[:2]
+    mine = node * places + whole.get_local_rank("intra")
+    for step in range(3):
+        losses = [plain(**_batch(n, step)).loss for n in range(nodes * places)]
+        expected = torch.stack(losses).mean()
+        expected.backward()
+        loss = net(**_batch(mine, step)).loss
+        loss.backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, plain)]
+        assert float(norms[0].full_tensor()) == pytest.approx(float(norms[1]), rel=1e-5), case  # type: ignore[attr-defined]
+        for o in (optimizer, other):
+            o.step()
+            o.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        yield float(mean) / dist.get_world_size(), expected.item()
+    with torch.no_grad():
+        assert torch.allclose(net(**_batch(0, 9)).loss, plain(**_batch(0, 9)).loss, rtol=1e-5), case
+    own = values(model)
+    for name, value in plain.named_parameters():
+        name = name.replace("base_layer.base_layer", "base_layer")
+        assert own[name].shape == value.shape
+        assert torch.allclose(own[name], value, atol=2e-5), (case, name)
+    if compute is not None:
+        assert not fcdp_compile.explain(net).graph_breaks, case
+
+
+def _parity(mesh: DeviceMesh, cases: Sequence[str], compute: str | None = "eager") -> None:
+    for case in cases:
+        torch._dynamo.reset()
+        for loss, expected in _train(mesh, case, compute):
+            assert loss == pytest.approx(expected, rel=1e-5), case
+
+
+_FEW = ("LoRA", "norms of heads", "experts", "declared parts")
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [_FEW, pytest.param(tuple(CASES.keys() - set(_FEW)), marks=pytest.mark.slow)],
+    ids=["few", "rest"],
+)
+def test_losses_and_parameters_are_those_of_one_process(cases: Sequence[str]) -> None:
+    run(_parity, cases, nodes=2, ranks_per_node=2)
