@@ -112,8 +112,8 @@ def _refuse_different(
                 continue
             if i == 0:
                 raise ArgumentError(
-                    f'ranks {group} share parameters ("tp") but have different seeds, so dropout would not be '
-                    "the same on them; call torch.manual_seed with one seed for the ranks of a group"
+                    f'ranks {group} share parameters ("tp") but have different seeds for dropout; '
+                    "call torch.manual_seed with one seed for the ranks of a group"
                 )
             raise ArgumentError(
                 f'{tensors[i - 1][0]!r} differs between ranks {group}, which share parameters ("tp"); give '
