@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,13 @@ class InnerTensor:
             part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
         return made.to_local(grad_placements=[Partial()]) if self.sums else made
+
+
+def joined(part: Tensor, cut: InnerCut, tp: DeviceMesh | None) -> Tensor:
+    """The whole of a cut parameter, from the parts of all ranks of the "tp" group, which must all call it."""
+    made = InnerTensor(replace(cut, mesh=tp, sums=False)).of(part)
+    assert isinstance(made, DTensor), "nothing is summed"
+    return made.full_tensor()
 
 
 def declare_part(

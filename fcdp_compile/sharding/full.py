@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.errors import UnshardedParameterError
 from fcdp_compile.params import registry
 from fcdp_compile.params.home_shard import HomeShard, as_dtensor, key_of
+from fcdp_compile.params.inner_cut import joined
 from fcdp_compile.params.mesh import process_count
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.refusals import is_ignored
@@ -32,10 +33,15 @@ def full(parameter: Tensor) -> Tensor:
     processes run; PlanMismatchError on every rank if ranks read different parameters.
     """
     if (key := key_of(parameter)) is not None:
-        dtype = registry.spec_of(key).gather_dtype
+        spec = registry.spec_of(key)
         if not isinstance(parameter, HomeShard):
-            return parameter.to(dtype)
-        whole: Tensor = _Full.apply(parameter, key, dtype)  # type: ignore[no-untyped-call]
+            return parameter.to(spec.gather_dtype)
+        part: Tensor = _Full.apply(parameter, key, spec.gather_dtype)  # type: ignore[no-untyped-call]
+        if spec.inner is None or spec.inner.dim is None:
+            return part
+        model = registry.owner_of(key)
+        assert isinstance(model, ShardedModel)
+        whole: Tensor = joined(part, spec.inner, model.topology.tp)
         return whole
     if not isinstance(parameter, DTensor) and (process_count() == 1 or is_ignored(parameter)):
         return parameter

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.params.fingerprint import fingerprint
+from fcdp_compile.params.inner_cut import InnerTensor, local_part
 from fcdp_compile.params.packing import rows_of
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
@@ -46,6 +47,9 @@ def gathered(model: nn.Module, modules: Modules = None, writeback: bool = False)
 
     Memory: the whole parameters of these modules on every rank, and the largest parameter once more while the
     parameters are gathered.
+
+    With "tp" in the mesh, the parameters are those that `shard` got: DTensors on mesh["tp"], or this rank's
+    part of a parameter that `declare_part` declared.
 
     Raises: ValueError or TypeError for modules that the model does not have, and for writeback of parameters
     that an outer block gathered without writeback.  FcdpError on every rank if ranks ask for different things
@@ -175,12 +179,15 @@ class _Block:
             [(r.spec.key, r.peek(), r.spec.home_dtype) for r in self._records]
         )
         for record, value in zip(self._records, values, strict=True):
+            inner = record.spec.inner
+            if inner is not None and inner.mesh is not None and not inner.sums:
+                value = InnerTensor(inner).of(value)
             self._replace(record, nn.Parameter(value, requires_grad=False))
 
     def _replace(self, record: ParamRecord, whole: nn.Parameter) -> None:
         spec, home = record.spec, record.parameter()
         places = record.owners()
-        mark = int(fingerprint([whole]))
+        mark = int(fingerprint([local_part(whole)]))
         self._inside.append(_Gathered(record=record, places=places, home=home, mark=mark))
         self._state.whole[spec.key] = WholeParameter(home=home, writeback=self._writeback)
         for module, name in places:
@@ -255,7 +262,7 @@ def _left(was: _Gathered, now: list[Tensor | None]) -> _Left:
             f"parameter {spec.name!r} was removed within fcdp_compile.gathered; change the model's structure "
             "before fcdp_compile.shard"
         )
-    if (values.dtype, tuple(values.shape)) != (spec.home_dtype, spec.layout.shape):
+    if (values.dtype, tuple(local_part(values).shape)) != (spec.home_dtype, spec.layout.shape):
         raise FcdpError(
             f"parameter {spec.name!r} became {values.dtype} {tuple(values.shape)} within "
             f"fcdp_compile.gathered and is {spec.home_dtype} {spec.layout.shape}; write values into it"
@@ -270,5 +277,5 @@ def _left(was: _Gathered, now: list[Tensor | None]) -> _Left:
             f"parameter {spec.name!r} got a gradient within fcdp_compile.gathered, where gradients are "
             "not averaged; compute gradients outside of the block"
         )
-    values = values.detach().to(was.home.device)
+    values = local_part(values.detach()).to(was.home.device)
     return _Left(values=values, mark=int(fingerprint([values])))

@@ -122,8 +122,7 @@ def _gathering_property(name: str) -> property:
             return parameter
         if not torch.compiler.is_compiling() and state.keys[name] in state.model.whole:
             # In the dtype of gathered parameters; no copy if the home shards have this dtype.
-            whole = parameter.to(state.model.spec(state.keys[name]).gather_dtype)
-            return _in_group(state, name, whole)
+            return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
         # Some tensor parallel layers compute with local tensors: they put `to_local` in a parameter's place.
         is_local = name in state.inner and not isinstance(parameter, DTensor)
         if state.is_on_mesh and not isinstance(parameter, DTensor) and not is_local:

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 import fcdp_compile
+from fcdp_compile.errors import ArgumentError
 from tests.distributed.parity import values
 from tests.distributed.ranks import run
 
@@ -50,8 +51,8 @@ SIZES: dict[str, Any] = {
 Cut = Callable[[Any, DeviceMesh | None], Any]
 
 
-def _llama(**more: Any) -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **more))
+def _llama(pairs: int = 2, **more: Any) -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": pairs}, **more))
 
 
 def _lora(**more: Any) -> nn.Module:
@@ -227,7 +228,6 @@ def _train(mesh: DeviceMesh, case: str, compute: str | None) -> Iterator[tuple[f
         assert torch.allclose(net(**_batch(0, 9)).loss, plain(**_batch(0, 9)).loss, rtol=1e-5), case
     own = values(model)
     for name, value in plain.named_parameters():
-        name = name.replace("base_layer.base_layer", "base_layer")
         assert own[name].shape == value.shape
         assert torch.allclose(own[name], value, atol=2e-5), (case, name)
     if compute is not None:
@@ -251,3 +251,81 @@ _FEW = ("LoRA", "norms of heads", "experts", "declared parts")
 )
 def test_losses_and_parameters_are_those_of_one_process(cases: Sequence[str]) -> None:
     run(_parity, cases, nodes=2, ranks_per_node=2)
+
+
+def _outside(mesh: DeviceMesh) -> None:
+    """Whole values, writes and state dicts are those of the plain model, bit by bit."""
+    whole = fcdp_compile.make_mesh(nodes=2, tp=2)
+    for make, cut in (CASES["mixture"], CASES["norms of heads"], CASES["declared parts"]):
+        torch.manual_seed(0)
+        plain = make()
+        torch.manual_seed(0)
+        model = fcdp_compile.shard(cut(make(), whole), whole)
+        names = dict(plain.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert torch.equal(fcdp_compile.full(parameter), names[name]), name
+        name, parameter = [(n, p) for n, p in model.named_parameters() if p.ndim > 1][-1]
+        for value in (fcdp_compile.full(parameter), names[name]):
+            (value**2).sum().backward()
+        gradient: Any = parameter.grad
+        assert torch.allclose(gradient.full_tensor(), names[name].grad), name  # type: ignore[arg-type]
+        with torch.no_grad(), fcdp_compile.gathered(model, writeback=True):
+            loss = model(**_batch(0, 0)).loss
+            for p in model.parameters():
+                p.mul_(0.5)
+        with torch.no_grad():
+            assert torch.allclose(loss, plain(**_batch(0, 0)).loss, rtol=1e-5)
+            for p in plain.parameters():
+                p.mul_(0.5)
+        assert _equal(model, plain)
+        model.load_state_dict({k: v * 2 for k, v in plain.state_dict().items()})
+        plain.load_state_dict({k: v * 2 for k, v in plain.state_dict().items()})
+        assert _equal(model, plain)
+
+
+def _equal(model: nn.Module, plain: nn.Module) -> bool:
+    pairs: Any = zip(model.parameters(), plain.parameters(), strict=True)
+    return all(torch.equal(p.full_tensor(), q) for p, q in pairs)
+
+
+def _refusals(mesh: DeviceMesh) -> None:
+    def refused(match: str, act: Callable[[], object]) -> None:
+        with pytest.raises(ArgumentError, match=match):
+            act()
+
+    refused(r"tp=3 must be a whole number that divides", lambda: fcdp_compile.make_mesh(2, tp=3))
+    refused(
+        r"tp=2 must be a whole number that divides the 1 ranks of a node with cp=2 that are left",
+        lambda: fcdp_compile.make_mesh(2, cp=2, tp=2),
+    )
+    whole = fcdp_compile.make_mesh(nodes=2, tp=2)
+    assert whole is not None
+    assert whole.mesh_dim_names == ("inter", "intra", "tp")
+    tp, place = fcdp_compile.tensor_parallel, whole.get_local_rank("tp")
+    refused("takes a model of Transformers", lambda: tp(nn.Linear(2, 2), whole))
+    refused("2 ranks cannot share 4 query heads and 1 key", lambda: tp(_llama(1), whole))
+    refused("cut already; call tensor_parallel once", lambda: tp(tp(_llama(), whole), whole))
+    refused("it has no experts", lambda: _with_experts(_llama(), whole))
+    refused("is a DTensor already", lambda: fcdp_compile.shard(tp(_llama(), whole), mesh))
+    other = parallelize_module(Stack(), mesh["inter"], {"blocks.*.up": ColwiseParallel()})
+    refused(r'rank\'s "tp" mesh has ranks', lambda: fcdp_compile.shard(other, whole))
+    torch.manual_seed(place)
+    refused(r"differs between ranks \[0, 1\]", lambda: fcdp_compile.shard(Stack(), whole))
+    dropping = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    with torch.no_grad():
+        for parameter in dropping.parameters():
+            parameter.zero_()
+    refused("have different seeds for dropout", lambda: fcdp_compile.shard(dropping, whole))
+    refused(
+        "keeps whole matrices on a node",
+        lambda: fcdp_compile.shard(tp(_llama(), whole), whole, strategy="fcdp+matrix"),
+    )
+    refused(
+        "takes Shard of a dimension",
+        lambda: fcdp_compile.declare_part(nn.Parameter(torch.ones(2)), whole, Shard(1)),
+    )
+
+
+def test_values_outside_and_refusals() -> None:
+    run(_outside, nodes=2, ranks_per_node=2)
+    run(_refusals, nodes=2, ranks_per_node=2)
