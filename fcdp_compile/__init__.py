@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fcdp_compile.optimizers.muon import Muon
     from fcdp_compile.optimizers.offload import offload
     from fcdp_compile.parallel.context import context_parallel
+    from fcdp_compile.parallel.pipeline import PipelineStage
     from fcdp_compile.parallel.sequence import sequence_part
     from fcdp_compile.params.mesh import make_mesh
     from fcdp_compile.pretrained.exporting.export import save_pretrained
@@ -57,6 +58,7 @@ __all__ = [
     "Memory",
     "Muon",
     "PendingSave",
+    "PipelineStage",
     "PlanFormatError",
     "PlanMismatchError",
     "StaleParameterError",
@@ -94,6 +96,7 @@ _HOMES = {
     "Memory": "report.memory",
     "Muon": "optimizers.muon",
     "PendingSave": "checkpointing.saving",
+    "PipelineStage": "parallel.pipeline",
     "PlanFormatError": "errors",
     "PlanMismatchError": "errors",
     "StaleParameterError": "errors",

@@ -20,6 +20,7 @@ from fcdp_compile.params.spec import Home
 from fcdp_compile.ranks.inner_mesh import with_cp
 from fcdp_compile.ranks.lost_ranks import RollCall, naming_lost_ranks
 from fcdp_compile.ranks.node_count import agreed_nodes
+from fcdp_compile.ranks.pipeline_mesh import agreed_stages, with_pp
 from fcdp_compile.ranks.process_groups import (
     checked_timeout,
     cpu_backend,
@@ -81,7 +82,11 @@ class Topology:
 
 
 def make_mesh(
-    nodes: int | None = None, *, cp: int = 1, timeout: timedelta | float | None = None
+    nodes: int | None = None,
+    *,
+    pp: int = 1,
+    cp: int = 1,
+    timeout: timedelta | float | None = None,
 ) -> DeviceMesh | None:
     """Make the ("inter", "intra") mesh from torchrun's environment.
 
@@ -89,6 +94,9 @@ def make_mesh(
     yet.  In a single process without torchrun it returns None, which `shard` takes as one node of one rank.
 
     nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
+    pp: how many stages a pipeline has (`PipelineStage`); with more than one, the nodes, or the ranks of a single
+    node, are divided into stages, and the mesh has a dimension "pp" before the other two.  `shard` takes
+    such a mesh and shards over the ranks of this rank's stage.
     cp: how many ranks of a node share a sequence (`context_parallel`); with more than one, the mesh has a
     third dimension, "cp".
     timeout: how long a rank waits for others before it raises LostRankError, in seconds or as a timedelta; by
@@ -100,8 +108,8 @@ def make_mesh(
     """
     chosen = checked_timeout(timeout)
     if not dist.is_initialized() and "RANK" not in os.environ:
-        if (nodes, cp) not in ((None, 1), (1, 1)):
-            asked = f"nodes={nodes}" if cp == 1 else f"cp={cp}"
+        if (nodes, cp, pp) not in ((None, 1, 1), (1, 1, 1)):
+            asked = f"pp={pp}" if pp != 1 else f"nodes={nodes}" if cp == 1 else f"cp={cp}"
             raise ArgumentError(
                 f"{asked} needs several processes and this is a single one; start it with torchrun"
             )
@@ -115,28 +123,30 @@ def make_mesh(
     try:
         with naming_lost_ranks(None, "make_mesh"):
             count = agreed_nodes(world, nodes, cp)
+            stages = agreed_stages(count, world // count, pp, cp)
     except ValueError:
         if not had_groups:
             dist.destroy_process_group()
         raise
     limit = timeout_of_new_groups(chosen)
-    mesh = _make_mesh(device.torch.type, count, world // count, limit)
+    mesh = _make_mesh(device.torch.type, stages, limit)
     with naming_lost_ranks(None, "make_mesh, as groups are made"):
+        if pp > 1:
+            return with_pp(mesh, stages, limit)
         return mesh if cp == 1 else with_cp(mesh, cp, limit)
 
 
-def _make_mesh(
-    device_type: str, nodes: int, ranks_per_node: int, timeout: timedelta | None
-) -> DeviceMesh:
+def _make_mesh(device_type: str, stages: Tensor, timeout: timedelta | None) -> DeviceMesh:
+    """The mesh of this rank's stage, one of `stages` [P, N, g]; all ranks must call it."""
     # torch's init_device_mesh would give its groups torch's timeout instead of the default group's.
-    ranks = torch.arange(nodes * ranks_per_node, device="cpu").view(nodes, ranks_per_node)
     with naming_lost_ranks(None, "make_mesh, as groups are made"):
         inter, intra = (
-            dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
-            for rows in (ranks.T, ranks)
+            dist.new_subgroups_by_enumeration(rows.flatten(0, 1).tolist(), timeout=timeout)[0]
+            for rows in (stages.transpose(1, 2), stages)
         )
+    own = stages[dist.get_rank() // stages[0].numel()]
     mesh = DeviceMesh.from_group(
-        [inter, intra], device_type, mesh=ranks, mesh_dim_names=(INTER, INTRA)
+        [inter, intra], device_type, mesh=own, mesh_dim_names=(INTER, INTRA)
     )
     _timeouts[inter] = timeout
     return mesh

@@ -29,6 +29,7 @@ from fcdp_compile.quantised.weight import (
     unfolded,
 )
 from fcdp_compile.ranks.inner_mesh import data_mesh
+from fcdp_compile.ranks.pipeline_mesh import stage_mesh
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
@@ -110,7 +111,7 @@ def shard(
     check_offload(offload_params)
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
     check_context(root, mesh)
-    given, mesh = mesh, None if mesh is None else data_mesh(mesh)
+    given, mesh = mesh, None if mesh is None else data_mesh(stage_mesh(mesh))
     chosen = chosen_strategy(strategy, reshard_after_forward)
     ignored = ignore(root, ignored_params)
     with unfolded(root, ignored):
