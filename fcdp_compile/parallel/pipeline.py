@@ -4,8 +4,8 @@
     forward        gather/load  load   load   load           each node shard crosses between nodes once
     backward       accumulate  accum. accum. collect         so does each sum of gradients
 
-A schedule runs forwards before the backwards of earlier micro-batches.  Whether a backward accumulates is fixed
-in its forward (`passes.stamp`), so it is enough to know the last micro-batch there.
+A schedule runs forwards before the backwards of earlier micro-batches.  Whether a backward accumulates is
+fixed in its forward (`passes.stamp`), so it is enough to know the last micro-batch there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import torch.distributed.pipelining as pipelining
 from torch import nn
 
 from fcdp_compile.errors import ArgumentError, FcdpError
+from fcdp_compile.params.mesh import Topology
+from fcdp_compile.ranks.pipeline_mesh import PP
 from fcdp_compile.sharding.no_sync import no_sync
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.sharding.shard import mesh_of, state_of
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -29,17 +31,19 @@ class PipelineStage(pipelining.PipelineStage):
 
         mesh = fcdp_compile.make_mesh(pp=2)
         index = mesh.get_local_rank("pp")
-        model = fcdp_compile.shard(stages[index], mesh)
-        net = torch.compile(model, backend="fcdp")
-        stage = fcdp_compile.PipelineStage(net, index, 2, device, group=mesh.get_group("pp"))
+        model = fcdp_compile.shard(parts[index], mesh)
+        stage = fcdp_compile.PipelineStage(torch.compile(model, backend="fcdp"), index, 2)
         schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss)
 
     Micro-batches of one step gather parameters between nodes once and reduce gradients between nodes once, if
-    the strategy keeps and accumulates them (`no_sync`).
+    the strategy keeps copies and accumulates gradients (`no_sync`).  The schedule must run whole backwards in
+    the order of micro-batches, as GPipe, 1F1B and interleaved 1F1B do; others are refused in their first
+    backward.
 
-    submodule: sharded, compiled or not.  options: as for torch's class.
-    schedule: one that runs whole backwards in the order of micro-batches: GPipe, 1F1B, interleaved 1F1B.  Others
-    are refused in their first backward.
+    submodule: sharded, compiled or not.
+    device: where the stage's tensors are; by default the device that the model computes on.
+    group: ranks of all stages that send each other tensors; by default the "pp" group of the model's mesh.
+    options: as for torch's class.
 
     Raises: ArgumentError if the model is not sharded, or if it is sharded over ranks of other stages.
     """
@@ -49,11 +53,17 @@ class PipelineStage(pipelining.PipelineStage):
         submodule: nn.Module,
         stage_index: int,
         num_stages: int,
-        device: torch.device,
+        device: torch.device | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        _check_ranks(submodule, options.get("group"))
-        super().__init__(submodule, stage_index, num_stages, device, **options)
+        state, mesh = state_of(submodule), mesh_of(submodule)
+        if group is None and mesh is not None and PP in (mesh.mesh_dim_names or ()):
+            group = mesh.get_group(PP)
+        _check_ranks(state.topology, group)
+        device = device or state.device.torch
+        super().__init__(submodule, stage_index, num_stages, device, group=group, **options)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch; the last one's backward will synchronise gradients."""
@@ -74,8 +84,9 @@ class PipelineStage(pipelining.PipelineStage):
         """
         if not full_backward:
             raise ArgumentError(
-                "this schedule computes gradients of inputs and of weights apart, but a graph that fcdp compiled "
-                "computes both together; use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+                "this schedule computes gradients of inputs and of weights apart, but a graph that fcdp "
+                "compiled computes both together; use ScheduleGPipe, Schedule1F1B or "
+                "ScheduleInterleaved1F1B"
             )
         if last_backward != self._is_last(bwd_chunk_id):
             raise ArgumentError(
@@ -104,15 +115,14 @@ def _own_errors() -> Iterator[None]:
         raise
 
 
-def _check_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+def _check_ranks(topology: Topology, group: dist.ProcessGroup | None) -> None:
     """Refuse a model that shares its ranks with other stages: values of one would replace the other's."""
-    control = state_of(model).topology.control
-    if control is None:
+    if topology.control is None:
         return
-    of_model = dist.get_process_group_ranks(control)
+    of_model = dist.get_process_group_ranks(topology.control)
     of_pipeline = dist.get_process_group_ranks(group or dist.group.WORLD)
     if others := sorted({*of_model} & {*of_pipeline} - {dist.get_rank()}):
         raise ArgumentError(
-            f"the model of this stage is sharded over ranks {of_model}, but rank {others[0]} has other stages "
-            "of the pipeline; shard it over fcdp_compile.make_mesh(pp=…), and pass group=mesh.get_group('pp')"
+            f"the model of this stage is sharded over ranks {of_model}, but rank {others[0]} belongs to "
+            "another stage of the pipeline; shard the model over fcdp_compile.make_mesh(pp=…)"
         )

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -94,9 +93,9 @@ def make_mesh(
     yet.  In a single process without torchrun it returns None, which `shard` takes as one node of one rank.
 
     nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
-    pp: how many stages a pipeline has (`PipelineStage`); with more than one, the nodes, or the ranks of a single
-    node, are divided into stages, and the mesh has a dimension "pp" before the other two.  `shard` takes
-    such a mesh and shards over the ranks of this rank's stage.
+    pp: how many stages a pipeline has (`PipelineStage`); with more than one, the nodes, or the ranks of a
+    single node, are divided into stages, and the mesh has a dimension "pp" before the other two.  `shard`
+    takes such a mesh and shards over the ranks of this rank's stage.
     cp: how many ranks of a node share a sequence (`context_parallel`); with more than one, the mesh has a
     third dimension, "cp".
     timeout: how long a rank waits for others before it raises LostRankError, in seconds or as a timedelta; by

@@ -67,7 +67,10 @@ def _stages(nodes: int, ranks_per_node: int, pp: int, cp: int) -> Tensor:
 
 
 def with_pp(data: DeviceMesh, stages: Tensor, timeout: timedelta | None) -> DeviceMesh:
-    """The mesh with "pp" of the stages [P, N, g]; `data` is that of this rank's stage; all ranks must call it."""
+    """The mesh with "pp" of all stages [P, N, g]; all ranks must call it.
+
+    data: the mesh of this rank's stage.
+    """
     places = stages.flatten(1).T.tolist()
     along, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout)
     names = (PP, *(data.mesh_dim_names or ()))

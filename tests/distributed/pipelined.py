@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,7 @@ def cut(model: nn.Sequential, stages: int) -> list[nn.Sequential]:
     """Copies of the model's stages with as many blocks each; names of parameters are those of the model."""
     blocks = len(model) - 2
     first = [0, *(1 + i * blocks // stages for i in range(1, stages)), blocks + 2]
-    names = [list(dict(model.named_children()))[a:b] for a, b in zip(first, first[1:])]
+    names = [list(dict(model.named_children()))[a:b] for a, b in itertools.pairwise(first)]
     parts = [nn.Sequential() for _ in range(stages)]
     for part, own in zip(parts, names, strict=True):
         for name in own:
@@ -142,13 +143,15 @@ class Pipeline:
         shapes = {}
         if self.trial.given_shapes:
             hidden = torch.empty(SAMPLES, LENGTH, WIDTH, requires_grad=True)
-            ids, logits = torch.empty(SAMPLES, LENGTH).long(), torch.empty(SAMPLES, LENGTH, VOCABULARY)
+            ids, logits = (
+                torch.empty(SAMPLES, LENGTH).long(),
+                torch.empty(SAMPLES, LENGTH, VOCABULARY),
+            )
             shapes = {
                 "input_args": hidden if index else ids,
                 "output_args": hidden if index < count - 1 else logits,
             }
-        device, group = torch.device("cpu"), self.mesh.get_group("pp")
-        return fcdp_compile.PipelineStage(net, index, count, device, group=group, **shapes)
+        return fcdp_compile.PipelineStage(net, index, count, **shapes)
 
     def scheduled(self, micro_batches: int, kind: Callable[..., Any] | None = None) -> Any:
         """A schedule of these stages."""

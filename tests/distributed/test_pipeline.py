@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleLoopedBFS
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.pipelined import Pipeline, Trial, loss_of, pipeline_mesh
 from tests.distributed.ranks import kill, run, start
 
@@ -225,17 +223,13 @@ def _refusals(mesh: DeviceMesh) -> None:
     _refused("pp=2 and cp=2 cannot be used together", lambda: make(2, pp=2, cp=2))
     _refused("rank 0 has pp=1 and rank 1 has pp=2", lambda: make(2, pp=1 + (rank == 1)))
     own = pipeline_mesh(2, 2)
-    index, group = own.get_local_rank("pp"), own.get_group("pp")
-    device = torch.device("cpu")
-
-    def stage(model: nn.Module, **options: Any) -> fcdp_compile.PipelineStage:
-        return fcdp_compile.PipelineStage(model, index, 2, device, **options)
-
-    _refused("is not sharded", lambda: stage(nn.Linear(2, 2), group=group))
+    index, groups = own.get_local_rank("pp"), (own.get_group("pp"), None)
+    stage = fcdp_compile.PipelineStage
+    _refused("is not sharded", lambda: stage(nn.Linear(2, 2), index, 2))
     whole = fcdp_compile.shard(nn.Linear(2, 2), mesh)
-    _refused(r"over ranks \[0, 1, 2, 3\], but rank \d has", lambda: stage(whole, group=group))
-    right = fcdp_compile.shard(nn.Linear(2, 2), own)
-    _refused("pass group=mesh.get_group", lambda: stage(right))
+    for group in groups:
+        match = r"over ranks \[0, 1, 2, 3\], but rank \d belongs to another stage"
+        _refused(match, lambda group=group: stage(whole, index, 2, group=group))  # type: ignore[misc]
 
 
 def _refused_schedule(mesh: DeviceMesh, kind: Callable[..., Any]) -> str:
@@ -269,7 +263,7 @@ def _dies(mesh: DeviceMesh) -> str:
     pipeline = Pipeline(own, Trial())
     if dist.get_rank() == 3:
         pipeline.stages[0].backward_one_chunk = _die  # type: ignore[method-assign]
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(RuntimeError) as caught:
         pipeline.backward(0)
     return f"{caught.typename}: {caught.value}"
 
