@@ -34,9 +34,8 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, *, checkpointed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.checkpointed = checkpointed
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
@@ -45,21 +44,27 @@ class Block(nn.Module):
         self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.checkpointed:
-            return checkpoint(self.block, hidden, use_reentrant=False)
-        return self.block(hidden)
-
-    def block(self, hidden: Tensor) -> Tensor:
         heads = self.qkv(self.norms[0](hidden)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
         mixed = nn.functional.scaled_dot_product_attention(*heads.chunk(3, 1), is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2)) + self.adapter(hidden)
         return hidden + self.down(nn.functional.gelu(self.up(self.norms[1](hidden))))
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return checkpoint(self.block, hidden, use_reentrant=False)
+
+
 def gpt(blocks: int, *, frozen: bool, checkpointed: bool) -> nn.Sequential:
     """The whole model; each of its modules has parameters that train."""
     torch.manual_seed(0)
-    layers = [Block(checkpointed=checkpointed) for _ in range(blocks)]
+    layers: list[nn.Module] = [Block() for _ in range(blocks)]
+    if checkpointed:
+        layers = [Checkpointed(layer) for layer in layers]
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
     model = nn.Sequential(Embedding(), *layers, head)
     for name, parameter in model.named_parameters():
@@ -92,7 +97,10 @@ SCHEDULES: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One pipeline.  compute: None for models that are not compiled."""
+    """One pipeline.
+
+    compute: None for models that are not compiled.  layered: whether layers are compiled one by one.
+    """
 
     schedule: str = "1f1b"
     micro_batches: int = 4
@@ -100,6 +108,7 @@ class Trial:
     frozen: bool = False
     checkpointed: bool = False
     compute: str | None = "eager"
+    layered: bool = False
     given_shapes: bool = False
     scale_grads: bool = True
 
@@ -137,7 +146,12 @@ class Pipeline:
         if self.trial.compute is None:
             return model
         options = {"compute": self.trial.compute, "bucket_mb": 0.01}
-        return torch.compile(model, backend="fcdp", options=options)
+        if not self.trial.layered:
+            return torch.compile(model, backend="fcdp", options=options)
+        for layer in model.modules():
+            if isinstance(layer, Block | Embedding):
+                layer.compile(backend="fcdp", options=options)
+        return model
 
     def _stage(self, net: nn.Module, index: int, count: int) -> fcdp_compile.PipelineStage:
         shapes = {}

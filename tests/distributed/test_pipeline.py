@@ -32,6 +32,7 @@ MANY = [
     *(Trial(schedule=s, frozen=f) for s in SCHEDULES for f in (False, True)),
     *(Trial(strategy=s) for s in ("zero3", "zero++", "ddp", "mics")),
     Trial(compute=None, checkpointed=True),
+    Trial(layered=True, checkpointed=True),
     Trial(compute="inductor", micro_batches=8),
 ]
 
@@ -126,18 +127,18 @@ def test_bytes_between_nodes_do_not_depend_on_micro_batches(schedule: str) -> No
 
 
 def _frozen_bytes(mesh: DeviceMesh) -> None:
-    """A frozen base crosses once in all; what is not compiled is gathered once for each step, too."""
+    """A frozen base crosses once in all; forwards that backwards repeat accumulate, too."""
     own = pipeline_mesh(2, 4)
     pipeline = Pipeline(own, Trial(frozen=True))
     adapters = sum(p.numel() for p in pipeline.models[0].parameters() if p.requires_grad) * 4
     for n in (2, 4):
         (one,) = _sent(pipeline, n)
         assert one["inter_all_gather"] == one["inter_reduce_scatter"] == adapters / 2
-    pipeline = Pipeline(own, Trial(compute=None, checkpointed=True))
+    pipeline = Pipeline(own, Trial(layered=True, checkpointed=True))
     assert _sent(pipeline, 2) == _sent(pipeline, 4)
 
 
-def test_bytes_of_frozen_bases_and_of_what_is_not_compiled() -> None:
+def test_bytes_of_frozen_bases_and_of_repeated_forwards() -> None:
     run(_frozen_bytes, nodes=4, ranks_per_node=1)
 
 
