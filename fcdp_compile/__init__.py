@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fcdp_compile.optimizers.muon import Muon
     from fcdp_compile.optimizers.offload import offload
     from fcdp_compile.parallel.context import context_parallel
+    from fcdp_compile.parallel.pipeline import PipelineStage
     from fcdp_compile.parallel.sequence import sequence_part
     from fcdp_compile.parallel.tensor import tensor_parallel
     from fcdp_compile.params.inner_cut import declare_part
@@ -59,6 +60,7 @@ __all__ = [
     "Memory",
     "Muon",
     "PendingSave",
+    "PipelineStage",
     "PlanFormatError",
     "PlanMismatchError",
     "StaleParameterError",
@@ -98,6 +100,7 @@ _HOMES = {
     "Memory": "report.memory",
     "Muon": "optimizers.muon",
     "PendingSave": "checkpointing.saving",
+    "PipelineStage": "parallel.pipeline",
     "PlanFormatError": "errors",
     "PlanMismatchError": "errors",
     "StaleParameterError": "errors",

@@ -1,1 +1,1 @@
-"""Parallelism within a node, beside which fcdp shards."""
+"""Parallelism beside which fcdp shards: sequences over the ranks of a node, and stages of pipelines."""

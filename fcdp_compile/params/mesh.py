@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fcdp_compile.devices import are_on_stream, choose_device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.spec import Home
-from fcdp_compile.ranks.inner_mesh import INTER, INTRA, TP, inner_of, make_inner_mesh
+from fcdp_compile.ranks.inner_mesh import INTER, INTRA, TP, inner_of, mesh_of_ranks
 from fcdp_compile.ranks.lost_ranks import RollCall, naming_lost_ranks
 from fcdp_compile.ranks.node_count import agreed_nodes
 from fcdp_compile.ranks.process_groups import (
@@ -87,6 +87,7 @@ class Topology:
 def make_mesh(
     nodes: int | None = None,
     *,
+    pp: int = 1,
     cp: int = 1,
     tp: int = 1,
     timeout: timedelta | float | None = None,
@@ -97,6 +98,9 @@ def make_mesh(
     yet.  In a single process without torchrun it returns None, which `shard` takes as one node of one rank.
 
     nodes: how many nodes; by default world size / LOCAL_WORLD_SIZE.  Give it to split one machine.
+    pp: how many stages a pipeline has (`PipelineStage`); with more than one, the nodes, or the ranks of a
+    single node, are divided into stages, and the mesh has another dimension, "pp", the first.  `shard`
+    shards over the ranks of this rank's stage.
     cp: how many ranks of a node share a sequence (`context_parallel`); with more than one, the mesh has
     another dimension, "cp".
     tp: how many ranks of a node share each parameter (`tensor_parallel`, or torch's parallelize_module on
@@ -110,7 +114,7 @@ def make_mesh(
     """
     chosen = checked_timeout(timeout)
     if not dist.is_initialized() and "RANK" not in os.environ:
-        wanted = {"nodes": nodes or 1, "cp": cp, "tp": tp}
+        wanted = {"nodes": nodes or 1, "pp": pp, "cp": cp, "tp": tp}
         if more := {name: size for name, size in wanted.items() if size != 1}:
             asked = ", ".join(f"{name}={size}" for name, size in more.items())
             raise ArgumentError(
@@ -125,16 +129,16 @@ def make_mesh(
         initialise(device.backends, chosen or device.timeout)
     try:
         with naming_lost_ranks(None, "make_mesh"):
-            count = agreed_nodes(world, nodes, {"cp": cp, "tp": tp})
+            count = agreed_nodes(world, nodes, pp, {"cp": cp, "tp": tp})
     except ValueError:
         if not had_groups:
             dist.destroy_process_group()
         raise
     limit = timeout_of_new_groups(chosen)
     # torch's init_device_mesh would give its groups torch's timeout instead of the default group's.
-    ranks = torch.arange(world, device="cpu").view(count, -1, cp, tp)
+    ranks = torch.arange(world, device="cpu").view(pp, max(1, count // pp), -1, cp, tp)
     with naming_lost_ranks(None, "make_mesh, as groups are made"):
-        mesh, inter = make_inner_mesh(device.torch.type, ranks, limit)
+        mesh, inter = mesh_of_ranks(device.torch.type, ranks, limit)
     _timeouts[inter] = limit
     return mesh
 

@@ -1,11 +1,12 @@
-"""Meshes with dimensions inside of a node: context parallelism, "cp", and tensor parallelism, "tp".
+"""The meshes that `make_mesh` makes: data parallelism with other dimensions around it and inside of it.
 
-    ("inter", "intra", "cp", "tp")   N x a x c x t ranks; what `make_mesh(cp=c, tp=t)` returns and users pass
-    ("inter", "intra")               N x (a c) ranks with the same place in "tp", the data mesh: over these,
-                                     fcdp cuts home shards and averages gradients
+    ("pp", "inter", "intra", "cp", "tp")   P x N x a x c x t ranks; what users pass
+    ("inter", "intra")                     N x (a c) ranks of this rank's stage, with its place in "tp"; this
+                                           is the data mesh, over which fcdp cuts home shards and averages
 
-Ranks of one "cp" group have the same parameters and different parts of the same sequences.  Ranks of one "tp"
-group have the same batch and different parts of parameters.  A dimension of one rank is left out.
+Ranks of one "pp" group have different stages of a model, ranks of one "cp" group the same parameters and
+different parts of the same sequences, ranks of one "tp" group the same batch and different parts of
+parameters.  Dimensions of one rank are left out, but for "inter" and "intra".
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-INTER, INTRA, CP, TP = "inter", "intra", "cp", "tp"
+PP, INTER, INTRA, CP, TP = "pp", "inter", "intra", "cp", "tp"
+_NAMES = (PP, INTER, INTRA, CP, TP)
 CONTEXT = "fcdp_context"
 """The attribute of attention modules that know which ranks share sequences."""
 
@@ -29,7 +31,7 @@ class Inner:
     """The inner dimensions of a mesh.
 
     cp: how many ranks share one sequence.  tp: the mesh of the ranks that share each parameter with this
-    rank, or None.  planes: all ranks [N, a c, t].
+    rank, or None.  planes: the ranks of this rank's stage [N, a c, t].
     """
 
     cp: int
@@ -37,39 +39,41 @@ class Inner:
     planes: Tensor
 
 
-def make_inner_mesh(
+def mesh_of_ranks(
     device_type: str, ranks: Tensor, timeout: timedelta | None
 ) -> tuple[DeviceMesh, dist.ProcessGroup]:
-    """Make the mesh of these ranks [N, a, c, t], and its data mesh; all ranks must call it.
+    """Make the mesh of these ranks [P, N, a, c, t], and its data mesh; all ranks must call it.
 
     Returns the mesh, and its data mesh's group between nodes.
     """
-    planes = ranks.flatten(1, 2)
-    here = int((planes == dist.get_rank()).nonzero()[0, 2])
-    inter, intra = _group_along(planes, 0, timeout), _group_along(planes, 1, timeout)
+    planes = ranks.flatten(2, 3)
+    stage, _, _, place = (planes == dist.get_rank()).nonzero()[0].tolist()
+    inter, intra = _group_along(planes, 1, timeout), _group_along(planes, 2, timeout)
     data = DeviceMesh.from_group(
-        [inter, intra], device_type, mesh=planes[..., here], mesh_dim_names=(INTER, INTRA)
+        [inter, intra], device_type, mesh=planes[stage, ..., place], mesh_dim_names=(INTER, INTRA)
     )
-    inside = {name: i for i, name in ((2, CP), (3, TP)) if ranks.shape[i] > 1}
-    if not inside:
+    kept = [i for i, n in enumerate(_NAMES) if n in (INTER, INTRA) or ranks.shape[i] > 1]
+    if len(kept) == 2:
         return data, inter
-    groups = [inter, *(_group_along(ranks, i, timeout) for i in (1, *inside.values()))]
-    shape = [ranks.shape[i] for i in (0, 1, *inside.values())]
+    known = {INTER: inter} if ranks.shape[3] > 1 else {INTER: inter, INTRA: intra}
     mesh = DeviceMesh.from_group(
-        groups, device_type, mesh=ranks.reshape(shape), mesh_dim_names=(INTER, INTRA, *inside)
+        [known.get(_NAMES[i]) or _group_along(ranks, i, timeout) for i in kept],
+        device_type,
+        mesh=ranks.reshape([ranks.shape[i] for i in kept]),
+        mesh_dim_names=tuple(_NAMES[i] for i in kept),
     )
-    tp = mesh[TP] if TP in inside else None
+    tp = mesh[TP] if ranks.shape[4] > 1 else None
     _keep(_data_meshes, mesh, data)
-    for known in (mesh, data):
-        _keep(_inner, known, Inner(cp=ranks.shape[2], tp=tp, planes=planes))
+    for made in (mesh, data):
+        _keep(_inner, made, Inner(cp=ranks.shape[3], tp=tp, planes=planes[stage]))
     return mesh, inter
 
 
 V = TypeVar("V")
 _data_meshes: dict[int, DeviceMesh] = {}
-"""The data mesh of each live mesh with inner dimensions, by that mesh's id."""
+"""The data mesh of each live mesh with more dimensions, by that mesh's id."""
 _inner: dict[int, Inner] = {}
-"""The inner dimensions of each live mesh that has any, by that mesh's id and by its data mesh's."""
+"""The inner dimensions of each such mesh, by its id and by its data mesh's."""
 
 
 def _keep(values: dict[int, V], mesh: DeviceMesh, value: V) -> None:
@@ -85,12 +89,12 @@ def _group_along(ranks: Tensor, dim: int, timeout: timedelta | None) -> dist.Pro
 
 
 def inner_of(mesh: DeviceMesh | None) -> Inner | None:
-    """The inner dimensions of a mesh that `make_mesh` made, or of its data mesh; None without any."""
+    """The inner dimensions of a mesh that `make_mesh` made, or of its data mesh; None for a plain one."""
     return None if mesh is None else _inner.get(id(mesh))
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ("inter", "intra") mesh of a mesh with inner dimensions; any other mesh as it is."""
+    """The ("inter", "intra") mesh of a mesh with more dimensions; any other mesh as it is."""
     return _data_meshes.get(id(mesh), mesh)
 
 

@@ -11,31 +11,35 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.ranks.differences import first_other
 
 
-def agreed_nodes(world: int, nodes: int | None, inner: Mapping[str, int]) -> int:
+def agreed_nodes(world: int, nodes: int | None, pp: int, inner: Mapping[str, int]) -> int:
     """The number of nodes, after a check that every rank counts the same.
 
     Machines may have started different numbers of ranks, or may have been given different numbers of nodes.
     If one rank went on or left by itself, the others would wait for it.
 
+    pp: how many stages the nodes, or the ranks of a single node, are divided into.
     inner: the sizes of the dimensions within a node, by name.
     """
     try:
         count = _count_nodes(world, nodes)
-        _check_inner(inner, world // count)
-        mine: tuple[int, str] | str = (count, _told(inner))
+        ranks_per_node = _per_stage(pp, count, world // count)
+        _check_inner(inner, ranks_per_node)
+        mine: tuple[int, dict[str, int]] | str = (count, {"pp": pp, **inner})
     except ValueError as error:
         mine = str(error)
-    everyone: list[tuple[int, str] | str] = [mine] * world
+    everyone: list[tuple[int, dict[str, int]] | str] = [mine] * world
     if world > 1 and dist.get_backend() != "fake":  # a fake group has no other ranks
         dist.all_gather_object(everyone, mine)
     for found in everyone:
         if isinstance(found, str):
             raise ArgumentError(found)
     if other := first_other(everyone):
-        (first, told), (its, its_told) = (tuple(everyone[i]) for i in (0, other))
+        (first, sizes), (its, its_sizes) = (tuple(everyone[i]) for i in (0, other))
         if first == its:
+            name = next(n for n in sizes if sizes[n] != its_sizes[n])
             raise ArgumentError(
-                f"rank 0 has {told} and rank {other} has {its_told}; pass the same on all ranks"
+                f"rank 0 has {name}={sizes[name]} and rank {other} has {name}={its_sizes[name]}; pass the same "
+                f"{name}=… on all ranks"
             )
         raise ArgumentError(
             f"rank 0 makes {first} nodes of {world} ranks and rank {other} makes {its}; start "
@@ -44,8 +48,15 @@ def agreed_nodes(world: int, nodes: int | None, inner: Mapping[str, int]) -> int
     return count
 
 
-def _told(inner: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in inner.items())
+def _per_stage(pp: int, nodes: int, ranks_per_node: int) -> int:
+    """The ranks of each node of a stage.  Raises: ArgumentError."""
+    cut, what = (ranks_per_node, "ranks of a node") if nodes == 1 else (nodes, "nodes")
+    if isinstance(pp, bool) or not isinstance(pp, int) or pp < 1 or cut % pp:
+        raise ArgumentError(
+            f"pp={pp!r} must be a whole number that divides the {cut} {what}, because each stage has equally "
+            "many; pass another pp=…"
+        )
+    return ranks_per_node // pp if nodes == 1 else ranks_per_node
 
 
 def _check_inner(inner: Mapping[str, int], ranks_per_node: int) -> None:

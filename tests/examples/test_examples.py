@@ -135,6 +135,19 @@ def _columns(out: str) -> list[list[float]]:
     return [[float(value) for value in row.split()] for row in re.findall(r"^ +\d.*$", table, re.M)]
 
 
+def test_a_pipeline_sends_as_much_for_more_micro_batches() -> None:
+    few, many = (
+        succeed(
+            "pipeline.py", "--nodes=4", "--steps=2", "--layers=1", f"--micro-batches={n}", ranks=4
+        )
+        for n in (2, 4)
+    )
+    sent = [re.findall(r"stage \d: (\S+) KiB of weights, (\S+) KiB", out) for out in (few, many)]
+    assert sent[0] == sent[1]
+    assert len(sent[0]) == 2
+    assert all(float(n) > 100 for row in sent[0] for n in row)
+
+
 def test_preferences_with_a_reference_that_crosses_once(tmp_path: Path) -> None:
     out = succeed("dpo.py", "--nodes=2", "--steps=2", "--output", tmp_path, ranks=4)
     (_, *first), (_, *second) = _columns(out)
