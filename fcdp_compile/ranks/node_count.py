@@ -38,7 +38,7 @@ def agreed_nodes(world: int, nodes: int | None, pp: int, inner: Mapping[str, int
         if first == its:
             name = next(n for n in sizes if sizes[n] != its_sizes[n])
             raise ArgumentError(
-                f"rank 0 has {name}={sizes[name]} and rank {other} has {name}={its_sizes[name]}; pass the same "
+                f"rank 0 has {name}={sizes[name]} and rank {other} has {name}={its_sizes[name]}; pass one "
                 f"{name}=… on all ranks"
             )
         raise ArgumentError(
