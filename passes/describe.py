@@ -8,7 +8,12 @@ from dataclasses import replace
 from torch.fx import GraphModule, Node
 
 from fcdp_compile.passes.graph.context import META, PassContext, StepMeta
-from fcdp_compile.passes.graph.work import accessed_bytes_of, flops_of, kernel_bytes_of
+from fcdp_compile.passes.graph.work import (
+    accessed_bytes_of,
+    flops_of,
+    inner_bytes_of,
+    kernel_bytes_of,
+)
 from fcdp_compile.passes.schedule import in_flight_bytes
 from fcdp_compile.plan import LANES, Kind, Schedule, Step
 
@@ -60,6 +65,7 @@ def _step_of(node: Node, gm: GraphModule, ctx: PassContext) -> Step | None:
         flops=flops_of(inner.graph, ctx.sizes),
         accessed_bytes=accessed_bytes_of(inner.graph, ctx.sizes),
         kernel_bytes=kernel_bytes_of(inner.graph, ctx.sizes),
+        inner_bytes=inner_bytes_of(inner.graph, ctx.sizes, ctx.inner_ranks),
         label=f"{node.target} ({count} ops)",
     )
 

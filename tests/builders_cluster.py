@@ -114,6 +114,7 @@ def schedules(
                 flops=draw(st.sampled_from([0, 10**8, 3 * 10**9])) if is_compute else 0,
                 accessed_bytes=draw(st.sampled_from([0, 10**8])) if assembled or is_compute else 0,
                 kernel_bytes=draw(st.sampled_from([0, 10**8])) if is_compute else 0,
+                inner_bytes=draw(st.sampled_from([0, 10**6])) if is_compute else 0,
             )
         )
     return make_schedule(steps)

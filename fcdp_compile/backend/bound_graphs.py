@@ -168,6 +168,7 @@ class BoundGraphs:
             in_flight_bytes=self._options.in_flight_bytes,
             host_budget=model.host_memory.budget,
             decompositions=self._compute.decompositions(),
+            inner_ranks=model.topology.inner_ranks,
         )
 
     def _room(self, model: ShardedModel) -> Room:

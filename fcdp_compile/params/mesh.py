@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -43,6 +43,7 @@ class Topology:
     tp: the mesh of the ranks that share each parameter with this rank, or None.  With it, the N x g ranks are
     those at the same place of this mesh, which have the same parts of parameters; home_mesh is ("tp",
     "intra", "inter"), and everyone is a CPU group over all of its ranks.  Without it, everyone is `control`.
+    inner_ranks: how many ranks each group has in which the model itself communicates ("cp", "tp"), by name.
 
     [Note: groups of our own] Where collectives block, threads begin them, and if members of a group begin its
     collectives in different orders, the group silently mixes them up.  So inter and intra are then not the
@@ -63,6 +64,7 @@ class Topology:
     roll_call: RollCall | None = None
     tp: DeviceMesh | None = None
     everyone: dist.ProcessGroup | None = None
+    inner_ranks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -240,6 +242,7 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
         roll_call=roll_call,
         tp=tp,
         everyone=everyone,
+        inner_ranks={} if inner is None else inner.ranks,
     )
 
 

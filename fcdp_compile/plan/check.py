@@ -179,7 +179,7 @@ def _check_step(step: Step, ids: set[int], path: str) -> None:
     if step.bytes and lane is Lane.COMPUTE:
         fail(f"{path}.bytes", f"is {step.bytes}, but {step.kind.value} moves nothing")
     accesses = step.accessed_bytes and step.kind not in ASSEMBLING
-    computes = step.flops or step.kernel_bytes or accesses
+    computes = step.flops or step.kernel_bytes or step.inner_bytes or accesses
     if computes and step.kind is not Kind.COMPUTE:
         fail(f"{path}.flops", f"says that {step.kind.value} computes, but it does not")
     for i, wait in enumerate(step.waits):

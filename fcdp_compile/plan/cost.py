@@ -67,7 +67,8 @@ class Machine:
         if step.kind is Kind.COMPUTE:
             kernels = step.kernel_bytes / self.memory_bytes_per_s
             accessing = step.accessed_bytes / self.memory_bytes_per_s
-            return kernels + max(step.flops / self.flops_per_s, accessing)
+            within = self.intra.time_s(step.inner_bytes)
+            return kernels + within + max(step.flops / self.flops_per_s, accessing)
         copying = step.accessed_bytes / self.memory_bytes_per_s
         if step.kind is Kind.FLAT_ALL_GATHER:  # as fast as the slower link
             return copying + max(self.inter.time_s(step.bytes), self.intra.time_s(step.bytes))

@@ -20,7 +20,7 @@ from fcdp_compile.strategy import Scope, Strategy
 from fcdp_compile.strategy.formats import Format, row_bytes
 from fcdp_compile.strategy.gathering import Algorithm
 
-SCHEMA = "fcdp.plan/8"
+SCHEMA = "fcdp.plan/9"
 
 
 class Lane(Enum):
@@ -267,7 +267,9 @@ class Step:
     steps that move nothing.  waits: indices of the steps whose results it needs.  flops, accessed_bytes: the
     work of a compute step, floating point operations and bytes read and written; for a gather, the bytes read
     and written to put parts in order.  kernel_bytes: bytes that kernels of other libraries in a compute step
-    read and write, such as those that dequantise weights; they run beside nothing.  label: a name for people.
+    read and write, such as those that dequantise weights; they run beside nothing.  inner_bytes: bytes that
+    this rank sends within its node in collectives of the model itself, which are parts of compute steps.
+    label: a name for people.
     """
 
     index: int
@@ -279,6 +281,7 @@ class Step:
     flops: int = 0
     accessed_bytes: int = 0
     kernel_bytes: int = 0
+    inner_bytes: int = 0
     label: str = ""
 
     @property

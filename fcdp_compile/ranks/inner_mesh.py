@@ -12,6 +12,7 @@ parameters.  Dimensions of one rank are left out, but for "inter" and "intra".
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -31,12 +32,14 @@ class Inner:
     """The inner dimensions of a mesh.
 
     cp: how many ranks share one sequence.  tp: the mesh of the ranks that share each parameter with this
-    rank, or None.  planes: the ranks of this rank's stage [N, a c, t].
+    rank, or None.  planes: the ranks of this rank's stage [N, a c, t].  ranks: how many the groups of "cp"
+    and "tp" have, by name of the group.
     """
 
     cp: int
     tp: DeviceMesh | None
     planes: Tensor
+    ranks: Mapping[str, int]
 
 
 def mesh_of_ranks(
@@ -63,9 +66,12 @@ def mesh_of_ranks(
         mesh_dim_names=tuple(_NAMES[i] for i in kept),
     )
     tp = mesh[TP] if ranks.shape[4] > 1 else None
+    sizes = {
+        mesh.get_group(_NAMES[i]).group_name: ranks.shape[i] for i in kept if _NAMES[i] in (CP, TP)
+    }
     _keep(_data_meshes, mesh, data)
     for made in (mesh, data):
-        _keep(_inner, made, Inner(cp=ranks.shape[3], tp=tp, planes=planes[stage]))
+        _keep(_inner, made, Inner(cp=ranks.shape[3], tp=tp, planes=planes[stage], ranks=sizes))
     return mesh, inter
 
 

@@ -117,7 +117,8 @@ def _about(step: Step, buckets: _Placed) -> Event:
         about["bytes"] = step.bytes
     if step.kind is Kind.COMPUTE:
         about |= {"flops": step.flops, "accessed bytes": step.accessed_bytes}
-        return {**about, "bytes of kernels": step.kernel_bytes} if step.kernel_bytes else about
+        more = {"bytes of kernels": step.kernel_bytes, "bytes within the node": step.inner_bytes}
+        return about | {name: size for name, size in more.items() if size}
     if step.bucket is not None:
         bucket, placement = buckets[step.bucket]
         about |= {

@@ -236,6 +236,7 @@ def _schedule(plan: Plan, schedule: Schedule, machine: Machine, measured: Timeli
         "buckets": [_bucket_of(s, steps) for s in steps],
         "bytes": [s.bytes for s in steps],
         "flops": [s.flops for s in steps],
+        "inner_bytes": [s.inner_bytes for s in steps],
         "waits": [s.waits for s in steps],
         "labels": [one_line(s.label) for s in steps],
         "memory_bytes": schedule.memory_bytes,

@@ -75,6 +75,7 @@ class PassContext:
     once (`schedule` [Note: in-flight budget]); None for the default of `schedule`.
     backward_buckets: ids of the buckets that the backward of this graph uses.
     sizes: values of symbols (batch, sequence length) that differ from the traced values.
+    inner_ranks: how many ranks each group within a node has in which the model itself communicates, by name.
     decompositions: those that AOTAutograd uses for the compiler of the segments.
     """
 
@@ -95,6 +96,7 @@ class PassContext:
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     decompositions: Decompositions = field(default_factory=dict)
     placements: Mapping[int, Placement] = field(default_factory=dict)
+    inner_ranks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:

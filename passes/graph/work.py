@@ -1,4 +1,4 @@
-"""Count the work of a segment: floating point operations, and bytes read and written."""
+"""Count the work of a segment: floating point operations, bytes read and written, and bytes sent."""
 
 from __future__ import annotations
 
@@ -54,6 +54,30 @@ def kernel_bytes_of(graph: Graph, sizes: Sizes) -> int:
             values = [*(n.meta.get("val") for n in node.all_input_nodes), *results]
             found += sum(_nbytes(v, sizes) for v in values)
     return found
+
+
+def inner_bytes_of(graph: Graph, sizes: Sizes, ranks: Mapping[str, int]) -> int:
+    """Bytes that this rank sends in collectives of the model itself: context, tensor or expert parallelism.
+
+    ranks: how many each group has, by its name; other groups count as large ones.
+    """
+    found = 0
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional":
+            kind = node.target.overloadpacket.__name__
+            rounds = _ROUNDS.get(kind, 0)
+            group = next((a for a in reversed(node.args) if isinstance(a, str)), "")
+            sent = sum(_nbytes(n.meta.get("val"), sizes) for n in node.all_input_nodes)
+            size = ranks.get(group)
+            if kind == "all_gather_into_tensor":
+                found += sent * ((size or int(node.args[1])) - 1)
+            else:
+                found += rounds * (sent if size is None else sent * (size - 1) // size)
+    return found
+
+
+_ROUNDS = {"all_reduce": 2, "all_reduce_": 2, "reduce_scatter_tensor": 1, "all_to_all_single": 1}
+"""How often a large group's rank sends its input, by collective; an all-gather's sends it to each rank."""
 
 
 def _flops(node: Node, sizes: Sizes) -> int:

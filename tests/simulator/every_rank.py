@@ -95,6 +95,7 @@ class EveryRank:
         flops_s = step.flops / machine.flops_per_s
         memory_s = step.accessed_bytes / machine.memory_bytes_per_s
         kernels_s = step.kernel_bytes / machine.memory_bytes_per_s
+        kernels_s += machine.intra.time_s(step.inner_bytes)
         rank.until_s = self.now + (kernels_s + max(flops_s, memory_s)) * node.slowdown
         return True
 

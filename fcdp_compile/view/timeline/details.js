@@ -50,7 +50,10 @@ function amount(bar) {
 
 function work(bar) {
   const flops = bar.part.schedule.flops[bar.step];
-  return flops ? `${Number((flops / 1e9).toPrecision(3))} GFLOP` : null;
+  const inner = bar.part.schedule.inner_bytes[bar.step];
+  const parts = [flops ? `${Number((flops / 1e9).toPrecision(3))} GFLOP` : null,
+    inner ? `the model sends ${bytesText(inner)} a rank within the node` : null];
+  return parts.filter((part) => part !== null).join("; ") || null;
 }
 
 function labelOf(part, step) {
