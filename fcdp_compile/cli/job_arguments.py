@@ -92,6 +92,15 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep all activations; by default each layer's are recomputed in the backward",
     )
+    for name, what in (("cp", "sequence"), ("tp", "parameter")):
+        parser.add_argument(
+            f"--{name}",
+            type=several,
+            default=(1,),
+            metavar=f"{name[0]},…",
+            help=f"how many ranks of a node share each {what}; several numbers are all planned: 1,2,4 "
+            "(default: 1)",
+        )
     parser.add_argument(
         "--strategy",
         type=strategies,
@@ -107,6 +116,11 @@ def whole(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def several(text: str) -> tuple[int, ...]:
+    """Parse whole numbers above zero, separated by commas, for argparse."""
+    return tuple(dict.fromkeys(whole(part.strip()) for part in text.split(",")))
 
 
 def strategies(text: str) -> tuple[Strategy, ...]:

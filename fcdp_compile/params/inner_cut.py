@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
@@ -178,11 +179,13 @@ def check_inner(parameter: DTensor, tp: DeviceMesh | None) -> str | None:
             "is a DTensor already (FSDP2 or tensor parallelism); pass a model with plain parameters, or for "
             "tensor parallelism a mesh from fcdp_compile.make_mesh(tp=…)"
         )
-    ranks = parameter.device_mesh.mesh.flatten().tolist()
-    if parameter.device_mesh.ndim != 1 or ranks != tp.mesh.tolist():
+    # Not `mesh.mesh`, which is a tensor: a plan traces with fake tensors.
+    found = [dist.get_process_group_ranks(g) for g in parameter.device_mesh.get_all_groups()]
+    wanted = dist.get_process_group_ranks(tp.get_group())
+    if found != [wanted]:
         return (
-            f'is a DTensor on a mesh of ranks {ranks}, but this rank\'s "tp" mesh has ranks '
-            f'{tp.mesh.tolist()}; use mesh["tp"] of the mesh that shard gets'
+            f'is a DTensor over ranks {found}, but this rank\'s "tp" mesh has ranks {wanted}; use mesh["tp"] '
+            "of the mesh that shard gets"
         )
     return InnerCut.of(parameter, tp).problem()
 

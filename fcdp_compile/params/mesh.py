@@ -181,15 +181,16 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
             f"mesh has dimensions {tuple(names) or 'without names'}, expected ('inter', 'intra'); "
             "make it with fcdp_compile.make_mesh()"
         )
+    if id(mesh) in _topologies:
+        return _topologies[id(mesh)]
     if len(set(_positions(mesh.mesh).values())) < mesh.mesh.numel():
         raise ArgumentError(
             f"mesh {mesh.mesh.tolist()} gives two ranks the same position, because torch sorts the ranks of "
             "a group; list the ranks of every node in the same order, or make the mesh with "
             "fcdp_compile.make_mesh()"
         )
-    if id(mesh) not in _topologies:
-        _topologies[id(mesh)] = _make_topology(mesh)
-        weakref.finalize(mesh, _topologies.pop, id(mesh), None).atexit = False
+    _topologies[id(mesh)] = _make_topology(mesh)
+    weakref.finalize(mesh, _topologies.pop, id(mesh), None).atexit = False
     return _topologies[id(mesh)]
 
 
@@ -221,11 +222,13 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
     roll_call = RollCall(sorted(home_mesh.mesh.flatten().tolist()))
     roll_call.begin()
     with naming_lost_ranks(None, "shard, as groups are made"):
-        control = group_of(ranks, timeout, cpu_backend())
+        # A fake group, with which plans are traced, has no other ranks to agree with.
+        is_fake = dist.get_backend() == "fake"
+        control = None if is_fake else group_of(ranks, timeout, cpu_backend())
         own_inter, own_intra = (_own(g, mesh.device_type, timeout) for g in (inter, intra))
         every = _keep_all_ranks(home_mesh, intra, timeout)
         everyone = control
-        if tp is not None:
+        if control is not None and tp is not None:
             everyone = group_of(sorted(home_mesh.mesh.flatten().tolist()), timeout, cpu_backend())
     roll_call.covers([inter, intra, own_inter, own_intra, control, every, everyone])
     return Topology(

@@ -81,10 +81,12 @@ def param_spec(
     is_packed: bool = False,
     home_node: int | None = None,
     inner: InnerCut | None = None,
+    kept_dim: int | None = None,
 ) -> ParamSpec:
     """The spec of a parameter with this shape on this rank of the mesh.
 
     shape: of the part that this rank has if the parameter is cut over a "tp" group (inner).
+    kept_dim: a dimension that is not cut, None to choose among all.
 
     param_dtype, reduce_dtype: of computation and of reductions; None: the parameter's own dtype.
     is_packed: whether it is a part of a quantised weight, which is cut between rows and sent as it is.
@@ -92,8 +94,10 @@ def param_spec(
     """
     home = mesh.of(strategy.home)
     layout = ParamLayout.of(shape, home.nodes, home.ranks_per_node, home_node)
-    if inner is not None and (kept := inner.kept_dim) is not None:
-        layout = replace(layout, dim=choose_dim(shape, home.nodes, home.ranks_per_node, but=kept))
+    if kept_dim is not None:
+        layout = replace(
+            layout, dim=choose_dim(shape, home.nodes, home.ranks_per_node, but=kept_dim)
+        )
     # Only parameters with home nodes share buckets with each other.
     strategy = replace(strategy, whole_matrices=home_node is not None)
     if home_node is not None:

@@ -38,19 +38,27 @@ log = logging.getLogger(__name__)
 
 
 def traced_model(
-    source: Source, options: ModelOptions, *, note: Callable[[str], None] = lambda what: None
+    source: Source,
+    options: ModelOptions,
+    *,
+    cp: int = 1,
+    tp: int = 1,
+    note: Callable[[str], None] = lambda what: None,
 ) -> TracedModel:
     """Return the trace of a model, saved by an earlier plan or made now.
 
-    note: called with each stage that begins.
+    cp, tp: as for `trace`; such traces are not saved, as they hold meshes.  note: called with each stage that begins.
 
     Raises: FcdpError for a model that cannot be traced without data.
     """
-    traced = None if source.identity is None else load(source.identity)
+    identity = source.identity if cp * tp == 1 else None
+    traced = None if identity is None else load(identity)
     if traced is None:
-        traced = trace(source.build, seq=options.seq, param_dtype=options.dtype, note=note)
-        if source.identity is not None:
-            save(traced, source.identity)
+        traced = trace(
+            source.build, seq=options.seq, param_dtype=options.dtype, cp=cp, tp=tp, note=note
+        )
+        if identity is not None:
+            save(traced, identity)
     if unread := traced.unread:
         log.warning(
             "%d parameters of %s, such as %r, are in no graph of its training step: code outside "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -36,11 +37,19 @@ _BEGAN_S = time.monotonic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A traced model, the job to plan, and the strategies that were named, if any."""
+    """The jobs to plan, each with its traced model, and the strategies that were named, if any.
 
-    traced: TracedModel
-    job: Job
+    jobs: one for each pair of sizes of "cp" and "tp".
+    """
+
+    jobs: tuple[tuple[TracedModel, Job], ...]
     strategies: tuple[Strategy, ...]
+
+    @property
+    def job(self) -> Job:
+        """What all jobs have in common, for titles."""
+        jobs = [job for _, job in self.jobs]
+        return jobs[0] if len(jobs) == 1 else replace(jobs[0], cp=1, tp=1)
 
 
 def plan(options: argparse.Namespace) -> tuple[str, int]:
@@ -49,7 +58,9 @@ def plan(options: argparse.Namespace) -> tuple[str, int]:
     Raises: FcdpError for a request that cannot be planned; OSError for a file that cannot be read.
     """
     found = asked(options)
-    ranking = rank(planned(found.traced, found.job, found.strategies, note=tell))
+    ranking = rank(
+        [e for traced, job in found.jobs for e in planned(traced, job, found.strategies, note=tell)]
+    )
     code = 0 if ranking.recommended else 1
     if options.format == "json":
         return json.dumps(ranking_record(ranking), indent=1), code
@@ -66,12 +77,14 @@ def simulate(options: argparse.Namespace, conditions: Conditions) -> tuple[str, 
         check_plot(options.plot)
     found = asked(options)
     sweep: Sweep | None = options.sweep
-    jobs = [found.job] if sweep is None else [_swept(found.job, sweep.of, v) for v in sweep.values]
     rankings = []
-    for job in jobs:
-        tell(f"simulating {title(job)}")
+    for value in [None] if sweep is None else sweep.values:
         try:
-            plans = planned(found.traced, job, found.strategies)
+            plans = []
+            for traced, given in found.jobs:
+                job = given if sweep is None or value is None else _swept(given, sweep.of, value)
+                tell(f"simulating {title(job)}")
+                plans += planned(traced, job, found.strategies)
             rankings.append(rank(plans, collectives=collectives, conditions=conditions))
         except ValueError as error:  # conditions name more nodes than there are
             raise FcdpError(str(error)) from None
@@ -116,13 +129,18 @@ def asked(options: argparse.Namespace) -> Asked:
     Raises: FcdpError for a model, cluster or job that cannot be planned; OSError if a file cannot be read.
     """
     profile = find_profile(options.cluster)
-    job = Job(
-        profile=profile,
-        nodes=options.nodes,
-        ranks_per_node=options.gpus_per_node or profile.ranks_per_node,
-        batch=options.batch,
-        accumulate=options.accumulate,
-    )
+    jobs = [
+        Job(
+            profile=profile,
+            nodes=options.nodes,
+            ranks_per_node=options.gpus_per_node or profile.ranks_per_node,
+            batch=options.batch,
+            accumulate=options.accumulate,
+            cp=cp,
+            tp=tp,
+        )
+        for cp, tp in itertools.product(options.cp, options.tp)
+    ]
     model_options = ModelOptions(
         seq=options.seq,
         dtype=getattr(torch, DTYPES[options.dtype]),
@@ -131,9 +149,15 @@ def asked(options: argparse.Namespace) -> Asked:
         checkpointing=not options.no_checkpointing,
         attention=options.attention,
     )
+    if options.quantise is not None and max(options.tp) > 1:
+        raise FcdpError(
+            "nothing computes with parts of quantised weights; leave out --tp or --quantise"
+        )
     source = find_source(options.model, model_options)
-    traced = traced_model(source, model_options, note=tell)
-    return Asked(traced=traced, job=job, strategies=options.strategy)
+    traced = [
+        (traced_model(source, model_options, cp=job.cp, tp=job.tp, note=tell), job) for job in jobs
+    ]
+    return Asked(jobs=tuple(traced), strategies=options.strategy)
 
 
 def tell(text: str) -> None:

@@ -92,9 +92,9 @@ class Estimate:
         job = job or self.job
         return simulate_step(
             self.parts,
-            job.profile,
+            job.data_profile,
             nodes=job.nodes,
-            ranks_per_node=job.ranks_per_node,
+            ranks_per_node=job.mesh.ranks_per_node,
             buckets={b.id: b for plan in self.plans for b in plan.buckets},
             collectives=collectives,
             conditions=conditions or Conditions(),
@@ -140,13 +140,14 @@ class _Estimation:
         self._book = BucketBook(specs)
         self._base = PassContext(
             nodes=job.nodes,
-            ranks_per_node=job.ranks_per_node,
+            ranks_per_node=job.mesh.ranks_per_node,
             node=job.mesh.node,
             specs=specs,
             frozen=frozenset(p.key for p in traced.params if not p.requires_grad),
             known={},
             next_bucket=0,
-            machine=job.profile.rank_machine,
+            machine=job.data_profile.rank_machine,
+            inner_ranks=traced.inner_ranks,
         )
         left = max(0, job.host_bytes_per_rank - self._homes_on_host_bytes())
         budget = HostBudget(bytes=left, limit=Limit.AVAILABLE)
@@ -179,7 +180,8 @@ class _Estimation:
             peak_gpu_bytes=peak + waiting[Tier.GPU],
             host_bytes_per_node=self._job.ranks_per_node
             * (self._cached_bytes(plans) + waiting[Tier.HOST] + self._homes_on_host_bytes()),
-            inter_bytes_per_step=sum(sent_by_node(s, self._job.ranks_per_node) for s in parts),
+            inter_bytes_per_step=self._job.tp
+            * sum(sent_by_node(s, self._job.mesh.ranks_per_node) for s in parts),
             optimizer_bytes=_OPTIMIZER_BYTES * self._trained_elements(on_host=False),
             host_optimizer_bytes=_OPTIMIZER_BYTES * self._trained_elements(on_host=True),
             max_batch_per_gpu=self._max_batch(needed, plans, planned),

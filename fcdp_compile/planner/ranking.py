@@ -38,6 +38,7 @@ _NEAR = 1.02  # smaller differences are ties: the model of time is no more accur
 class Row:
     """The figures of one strategy; the fields of `fcdp plan --format json`.
 
+    strategy: its name, and the sizes of "cp" and "tp" if there are any.
     offloads: whether home shards are in host memory (`Strategy.offloads`).
     step_s: time of an optimizer step.  exposed_s: how long compute waits in an optimizer step.
     """
@@ -52,6 +53,11 @@ class Row:
     exposed_s: float
     samples_per_s: float
     max_batch_per_gpu: int | None
+
+    @property
+    def sample_s(self) -> float:
+        """Seconds for each sample of all ranks, by which rows with other numbers of samples are compared."""
+        return 1 / self.samples_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +138,15 @@ def rank(
 ) -> Ranking:
     """Simulate the strategies, sort them and recommend one."""
     rows = [_row(e, collectives, conditions) for e in found]
-    rows.sort(key=lambda r: (not r.fits, r.offloads, r.step_s, r.peak_gpu_bytes))
+    rows.sort(key=lambda r: (not r.fits, r.offloads, r.sample_s, r.peak_gpu_bytes))
     fitting = [r for r in rows if r.fits]
     if not fitting:
         return Ranking(rows=tuple(rows), recommended=None, why=_why_nothing(found, rows))
     # Among equally fast strategies, prefer the one that leaves most room.
     first = fitting[0]
-    near = [r for r in fitting if r.offloads == first.offloads and r.step_s <= _NEAR * first.step_s]
+    near = [
+        r for r in fitting if r.offloads == first.offloads and r.sample_s <= _NEAR * first.sample_s
+    ]
     best = min(near, key=lambda r: r.peak_gpu_bytes)
     return Ranking(rows=tuple(rows), recommended=best.strategy, why=_why(best, rows))
 
@@ -146,12 +154,12 @@ def rank(
 def _row(found: Estimate, collectives: Collectives, conditions: Conditions | None) -> Row:
     step = found.simulate(collectives, conditions)
     return Row(
-        strategy=found.strategy.name,
+        strategy=found.strategy.name + found.job.inner,
         fits=found.fits,
         peak_gpu_bytes=found.peak_gpu_bytes,
         offloads=found.strategy.offloads,
         host_bytes_per_node=found.host_bytes_per_node,
-        inter_bytes_per_step=step.bytes_sent_by_node,
+        inter_bytes_per_step=step.bytes_sent_by_node * found.job.tp,
         step_s=step.step_s,
         exposed_s=step.exposed_s,
         samples_per_s=found.job.samples / step.step_s,
@@ -162,14 +170,14 @@ def _row(found: Estimate, collectives: Collectives, conditions: Conditions | Non
 def _why(best: Row, rows: Sequence[Row]) -> str:
     """Explain the recommendation: by memory, by bytes between nodes, or by neither."""
     others = [r for r in rows if r.strategy != best.strategy]
-    faster = [r for r in others if not r.fits and r.step_s < best.step_s]
+    faster = [r for r in others if not r.fits and r.sample_s < best.sample_s]
     fitting = [r for r in others if r.fits]
     text = f"{best.strategy} is the fastest that fits"
-    if not best.offloads and any(r.step_s < best.step_s for r in fitting):
+    if not best.offloads and any(r.sample_s < best.sample_s for r in fitting):
         text += " with home shards on the GPU"
     if not fitting:
         text = f"{best.strategy} is the only one that fits" if others else f"{best.strategy} fits"
-    elif (ratio := fitting[0].step_s / best.step_s) < _NEAR:
+    elif (ratio := fitting[0].sample_s / best.sample_s) < _NEAR:
         text = f"{best.strategy} is as fast as {fitting[0].strategy}{_taken(best, fitting[0])}"
     else:
         text += f", {ratio:.2f} times as fast as {fitting[0].strategy}: {_sent(best, fitting[0])}"

@@ -89,8 +89,9 @@ def title(job: Job, *, without: str = "") -> str:
     """Return the job in one line; without: the quantity that a sweep varies."""
     accumulate = f", {job.accumulate} micro-batches a step" if job.accumulate > 1 else ""
     nodes = "N" if without == "nodes" else str(job.nodes)
+    inner = f",{job.inner}" if job.inner else ""
     return (
-        f"{nodes} x {job.ranks_per_node} ranks (N x g) of {job.profile.name}, batch {job.batch} a GPU"
+        f"{nodes} x {job.ranks_per_node} ranks (N x g) of {job.profile.name}{inner}, batch {job.batch} a GPU"
         f"{accumulate}; {job.device_bytes / 1e9:.1f} GB of a GPU and "
         f"{job.host_bytes_per_rank * job.ranks_per_node / 1e9:.0f} GB of a node may be used"
     )

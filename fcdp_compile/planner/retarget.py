@@ -11,6 +11,7 @@ from fcdp_compile.buckets import with_home
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home, param_spec
+from fcdp_compile.passes.graph.views import changes_nothing, same_values
 from fcdp_compile.passes.pipeline import Graphs
 from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Direction
@@ -41,6 +42,7 @@ def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, P
             param_dtype=p.gather_dtype,
             is_packed=p.is_packed,
             home_node=homes.get(p.key),
+            kept_dim=p.kept_dim,
         )
         for p in traced.params
     }
@@ -65,8 +67,10 @@ def _resized(gm: GraphModule, specs: Mapping[str, ParamSpec]) -> GraphModule:
     for node in resized.graph.find_nodes(op="call_function", target=UNSHARD):
         shape = specs[str(node.args[1])].local_shape
         home = node.args[0]
-        if tuple(home.meta["val"].shape) != shape:
-            home.meta["val"] = home.meta["val"].new_empty(shape)
+        for seen in [same_values(home), home]:
+            if tuple(seen.meta["val"].shape) != shape:
+                seen.meta["val"] = seen.meta["val"].new_empty(shape)
     for node in resized.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
-        node.meta["val"] = node.meta["val"].new_empty(specs[str(node.args[1])].local_shape)
+        for seen in [*filter(changes_nothing, node.users), node]:
+            seen.meta["val"] = node.meta["val"].new_empty(specs[str(node.args[1])].local_shape)
     return resized

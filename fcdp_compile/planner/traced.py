@@ -13,7 +13,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,11 @@ from torch.fx import GraphModule
 from fcdp_compile.backend.compute import Compute
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import UNSHARD
+from fcdp_compile.parallel.context import context_parallel
+from fcdp_compile.parallel.tensor import tensor_parallel
 from fcdp_compile.passes.memory.curve import hints_of
 from fcdp_compile.passes.partition import partition
+from fcdp_compile.planner.inner import first_part, inner_mesh
 from fcdp_compile.sharding.homes import matrices_of
 from fcdp_compile.sharding.shard import shard, state_of
 from fcdp_compile.torch_compat import (
@@ -52,7 +55,8 @@ TRACED_BATCH = 7
 class TracedParam:
     """A parameter, before a strategy and a mesh are chosen; is_packed: as in `ParamSpec`.
 
-    is_matrix: whether it may have a home node (`sharding.homes`).
+    is_matrix: whether it may have a home node (`sharding.homes`).  shape: of one rank's part, if ranks of a
+    node share parameters; kept_dim: as in `InnerCut`.
     """
 
     key: str
@@ -63,6 +67,7 @@ class TracedParam:
     requires_grad: bool
     is_packed: bool
     is_matrix: bool
+    kept_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +108,13 @@ class TracedModel:
 
     graphs: in the order of the forward; several if the model breaks its graph.
     batch: the number of samples in the trace.
+    inner_ranks: how many ranks each group has in which the model itself communicates, by name of the group.
     """
 
     params: tuple[TracedParam, ...]
     graphs: tuple[TracedGraph, ...]
     batch: int
+    inner_ranks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_any_batch(self) -> bool:
@@ -140,10 +147,13 @@ def trace(
     *,
     seq: int,
     param_dtype: torch.dtype | None,
+    cp: int = 1,
+    tp: int = 1,
     note: Callable[[str], None] = lambda what: None,
 ) -> TracedModel:
     """Trace the training step of a model.
 
+    cp, tp: how many ranks share each sequence and each parameter, for models of Transformers.
     note: called with each stage that begins.
 
     Clears everything that torch.compile has compiled and learnt in this process (`torch.compiler.reset`),
@@ -154,11 +164,16 @@ def trace(
 
     Raises: FcdpError for a model that cannot be traced without data, or that gives no loss to train with.
     """
-    with tracing_mode():
+    with inner_mesh(cp, tp) as mesh, tracing_mode():
         note("building the model without weights")
         model, inputs = _built(build, seq)
         _check_inputs(model, inputs)
-        shard(model, param_dtype=param_dtype)
+        if mesh is not None:
+            tensor_parallel(model, mesh)
+            context_parallel(model, mesh)
+            inputs = first_part(inputs, cp)
+        # A strategy is chosen for each plan; copies of fake tensors would only cost time.
+        shard(model, mesh, param_dtype=param_dtype, strategy="fcdp" if mesh is None else "zero3")
         graphs = _graphs_of(model, inputs, note)
     records = state_of(model).records.values()
     matrices = set(matrices_of(model, [r.parameter() for r in records]))
@@ -172,6 +187,7 @@ def trace(
             requires_grad=record.parameter().requires_grad,
             is_packed=spec.is_packed,
             is_matrix=record.parameter() in matrices,
+            kept_dim=None if spec.inner is None else spec.inner.kept_dim,
         )
         for record in records
         for spec in [record.spec]
@@ -181,7 +197,12 @@ def trace(
             "no graph of the model's training step reads a parameter; its forward must run under "
             "torch.compile and return a loss that needs gradients (for Hugging Face models, pass labels)"
         )
-    return TracedModel(params=params, graphs=graphs, batch=_batch_of(inputs))
+    return TracedModel(
+        params=params,
+        graphs=graphs,
+        batch=_batch_of(inputs),
+        inner_ranks=state_of(model).topology.inner_ranks,
+    )
 
 
 def _batch_of(inputs: Inputs) -> int:

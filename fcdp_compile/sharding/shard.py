@@ -160,6 +160,7 @@ def _new_state(
     matrices = [p for p in matrices_of(root, names) if fitting[strategies[p]].whole_matrices]
     check_home_nodes(matrices, topology.tp)
     homes = home_nodes_of(matrices, topology.nodes)
+    cuts = {p: None if topology.tp is None else InnerCut.of(p, topology.tp) for p in names}
     specs = {
         p: param_spec(
             f"m{number}:{name}",
@@ -172,7 +173,8 @@ def _new_state(
             reduce_dtype=dtypes.reduce,
             is_packed=p in packed,
             home_node=homes.get(p),
-            inner=None if topology.tp is None else InnerCut.of(p, topology.tp),
+            inner=cuts[p],
+            kept_dim=None if (cut := cuts[p]) is None else cut.kept_dim,
         )
         for p, name in names.items()
     }

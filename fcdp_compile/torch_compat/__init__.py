@@ -47,6 +47,7 @@ from fcdp_compile.torch_compat.distributed import gloo_context_count as gloo_con
 from fcdp_compile.torch_compat.distributed import gloo_timeout as gloo_timeout
 from fcdp_compile.torch_compat.distributed import nccl_timeout as nccl_timeout
 from fcdp_compile.torch_compat.distributed import rendezvous_store as rendezvous_store
+from fcdp_compile.torch_compat.distributed import start_fake_group as start_fake_group
 from fcdp_compile.torch_compat.distributed import takes_plain_tensors as takes_plain_tensors
 from fcdp_compile.torch_compat.distributed import wanted_placements as wanted_placements
 from fcdp_compile.torch_compat.distributed import without_splitting as without_splitting

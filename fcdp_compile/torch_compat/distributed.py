@@ -15,6 +15,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 
@@ -117,3 +118,8 @@ def wanted_placements(
         and isinstance(spec, DTensorSpec)
         and tensor.placements != spec.placements
     ]
+
+
+def start_fake_group(ranks: int) -> None:
+    """Initialise torch.distributed as the first of several ranks that do not exist."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
