@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.params.layout import Rows, rows_of_part
+from fcdp_compile.params.layout import Within, rows_of_part
 from fcdp_compile.ranks.inner_mesh import tp_mesh_of
 from fcdp_compile.torch_compat import matrices_in
 
@@ -56,13 +56,19 @@ class InnerCut:
         dim: int | None = getattr(self.placement, "dim", None)
         return None if dim is None else dim % len(self.shape)
 
-    @property
-    def rows(self) -> list[Rows]:
-        """The rows of the whole that this rank has, in order; all rows if it has the whole."""
+    def within(self, index: int) -> Within | None:
+        """The rows of the whole that a rank of the group has; None if every rank has the whole."""
         if self.dim is None:
-            return [Rows(0, self.shape[0] if self.shape else 1)]
+            return None
         size, matrices = self.shape[self.dim], matrices_in(self.placement)
-        return rows_of_part(size, self.ranks, self.index, matrices)
+        return Within(self.dim, tuple(rows_of_part(size, self.ranks, index, matrices)))
+
+    def part_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of the part that a rank of the group has."""
+        if (within := self.within(index)) is None:
+            return self.shape
+        dim, runs = within
+        return (*self.shape[:dim], sum(run.count for run in runs), *self.shape[dim + 1 :])
 
     @property
     def kept_dim(self) -> int | None:
@@ -157,6 +163,19 @@ def declare_part(
 def is_declared(parameter: Tensor) -> bool:
     """Whether `declare_part` was called for a parameter."""
     return hasattr(parameter, _DECLARED)
+
+
+def whole_of(part: Tensor, cut: InnerCut | None, tp: DeviceMesh | None) -> Tensor:
+    """The whole parameter that this rank has a part of; all ranks of the "tp" group must call it."""
+    if cut is None or cut.dim is None:
+        return part
+    assert tp is not None, "a group cuts the parameter"
+    shape = torch.Size(cut.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    made = DTensor.from_local(
+        part, tp, (cut.placement,), run_check=False, shape=shape, stride=stride
+    )
+    return made.full_tensor()
 
 
 def local_part(parameter: Tensor) -> Tensor:

@@ -74,6 +74,17 @@ class Topology:
         return self.position.of(scope)
 
     @property
+    def sharers(self) -> int:
+        """t, the number of ranks that share each parameter ("tp")."""
+        return 1 if self.tp is None else self.tp.size()
+
+    @property
+    def number(self) -> int:
+        """This rank's number among all N x g x t ranks, counted node by node and place by place."""
+        index = 0 if self.tp is None else self.tp.get_local_rank()
+        return self.position.rank * self.sharers + index
+
+    @property
     def position(self) -> Home:
         """This rank's position among all ranks."""
         return Home(
@@ -256,9 +267,9 @@ def _warn_of_staging(device_type: str, groups: Sequence[dist.ProcessGroup]) -> N
 
 def new_control_group(topology: Topology) -> dist.ProcessGroup | None:
     """Make another CPU group over all ranks of a mesh, which must all call this; None in a single process."""
-    if topology.control is None:
+    if topology.everyone is None:
         return None
-    return _new_group(topology, dist.get_process_group_ranks(topology.control), cpu_backend())
+    return _new_group(topology, dist.get_process_group_ranks(topology.everyone), cpu_backend())
 
 
 def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dist.ProcessGroup:

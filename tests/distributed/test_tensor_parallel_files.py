@@ -1,0 +1,146 @@
+"""Files of models whose parameters ranks of a node share ("tp") are those of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fcdp_compile
+from fcdp_compile.errors import CheckpointError
+from tests.distributed.jobs_checkpoint import assert_same
+from tests.distributed.parity import whole
+from tests.distributed.ranks import run
+from tests.distributed.test_tensor_parallel import (
+    VOCABULARY,
+    Cut,
+    Stack,
+    _declared,
+    _llama,
+    _lora,
+    _mixtral,
+    _with_experts,
+)
+
+pytestmark = pytest.mark.distributed
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Cut]] = {
+    "full": (_llama, fcdp_compile.tensor_parallel),
+    "tied": (partial(_llama, tie_word_embeddings=True), fcdp_compile.tensor_parallel),
+    "mixture": (_mixtral, fcdp_compile.tensor_parallel),
+    "experts": (_mixtral, _with_experts),
+    "declared parts": (Stack, _declared),
+    "LoRA": (_lora, fcdp_compile.tensor_parallel),
+}
+
+
+class Job:
+    """A model with AdamW on a mesh; every rank has the same batches."""
+
+    def __init__(
+        self, mesh: DeviceMesh | None, case: str, *, tp: int, seed: int = 0, **options: Any
+    ) -> None:
+        make, cut = CASES[case]
+        torch.manual_seed(seed)
+        on = fcdp_compile.make_mesh(nodes=2, tp=2) if tp > 1 else mesh
+        model = cut(make(), on) if tp > 1 else make()
+        self.model: Any = fcdp_compile.shard(model, on, **options)
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=1e-2
+        )
+        self.steps = 0
+
+    def step(self) -> float:
+        generator = torch.Generator().manual_seed(self.steps)
+        ids = torch.randint(VOCABULARY, (2, 16), generator=generator)
+        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        return loss.item()
+
+    def values(self) -> dict[str, Tensor]:
+        """Parameters and moments, whole."""
+        found = {n: whole(p) for n, p in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"{key} of {name}"] = whole(value)
+        return found
+
+    def save(self, folder: str, **options: Any) -> None:
+        fcdp_compile.save(
+            folder, self.model, optimizer=self.optimizer, step=self.steps, **options
+        ).wait()
+
+    def load(self, folder: str) -> Job:
+        loaded = fcdp_compile.load(folder, self.model, optimizer=self.optimizer)
+        assert loaded.step is not None
+        self.steps = loaded.step
+        return self
+
+
+def _moves(mesh: DeviceMesh, folder: str, case: str) -> None:
+    """tp=2 -> tp=2, tp=1 -> tp=2."""
+    job = Job(mesh, case, tp=2)
+    for _ in range(2):
+        job.step()
+    job.save(f"{folder}/parts")
+    values, losses = job.values(), [job.step() for _ in range(2)]
+    again = Job(mesh, case, tp=2, seed=1).load(f"{folder}/parts")
+    assert_same(again.values(), values)
+    assert [again.step() for _ in range(2)] == losses, "bit by bit"
+
+    plain = Job(mesh, case, tp=1, seed=1).load(f"{folder}/parts")
+    assert_same(plain.values(), values)
+    plain.save(f"{folder}/whole", asynchronous=True)
+    assert [plain.step() for _ in range(2)] == pytest.approx(losses, rel=1e-5)
+
+    back = Job(mesh, case, tp=2, seed=1, strategy="mics").load(f"{folder}/whole")
+    assert_same(back.values(), values)
+    back.save(f"{folder}/parts", asynchronous=True)
+    assert [back.step() for _ in range(2)] == pytest.approx(losses, rel=1e-5)
+    assert_same(Job(mesh, case, tp=2, seed=1).load(f"{folder}/parts").values(), values)
+
+
+def _checkpoints(mesh: DeviceMesh, folder: str) -> None:
+    for case in ("mixture", "experts", "declared parts"):
+        _moves(mesh, f"{folder}/{case}", case)
+    # The parts of experts of one job, and whole experts of the other one, are parts of the same parameters.
+    values = Job(mesh, "mixture", tp=2).load(f"{folder}/mixture/parts").values()
+    assert_same(Job(mesh, "experts", tp=2).load(f"{folder}/mixture/parts").values(), values)
+
+
+def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
+    run(_checkpoints, str(tmp_path), nodes=2, ranks_per_node=2)
+
+
+def _frozen(mesh: DeviceMesh, folder: str) -> None:
+    """A frozen base that is left out is compared on any layout; adapters move; all ranks agree."""
+    job = Job(mesh, "LoRA", tp=2)
+    job.step()
+    job.save(folder, frozen=False)
+    values = job.values()
+    with pytest.raises(CheckpointError, match="ranks 0 and 3 are about to save different things"):
+        fcdp_compile.save(folder, job.model, step=int(dist.get_rank() == 3))
+    for tp in (1, 2):
+        assert_same(Job(mesh, "LoRA", tp=tp).load(folder).values(), values)
+        other = Job(mesh, "LoRA", tp=tp)
+        name = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
+        base = dict(other.model.named_parameters())[name]
+        with torch.no_grad():
+            base.mul_(2)
+        with pytest.raises(CheckpointError, match=r"1 of the .* frozen parameters") as refused:
+            other.load(folder)
+        assert name in str(refused.value)
+
+
+def test_a_frozen_base_may_be_left_out(tmp_path: Path) -> None:
+    run(_frozen, str(tmp_path), nodes=2, ranks_per_node=2)
