@@ -322,12 +322,16 @@ def _data_ranks(topology: Topology) -> Tensor:
     return (ranks if topology.tp is None else ranks[topology.tp.get_local_rank()]).T
 
 
-def control_ranks(topology: Topology) -> dict[tuple[int, int], int]:
-    """The rank within the control group of each node and place."""
-    if topology.home_mesh is None or topology.control is None:
-        return {(0, 0): 0}
-    positions = _positions(_data_ranks(topology))
-    return {at: dist.get_group_rank(topology.control, rank) for rank, at in positions.items()}
+def everyone_ranks(topology: Topology) -> dict[tuple[int, int, int], int]:
+    """The rank within `Topology.everyone` of each node, place and number within a "tp" group."""
+    if topology.home_mesh is None or topology.everyone is None:
+        return {(0, 0, 0): 0}
+    ranks = topology.home_mesh.mesh
+    return {
+        (*at, index): dist.get_group_rank(topology.everyone, rank)
+        for index, plane in enumerate(ranks[None] if topology.tp is None else ranks)
+        for rank, at in _positions(plane.T).items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)

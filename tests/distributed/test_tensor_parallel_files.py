@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 import fcdp_compile
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.pretrained import load
+from fcdp_compile.pretrained.source import Files
+from tests.distributed.exports import compare, saved, tensors_of
 from tests.distributed.jobs_checkpoint import assert_same
 from tests.distributed.parity import whole
 from tests.distributed.ranks import run
@@ -144,3 +150,95 @@ def _frozen(mesh: DeviceMesh, folder: str) -> None:
 
 def test_a_frozen_base_may_be_left_out(tmp_path: Path) -> None:
     run(_frozen, str(tmp_path), nodes=2, ranks_per_node=2)
+
+
+def _exports(mesh: DeviceMesh, folder: str) -> None:
+    """Files and streams of a model in parts are those of the plain model, and a model in parts reads them."""
+    on = fcdp_compile.make_mesh(nodes=2, tp=2)
+    for case in ("full", "tied", "mixture", "experts", "declared parts"):
+        make, cut = CASES[case]
+        torch.manual_seed(0)
+        plain = make()
+        model = fcdp_compile.shard(cut(copy.deepcopy(plain), on), on)
+        ours, theirs = Path(folder, case, "ours"), Path(folder, case, "theirs")
+        fcdp_compile.save_pretrained(model, ours)
+        dist.barrier()
+        _same_stream(model, ours)
+        if dist.get_rank() == 0:
+            _same_files(plain, ours, theirs)
+        _reads(case, ours, plain, on)
+
+
+def _same_files(plain: Any, ours: Path, theirs: Path) -> None:
+    if isinstance(plain, PreTrainedModel | PeftModel):
+        compare(ours, saved(plain, theirs))
+    else:
+        assert_same(_tensors(ours), plain.state_dict())
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    return {name.partition(": ")[2]: t for name, t in tensors_of(folder).items()}
+
+
+def _same_stream(model: nn.Module, folder: Path, **options: Any) -> None:
+    """Only rank 1 asks for tensors."""
+    found = {
+        name: tensor.clone()
+        for bucket in fcdp_compile.stream_state(model, bucket_bytes=20_000, on=[1], **options)
+        for name, tensor in bucket
+    }
+    assert_same(found, _tensors(folder) if dist.get_rank() == 1 else {})
+
+
+def _reads(case: str, folder: Path, plain: nn.Module, on: DeviceMesh | None) -> None:
+    """A model on meta, cut and sharded, gets the files' values, or the initial values of the plain model."""
+    make, cut = CASES[case]
+    with torch.device("meta"):
+        empty, again = make(), make()
+    model = fcdp_compile.shard(cut(empty, on), on)
+    made: list[Files] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "Files", lambda: made.append(Files()) or made[-1])
+        fcdp_compile.load_pretrained(model, folder)
+    own_bytes = sum(p.to_local().nbytes for p in model.parameters())
+    assert [files.read_bytes for files in made] == [own_bytes], "no other rank's part"
+    fcdp_compile.materialize(model)  # buffers
+    wanted = dict(plain.named_parameters())
+    assert_same({n: whole(p) for n, p in model.named_parameters()}, wanted)
+    initial = fcdp_compile.shard(cut(again, on), on)
+    torch.manual_seed(0)
+    fcdp_compile.materialize(initial)
+    assert_same({n: whole(p) for n, p in initial.named_parameters()}, wanted)
+
+
+def _adapters(mesh: DeviceMesh, folder: str) -> None:
+    """Adapters alone, and merged; a base from files under adapters that have values."""
+    on = fcdp_compile.make_mesh(nodes=2, tp=2)
+    torch.manual_seed(0)
+    plain: Any = _lora()
+    model: Any = fcdp_compile.shard(
+        fcdp_compile.tensor_parallel(copy.deepcopy(plain), on), on, strategy="mics"
+    )
+    alone, merged = Path(folder, "alone"), Path(folder, "merged")
+    fcdp_compile.save_pretrained(model, alone)
+    fcdp_compile.save_pretrained(model, merged, merge=True)
+    model.save_pretrained(str(Path(folder, "own")))
+    dist.barrier()
+    _same_stream(model, alone, only="adapters")
+    _same_stream(model, merged)
+    if dist.get_rank() == 0:
+        compare(alone, saved(plain, Path(folder, "theirs")))
+        compare(alone, Path(folder, "own"))
+        base = copy.deepcopy(plain).merge_and_unload()
+        compare(merged, saved(base, Path(folder, "theirs merged")))
+    before = {n: whole(p) for n, p in model.named_parameters() if "lora" in n}
+    fcdp_compile.load_pretrained(model, merged)
+    read = {n.replace("base_layer.", ""): whole(p) for n, p in model.named_parameters()}
+    wanted = {f"base_model.model.{n}": t for n, t in _tensors(merged).items()}
+    assert_same({n: t for n, t in read.items() if "lora" not in n}, wanted)
+    assert_same({n: t for n, t in read.items() if "lora" in n}, before)
+
+
+@pytest.mark.parametrize("check", [_exports, _adapters], ids=["models", "adapters"])
+def test_files_of_hugging_face_are_whole(check: Callable[..., None], tmp_path: Path) -> None:
+    run(check, str(tmp_path), nodes=2, ranks_per_node=2)
