@@ -17,13 +17,13 @@ from fcdp_compile.checkpointing.contents import (
     parameter_names,
     plain_tensors,
 )
-from fcdp_compile.checkpointing.format.boxes import Cut
 from fcdp_compile.checkpointing.format.cuts import cut
 from fcdp_compile.checkpointing.format.marks import mark_of_all
 from fcdp_compile.checkpointing.format.record import TORCH_DTYPES, CheckpointRecord, CutTensor
 from fcdp_compile.checkpointing.format.tree import TensorReference, has_state
 from fcdp_compile.checkpointing.optimizers import check_groups, class_of
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.params.layout import Box
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.quantised.weight import quantised_weights
 from fcdp_compile.runtime.model import ShardedModel
@@ -31,11 +31,21 @@ from fcdp_compile.runtime.model import ShardedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedRows:
-    """A cut tensor and the rows of it that this rank needs."""
+    """A cut tensor, saved in parts, and the blocks of the whole that this rank needs."""
 
-    tensor: CutTensor
+    tensors: list[CutTensor]
     spec: ParamSpec
-    want: Cut
+    boxes: list[Box]
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.tensors[0].name
+
+    @property
+    def dtype(self) -> str:
+        """The tensor's dtype, by torch's name."""
+        return self.tensors[0].dtype
 
 
 class Comparison:
@@ -54,13 +64,12 @@ class Comparison:
     ) -> None:
         self._folder, self._record = folder, record
         self._root, self._state, self._job = root, state, job
-        self._cuts = {t.name: t for t in record.tensors}
+        self._cuts: dict[str, list[CutTensor]] = {}
+        for tensor in record.tensors:
+            self._cuts.setdefault(tensor.name, []).append(tensor)
         self._left_out = {t.name: t for t in record.left_out}
         here = state.topology
-        self.is_same_layout = (record.nodes, record.ranks_per_node) == (
-            here.nodes,
-            here.ranks_per_node,
-        )
+        self.is_same_layout = record.layout == (here.nodes, here.ranks_per_node, here.sharers)
 
     def check_names(self, values: Collection[str]) -> None:
         """Compare names, and the shapes and dtypes of parameters; values: the names of the saved values."""
@@ -103,13 +112,19 @@ class Comparison:
                 )
                 problems.append(f"{name} is sharded in {where}; ignore it in both or in neither")
             elif name in model:
-                spec, saved = model[name], self._cuts.get(name) or self._left_out[name]
-                now = (spec.layout.shape, spec.home_dtype)
-                if now != (saved.shape, TORCH_DTYPES[saved.dtype]):
+                now = (model[name].whole_shape, model[name].home_dtype)
+                shape, dtype = self._saved_as(name)
+                if now != (shape, TORCH_DTYPES[dtype]):
                     problems.append(
-                        f"{name} is {saved.dtype} {saved.shape} in the checkpoint, and here {now[1]} {now[0]}"
+                        f"{name} is {dtype} {shape} in the checkpoint, and here {now[1]} {now[0]}"
                     )
         self._raise_problems(problems)
+
+    def _saved_as(self, name: str) -> tuple[tuple[int, ...], str]:
+        """The shape and the dtype of a sharded parameter in the checkpoint."""
+        if name in self._cuts:
+            return self._cuts[name][0].whole_shape, self._cuts[name][0].dtype
+        return self._left_out[name].shape, self._left_out[name].dtype
 
     def _check_plain(self, values: Mapping[str, Any]) -> None:
         problems = []
@@ -206,14 +221,14 @@ class Comparison:
                     continue
                 saved = self._cuts.get(value.name)
                 spec = specs.get(parameter)
-                if saved is None or spec is None or saved.shape != spec.layout.shape:
+                if saved is None or spec is None or saved[0].whole_shape != spec.whole_shape:
                     raise CheckpointError(
                         f"{self._folder}: {key!r} of parameter {parameter!r} is not saved in the shape of "
                         "the parameter; load an undamaged checkpoint, or leave optimizer=… out"
                     )
                 yield self._target(spec, value.name)
         if "optimizer.state" in differing:
-            ranks = f"{self._record.nodes} x {self._record.ranks_per_node} ranks"
+            ranks = told(self._record.layout)
             raise CheckpointError(
                 f"the optimizer state in {self._folder} has values that differ between ranks, so only "
                 f"{ranks} can load it; use {ranks}, or leave optimizer=… out"
@@ -226,12 +241,11 @@ class Comparison:
             return
         # The checkpoint does not say how a parameter that was left out was cut.
         saved = self._cuts.get(parameter_name(parameter))
-        now = cut(parameter, "", spec, self._state.topology.position, 0)
-        is_cut_alike = saved is not None and (now.dim, now.rows) == (saved.dim, saved.rows)
+        here = self._state.topology
+        now = cut(parameter, "", spec, here.position, here.sharers, 0)
+        is_cut_alike = saved is not None and _geometry(now) == _geometry(saved)
         if not self.is_same_layout or not is_cut_alike:
-            layout = (
-                f"{self._record.nodes} x {self._record.ranks_per_node} ranks and the same strategy"
-            )
+            layout = f"{told(self._record.layout)} and the same strategy"
             remedy = "" if saved is None else f"load with {layout}, or "
             raise CheckpointError(
                 f"{self._folder}: {key!r} of parameter {parameter!r} depends on the layout that saved it; "
@@ -239,11 +253,20 @@ class Comparison:
             )
 
     def _target(self, spec: ParamSpec, name: str) -> WantedRows:
-        layout, home = spec.layout, self._state.topology.home(spec.strategy.home)
-        start = layout.local_start(home.node, home.place)
-        rows = 0 if layout.dim is None else spec.local_shape[layout.dim]
-        want = Cut(dim=layout.dim, start=start, stop=start + rows)
-        return WantedRows(tensor=self._cuts[name], spec=spec, want=want)
+        home = self._state.topology.home(spec.strategy.home)
+        boxes = spec.boxes(home.node, home.place)
+        return WantedRows(tensors=self._cuts[name], spec=spec, boxes=boxes)
+
+
+def told(layout: tuple[int, int, int]) -> str:
+    """N, g and t in words."""
+    nodes, ranks_per_node, tp = layout
+    return f"{nodes} x {ranks_per_node} ranks" + (f" x tp={tp}" if tp > 1 else "")
+
+
+def _geometry(tensors: Sequence[CutTensor]) -> list[Any]:
+    """How a tensor is cut, without who has written it."""
+    return [(t.shape, t.dim, t.rows, t.part_of) for t in tensors]
 
 
 def restores(given: Any, saved: Any, path: str) -> Iterator[tuple[Any, Any]]:

@@ -49,7 +49,11 @@ class JobContents:
 
     def description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
-        cuts = [f"{t.name}: {t.dtype} {t.shape} by {t.rows} of {t.dim}" for t in self.tensors]
+        cuts = [
+            f"{t.name}: {t.dtype} {t.shape} by {t.rows} of {t.dim}"
+            + ("" if t.part_of is None else f", {t.part_of}")
+            for t in self.tensors
+        ]
         frozen = [f"{t.name}: {t.dtype} {t.shape}, left out" for t in self.left_out]
         return [*cuts, *frozen, *(f"{name}, a value" for name in self.values)]
 
@@ -124,17 +128,17 @@ def _left_out(state: ShardedModel, index: int, record: ParamRecord) -> LeftOut:
     spec, local = record.spec, record.peek()
     name, dtype = parameter_name(spec.name), str(local.dtype).removeprefix("torch.")
     mark = own_mark(state, index, spec, local)
-    return LeftOut(name=name, dtype=dtype, shape=spec.layout.shape, mark=mark)
+    return LeftOut(name=name, dtype=dtype, shape=spec.whole_shape, mark=mark)
 
 
 def own_mark(state: ShardedModel, index: int, spec: ParamSpec, local: Tensor) -> int:
     """Return this rank's part of the mark of a parameter; 0 if another rank counts these rows."""
-    mesh = state.topology.position
-    owners = cut(spec.name, "", spec, mesh, index).files
-    if mesh.rank not in owners:
+    topology = state.topology
+    parts = cut(spec.name, "", spec, topology.position, topology.sharers, index)
+    if not any(topology.number in part.files for part in parts):
         return 0
-    home = mesh.of(spec.strategy.home)
-    return mark_of(local, spec.layout, spec.layout.local_start(home.node, home.place))
+    home = topology.home(spec.strategy.home)
+    return mark_of(local, spec.whole_shape, spec.boxes(home.node, home.place))
 
 
 def _cut_and_encoded(
@@ -144,14 +148,16 @@ def _cut_and_encoded(
     values: dict[str, Any],
     copies: HostCopies | None,
 ) -> JobContents:
-    mesh = state.topology.position
-    tensors, parts = [], {}
+    mesh, sharers = state.topology.position, state.topology.sharers
+    tensors: list[CutTensor] = []
+    parts = {}
     for index, (name, spec, local) in enumerate(locals_):
         if tuple(local.shape) != spec.local_shape:
             raise CheckpointError(f"{name} is {tuple(local.shape)} here, not {spec.local_shape}")
-        made = cut(name, str(local.dtype).removeprefix("torch."), spec, mesh, index)
-        tensors.append(made)
-        if mesh.rank in made.files:
+        dtype = str(local.dtype).removeprefix("torch.")
+        made = cut(name, dtype, spec, mesh, sharers, index)
+        tensors += made
+        if any(state.topology.number in tensor.files for tensor in made):
             parts[name] = local if copies is None else copies.take(name, local)
     if copies is not None:
         copies.keep(parts)

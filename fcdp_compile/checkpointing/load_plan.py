@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fcdp_compile.checkpointing.comparing import Comparison, WantedRows, restores
 from fcdp_compile.checkpointing.contents import JobObjects, parameter_name
 from fcdp_compile.checkpointing.format.blocks import DataFiles, FileBlock
-from fcdp_compile.checkpointing.format.boxes import Cut, Slab, slabs
+from fcdp_compile.checkpointing.format.boxes import Slab, slabs
 from fcdp_compile.checkpointing.format.record import TORCH_DTYPES, CheckpointRecord, read_record
 from fcdp_compile.checkpointing.format.tree import decode
 from fcdp_compile.files.safetensors_header import Stored
@@ -81,7 +81,7 @@ class LoadPlan:
     @property
     def written_keys(self) -> list[str]:
         """The keys of the parameters whose values are in the checkpoint."""
-        names = {target.tensor.name for target in self.targets}
+        names = {target.name for target in self.targets}
         records = self.state.records.items()
         return [key for key, r in records if parameter_name(r.spec.name) in names]
 
@@ -94,7 +94,7 @@ def look(folder: Path, root: nn.Module, state: ShardedModel, job: JobObjects) ->
     record = read_record(folder)
     files = DataFiles(folder, record)
     comparison = Comparison(folder, record, root, state, job)
-    rank, differing = state.topology.position.rank, []
+    rank, differing = state.topology.number, []
     if not comparison.is_same_layout:
         rank, differing = 0, [v.name for v in record.values if v.rank == 0]
     saved = {v.name: v for v in record.values if v.rank in (None, rank)}
@@ -138,18 +138,10 @@ def _reader(files: DataFiles, file: int) -> Any:
 
 
 def _reads_of(target: WantedRows, files: DataFiles) -> Iterator[SlabRead]:
-    tensor, dtype = target.tensor, TORCH_DTYPES[target.tensor.dtype]
-    for part, file in zip(_parts(tensor.dim, tensor.rows), tensor.files, strict=True):
-        shape = tuple(b - a for a, b in part.bounds(tensor.shape))
-        if needed := list(slabs(tensor.shape, part, target.want, dtype.itemsize)):
-            stored = files.find(file, tensor.name, dtype, shape)
+    dtype = TORCH_DTYPES[target.dtype]
+    for file, shape, held in (part for tensor in target.tensors for part in tensor.held):
+        if found := slabs(shape, held, target.boxes, dtype.itemsize):
+            stored = files.find(file, target.name, dtype, shape)
             yield from (
-                SlabRead(name=tensor.name, file=file, stored=stored, slab=s) for s in needed
+                SlabRead(name=target.name, file=file, stored=stored, slab=slab) for slab in found
             )
-
-
-def _parts(dim: int | None, rows: Sequence[int]) -> Iterator[Cut]:
-    start = 0
-    for count in rows:
-        yield Cut(dim=dim, start=start, stop=start + count)
-        start += count

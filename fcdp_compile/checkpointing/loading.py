@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fcdp_compile.checkpointing.comparing import told
 from fcdp_compile.checkpointing.contents import (
     JobObjects,
     extra_states,
@@ -35,6 +36,7 @@ from fcdp_compile.checkpointing.rng import set_rng_state
 from fcdp_compile.checkpointing.saving import end_of_saves, refuse_whole
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.params.home_shard import as_dtensor
+from fcdp_compile.params.packing import block_of
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.quantised.weight import quantised_weights
 from fcdp_compile.ranks.all_or_none import together
@@ -64,7 +66,7 @@ def load(
     extra: Any = None,
     progress: bool = False,
 ) -> Loaded:
-    """Load a checkpoint that `save` wrote, from any number of nodes and ranks and any strategy.
+    """Load a checkpoint that `save` wrote, from any number of nodes and ranks (and of "tp") and any strategy.
 
         loaded = fcdp_compile.load("checkpoints/last", model=model, optimizer=optimizer, scheduler=scheduler)
         for step in range(loaded.step + 1, steps): …
@@ -73,9 +75,9 @@ def load(
     other values that it needs, and checks everything that it reads against checksums.  Rows are read twice,
     because nothing is written before everything has been verified.  So a damaged checkpoint changes nothing.
 
-    On as many nodes and ranks as saved it, the job continues bit by bit.  On other numbers, ranks cannot get
-    their own values back: where values differed, every rank gets rank 0's, with a warning, and random number
-    generators stay as they are unless their states were equal on all ranks.
+    On as many nodes and ranks (and "tp" ranks) as saved it, the job continues bit by bit.  On other numbers,
+    ranks cannot get their own values back: where values differed, every rank gets rank 0's, with a warning,
+    and random number generators stay as they are unless their states were equal on all ranks.
 
     model: sharded, compiled or not; with values or from meta.  Its parameters and buffers must have the
     saved names, shapes and dtypes; other parameters may be frozen than when it was saved.
@@ -117,7 +119,7 @@ def _compared(
         return found[0].digest, found[0].comparison.own_marks()
 
     doing = f"loading from {folder}"
-    everyone = together(state.topology.control, compare, CheckpointError, doing)
+    everyone = together(state.topology.everyone, compare, CheckpointError, doing)
     if first_other([digest for digest, _ in everyone]):
         raise CheckpointError(
             f"ranks are about to load different things from {folder}; give the same arguments on every rank, "
@@ -132,16 +134,16 @@ def _load(plan: LoadPlan, *, progress: bool) -> None:
     """Verify all needed bytes, on every rank, and then write."""
     state, topology = plan.state, plan.state.topology
     doing = f"loading from {plan.folder}"
-    shows = progress and topology.position.rank == 0
+    shows = progress and topology.number == 0
     with bar("loading", plan.size_bytes, shown=shows) as shown:
         together(
-            topology.control,
+            topology.everyone,
             lambda: plan.files.verify(plan.blocks, shown.update),
             CheckpointError,
             doing,
         )
         try:
-            together(topology.control, lambda: _write(plan, shown), CheckpointError, doing)
+            together(topology.everyone, lambda: _write(plan, shown), CheckpointError, doing)
         except BaseException:
             # Some ranks may have written; caches must go stale on all of them alike.
             state.validity.values_changed()
@@ -178,13 +180,13 @@ def _read_rows(plan: LoadPlan, shown: Bar) -> dict[str, Tensor]:
     records, device = plan.state.records, plan.state.device.torch
     homes = {parameter_name(records[k].spec.name): records[k].to_fill() for k in plan.written_keys}
     moments = {
-        t.tensor.name: torch.empty(
+        t.name: torch.empty(
             t.spec.local_shape,
-            dtype=TORCH_DTYPES[t.tensor.dtype],
+            dtype=TORCH_DTYPES[t.dtype],
             device=device if t.spec.computes_on is None else "cpu",
         )
         for t in plan.targets
-        if t.tensor.name not in homes
+        if t.name not in homes
     }
     to = homes | moments
     with torch.no_grad():
@@ -196,9 +198,9 @@ def _read_rows(plan: LoadPlan, shown: Bar) -> dict[str, Tensor]:
 
 def _copy(plan: LoadPlan, read: SlabRead, to: Tensor) -> None:
     run = plan.files.read_run(read.file, read.stored, read.slab.first, read.slab.shape)
-    for dim, ((a, b), first) in enumerate(zip(read.slab.keep, read.slab.to, strict=True)):
-        run, to = run.narrow(dim, a, b - a), to.narrow(dim, first, b - a)
-    to.copy_(run)
+    for keep, first in read.slab.moves:
+        shape = [b - a for a, b in keep]
+        block_of(to, first, shape).copy_(block_of(run, [a for a, _ in keep], shape))
 
 
 def _write_plain(plan: LoadPlan) -> None:
@@ -268,18 +270,16 @@ def _write_job(plan: LoadPlan, moments: dict[str, Tensor]) -> None:
 
 
 def _warn_of_differing(plan: LoadPlan) -> None:
-    here = plan.state.topology.position
+    here = plan.state.topology
     others = [n for n in plan.differing if n != "rng" and n in plan.values]
     notes = ["random number generators are not restored"] if "rng" in plan.differing else []
     if others:
         notes.append(f"{', '.join(others)} differed between ranks, and every rank now has rank 0's")
-    if notes and here.rank == 0:
+    if notes and here.number == 0:
         log.warning(
-            "%s was saved by %d x %d ranks and is loaded by %d x %d: %s",
+            "%s was saved by %s and is loaded by %s: %s",
             plan.folder,
-            plan.record.nodes,
-            plan.record.ranks_per_node,
-            here.nodes,
-            here.ranks_per_node,
+            told(plan.record.layout),
+            told((here.nodes, here.ranks_per_node, here.sharers)),
             "; ".join(notes),
         )

@@ -109,7 +109,7 @@ def save(
     asynchronous: bool = False,
     progress: bool = False,
 ) -> PendingSave:
-    """Save a job such that `load` continues it, on this or any other number of nodes and ranks.
+    """Save a job such that `load` continues it, on this or any other number of nodes and ranks (and of "tp").
 
         fcdp_compile.save("checkpoints/last", model=model, optimizer=optimizer, step=step)
 
@@ -193,20 +193,20 @@ def save_on(
         found.append(contents_of(state, root, job, step, copies, frozen=frozen))
         return digest_of(_lines(found[0], step, asynchronous=asynchronous))
 
-    control = state.topology.control
-    digests = together(control, look, CheckpointError, f"saving to {path}")
+    everyone = state.topology.everyone
+    digests = together(everyone, look, CheckpointError, f"saving to {path}")
     (contents,) = found
     if first_other(digests):
         _raise_difference(state, _lines(contents, step, asynchronous=asynchronous))
     pending = PendingSave()
-    mesh = state.topology.position
-    group = saver.group(state.topology) if asynchronous else control
+    topology = state.topology
+    group = saver.group(topology) if asynchronous else everyone
     write = Write(
-        contents=contents, folder=path, mesh=mesh, group=group, disk=disk, progress=progress
+        contents=contents, folder=path, topology=topology, group=group, disk=disk, progress=progress
     )
     if asynchronous:
         saver.pending = pending
-        pending._start(write.run, tells=mesh.rank == 0)
+        pending._start(write.run, tells=topology.number == 0)
     else:
         write.run()
     return pending
@@ -222,7 +222,7 @@ def _lines(contents: JobContents, step: int | None, *, asynchronous: bool) -> li
 
 
 def _raise_difference(state: ShardedModel, lines: list[str]) -> None:
-    texts = state.collectives.exchange_texts("\n".join(lines))
+    texts = state.collectives.exchange_texts("\n".join(lines), state.topology.everyone)
     other = first_other(texts)
     assert other is not None, "the digests of the texts differ"
     names = ("rank 0", f"rank {other}")

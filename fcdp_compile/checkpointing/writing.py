@@ -31,7 +31,7 @@ from fcdp_compile.checkpointing.format.record import (
 from fcdp_compile.checkpointing.progress import bar
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.files.safetensors_writer import TensorMeta
-from fcdp_compile.params.spec import Home
+from fcdp_compile.params.mesh import Topology
 from fcdp_compile.ranks.all_or_none import together
 
 T = TypeVar("T")
@@ -51,14 +51,18 @@ class _Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """One save: its contents, its folder, this rank and the group."""
+    """One save: its contents, its folder, the ranks that save and a group of them all."""
 
     contents: JobContents
     folder: Path
-    mesh: Home
+    topology: Topology
     group: dist.ProcessGroup | None
     disk: Disk
     progress: bool
+
+    @property
+    def _rank(self) -> int:
+        return self.topology.number
 
     def run(self) -> None:
         """Write, with all ranks of the group.
@@ -73,7 +77,7 @@ class Write:
             written = self._step(lambda: self._write(new, alike))
             self._step(lambda: self._decide(new, written))
         except BaseException:
-            if self.mesh.rank == 0:
+            if self._rank == 0:
                 self.disk.take_back(self.folder, new)
             raise
         # All ranks wait for the sweep, so that the folder holds one checkpoint when `run` returns.
@@ -82,15 +86,15 @@ class Write:
     def _step(self, act: Callable[[], T]) -> list[T]:
         """Call `act` on every rank; return the results in the mesh's order, which may not be the group's."""
         doing = f"saving to {self.folder}"
-        everyone = together(self.group, lambda: (self.mesh.rank, act()), CheckpointError, doing)
+        everyone = together(self.group, lambda: (self._rank, act()), CheckpointError, doing)
         return [value for _, value in sorted(everyone, key=lambda given: given[0])]
 
     def _sweep(self) -> None:
-        if self.mesh.rank == 0:
+        if self._rank == 0:
             self.disk.sweep(self.folder)
 
     def _begin(self) -> str:
-        if self.mesh.rank != 0:
+        if self._rank != 0:
             return ""
         new = secrets.token_hex(8)
         try:
@@ -110,9 +114,9 @@ class Write:
 
     def _write(self, id: str, alike: set[str]) -> _Written:
         mine = [
-            SavedValue(name=name, rank=None if name in alike else self.mesh.rank, tree=value.tree)
+            SavedValue(name=name, rank=None if name in alike else self._rank, tree=value.tree)
             for name, value in self.contents.values.items()
-            if self.mesh.rank == 0 or name not in alike
+            if self._rank == 0 or name not in alike
         ]
         tensors = dict(self.contents.parts)
         for value in mine:
@@ -121,10 +125,10 @@ class Write:
         total_bytes = sum(meta.size_bytes for meta in metas.values())
         try:
             with ExitStack() as stack:
-                shown = self.progress and self.mesh.rank == 0
+                shown = self.progress and self._rank == 0
                 shown_bar = stack.enter_context(bar("saving", total_bytes, shown=shown))
                 writer, sums = self.disk.open_data(
-                    self.folder, id, self.mesh.rank, metas, shown_bar.update
+                    self.folder, id, self._rank, metas, shown_bar.update
                 )
                 with writer:
                     for name, tensor in tensors.items():
@@ -139,13 +143,13 @@ class Write:
         return _Written(file=sums.file(), left_out=self.contents.left_out, values=mine)
 
     def _decide(self, id: str, written: list[_Written]) -> None:
-        if self.mesh.rank != 0:
+        if self._rank != 0:
             return
         record = CheckpointRecord(
             checksum="",
             id=id,
-            nodes=self.mesh.nodes,
-            ranks_per_node=self.mesh.ranks_per_node,
+            nodes=self.topology.nodes,
+            ranks_per_node=self.topology.ranks_per_node,
             block_bytes=BLOCK_BYTES,
             files=tuple(w.file for w in written),
             tensors=tuple(self.contents.tensors),
@@ -154,6 +158,7 @@ class Write:
                 for parts in zip(*(w.left_out for w in written), strict=True)
             ),
             values=tuple(value for w in written for value in w.values),
+            tp=self.topology.sharers,
         )
         try:
             self.disk.put_record(self.folder, seal(record))

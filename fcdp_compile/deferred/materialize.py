@@ -32,7 +32,8 @@ from fcdp_compile.deferred.stand_ins import (
 )
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.fingerprint import fingerprint
-from fcdp_compile.params.packing import rows_of
+from fcdp_compile.params.inner_cut import whole_of
+from fcdp_compile.params.packing import take_boxes
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.messages import broadcast_first
@@ -87,7 +88,7 @@ def _agree_on_unset(state: ShardedModel) -> None:
     """Raise on every rank if different tensors have values on different ranks."""
     names = state.unset.names()
     mark = int(hashlib.sha256("\n".join(names).encode()).hexdigest()[:15], 16)
-    rows = state.collectives.agree([mark])
+    rows = state.collectives.agree([mark], group=state.topology.everyone)
     if any(row[0] != mark for row in rows):
         raise FcdpError(
             f"ranks have values of different parameters (this one lacks {len(names)}, {names[:1]} first); "
@@ -118,15 +119,15 @@ class _Materialisation:
 
     def run(self) -> None:
         """Initialise all unset parameters and buffers."""
-        control = self._state.topology.control
+        everyone = self._state.topology.everyone
         steps: list[Step] = []
-        together(control, lambda: steps.extend(self._steps()))
+        together(everyone, lambda: steps.extend(self._steps()))
         with standing_in(self._slots, self._device) as resting, _as_rank_0(self._state):
             for step in steps:
                 if self._failure is None:
                     self._initialise(step, resting)
             self._meet("all are done")
-            together(control, self._check_set)
+            together(everyone, self._check_set)
             self._check_same()
         for slot in self._slots:
             if slot.is_buffer and slot.is_unset:
@@ -224,7 +225,8 @@ class _Materialisation:
             assert slot.record is not None, "buffers are whole on every rank"
             spec = slot.record.spec
             local = slot.record.peek(slot.original)
-            found[slot] = self._state.gather(spec.key, local, spec.home_dtype)
+            part = self._state.gather(spec.key, local, spec.home_dtype)
+            found[slot] = whole_of(part, spec.inner, self._state.topology.tp)
         return found
 
     def _whole(self, slot: Slot, values: dict[Slot, Tensor]) -> Tensor:
@@ -254,9 +256,9 @@ class _Materialisation:
                 spec = slot.record.spec
                 where = self._state.topology.home(spec.strategy.home)
                 local = slot.record.to_fill(slot.original)
-                local.copy_(rows_of(whole, spec.layout, where.node, where.place))
+                take_boxes(local, whole, spec.boxes(where.node, where.place))
             self._written.add(slot.full_name)
-            if self._state.topology.ranks > 1:
+            if self._state.topology.everyone is not None:
                 self._marks[slot.full_name] = fingerprint([whole])
 
     # --- agreement of ranks -------------------------------------------------------------------------------
@@ -269,7 +271,7 @@ class _Materialisation:
                 raise self._failure
             return doing
 
-        texts = together(self._state.topology.control, told)
+        texts = together(self._state.topology.everyone, told)
         if other := first_other(texts):
             raise FcdpError(
                 f"ranks run different initialisations (rank 0: {texts[0]}, rank {other}: {texts[other]}), "
@@ -305,9 +307,10 @@ class _Materialisation:
         """Raise on every rank if ranks have initialised different values."""
         if not self._marks:
             return
-        rows = self._state.collectives.agree(torch.stack(list(self._marks.values())).tolist())
-        for name, marks in zip(self._marks, zip(*rows, strict=True), strict=True):
-            if len(set(marks)) > 1:
+        marks = torch.stack(list(self._marks.values())).tolist()
+        rows = self._state.collectives.agree(marks, group=self._state.topology.everyone)
+        for name, found in zip(self._marks, zip(*rows, strict=True), strict=True):
+            if len(set(found)) > 1:
                 raise FcdpError(
                     f"ranks have initialised {name!r} differently: its initialisation depends on more than "
                     "torch's random numbers and the model; make it the same on every rank"
@@ -357,7 +360,7 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
 @contextmanager
 def _as_rank_0(state: ShardedModel) -> Iterator[None]:
     """Draw random numbers as rank 0 would; afterwards generators that differed get their old state back."""
-    device, group = state.device.torch, state.topology.control
+    device, group = state.device.torch, state.topology.everyone
     mine = generator_states(device)
     firsts = [s.clone() for s in mine]
     if group is not None:

@@ -39,6 +39,10 @@ class Fault(Exception):
         super().__init__(f"{path}: {problem}" if path else problem)
 
 
+LATER: Mapping[str, bool] = {"later": True}
+"""The metadata of a field that older files lack: they mean its default, which is not written."""
+
+
 def fail(path: str, problem: str) -> NoReturn:
     """Raise the fault of one field."""
     raise Fault(path, problem)
@@ -153,7 +157,8 @@ class _Repeated:
 def _plain(value: object) -> Any:
     """Turn records, tuples and enums into dicts, lists and strings."""
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        given = [(f, getattr(value, f.name)) for f in fields(value)]
+        return {f.name: _plain(v) for f, v in given if f.metadata != LATER or v != f.default}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value.value if isinstance(value, Enum) else value
@@ -216,14 +221,16 @@ class _Reader:
         if not isinstance(value, dict):
             fail(path, f"is {describe(value)}, not an object")
         hints = _hints(cls)
-        for name in hints:
-            if name not in value:
-                fail(_join(path, name), "is missing")
+        for f in fields(cls):
+            if f.name not in value and f.metadata != LATER:
+                fail(_join(path, f.name), "is missing")
         for key in value:
             if key not in hints:
                 fail(_join(path, key), f"is not a field here; the fields are {', '.join(hints)}")
         values = {
-            name: self._read(hint, value[name], _join(path, name)) for name, hint in hints.items()
+            name: self._read(hint, value[name], _join(path, name))
+            for name, hint in hints.items()
+            if name in value
         }
         if cls in self._check_fields:
             self._check_fields[cls](**values, path=path)

@@ -71,10 +71,10 @@ class TrainerCheckpoints(_Base):
         assert folder is not None, "a Trainer has an output folder"
         if _internal_call and self.args.save_only_model:
             # An earlier run may have left its own full checkpoint there, which a load would prefer.
-            together(state_of(model).topology.control, lambda: self._remove_rest(Path(folder)))
+            together(state_of(model).topology.everyone, lambda: self._remove_rest(Path(folder)))
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         save_pretrained(model, folder, tokenizer=tokenizer)
-        together(state_of(model).topology.control, lambda: self._save_arguments(Path(folder)))
+        together(state_of(model).topology.everyone, lambda: self._save_arguments(Path(folder)))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -200,7 +200,7 @@ class TrainerCheckpoints(_Base):
         Raises: CheckpointError on every rank if ranks see different files.
         """
         state = state_of(self.sharded_model())
-        seen = together(state.topology.control, lambda: Path(checkpoint, FOLDER).is_dir())
+        seen = together(state.topology.everyone, lambda: Path(checkpoint, FOLDER).is_dir())
         if len(set(seen)) > 1:
             raise CheckpointError(
                 f"rank {seen.index(False)} does not see {Path(checkpoint, FOLDER)}, but other ranks do; "

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.params.layout import Rows, rows_of_part
+from fcdp_compile.params.layout import Within, rows_of_part
 from fcdp_compile.ranks.inner_mesh import tp_mesh_of
 from fcdp_compile.torch_compat import matrices_in
 
@@ -57,13 +57,19 @@ class InnerCut:
         dim: int | None = getattr(self.placement, "dim", None)
         return None if dim is None else dim % len(self.shape)
 
-    @property
-    def rows(self) -> list[Rows]:
-        """The rows of the whole that this rank has, in order; all rows if it has the whole."""
+    def within(self, index: int) -> Within | None:
+        """The rows of the whole that a rank of the group has; None if every rank has the whole."""
         if self.dim is None:
-            return [Rows(0, self.shape[0] if self.shape else 1)]
+            return None
         size, matrices = self.shape[self.dim], matrices_in(self.placement)
-        return rows_of_part(size, self.ranks, self.index, matrices)
+        return Within(self.dim, tuple(rows_of_part(size, self.ranks, index, matrices)))
+
+    def part_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of the part that a rank of the group has."""
+        if (within := self.within(index)) is None:
+            return self.shape
+        dim, runs = within
+        return (*self.shape[:dim], sum(run.count for run in runs), *self.shape[dim + 1 :])
 
     @property
     def kept_dim(self) -> int | None:
@@ -104,8 +110,10 @@ class InnerTensor:
         return made.to_local(grad_placements=[Partial()]) if self.sums else made
 
 
-def joined(part: Tensor, cut: InnerCut, tp: DeviceMesh | None) -> Tensor:
-    """The whole of a cut parameter, from the parts of all ranks of the "tp" group, which must all call it."""
+def whole_of(part: Tensor, cut: InnerCut | None, tp: DeviceMesh | None) -> Tensor:
+    """The whole parameter that this rank has a part of; all ranks of the "tp" group must call it."""
+    if cut is None or cut.dim is None:
+        return part
     made = InnerTensor(replace(cut, mesh=tp, sums=False)).of(part)
     assert isinstance(made, DTensor), "nothing is summed"
     return made.full_tensor()

@@ -52,6 +52,48 @@ def rows_of_part(rows: int, parts: int, index: int, matrices: int = 1) -> list[R
     return [Rows(i * size + sum(mine[:index]), mine[index]) for i in range(matrices)]
 
 
+class Box(NamedTuple):
+    """A block of a whole tensor that a part of the tensor has.
+
+    at: the block's first index in the whole tensor.  inside: its first index in the part.  shape: its shape.
+    """
+
+    at: tuple[int, ...]
+    inside: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Within(NamedTuple):
+    """The rows of a whole tensor, along one dimension, that a tensor consists of, in order."""
+
+    dim: int
+    runs: tuple[Rows, ...]
+
+
+def boxes(
+    shape: Sequence[int], dim: int | None, rows: Rows, within: Within | None = None
+) -> list[Box]:
+    """The blocks of a whole tensor that some rows of a tensor are; `Box.inside` counts from these rows.
+
+    shape: of the tensor.  dim: the dimension of the rows; None: the rows are all of the tensor.
+    within: where the tensor is in the whole tensor; None: it is the whole tensor.
+    """
+    if not shape:
+        return [Box((), (), ())]
+    spans = [[(0, 0, size)] for size in shape]
+    if within is not None:
+        counts = [run.count for run in within.runs]
+        spans[within.dim] = [
+            (run.first, sum(counts[:i]), run.count) for i, run in enumerate(within.runs)
+        ]
+    if dim is not None:
+        first, last = rows.first, rows.first + rows.count
+        common = [(max(i, first), min(i + n, last), at - i) for at, i, n in spans[dim]]
+        spans[dim] = [(a + ahead, a - first, b - a) for a, b, ahead in common if a < b]
+    found = (zip(*block, strict=True) for block in itertools.product(*spans))
+    return [Box(*map(tuple, block)) for block in found]
+
+
 def largest_chunk(rows: int, nodes: int, ranks_per_node: int) -> int:
     """Rows of the first chunk in [Note: chunk order], which is the largest."""
     piece = -(-rows // ranks_per_node)
@@ -209,6 +251,10 @@ class ParamLayout:
     def local_start(self, node: int, place: int) -> int:
         """First row of the home shard of that rank within the sharded dimension."""
         return 0 if self.dim is None else sum(self.rows[: self.chunk(node, place)])
+
+    def local_rows(self, node: int, place: int) -> Rows:
+        """The rows of the home shard of that rank; a scalar counts as one row."""
+        return Rows(self.local_start(node, place), self.rows[self.chunk(node, place)])
 
 
 # A plan for thousands of ranks asks for the same few layouts again and again.

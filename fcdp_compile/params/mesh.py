@@ -76,6 +76,17 @@ class Topology:
         return self.position.of(scope)
 
     @property
+    def sharers(self) -> int:
+        """t, the number of ranks that share each parameter ("tp")."""
+        return 1 if self.tp is None else self.tp.size()
+
+    @property
+    def number(self) -> int:
+        """This rank's number among all N x g x t ranks, counted node by node and place by place."""
+        index = 0 if self.tp is None else self.tp.get_local_rank()
+        return self.position.rank * self.sharers + index
+
+    @property
     def position(self) -> Home:
         """This rank's position among all ranks."""
         return Home(
@@ -266,9 +277,9 @@ def _warn_of_staging(device_type: str, groups: Sequence[dist.ProcessGroup]) -> N
 
 def new_control_group(topology: Topology) -> dist.ProcessGroup | None:
     """Make another CPU group over all ranks of a mesh, which must all call this; None in a single process."""
-    if topology.control is None:
+    if topology.everyone is None:
         return None
-    return _new_group(topology, dist.get_process_group_ranks(topology.control), cpu_backend())
+    return _new_group(topology, dist.get_process_group_ranks(topology.everyone), cpu_backend())
 
 
 def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
@@ -321,12 +332,16 @@ def _data_ranks(topology: Topology) -> Tensor:
     return (ranks if topology.tp is None else ranks[topology.tp.get_local_rank()]).T
 
 
-def control_ranks(topology: Topology) -> dict[tuple[int, int], int]:
-    """The rank within the control group of each node and place."""
-    if topology.home_mesh is None or topology.control is None:
-        return {(0, 0): 0}
-    positions = _positions(_data_ranks(topology))
-    return {at: dist.get_group_rank(topology.control, rank) for rank, at in positions.items()}
+def everyone_ranks(topology: Topology) -> dict[tuple[int, int, int], int]:
+    """The rank within `Topology.everyone` of each node, place and number within a "tp" group."""
+    if topology.home_mesh is None or topology.everyone is None:
+        return {(0, 0, 0): 0}
+    ranks = topology.home_mesh.mesh
+    return {
+        (*at, index): dist.get_group_rank(topology.everyone, rank)
+        for index, plane in enumerate(ranks[None] if topology.tp is None else ranks)
+        for rank, at in _positions(plane.T).items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)

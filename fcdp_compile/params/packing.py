@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.layout import Box, ParamLayout
 
 
 def rows_first(tensor: Tensor, layout: ParamLayout) -> Tensor:
@@ -154,6 +154,25 @@ def is_narrow(dtype: torch.dtype) -> bool:
 def narrow_sum_bytes(dtype: torch.dtype, elements: int, size: int) -> int:
     """Extra bytes that a rank needs to reduce elements over `size` ranks: others' parts, and the sum."""
     return elements * dtype.itemsize + -(-elements // size) * 4 if is_narrow(dtype) else 0
+
+
+def block_of(tensor: Tensor, first: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """A view of a block of a tensor."""
+    for dim, (start, size) in enumerate(zip(first, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def take_boxes(part: Tensor, whole: Tensor, boxes: Sequence[Box]) -> None:
+    """Fill a part of a whole tensor from the whole tensor."""
+    for at, inside, shape in boxes:
+        block_of(part, inside, shape).copy_(block_of(whole, at, shape))
+
+
+def put_boxes(part: Tensor, whole: Tensor, boxes: Sequence[Box]) -> None:
+    """Copy a part of a whole tensor to its place there."""
+    for at, inside, shape in boxes:
+        block_of(whole, at, shape).copy_(block_of(part, inside, shape))
 
 
 def rows_of(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor:

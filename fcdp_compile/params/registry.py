@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.inner_cut import InnerCut
-from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.layout import Box, ParamLayout, boxes
 from fcdp_compile.strategy import Strategy
 
 STATE_BYTES = 8
@@ -52,6 +52,24 @@ class ParamSpec:
     def whole_shape(self) -> tuple[int, ...]:
         """The parameter's shape in the model as the user built it."""
         return self.layout.shape if self.inner is None else self.inner.shape
+
+    def part_layout(self, index: int) -> ParamLayout:
+        """The layout of the part that a rank of the "tp" group has; `layout` without such a group."""
+        if self.inner is None:
+            return self.layout
+        return replace(self.layout, shape=self.inner.part_shape(index))
+
+    def boxes(self, node: int, place: int, index: int | None = None) -> list[Box]:
+        """The blocks of the whole parameter that a rank's home shard is.
+
+        node, place: as for `layout`.  index: the rank's number in its "tp" group; by default this rank's.
+        """
+        if self.inner is None:
+            layout, within = self.layout, None
+        else:
+            index = self.inner.index if index is None else index
+            layout, within = self.part_layout(index), self.inner.within(index)
+        return boxes(layout.shape, layout.dim, layout.local_rows(node, place), within)
 
     @property
     def home_bytes(self) -> int:

@@ -93,11 +93,13 @@ def param_spec(
     home_node: the node that owns all rows (`home_nodes`), or None.
     """
     home = mesh.of(strategy.home)
-    layout = ParamLayout.of(shape, home.nodes, home.ranks_per_node, home_node)
+    # Parts may differ in size; ranks that share a parameter cut the same dimension of it.
+    largest = shape if inner is None else inner.part_shape(0)
+    layout = ParamLayout.of(largest, home.nodes, home.ranks_per_node, home_node)
     if kept_dim is not None:
-        layout = replace(
-            layout, dim=choose_dim(shape, home.nodes, home.ranks_per_node, but=kept_dim)
-        )
+        dim = choose_dim(largest, home.nodes, home.ranks_per_node, but=kept_dim)
+        layout = replace(layout, dim=dim)
+    layout = replace(layout, shape=shape)
     # Only parameters with home nodes share buckets with each other.
     strategy = replace(strategy, whole_matrices=home_node is not None)
     if home_node is not None:

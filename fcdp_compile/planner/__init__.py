@@ -47,7 +47,8 @@ def traced_model(
 ) -> TracedModel:
     """Return the trace of a model, saved by an earlier plan or made now.
 
-    cp, tp: as for `trace`; such traces are not saved, as they hold meshes.  note: called with each stage that begins.
+    cp, tp: as for `trace`; such traces are not saved, as they hold meshes.
+    note: called with each stage that begins.
 
     Raises: FcdpError for a model that cannot be traced without data.
     """

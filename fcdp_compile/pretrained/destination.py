@@ -8,23 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fcdp_compile.params.layout import Box
 from fcdp_compile.pretrained.match import Assignment, Held
 from fcdp_compile.pretrained.quantising import QuantisedPart
 from fcdp_compile.pretrained.rows import CheckpointRows
-from fcdp_compile.pretrained.source import Files, Source
+from fcdp_compile.pretrained.source import Files, Source, fill_boxes
 from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.model import ShardedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """This rank's part of a tensor: its own memory, and where in the whole tensor the part begins.
+    """This rank's part of a tensor: its own memory, and the blocks of the whole tensor that the part is.
 
-    For the home shard of a [V, d] parameter cut along V: values [V/G, d], at (its first row, 0).
+    For the home shard of a [V, d] parameter cut along V: values [V/G, d], one block at (its first row, 0).
     """
 
     values: Tensor
-    at: tuple[int, ...]
+    boxes: list[Box]
 
     @property
     def nbytes(self) -> int:
@@ -33,7 +34,7 @@ class Part:
 
     def fill(self, source: Source, files: Files) -> None:
         """Read the part."""
-        source.fill(self.values, self.at, files)
+        fill_boxes(self.values, self.boxes, source, files)
 
     def gather(self) -> dict[str, Tensor]:
         """Nothing is needed of other ranks; see `QuantisedPart`."""
@@ -71,12 +72,10 @@ class Destinations:
             whole = held.tensor.detach()
             if whole.is_meta:
                 whole = torch.empty_like(whole, device=self._state.device.torch)
-            return Part(values=whole, at=(0,) * whole.ndim)
-        layout = record.spec.layout
+            first = (0,) * whole.ndim
+            return Part(values=whole, boxes=[Box(first, first, tuple(whole.shape))])
         home = self._state.topology.home(record.spec.strategy.home)
-        start = layout.local_start(home.node, home.place)
-        at = tuple(start if dim == layout.dim else 0 for dim in range(len(layout.shape)))
-        return Part(values=record.to_fill(), at=at)
+        return Part(values=record.to_fill(), boxes=record.spec.boxes(home.node, home.place))
 
     def _quantised_part(self, weight: QuantisedWeight, dtype: torch.dtype) -> QuantisedPart:
         packed = {name: self._records[id(p)] for name, p in weight.named_parameters()}

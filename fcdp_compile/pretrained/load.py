@@ -8,12 +8,13 @@ Nothing is written before every rank has checked the files, and found the same f
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.errors import CheckpointError, FcdpError
@@ -69,7 +70,7 @@ def load_pretrained(
     destinations = Destinations(root, state)
     matched, is_on_disk = _found(root, state, folder, destinations, head=head)
     order = in_reading_order(matched.assignments)
-    is_first = state.topology.node == state.topology.place == 0
+    is_first = state.topology.number == 0
     with Files() as files:
         _fill(path, state, order, destinations, files, shows=progress and is_first)
     destinations.arrived(a.held for a in order)
@@ -117,7 +118,7 @@ def _found(
         files = {stored.file for stored in checkpoint.tensors.values()}
         return checkpoint.digest, all(map(is_local, files))
 
-    verdicts = together(state.topology.control, check, CheckpointError)
+    verdicts = together(state.topology.everyone, check, CheckpointError)
     _compare(path, [digest for digest, _ in verdicts])
     return found[0], all(is_on_disk for _, is_on_disk in verdicts)
 
@@ -161,20 +162,21 @@ def _check_tied(
 
 
 def _are_equal(one: Source, other: Source, part: Part, files: Files) -> bool:
-    """Whether two sources hold the same bits for a part, compared block by block."""
-    blocks: Sequence[Tensor] = [part.values]
-    if part.values.ndim and part.values.numel():
-        row_bytes = part.values[0].nbytes
-        blocks = part.values.split(max(1, _COMPARED_BYTES // max(1, row_bytes)))
-    begin = 0
-    for block in blocks:
-        at = (part.at[0] + begin, *part.at[1:]) if part.at else ()
-        ours, theirs = (torch.empty(block.shape, dtype=block.dtype, device="cpu") for _ in range(2))
-        one.fill(ours, at, files)
-        other.fill(theirs, at, files)
-        if not torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
-            return False
-        begin += len(block) if block.ndim else 0
+    """Whether two sources hold the same bits for a part, compared some rows at a time."""
+    for box in part.boxes:
+        rows, *others = box.shape or (1,)
+        row_bytes = part.values.itemsize * math.prod(others)
+        step = max(1, _COMPARED_BYTES // max(1, row_bytes))
+        for begin in range(0, rows, step):
+            shape = (min(step, rows - begin), *others)[: len(box.shape)]
+            at = (box.at[0] + begin, *box.at[1:]) if box.at else ()
+            ours, theirs = (
+                torch.empty(shape, dtype=part.values.dtype, device="cpu") for _ in range(2)
+            )
+            one.fill(ours, at, files)
+            other.fill(theirs, at, files)
+            if not torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
+                return False
     return True
 
 
@@ -187,12 +189,12 @@ def _fill(
     *,
     shows: bool,
 ) -> None:
-    control = state.topology.control
-    together(control, lambda: _check_tied(path, order, destinations, files), CheckpointError)
+    everyone = state.topology.everyone
+    together(everyone, lambda: _check_tied(path, order, destinations, files), CheckpointError)
     try:
-        together(control, lambda: _read(order, destinations, files, shows=shows))
+        together(everyone, lambda: _read(order, destinations, files, shows=shows))
         failed = _finish(destinations.part(a.held) for a in order)
-        together(control, lambda: _raise_first(failed))
+        together(everyone, lambda: _raise_first(failed))
     except FcdpError as error:
         state.validity.values_changed()
         raise FcdpError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.pretrained.source import Files, Source
+from fcdp_compile.pretrained.source import Files, Source, fill_boxes
 
 _REMOTE = (
     "9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
@@ -35,11 +35,9 @@ class CheckpointRows:
     def read(self, key: str, node: int, place: int) -> Tensor:
         """Read the home shard of the rank at a place of a node."""
         spec, source = self._sources[key]
-        layout = spec.layout
-        out = torch.empty(layout.local_shape(node, place), dtype=spec.home_dtype, device="cpu")
-        start = layout.local_start(node, place)
-        at = tuple(start if dim == layout.dim else 0 for dim in range(out.ndim))
-        source.fill(out, at, self._files)
+        shape = spec.layout.local_shape(node, place)
+        out = torch.empty(shape, dtype=spec.home_dtype, device="cpu")
+        fill_boxes(out, spec.boxes(node, place), source, self._files)
         return out
 
     def close(self) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.files.safetensors_header import Stored
+from fcdp_compile.params.layout import Box
+from fcdp_compile.params.packing import block_of
 
 _REOPEN_BYTES = 2**28
 
@@ -85,6 +87,12 @@ class Files:
         where: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def fill_boxes(part: Tensor, boxes: Sequence[Box], source: Source, files: Files) -> None:
+    """Fill a part of a source, which consists of these blocks, cast to the part's dtype."""
+    for box in boxes:
+        source.fill(block_of(part, box.inside, box.shape), box.at, files)
 
 
 @dataclass(frozen=True, slots=True)

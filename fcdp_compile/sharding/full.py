@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.errors import UnshardedParameterError
 from fcdp_compile.params import registry
 from fcdp_compile.params.home_shard import HomeShard, as_dtensor, key_of
-from fcdp_compile.params.inner_cut import joined
+from fcdp_compile.params.inner_cut import whole_of
 from fcdp_compile.params.mesh import process_count
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.refusals import is_ignored
@@ -37,12 +37,9 @@ def full(parameter: Tensor) -> Tensor:
         if not isinstance(parameter, HomeShard):
             return parameter.to(spec.gather_dtype)
         part: Tensor = _Full.apply(parameter, key, spec.gather_dtype)  # type: ignore[no-untyped-call]
-        if spec.inner is None or spec.inner.dim is None:
-            return part
         model = registry.owner_of(key)
         assert isinstance(model, ShardedModel)
-        whole: Tensor = joined(part, spec.inner, model.topology.tp)
-        return whole
+        return whole_of(part, spec.inner, model.topology.tp)
     if not isinstance(parameter, DTensor) and (process_count() == 1 or is_ignored(parameter)):
         return parameter
     kind = "a parameter" if isinstance(parameter, nn.Parameter) else "a tensor"

@@ -1,122 +1,182 @@
-"""Rows written by one layout and read by another: every rank gets its rows, for any N, g, strategy, shape."""
+"""Rows that one layout writes and another reads: every rank gets its rows, for any N, g, t, shape."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fcdp_compile.checkpointing.format import boxes
-from fcdp_compile.checkpointing.format.boxes import Cut, slabs
+from fcdp_compile.checkpointing.format.boxes import slabs
 from fcdp_compile.checkpointing.format.cuts import cut
-from fcdp_compile.checkpointing.format.record import CutTensor
+from fcdp_compile.checkpointing.format.marks import mark_of, mark_of_all
+from fcdp_compile.checkpointing.format.record import CutTensor, _are_one
+from fcdp_compile.params.inner_cut import InnerCut
+from fcdp_compile.params.layout import Box
+from fcdp_compile.params.packing import block_of, rows_of, take_boxes
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home, fit_strategy, param_spec
 from fcdp_compile.strategy import Strategy
 
-meshes = st.tuples(st.integers(1, 4), st.integers(1, 4))
 strategies = st.sampled_from(["zero3", "fcdp", "mics", "ddp"])
 shapes = st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 8, 12]), max_size=3)
 
 
-def spec_at(shape: list[int], strategy: str, here: Home) -> ParamSpec:
-    if strategy == "mics" and here.nodes == 1:
-        strategy = "zero3"  # the strategy is refused there; zero3 has equal shards
-    fitting = fit_strategy(Strategy.parse(strategy), here)
-    return param_spec(
-        "k", "p", shape=tuple(shape), dtype=torch.float32, strategy=fitting, mesh=here
-    )
+class Ranks(NamedTuple):
+    """N, g and t, and how the t ranks that share a parameter cut it."""
+
+    nodes: int
+    ranks_per_node: int
+    sharers: int
+    placement: Placement
+    strategy: str
 
 
-def places(nodes: int, ranks_per_node: int) -> list[Home]:
-    return [
-        Home(nodes=nodes, ranks_per_node=ranks_per_node, node=n, place=p)
-        for n, p in product(range(nodes), range(ranks_per_node))
-    ]
+ranks = st.builds(
+    Ranks,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(
+        [
+            *(Replicate(), Shard(0), Shard(1), Shard(2)),
+            *(_StridedShard(dim, split_factor=2) for dim in range(2)),
+        ]
+    ),
+    strategies,
+)
 
 
-def home_shard(whole: Tensor, spec: ParamSpec, here: Home) -> Tensor:
-    dim, home = spec.layout.dim, here.of(spec.strategy.home)
-    if dim is None:
-        return whole
-    start = spec.layout.local_start(home.node, home.place)
-    return whole.narrow(dim, start, spec.local_shape[dim])
+class Place(NamedTuple):
+    """One rank: what it has of a parameter, and its number among all ranks."""
+
+    spec: ParamSpec
+    home: Home
+    shard: Tensor
+    number: int
+
+
+def places(whole: Tensor, of: Ranks) -> list[Place]:
+    """Every rank with its part, by the definition: cut over t ranks first, then over N x g."""
+    found = []
+    for n, p, t in product(range(of.nodes), range(of.ranks_per_node), range(of.sharers)):
+        here = Home(nodes=of.nodes, ranks_per_node=of.ranks_per_node, node=n, place=p)
+        name = "zero3" if of.strategy == "mics" and of.nodes == 1 else of.strategy
+        inner, part = None, whole
+        if of.sharers > 1:
+            shape = tuple(whole.shape)
+            inner = InnerCut(shape=shape, placement=of.placement, index=t, ranks=of.sharers)
+            dim = getattr(of.placement, "dim", None)
+            if (dim is not None and dim >= len(shape)) or inner.problem() is not None:
+                inner = InnerCut(shape=shape, placement=Replicate(), index=t, ranks=of.sharers)
+            elif dim is not None:
+                matrices = whole.chunk(getattr(of.placement, "split_factor", 1), dim)
+                cut_up = [chunked(m, of.sharers, dim)[t] for m in matrices]
+                part = torch.cat(cut_up, dim)
+        spec = param_spec(
+            "k",
+            "p",
+            shape=tuple(part.shape),
+            dtype=torch.float32,
+            strategy=fit_strategy(Strategy.parse(name), here),
+            mesh=here,
+            inner=inner,
+        )
+        home = here.of(spec.strategy.home)
+        shard = rows_of(part, spec.layout, home.node, home.place)
+        found.append(Place(spec, home, shard.contiguous(), len(found)))
+    return found
+
+
+def chunked(matrix: Tensor, parts: int, dim: int) -> list[Tensor]:
+    """As torch.chunk, but always so many; the last may be empty."""
+    found = list(matrix.chunk(parts, dim))
+    return found + [matrix.narrow(dim, 0, 0)] * (parts - len(found))
 
 
 def written(
-    whole: Tensor, strategy: str, mesh: tuple[int, int]
-) -> tuple[CutTensor, dict[int, Tensor]]:
+    whole: Tensor, of: Ranks, everyone: list[Place]
+) -> tuple[tuple[CutTensor, ...], dict[int, Tensor]]:
     """The parts of a tensor that ranks write: the split that they agree on, and the part in each file."""
     cuts, parts = [], {}
-    for rank, here in enumerate(places(*mesh)):
-        spec = spec_at(list(whole.shape), strategy, here)
-        cuts.append(cut("p", "float32", spec, here, index=5))
-        if rank in cuts[-1].files:
-            parts[rank] = home_shard(whole, spec, here).contiguous()
+    mesh = Home(nodes=of.nodes, ranks_per_node=of.ranks_per_node, node=0, place=0)
+    for place in everyone:
+        cuts.append(cut("p", "float32", place.spec, mesh, of.sharers, 5))
+        if any(place.number in tensor.files for tensor in cuts[-1]):
+            parts[place.number] = place.shard
     assert len(set(cuts)) == 1, "ranks agree"
+    assert _are_one(list(cuts[0])), "a record may have it"
     return cuts[0], parts
 
 
-@settings(max_examples=300)
-@given(
-    shape=shapes,
-    old=strategies,
-    new=strategies,
-    before=meshes,
-    after=meshes,
-    slab=st.integers(1, 64),
-)
-def test_every_rank_gets_its_rows(
-    shape: list[int],
-    old: str,
-    new: str,
-    before: tuple[int, int],
-    after: tuple[int, int],
-    slab: int,
-) -> None:
+@settings(max_examples=400)
+@given(shape=shapes, before=ranks, after=ranks, slab=st.integers(1, 64))
+def test_every_rank_gets_its_rows(shape: list[int], before: Ranks, after: Ranks, slab: int) -> None:
     whole = torch.rand(shape)
-    saved, parts = written(whole, old, before)
+    saved, parts = written(whole, before, places(whole, before))
     assert sum(p.numel() for p in parts.values()) == whole.numel(), "each element once"
     patch = pytest.MonkeyPatch()
     patch.setattr(boxes, "SLAB_BYTES", slab)
-    for here in places(*after):
-        spec = spec_at(shape, new, here)
-        wanted = home_shard(whole, spec, here)
-        found = torch.full(spec.local_shape, torch.nan)
-        home = here.of(spec.strategy.home)
-        first = spec.layout.local_start(home.node, home.place)
-        dim = spec.layout.dim
-        want = Cut(dim=dim, start=first, stop=first + (0 if dim is None else wanted.shape[dim]))
-        start = 0
-        for rows, file in zip(saved.rows, saved.files, strict=True):
-            part = Cut(dim=saved.dim, start=start, stop=start + rows)
-            start += rows
-            assert parts[file].shape == tuple(b - a for a, b in part.bounds(shape))
-            for piece in slabs(shape, part, want, 4):
+    for here in places(whole, after):
+        found = torch.full(here.spec.local_shape, torch.nan)
+        wanted = here.spec.boxes(here.home.node, here.home.place)
+        for file, own, held in (part for tensor in saved for part in tensor.held):
+            assert parts[file].shape == own
+            pieces = slabs(own, held, wanted, 4)
+            read = sum(torch.Size(piece.shape).numel() for piece in pieces)
+            assert read <= parts[file].numel(), "nothing is read twice"
+            for piece in pieces:
                 run = parts[file].view(-1)[piece.first :][: torch.Size(piece.shape).numel()]
-                run, to = run.view(piece.shape), found
-                for i, ((a, b), at) in enumerate(zip(piece.keep, piece.to, strict=True)):
-                    run, to = run.narrow(i, a, b - a), to.narrow(i, at, b - a)
-                assert to.isnan().all(), "nothing is written twice"
-                to.copy_(run)
-        assert torch.equal(found, wanted)
+                for keep, at in piece.moves:
+                    size = [b - a for a, b in keep]
+                    to = block_of(found, at, size)
+                    assert to.isnan().all(), "nothing is written twice"
+                    to.copy_(block_of(run.view(piece.shape), [a for a, _ in keep], size))
+        assert torch.equal(found, here.shard)
+        again = torch.full_like(found, torch.nan)
+        take_boxes(again, whole, wanted)
+        assert torch.equal(again, here.shard)
     patch.undo()
 
 
+@given(shape=shapes, of=ranks)
+def test_every_layout_has_the_same_mark(shape: list[int], of: Ranks) -> None:
+    whole = torch.rand(shape)
+    everyone = places(whole, of)
+    cuts, _ = written(whole, of, everyone)
+    writers = {file for tensor in cuts for file in tensor.files}
+    found = [
+        mark_of(p.shard, p.spec.whole_shape, p.spec.boxes(p.home.node, p.home.place))
+        for p in everyone
+        if p.number in writers
+    ]
+    all_of_it = [Box((0,) * whole.ndim, (0,) * whole.ndim, tuple(shape))]
+    assert mark_of_all(found) == mark_of(whole, shape, all_of_it)
+
+
 def test_only_the_rows_that_are_needed_are_read() -> None:
-    part, want = Cut(dim=0, start=4, stop=8), Cut(dim=0, start=6, stop=12)
-    (found,) = slabs((16, 3), part, want, 4)
+    held, want = Box((4, 0), (0, 0), (4, 3)), Box((6, 0), (0, 0), (6, 3))
+    (found,) = slabs((4, 3), [held], [want], 4)
     assert (found.first, found.shape) == (6, (2, 3))
-    assert not list(slabs((16, 3), part, Cut(dim=0, start=8, stop=12), 4))
+    assert not slabs((4, 3), [held], [Box((8, 0), (0, 0), (4, 3))], 4)
 
 
-def test_copies_are_written_by_all_in_turn() -> None:
-    """All of 2 x 2 ranks have 8 tensors, and each rank writes two."""
-    here = places(2, 2)[0]
-    spec = spec_at([4, 4], "ddp", here)
-    files = [cut("p", "float32", spec, here, i).files for i in range(8)]
-    assert sorted(f for (f,) in files) == [0, 0, 1, 1, 2, 2, 3, 3]
+def test_parts_that_are_not_one_tensor() -> None:
+    whole = torch.rand(8, 4)
+    of = Ranks(1, 2, 2, Shard(0), "zero3")
+    (one, two), _ = written(whole, of, places(whole, of))
+    assert not _are_one([one])
+    assert not _are_one([one, one])
+    assert not _are_one([one, replace(two, dtype="int32")])
+    assert not _are_one([one, replace(two, part_of=None)])
+    assert not _are_one([one, replace(two, files=one.files)])
+    assert two.part_of is not None
+    assert not _are_one([one, replace(two, part_of=replace(two.part_of, first=(5,)))])

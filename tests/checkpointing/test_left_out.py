@@ -13,9 +13,11 @@ import fcdp_compile
 from checkpointing.small import Net, data_file
 from fcdp_compile.checkpointing.format.marks import mark_of, mark_of_all
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.layout import ParamLayout, boxes
+from fcdp_compile.params.packing import rows_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
+OLD_MARKS = [7820990369907839592, 6157030672267642097, 2281759340554177430]
 
 
 @settings(max_examples=60)
@@ -36,30 +38,38 @@ def test_every_layout_gives_the_same_mark(
     whole = (torch.rand(shape) * 100).to(dtype)
     alone = ParamLayout.of(shape, nodes=1, ranks_per_node=1)
     layout = ParamLayout.of(shape, nodes=nodes, ranks_per_node=ranks_per_node)
-    wanted = mark_of(whole, alone, 0)
+    wanted = _mark(whole, alone, 0, 0)
     assert 0 <= wanted < 2**63
     if layout.dim is not None:
-        parts = []
-        for node in range(nodes):
-            for place in range(ranks_per_node):
-                start = layout.local_start(node, place)
-                rows = layout.local_shape(node, place)[layout.dim]
-                parts.append(mark_of(whole.narrow(layout.dim, start, rows), layout, start))
+        parts = [_mark(whole, layout, n, p) for n in range(nodes) for p in range(ranks_per_node)]
         assert mark_of_all(parts) == wanted
     changed = whole.reshape(-1).clone()
     raw = changed.view(torch.uint8)
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= 1 if dtype is torch.bool else 1 << data.draw(st.integers(0, 7))
-    assert mark_of(changed.view(shape), alone, 0) != wanted
+    assert _mark(changed.view(shape), alone, 0, 0) != wanted
+
+
+def _mark(whole: torch.Tensor, layout: ParamLayout, node: int, place: int) -> int:
+    """A rank's part of the mark."""
+    found = boxes(layout.shape, layout.dim, layout.local_rows(node, place))
+    return mark_of(rows_of(whole, layout, node, place), layout.shape, found)
+
+
+def test_marks_of_older_checkpoints_stay() -> None:
+    whole = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
+    layout = ParamLayout(shape=(2, 3, 4), dim=1, nodes=3, ranks_per_node=1)
+    assert [_mark(whole, layout, node, 0) for node in range(3)] == OLD_MARKS
 
 
 def test_large_parameters_go_block_by_block() -> None:
-    layout = ParamLayout.of((3, 2**18), nodes=1, ranks_per_node=1)
+    alone = ParamLayout.of((3, 2**18), nodes=1, ranks_per_node=1)
+    layout = ParamLayout(shape=(3, 2**18), dim=0, nodes=3, ranks_per_node=1)
     values = torch.rand(3, 2**18)
-    marks = [mark_of(values[i : i + 1], layout, i) for i in range(3)]
-    assert mark_of_all(marks) == mark_of(values, layout, 0)
+    marks = [_mark(values, layout, node, 0) for node in range(3)]
+    assert mark_of_all(marks) == _mark(values, alone, 0, 0)
     values[[0, 1]] = values[[1, 0]]
-    assert mark_of(values, layout, 0) != mark_of_all(marks)
+    assert _mark(values, alone, 0, 0) != mark_of_all(marks)
 
 
 def adapted(seed: int = 0) -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ import fcdp_compile
 from checkpointing.small import Net, Small
 from fcdp_compile.checkpointing.contents import JobObjects as Given
 from fcdp_compile.checkpointing.format.disk import Disk
+from fcdp_compile.checkpointing.format.record import RECORD
 from fcdp_compile.checkpointing.saving import save_on
 from fcdp_compile.errors import CheckpointError, FcdpError
 from fcdp_compile.sharding.shard import state_of
@@ -34,6 +36,14 @@ def test_a_job_continues_bit_by_bit(tmp_path: Path) -> None:
     assert loaded.extra["seen"][1].tolist() == [1]
     again.train(3)
     assert again.state() == job.state()
+
+
+def test_older_versions_can_read_the_record(tmp_path: Path) -> None:
+    """Without ranks that share parameters, there is no field that they do not know."""
+    Small(1).save(tmp_path)
+    record = json.loads((tmp_path / RECORD).read_text())
+    assert "tp" not in record
+    assert not any("part_of" in tensor for tensor in record["tensors"])
 
 
 def test_loading_again_is_loading_once(tmp_path: Path) -> None:

@@ -1,72 +1,69 @@
-"""Which bytes of which parts of a tensor a rank needs: arithmetic only.
+"""Which bytes of a file a rank needs: arithmetic only.
 
-A part has rows [start, start + rows) of one dimension and everything of the others; the rows that a rank
-wants are cut in this way too, perhaps along another dimension.
+A file has blocks of a whole tensor (`params.layout.Box`), together a tensor of their own.  The rank wants
+other blocks, for a tensor of its own.
 
-    part  dim 0, rows 4:8       want  dim 0, rows 6:12      ->  rows 6:8: one run of bytes
-    part  dim 0, rows 4:8       want  dim 1, rows 0:3       ->  rows 4:8, of which columns 0:3 are kept
+    file  rows 4:8, all columns      want  rows 6:12, all columns  ->  rows 6:8: one run of bytes
+    file  rows 4:8, all columns      want  columns 0:3, all rows   ->  rows 4:8, of which columns 0:3 are kept
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from fcdp_compile.params.layout import Box
 
 SLAB_BYTES = 2**24
-"""Bytes of a part that are read at once, unless one row of its first dimension is larger."""
+"""Bytes of a file that are read at once, unless one row of its tensor's first dimension is larger."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """Rows [start, stop) of dimension `dim` and everything of the others; dim None: the whole tensor."""
+class Move(NamedTuple):
+    """A block of a slab: its range in each dimension, and its first index in the wanted tensor."""
 
-    dim: int | None
-    start: int
-    stop: int
-
-    def bounds(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the first and the last index, exclusive, in each dimension."""
-        return [
-            (self.start, self.stop) if i == self.dim else (0, size) for i, size in enumerate(shape)
-        ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slab:
-    """A run of a part's elements, and where they go.
-
-    first, shape: the first element within the part, and the shape of the run.
-    keep, to: for each dimension, the kept range of the run, and its first index in the wanted rows.
-    """
-
-    first: int
-    shape: tuple[int, ...]
     keep: tuple[tuple[int, int], ...]
     to: tuple[int, ...]
 
 
-def slabs(shape: Sequence[int], part: Cut, want: Cut, itemsize: int) -> Iterator[Slab]:
-    """Yield the slabs of a part that cover the wanted rows, in the order of the part's elements."""
-    has, wants = part.bounds(shape), want.bounds(shape)
-    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(has, wants, strict=True)]
-    if any(a >= b for a, b in common):
-        return
-    if not shape:
-        yield Slab(first=0, shape=(), keep=(), to=())
-        return
-    # A run is rows of the first dimension with everything that the part has of the other dimensions.
-    inner = [b - a for a, b in has[1:]]
-    row = math.prod(inner)
-    step = max(1, SLAB_BYTES // (row * itemsize))
-    keep_inner = [(a - c, b - c) for (a, b), (c, _) in zip(common[1:], has[1:], strict=True)]
-    to_inner = [a - c for (a, _), (c, _) in zip(common[1:], wants[1:], strict=True)]
-    (first, last), origin, wanted = common[0], has[0][0], wants[0][0]
-    for a in range(first, last, step):
-        rows = min(step, last - a)
-        yield Slab(
-            first=(a - origin) * row,
-            shape=(rows, *inner),
-            keep=((0, rows), *keep_inner),
-            to=(a - wanted, *to_inner),
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slab:
+    """A run of the elements of a file's tensor, and where its blocks go.
+
+    first, shape: the first element within the file's tensor, and the shape of the run.
+    """
+
+    first: int
+    shape: tuple[int, ...]
+    moves: tuple[Move, ...]
+
+
+def slabs(
+    shape: Sequence[int], held: Iterable[Box], wanted: Iterable[Box], itemsize: int
+) -> list[Slab]:
+    """Return the slabs of a file's tensor that cover what its blocks and the wanted blocks have in common.
+
+    shape: of the file's tensor.
+    """
+    row = math.prod(shape[1:])
+    step = max(1, SLAB_BYTES // max(1, row * itemsize))
+    found: dict[tuple[int, tuple[int, ...]], list[Move]] = {}
+    for have, want in itertools.product(held, wanted):
+        both = list(zip(have.at, have.shape, want.at, want.shape, strict=True))
+        common = [(max(a, c), min(a + n, c + m)) for a, n, c, m in both]
+        if any(a >= b for a, b in common):
+            continue
+        if not shape:
+            return [Slab(first=0, shape=(), moves=(Move((), ()),))]
+        placed = list(zip(common, have.at, have.inside, want.at, want.inside, strict=True))
+        keep = [(a - at + i, b - at + i) for (a, b), at, i, _, _ in placed]
+        to = [a - at + i for (a, _), _, _, at, i in placed]
+        # A run is rows of the first dimension with everything that the file has of the other dimensions.
+        first, last = keep[0]
+        for a in range(first, last, step):
+            rows = min(step, last - a)
+            move = Move(((0, rows), *keep[1:]), (to[0] + a - first, *to[1:]))
+            found.setdefault((a * row, (rows, *shape[1:])), []).append(move)
+    return [Slab(first=a, shape=of, moves=tuple(moves)) for (a, of), moves in found.items()]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.files.json_records import RecordFormat, fail
+from fcdp_compile.files.json_records import LATER, RecordFormat, fail
 from fcdp_compile.files.safetensors_writer import DTYPES
+from fcdp_compile.params.layout import Box, Rows, Within, boxes
 
 RECORD = "checkpoint.json"
 BLOCK_BYTES = 2**22
@@ -30,11 +32,26 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartOf:
+    """Where a tensor is in a whole tensor of the given shape, which a "tp" group cuts along dim.
+
+    first: the first row of each run of rows.  rows: of each run.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    first: tuple[int, ...]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CutTensor:
     """A tensor whose parts were written by ranks.
 
     dtype: torch's name of it.  dim: the dimension that is cut; None if one file has the whole tensor.
     rows, files: for each part, in the order along dim, its number of rows and the rank whose file has it.
+    part_of: the whole tensor, if this tensor is only a part that one rank of each "tp" group had; all parts
+    have the same name.
     """
 
     name: str
@@ -43,6 +60,23 @@ class CutTensor:
     dim: int | None
     rows: tuple[int, ...]
     files: tuple[int, ...]
+    part_of: PartOf | None = field(default=None, metadata=LATER)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.shape if self.part_of is None else self.part_of.shape
+
+    @property
+    def held(self) -> Iterator[tuple[int, tuple[int, ...], list[Box]]]:
+        """Each file that has rows, the shape of the tensor in it, and where in the whole tensor they are."""
+        part, within, first = self.part_of, None, 0
+        if part is not None:
+            within = Within(part.dim, tuple(Rows(at, part.rows) for at in part.first))
+        for count, file in zip(self.rows, self.files, strict=True):
+            shape = tuple(count if i == self.dim else size for i, size in enumerate(self.shape))
+            yield file, shape, boxes(self.shape, self.dim, Rows(first, count), within)
+            first += count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +110,7 @@ class CheckpointRecord:
     """The record of a checkpoint.
 
     checksum: the checksum of all other fields.  id: the id of the data's folder.  files: one for each rank,
-    by node * g + place.
+    by (node * g + place) * t + number in the "tp" group.  tp: t, the ranks of such a group.
     """
 
     checksum: str
@@ -88,6 +122,12 @@ class CheckpointRecord:
     tensors: tuple[CutTensor, ...]
     left_out: tuple[LeftOut, ...]
     values: tuple[SavedValue, ...]
+    tp: int = field(default=1, metadata=LATER)
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """N, g and t of the ranks that have saved."""
+        return self.nodes, self.ranks_per_node, self.tp
 
     @property
     def folder(self) -> str:
@@ -141,7 +181,7 @@ def _check_text(text: str) -> None:
 def _check(record: CheckpointRecord) -> None:
     if not ID.fullmatch(record.id):
         fail("id", "is not 16 hexadecimal digits")
-    ranks = record.nodes * record.ranks_per_node
+    ranks = record.nodes * record.ranks_per_node * record.tp
     if len(record.files) != ranks or not ranks:
         fail("files", f"are {len(record.files)}, but {ranks} ranks have written")
     if record.block_bytes < 1:
@@ -154,9 +194,13 @@ def _check(record: CheckpointRecord) -> None:
     for i, frozen in enumerate(record.left_out):
         if frozen.dtype not in TORCH_DTYPES:
             fail(f"left_out[{i}].dtype", f"is {frozen.dtype!r}, which no parameter has")
-    names = Counter([t.name for t in record.tensors] + [t.name for t in record.left_out])
-    if repeated := [n for n, k in names.items() if k > 1]:
-        fail("tensors", f"has {repeated[0]!r} twice")
+    by_name: dict[str, list[CutTensor]] = {}
+    for tensor in record.tensors:
+        by_name.setdefault(tensor.name, []).append(tensor)
+    names = Counter([*by_name, *(t.name for t in record.left_out)])
+    repeated = [name for name, parts in by_name.items() if not _are_one(parts)]
+    if repeated := [*repeated, *(n for n, k in names.items() if k > 1)]:
+        fail("tensors", f"has {repeated[0]!r} twice, or not each of its rows once")
     _check_values(record.values, ranks)
 
 
@@ -171,6 +215,27 @@ def _check_tensor(tensor: CutTensor, ranks: int, path: str) -> None:
     is_cut = tensor.dim is not None and tensor.dim < len(tensor.shape)
     if not is_whole and not (is_cut and sum(tensor.rows) == tensor.shape[tensor.dim or 0]):
         fail(f"{path}.rows", "do not match the shape")
+
+
+def _are_one(tensors: list[CutTensor]) -> bool:
+    """Whether tensors of one name are all parts of one tensor, each row once."""
+    parts = [(tensor, tensor.part_of) for tensor in tensors if tensor.part_of is not None]
+    if not parts:
+        return len(tensors) == 1
+    files = [file for tensor in tensors for file in tensor.files]
+    whole = {(tensor.dtype, part.shape, part.dim) for tensor, part in parts}
+    if len(parts) < len(tensors) or len(set(files)) < len(files) or len(whole) > 1:
+        return False
+    ((_, shape, dim),) = whole
+    fitting = [(*shape[:dim], len(p.first) * p.rows, *shape[dim + 1 :]) for _, p in parts]
+    if dim >= len(shape) or fitting != [tensor.shape for tensor, _ in parts]:
+        return False
+    end = 0
+    for first, rows in sorted((first, part.rows) for _, part in parts for first in part.first):
+        if first != end:
+            return False
+        end += rows
+    return end == shape[dim]
 
 
 def _check_values(values: tuple[SavedValue, ...], ranks: int) -> None:

@@ -20,7 +20,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.cluster.free_memory import available_bytes, cgroup_bytes
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.params.mesh import Topology, control_ranks, process_count, topology_of
+from fcdp_compile.params.mesh import Topology, everyone_ranks, process_count, topology_of
 from fcdp_compile.pretrained.exporting.aside import Aside
 from fcdp_compile.pretrained.exporting.copies import ModelTensors
 from fcdp_compile.pretrained.exporting.kinds import Saver, kind_of
@@ -48,7 +48,7 @@ def save_pretrained(
 
     For a Transformers model: weights, configuration and generation configuration; for a PEFT model: its
     adapters; for any other module: a model.safetensors with the names of its state dict.  Every rank must
-    call it.  The rank at place 0 of node 0 writes, in the dtype of the home shards.  It needs host memory for
+    call it.  The first rank of node 0 writes, in the dtype of the home shards.  It needs host memory for
     all that is written: the whole model (more if Transformers takes experts apart), or the adapters.  The
     other ranks wait until it has written, at most for the timeout of `make_mesh`.
 
@@ -119,7 +119,7 @@ def export(
         tensors = copies.describe(copies.names(of_adapters=kind.adapters is not None))
         return hashlib.sha256(f"{kind.name} {max_shard_size}\n{tensors}".encode()).hexdigest()
 
-    _refuse_different(together(topology.control, prepare))
+    _refuse_different(together(topology.everyone, prepare))
     (kind, copies), values, aside = prepared[0], WholeValues(topology), Aside(path)
 
     def begin() -> None:
@@ -180,7 +180,7 @@ def _by_writer(topology: Topology, values: WholeValues, act: Callable[[], None])
             values.attempt(act)
         values.check()
 
-    together(topology.control, check)
+    together(topology.everyone, check)
 
 
 def _whole_twin(
@@ -204,6 +204,6 @@ def _whole_twin(
             for name in wanted:
                 copies.fetch(name, values)
                 bar.update(copies.size_bytes([name]))
-            wanted = together(topology.control, ask)[control_ranks(topology)[0, 0]]
+            wanted = together(topology.everyone, ask)[everyone_ranks(topology)[0, 0, 0]]
             if not wanted:
                 return twins

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.params.mesh import control_ranks
 from fcdp_compile.pretrained.exporting.copies import ModelTensors
 from fcdp_compile.pretrained.exporting.kinds import reader_of
 from fcdp_compile.pretrained.exporting.pieces import Pieces, in_buckets
@@ -66,10 +65,9 @@ def stream_state(
     loop while others go on.
     """
     root, state = model_of(model), state_of(model)
-    control = state.topology.control
-    given = together(
-        control, lambda: _checked(only, on, bucket_bytes, state.topology.ranks), ArgumentError
-    )
+    everyone = state.topology.everyone
+    ranks = state.topology.ranks * state.topology.sharers
+    given = together(everyone, lambda: _checked(only, on, bucket_bytes, ranks), ArgumentError)
     if other := first_other(given):
         raise ArgumentError(
             f"ranks 0 and {other} ask fcdp_compile.stream_state for different things: {given[0]} against "
@@ -78,7 +76,7 @@ def stream_state(
     same_act(state.collectives, "calls stream_state")
     state.unset.refuse("stream_state")
     stream = _Stream(root, state, only=only, on=on)
-    _refuse_different(together(control, lambda: stream.plan(bucket_bytes)))
+    _refuse_different(together(everyone, lambda: stream.plan(bucket_bytes)))
     return stream.buckets()
 
 
@@ -111,8 +109,9 @@ class _Stream:
         self, root: nn.Module, state: ShardedModel, *, only: str, on: Collection[int]
     ) -> None:
         self._root, self._state, self._only = root, state, only
-        here = (state.topology.node, state.topology.place)
-        self._values = GatheredValues(state, keeps=control_ranks(state.topology)[here] in on)
+        everyone = state.topology.everyone
+        mine = 0 if everyone is None else dist.get_rank(everyone)
+        self._values = GatheredValues(state, keeps=mine in on)
 
     def plan(self, bucket_bytes: int) -> str:
         """Decide which tensors each bucket has, without communication; returns a digest of that.
@@ -172,7 +171,7 @@ class _Stream:
                 )
             self._copies.check(sources)
 
-        together(self._state.topology.control, check)
+        together(self._state.topology.everyone, check)
 
     def _gather(self, pieces: Pieces) -> None:
         with torch.no_grad():
@@ -195,8 +194,8 @@ class _Stream:
         def raise_it() -> None:
             raise FcdpError(problem)
 
-        control = self._state.topology.control
+        everyone = self._state.topology.everyone
         # An abandoned generator may end after the process groups.
-        if control is not None and dist.is_initialized():
+        if everyone is not None and dist.is_initialized():
             with suppress(FcdpError):
-                together(control, raise_it)
+                together(everyone, raise_it)

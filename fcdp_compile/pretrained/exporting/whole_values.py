@@ -3,20 +3,23 @@
     home shards [W/G] on G ranks ── point to point ──▶ the writer [W]; other ranks hold only their own shards
     home shards or node shards   ── all-gather ──────▶ every rank [W], which only ranks that ask keep
 
-The writer is the rank at place 0 of node 0.  To the writer, shards travel through host memory: an all-gather
+The writer is the first rank of node 0.  To the writer, shards travel through host memory: an all-gather
 on the device would need room for the largest parameter on every GPU, and training may have filled them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.params.layout import ParamLayout
-from fcdp_compile.params.mesh import Topology, control_ranks
+from fcdp_compile.params.inner_cut import whole_of
+from fcdp_compile.params.mesh import Topology, everyone_ranks
+from fcdp_compile.params.packing import put_boxes
+from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
@@ -32,15 +35,16 @@ class WholeValues:
     receiving, if need be zeros, because the other ranks wait for its messages.  From time to time all ranks
     exchange their errors (`together`); after an error, everything that was written is thrown away.
 
-    Uses the control group, on the Python thread.
+    Uses the group of all ranks, on the Python thread.
 
     keeps: whether this rank gets the values, which are on `device`.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._ranks = control_ranks(topology)
-        self.keeps = topology.node == 0 and topology.place == 0
+        self._ranks = everyone_ranks(topology)
+        self._here = (topology.node, topology.place, topology.number % topology.sharers)
+        self.keeps = topology.number == 0
         self.device = HOST
         self.error: Exception | None = None
 
@@ -60,31 +64,35 @@ class WholeValues:
     def whole(self, record: ParamRecord) -> Tensor | None:
         """Return a parameter in its home dtype on the writer's CPU, else None; all ranks must call it.
 
-        Shapes: this rank's part `spec.local_shape`, the result `spec.layout.shape`.
+        Shapes: this rank's part `spec.local_shape`, the result `spec.whole_shape`.
         """
-        layout = record.spec.layout
-        owners = [(n, p) for n in range(layout.nodes) for p in range(layout.ranks_per_node)]
-        here = (self._topology.node, self._topology.place)
+        spec, owners = record.spec, _owners(record.spec)
         if not self.keeps:
             # If every rank, or every node, has a copy of its own, the writer needs no other copy.
-            if layout.dim is not None and here in owners:
+            if self._here in owners:
                 self._send(self._part(record))
             return None
         room: list[Tensor] = []
-        dtype = record.spec.home_dtype
-        self.attempt(lambda: room.append(torch.empty(layout.shape, dtype=dtype, device="cpu")))
-        for owner in owners if layout.dim is not None else [here]:
-            shape = layout.local_shape(*owner)
-            into = (
-                _rows(room[0], layout, *owner)
-                if room
-                else torch.empty(shape, dtype=record.spec.home_dtype, device="cpu")
-            )
-            if owner == here:
-                into.copy_(self._part(record))
-            else:
-                self._receive(into, self._ranks[owner])
+        dtype = spec.home_dtype
+        self.attempt(lambda: room.append(torch.empty(spec.whole_shape, dtype=dtype, device="cpu")))
+        for owner in owners:
+            self._put(record, owner, room)
         return room[0] if room else None
+
+    def _put(
+        self, record: ParamRecord, owner: tuple[int, int, int], room: Iterable[Tensor]
+    ) -> None:
+        """Put one rank's home shard into the whole parameter, if there is room for it."""
+        spec = record.spec
+        if owner == self._here:
+            part = self._part(record)
+        else:
+            node, place, index = owner
+            shape = spec.part_layout(index).local_shape(node, place)
+            part = torch.empty(shape, dtype=spec.home_dtype, device="cpu")
+            self._receive(part, self._ranks[owner])
+        for whole in room:
+            put_boxes(part, whole, spec.boxes(*owner))
 
     def _part(self, record: ParamRecord) -> Tensor:
         parts: list[Tensor] = []
@@ -98,23 +106,15 @@ class WholeValues:
 
     def _send(self, part: Tensor) -> None:
         if part.numel():
-            with naming_lost_ranks(self._topology.control, _DOING):
-                dist.send(
-                    _bytes(part.contiguous()),
-                    group=self._topology.control,
-                    group_dst=self._ranks[0, 0],
-                )
+            everyone = self._topology.everyone
+            with naming_lost_ranks(everyone, _DOING):
+                dist.send(_bytes(part.contiguous()), group=everyone, group_dst=self._ranks[0, 0, 0])
 
-    def _receive(self, into: Tensor, rank: int) -> None:
-        if not into.numel():
-            return
-        part = into
-        if not into.is_contiguous():
-            part = torch.empty(into.shape, dtype=into.dtype, device="cpu")
-        with naming_lost_ranks(self._topology.control, _DOING):
-            dist.recv(_bytes(part), group=self._topology.control, group_src=rank)
-        if part is not into:
-            into.copy_(part)
+    def _receive(self, part: Tensor, rank: int) -> None:
+        if part.numel():
+            everyone = self._topology.everyone
+            with naming_lost_ranks(everyone, _DOING):
+                dist.recv(_bytes(part), group=everyone, group_src=rank)
 
 
 class GatheredValues(WholeValues):
@@ -135,16 +135,18 @@ class GatheredValues(WholeValues):
         Raises: PlanMismatchError on every rank if ranks are about to do different things.
         """
         spec, shard = record.spec, record.peek().to(self.device)
-        found = self._state.outside.read(spec.key, shard, spec.home_dtype)
+        part = self._state.outside.read(spec.key, shard, spec.home_dtype)
+        with naming_lost_ranks(self._topology.everyone, _DOING):
+            found = whole_of(part, spec.inner, self._topology.tp)
         return found if self.keeps else None
 
 
-def _rows(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor:
-    """Return the part of a whole parameter that the rank at this node and place owns."""
-    if layout.dim is None:
-        return whole
-    rows = layout.local_shape(node, place)[layout.dim]
-    return whole.narrow(layout.dim, layout.local_start(node, place), rows)
+def _owners(spec: ParamSpec) -> list[tuple[int, int, int]]:
+    """The node, place and number in the "tp" group of the ranks whose home shards make a parameter, once."""
+    layout, inner = spec.layout, spec.inner
+    sharers = 1 if inner is None or inner.dim is None else inner.ranks
+    nodes, places = (1, 1) if layout.dim is None else (layout.nodes, layout.ranks_per_node)
+    return list(itertools.product(range(nodes), range(places), range(sharers)))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
