@@ -54,6 +54,7 @@ class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` on fcdp: `prepare` shards each model and compiles it with backend "fcdp".
 
     fcdp: the options; by default strategy "fcdp" on torchrun's nodes.  mode: as `torch.compile` takes it.
+    parallelism_config: Accelerate's; cp_size or sp_size means `FcdpOptions(cp=…)`.
 
     An optimizer is prepared together with its model, or built after the model is prepared.  A model that is
     prepared with evaluation_mode=True, such as a reference, a teacher or a reward model, is frozen, so its
@@ -64,10 +65,15 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(
-        self, *args: Any, fcdp: FcdpOptions | None = None, mode: str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        fcdp: FcdpOptions | None = None,
+        mode: str | None = None,
+        parallelism_config: accelerate.ParallelismConfig | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._begin(fcdp, mode)
+        self._begin((fcdp or FcdpOptions()).with_parallelism(parallelism_config), mode)
 
     @staticmethod
     def adopt(
@@ -121,7 +127,7 @@ class Accelerator(accelerate.Accelerator):
             _sharded_with[root] = self.fcdp.sharding()
         elif is_new:
             if not evaluation_mode and _sharded_with.get(root) != self.fcdp.sharding():
-                self.fcdp.check_sharded_before()
+                self.fcdp.check_sharded_before(cp_of(mesh_of(root)))
             self.share_mesh_of(root)
         if not evaluation_mode:
             _unfreeze(root)
@@ -349,6 +355,12 @@ def check_launch(state: AcceleratorState) -> None:
         raise ArgumentError(
             f"Accelerate is set up for {distributed_type.value}, and one model cannot be sharded by two "
             "systems; start it with torchrun or accelerate launch --multi_gpu"
+        )
+    if state.parallelism_config is not None:
+        raise ArgumentError(
+            "Accelerate itself was given a parallelism_config (accelerate launch or "
+            "ACCELERATE_USE_PARALLELISM_CONFIG), and one model cannot be sharded by two systems; give it to "
+            "TrainingArguments or to fcdp's Accelerator"
         )
     if (world := process_count()) != state.num_processes:
         # Every process would then train on the same data.

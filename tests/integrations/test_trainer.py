@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -287,16 +288,12 @@ def _shared_sequences(_mesh: DeviceMesh, folder: Path) -> None:
     """Two groups of two ranks with batches of four are four ranks with batches of two."""
     both = {"max_steps": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
     plain: Any = run_script(folder, changed=False, lora=True, uneven=True, **both)["trainer"]
-    options = {"fcdp": FcdpOptions(nodes=2, cp=2)}
+    sizes = {"parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=2)}
     mine: Any = run_script(
-        folder,
-        changed=True,
-        lora=True,
-        uneven=True,
-        trainer=options,
-        per_device_train_batch_size=4,
-        **both,  # type: ignore[arg-type]
-    )["trainer"]
+        folder, changed=True, lora=True, uneven=True, trainer={"fcdp": FcdpOptions(nodes=2)},
+        per_device_train_batch_size=4, **sizes, **both,  # type: ignore[arg-type]
+    )["trainer"]  # fmt: skip
+    assert mine.accelerator.cp == mine.get_cp_size() == 2
     for row, other in zip(mine.state.log_history, plain.state.log_history, strict=True):
         for name in (n for n in ("loss", "grad_norm", "train_loss") if n in other):
             assert row[name] == pytest.approx(other[name], rel=TOLERANCE), name
