@@ -22,7 +22,7 @@ from typing import Any
 
 import accelerate
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, gather_object, recursively_apply
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -195,6 +195,17 @@ class Accelerator(accelerate.Accelerator):
         """Clip as `accelerate.Accelerator.clip_grad_norm_`; the norm is a plain tensor, as with DDP."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `accelerate.Accelerator.gather_for_metrics`; `cp` ranks have parts of the same samples."""
+        if self.cp == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        found = gather_object(input_data) if use_gather_object else self.gather(input_data)
+        left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        if left <= 0:
+            return found
+        kept = slice(left * self.cp)  # the last batch is filled up with samples that came before
+        return found[kept] if use_gather_object else recursively_apply(lambda t: t[kept], found)
 
     # --- saving -------------------------------------------------------------------------------------------
 

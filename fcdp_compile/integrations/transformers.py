@@ -15,6 +15,7 @@ from fcdp_compile.extras import require
 for _library in ("transformers", "accelerate", "peft"):
     require(_library, "fcdp in the Trainer of Hugging Face")
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -96,6 +97,10 @@ class FcdpMixin(TrainerCheckpoints):
         with _hidden_from_accelerate(self.args):
             super().create_accelerator_and_postprocess()
         accelerator = Accelerator.adopt(self.accelerator, self.fcdp, self.args.torch_compile_mode)
+        # The Trainer has taken the method that the Accelerator had before.
+        self.gather_function = functools.partial(
+            accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
         if self.model is not None and is_sharded(self.model):
             accelerator.share_mesh_of(self.model)
 
