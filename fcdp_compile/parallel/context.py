@@ -48,7 +48,7 @@ def context_parallel(model: M, mesh: DeviceMesh | None) -> M:
         raise ArgumentError(
             "context_parallel got a model, or its config, a second time; call it once"
         )
-    if (problem := _problem(base)) is not None:
+    if (problem := _virtual_tokens(model) or _problem(base)) is not None:
         raise ArgumentError(
             f"context_parallel cannot cut sequences of {type(base).__name__}: {problem}"
         )
@@ -64,6 +64,16 @@ def context_parallel(model: M, mesh: DeviceMesh | None) -> M:
     modeling.AttentionInterface.register(_NAME, attention)
     base.set_attn_implementation(_NAME)
     return model
+
+
+def _virtual_tokens(model: nn.Module) -> str | None:
+    """Why each rank would have more tokens than its part; None if it has not."""
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        for config in adapters.values() if isinstance(adapters, dict) else ():
+            if getattr(config, "is_prompt_learning", False):
+                return "its adapter puts virtual tokens before the part of every rank; use LoRA"
+    return None
 
 
 def _problem(base: Any) -> str | None:

@@ -272,6 +272,10 @@ def _refusals(mesh: DeviceMesh) -> None:
                 word_embed_proj_dim=32,
             )
         ),
+        "puts virtual tokens before the part of every rank": peft.get_peft_model(
+            LlamaForCausalLM(LlamaConfig(**SIZES)),
+            peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        ),
         "a second time; call it once": fcdp_compile.context_parallel(_llama(), whole),
     }
     for match, model in models.items():
@@ -279,6 +283,7 @@ def _refusals(mesh: DeviceMesh) -> None:
     batch = _full(mesh.get_local_rank("inter"), 0)
     parts: list[tuple[str, Any]] = [
         ("does not know how to cut 'token_type_ids'", {**batch, "token_type_ids": batch["labels"]}),
+        ("does not know how to cut 'seq_idx'", {**batch, "seq_idx": batch["labels"]}),
         (r"labels has shape \(2, 5\)", {**batch, "labels": batch["labels"][:, :5]}),
         ("needs input_ids of shape", {}),
         ("different batches, but share their sequences", _full(rank, 0)),
