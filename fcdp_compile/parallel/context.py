@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -24,12 +25,12 @@ def context_parallel(model: M, mesh: DeviceMesh | None) -> M:
 
     Call it before `shard`.  Each attention exchanges its heads within the ranks that share a sequence, so
     that each of them computes some heads over the whole sequence.  The attention implementation is the one
-    that the model has.  Without "cp" in the mesh nothing happens.
+    that the model has.  `model.generate` takes whole sequences, which each rank computes alone.  Without "cp"
+    in the mesh nothing happens.
 
     mesh: from `make_mesh(cp=…)`.
 
-    Raises: ArgumentError for models whose attention cannot be cut so, and for numbers of heads that the ranks
-    cannot share.
+    Raises: ArgumentError for models whose attention cannot be cut so.
     """
     ranks = cp_of(mesh)
     if mesh is None or ranks == 1:
@@ -63,7 +64,19 @@ def context_parallel(model: M, mesh: DeviceMesh | None) -> M:
             setattr(module, CONTEXT, Context(group, ranks, repeats, name, inner, heads))
     modeling.AttentionInterface.register(_NAME, attention)
     base.set_attn_implementation(_NAME)
+    if callable(getattr(base, "generate", None)):
+        vars(base)["generate"] = MethodType(generate_whole, base)
     return model
+
+
+def generate_whole(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """The `generate` of a model after `context_parallel`: each rank computes with whole sequences."""
+    contexts = (getattr(module, CONTEXT, None) for module in base.modules())
+    base.set_attn_implementation(next(found.name for found in contexts if found is not None))
+    try:
+        return type(base).generate(base, *args, **kwargs)
+    finally:
+        base.set_attn_implementation(_NAME)
 
 
 def _virtual_tokens(model: nn.Module) -> str | None:

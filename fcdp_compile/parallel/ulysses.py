@@ -6,7 +6,8 @@
        │ all-to-all within the node
     [B, S/c, H, D]
 
-Each all-to-all sends (c-1)/c of what a rank has of query, key, value or result.
+Each all-to-all sends (c-1)/c of what a rank has of query, key, value or result.  If c does not divide H,
+heads of zeros are added; pairs of key and value heads are repeated as often as c ranks need.
 Source: DeepSpeed Ulysses (Jacobs et al., 2023).
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.ranks.inner_mesh import CONTEXT
@@ -87,6 +89,7 @@ def attention(
     kwargs.pop("position_ids", None)  # of this rank's part; the attention sees the whole sequences
     ids: Tensor | None = kwargs.pop("sequence_ids")
     only_trailing: bool = kwargs.pop("only_trailing", False)
+    heads = query.shape[1]
     if context.repeats > 1:
         key, value = (t.repeat_interleave(context.repeats, 1) for t in (key, value))
     query, key, value = (_whole_sequences(t, context) for t in (query, key, value))
@@ -102,38 +105,35 @@ def attention(
         )
     mask = _mask(query, ids, window if context.name == "sdpa" else None, is_causal=is_causal)
     found, weights = context.inner(context.heads or module, query, key, value, mask, **kwargs)
-    return _own_part(found, context), weights
+    return _own_part(found, heads, context), weights
 
 
 def repeats_of(heads: int, pairs: int, ranks: int) -> int:
     """How often each pair of key and value heads is repeated, so that each rank gets the pairs of its heads.
 
-    Raises: ArgumentError.
+    As seldom as possible: equal numbers of a rank's heads then share a pair, and no pair is of two ranks.
     """
-    if heads % ranks == 0 and pairs % ranks == 0:
-        return 1
-    if heads % ranks == 0 and ranks % pairs == 0:
-        return ranks // pairs
-    raise ArgumentError(
-        f"{ranks} ranks cannot share {heads} query heads and {pairs} key heads; use a cp=… that divides both"
-    )
+    group, own = heads // pairs, -(-heads // ranks)
+    return next(n for n in range(1, group + 1) if group % n == 0 and own % (group // n) == 0)
 
 
 def _whole_sequences(part: Tensor, context: Context) -> Tensor:
-    """[B, H, S/c, D] -> [B, H/c, S, D]."""
+    """[B, H, S/c, D] -> [B, ceil(H/c), S, D]."""
+    if missing := -part.shape[1] % context.ranks:
+        part = pad(part, (0, 0, 0, 0, 0, missing))
     batch, heads, _, width = part.shape
     sent = part.unflatten(1, (context.ranks, heads // context.ranks)).movedim(1, 0)
     got = all_to_all_of_equals(sent.contiguous(), context.group)  # [c, B, H/c, S/c, D]
     return got.permute(1, 2, 0, 3, 4).reshape(batch, heads // context.ranks, -1, width)
 
 
-def _own_part(whole: Tensor, context: Context) -> Tensor:
-    """[B, S, H/c, D] -> [B, S/c, H, D]."""
+def _own_part(whole: Tensor, heads: int, context: Context) -> Tensor:
+    """[B, S, ceil(H/c), D] -> [B, S/c, H, D]."""
     batch, length, _, width = whole.shape
     sent = whole.unflatten(1, (context.ranks, length // context.ranks)).movedim(1, 0)
     got = all_to_all_of_equals(sent.contiguous(), context.group)  # [c, B, S/c, H/c, D]
     own = got.permute(1, 2, 0, 3, 4).reshape(batch, length // context.ranks, -1, width)
-    return own.contiguous()
+    return own[:, :, :heads].contiguous()
 
 
 def _mask(

@@ -293,8 +293,8 @@ def _shared_sequences(_mesh: DeviceMesh, folder: Path) -> None:
     plain: Any = run_script(folder, changed=False, lora=True, uneven=True, **both)["trainer"]
     sizes = {"parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=2)}
     mine: Any = run_script(
-        folder, changed=True, lora=True, uneven=True, trainer={"fcdp": FcdpOptions(nodes=2)},
-        per_device_train_batch_size=4, **sizes, **both,  # type: ignore[arg-type]
+        folder, changed=True, lora=True, uneven=True, per_device_train_batch_size=4,
+        trainer={"fcdp": FcdpOptions(nodes=2, generate="sharded")}, **sizes, **both,  # type: ignore[arg-type]
     )["trainer"]  # fmt: skip
     assert mine.accelerator.cp == mine.get_cp_size() == 2
     for row, other in zip(mine.state.log_history, plain.state.log_history, strict=True):
@@ -308,6 +308,12 @@ def _shared_sequences(_mesh: DeviceMesh, folder: Path) -> None:
     rows = [{name: row[name][:5] for name in row} for row in mine.eval_dataset]
     assert mine.evaluate(rows)["eval_loss"] == pytest.approx(
         plain.evaluate(rows)["eval_loss"], rel=TOLERANCE
+    )
+    prompt = torch.arange(3, 11)[None]
+    told = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(
+        mine.model.generate(input_ids=prompt, **told),
+        plain.model.generate(input_ids=prompt, **told),
     )
     with pytest.raises(ArgumentError, match="so only losses are evaluated"):
         mine.predict(rows)
