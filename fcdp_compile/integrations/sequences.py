@@ -39,8 +39,8 @@ class SequenceMixin(_Base):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # adds those of all ranks
-        added = self.state.num_input_tokens_seen - before
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+        added = self.state.num_input_tokens_seen - before  # by all ranks
         self.state.num_input_tokens_seen = before + added // self.accelerator.cp
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:

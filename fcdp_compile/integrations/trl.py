@@ -57,6 +57,8 @@ class ReferenceMixin(_Preferences):
 class SFTTrainer(SequenceMixin, FcdpMixin, trl.SFTTrainer):
     """`trl.SFTTrainer` on fcdp."""
 
+    _total_train_tokens: int
+
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As TRL's, with the tokens of whole sequences in `num_tokens`."""
         cp, before = self.accelerator.cp, self._total_train_tokens
