@@ -12,11 +12,17 @@ from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
 
 from fcdp_compile.integrations.accelerate import Accelerator
 from fcdp_compile.integrations.trainer_checkpoints import last_whole_checkpoint
-from fcdp_compile.integrations.transformers import FcdpOptions, Trainer
+from fcdp_compile.integrations.transformers import FcdpOptions, Seq2SeqTrainer, Trainer
 
 
 def _trainer(folder: Path, *, trainer: dict[str, Any] | None = None, **arguments: Any) -> Trainer:
@@ -120,6 +126,11 @@ def test_sequence_parallelism_of_accelerate(
     trainer = _trainer(tmp_path, parallelism_config=sizes)
     assert trainer.fcdp.cp == 2
     assert trainer.args.parallelism_config is sizes
+    args = Seq2SeqTrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], parallelism_config=sizes
+    )
+    with pytest.raises(ValueError, match=r"Seq2SeqTrainer cannot train on parts.*\(cp=2\)"):
+        Seq2SeqTrainer(model=nn.Linear(2, 2), args=args)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     AcceleratorState._reset_state()
     with pytest.raises(ValueError, match="give it to TrainingArguments"):

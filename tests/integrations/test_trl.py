@@ -265,16 +265,6 @@ def test_other_preferences(tmp_path: Path) -> None:
     run(_others, tmp_path, nodes=2, ranks_per_node=1)
 
 
-def _parts(mesh: DeviceMesh, folder: Path, variations: list[dict[str, Any]]) -> None:
-    datasets.disable_progress_bars()
-    eval_args = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
-    for i, variation in enumerate(variations):
-        mine = _both(_sft, folder / str(i), cp=2, lora=True, **eval_args, **variation)
-        assert mine.accelerator.cp == 2
-        logged = {name for row in mine.state.log_history for name in row}
-        assert logged >= {"mean_token_accuracy", "num_tokens", "eval_entropy", "eval_loss"}
-
-
 PARTS: list[dict[str, Any]] = [
     {"completions": True, "padding_free": True, "max_length": None},
     {"packing": True, "max_length": 12, "eval_packing": False, "dataloader_drop_last": True},
@@ -282,11 +272,19 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "variations", [PARTS[:1], pytest.param(PARTS[1:], marks=pytest.mark.slow)], ids=["few", "rest"]
-)
-def test_sft_on_parts_of_sequences(tmp_path: Path, variations: list[dict[str, Any]]) -> None:
-    run(_parts, tmp_path, variations, nodes=2, ranks_per_node=2)
+def _parts(mesh: DeviceMesh, folder: Path) -> None:
+    datasets.disable_progress_bars()
+    eval_args = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+    for i, variation in enumerate(PARTS):
+        mine = _both(_sft, folder / str(i), cp=2, lora=True, **eval_args, **variation)
+        assert mine.accelerator.cp == 2
+        logged = {name for row in mine.state.log_history for name in row}
+        assert logged >= {"mean_token_accuracy", "num_tokens", "eval_entropy", "eval_loss"}
+
+
+@pytest.mark.slow
+def test_sft_on_parts_of_sequences(tmp_path: Path) -> None:
+    run(_parts, tmp_path, nodes=2, ranks_per_node=2)
 
 
 def _generating(mesh: DeviceMesh, folder: Path) -> None:
