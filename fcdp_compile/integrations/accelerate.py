@@ -22,7 +22,7 @@ from typing import Any
 
 import accelerate
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, gather_object, recursively_apply
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -54,6 +54,7 @@ class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` on fcdp: `prepare` shards each model and compiles it with backend "fcdp".
 
     fcdp: the options; by default strategy "fcdp" on torchrun's nodes.  mode: as `torch.compile` takes it.
+    parallelism_config: Accelerate's; cp_size or sp_size means `FcdpOptions(cp=…)`.
 
     An optimizer is prepared together with its model, or built after the model is prepared.  A model that is
     prepared with evaluation_mode=True, such as a reference, a teacher or a reward model, is frozen, so its
@@ -64,10 +65,15 @@ class Accelerator(accelerate.Accelerator):
     """
 
     def __init__(
-        self, *args: Any, fcdp: FcdpOptions | None = None, mode: str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        fcdp: FcdpOptions | None = None,
+        mode: str | None = None,
+        parallelism_config: accelerate.ParallelismConfig | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._begin(fcdp, mode)
+        self._begin((fcdp or FcdpOptions()).with_parallelism(parallelism_config), mode)
 
     @staticmethod
     def adopt(
@@ -121,7 +127,7 @@ class Accelerator(accelerate.Accelerator):
             _sharded_with[root] = self.fcdp.sharding()
         elif is_new:
             if not evaluation_mode and _sharded_with.get(root) != self.fcdp.sharding():
-                self.fcdp.check_sharded_before()
+                self.fcdp.check_sharded_before(cp_of(mesh_of(root)))
             self.share_mesh_of(root)
         if not evaluation_mode:
             _unfreeze(root)
@@ -189,6 +195,17 @@ class Accelerator(accelerate.Accelerator):
         """Clip as `accelerate.Accelerator.clip_grad_norm_`; the norm is a plain tensor, as with DDP."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `accelerate.Accelerator.gather_for_metrics`; `cp` ranks have parts of the same samples."""
+        if self.cp == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        found = gather_object(input_data) if use_gather_object else self.gather(input_data)
+        left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        if left <= 0:
+            return found
+        kept = slice(left * self.cp)  # the last batch is filled up with samples that came before
+        return found[kept] if use_gather_object else recursively_apply(lambda t: t[kept], found)
 
     # --- saving -------------------------------------------------------------------------------------------
 
@@ -349,6 +366,12 @@ def check_launch(state: AcceleratorState) -> None:
         raise ArgumentError(
             f"Accelerate is set up for {distributed_type.value}, and one model cannot be sharded by two "
             "systems; start it with torchrun or accelerate launch --multi_gpu"
+        )
+    if state.parallelism_config is not None:
+        raise ArgumentError(
+            "Accelerate itself was given a parallelism_config (accelerate launch or "
+            "ACCELERATE_USE_PARALLELISM_CONFIG), and one model cannot be sharded by two systems; give it to "
+            "TrainingArguments or to fcdp's Accelerator"
         )
     if (world := process_count()) != state.num_processes:
         # Every process would then train on the same data.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from fcdp_compile.parallel.context import generate_whole
 from fcdp_compile.sharding.gathered import gathered
 from fcdp_compile.sharding.shard import state_of
 
@@ -26,23 +29,31 @@ def generate_together(model: nn.Module, how: str) -> None:
     fits the free memory of every GPU.
     """
     own = vars(model).get("generate")
-    # An earlier Trainer's may have another `how`.
-    is_ours = isinstance(own, functools.partial) and own.func is _generate
-    if is_ours or (own is None and callable(getattr(model, "generate", None))):
-        vars(model)["generate"] = functools.partial(_generate, weakref.ref(model), how)
+    if isinstance(own, functools.partial) and own.func is _generate:
+        own = own.args[2]  # an earlier Trainer may have given another `how`
+    is_context = isinstance(own, MethodType) and own.__func__ is generate_whole
+    if is_context or (own is None and callable(getattr(model, "generate", None))):
+        vars(model)["generate"] = functools.partial(_generate, weakref.ref(model), how, own)
 
 
-def _generate(reference: weakref.ref[nn.Module], how: str, *args: Any, **kwargs: Any) -> Any:
+def _generate(
+    reference: weakref.ref[nn.Module],
+    how: str,
+    own: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     model: Any = reference()
     assert model is not None, "the function is an attribute of the model"
+    generate = own or functools.partial(type(model).generate, model)
     if how == "whole" or (how == "auto" and _fits(model)):
         with gathered(model):
-            return type(model).generate(model, *args, **kwargs)
+            return generate(*args, **kwargs)
     if state_of(model).topology.ranks > 1:  # in a single process there is no group to synchronise
         kwargs["synced_gpus"] = True
     # Compiled, it would be compiled again for each length of the keys and values.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        return type(model).generate(model, *args, **kwargs)
+        return generate(*args, **kwargs)
 
 
 def _fits(model: nn.Module) -> bool:

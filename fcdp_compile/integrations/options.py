@@ -10,6 +10,7 @@ import torch
 
 from fcdp_compile.backend.options import Options
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.params.mesh import process_count
 from fcdp_compile.strategy import Strategy
 
 BACKEND = "fcdp"
@@ -59,6 +60,34 @@ class FcdpOptions:
                 f"generate must be 'auto', 'whole' or 'sharded', not {self.generate!r}"
             )
 
+    def with_parallelism(self, config: Any) -> FcdpOptions:
+        """These options with the sizes of a `ParallelismConfig` of Accelerate, or without if it is None.
+
+        cp_size and sp_size mean `cp`; dp_shard_size may be ranks / cp.
+
+        Raises: ArgumentError for other sizes and for a `cp` that contradicts them.
+        """
+        if config is None:
+            return self
+        cp = max(config.cp_size, config.sp_size)  # Accelerate lets one of them be more than 1
+        if cp > 1 < self.cp != cp:
+            name = "cp_size" if config.cp_size > 1 else "sp_size"
+            raise ArgumentError(
+                f"parallelism_config has {name}={cp}, but FcdpOptions has cp={self.cp}; give one of them"
+            )
+        cp = max(cp, self.cp)
+        apart = max(1, process_count() // cp)
+        for name, size, why in (
+            ("tp_size", 1, "there is no tensor parallelism"),
+            ("dp_replicate_size", 1, "FcdpOptions(strategy=…) says how far models are sharded"),
+            ("dp_shard_size", apart, f"ranks / cp is {apart}"),
+        ):
+            if (given := getattr(config, name)) not in (1, size):
+                raise ArgumentError(
+                    f"parallelism_config has {name}={given}, but {why}; set it to {size}, or leave it out"
+                )
+        return replace(self, cp=cp)
+
     def of_companions(self) -> FcdpOptions:
         """The options of models that are only evaluated."""
         strategy = self.strategy if self.companion_strategy is None else self.companion_strategy
@@ -81,14 +110,16 @@ class FcdpOptions:
         """The options that come too late for a sharded model, by name."""
         return {"nodes": self.nodes, "cp": self.cp, **self.shard_arguments()}
 
-    def check_sharded_before(self) -> None:
+    def check_sharded_before(self, cp: int = 1) -> None:
         """Refuse options that come too late for a model that its owner has sharded.
+
+        cp: how many ranks share a sequence on its mesh.
 
         Raises: ValueError.
         """
         defaults = {f.name: f.default for f in fields(self)}
         for name, value in self.sharding().items():
-            if value != defaults[name]:
+            if value != defaults[name] and (name, value) != ("cp", cp):
                 raise ArgumentError(
                     f"FcdpOptions({name}={value!r}) comes too late: the model is sharded already; give it to "
                     "fcdp_compile.shard or make_mesh, or hand over an unsharded model"

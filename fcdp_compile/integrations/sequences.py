@@ -33,6 +33,16 @@ class SequenceMixin(_Base):
         """How many ranks share a sequence; the Trainer counts batches and targets by this."""
         return self.accelerator.cp
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's part of the operations of a batch."""
+        return super().floating_point_ops(inputs) // self.accelerator.cp
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+        added = self.state.num_input_tokens_seen - before  # by all ranks
+        self.state.num_input_tokens_seen = before + added // self.accelerator.cp
+
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss of this rank's part of the sequences."""
         if self.accelerator.cp > 1:
@@ -65,10 +75,13 @@ class SequenceMixin(_Base):
             )
         mesh = self.accelerator.mesh
         assert mesh is not None, "several ranks share a sequence"
-        part = {**self._part(self._prepare_inputs(inputs)), "num_items_in_batch": 1}
+        part = self._part(self._prepare_inputs(inputs))
+        count = (part["shift_labels"] != NO_TARGET).sum()
+        # Both losses are then means over this rank's targets: TRL's ignores what the batch says.
+        part["num_items_in_batch"] = count.clamp(min=1)
         with torch.no_grad(), self.compute_loss_context_manager():
-            summed: Any = super().compute_loss(model, part)
+            mean: Any = super().compute_loss(model, part)
         # The Trainer may drop the losses of some ranks, so each has that of the whole sequences.
-        both = torch.stack([summed, (part["shift_labels"] != NO_TARGET).sum().to(summed)])
+        both = torch.stack([mean * count, count.to(mean)])
         dist.all_reduce(both, group=mesh.get_group(CP))
         return both[0] / both[1], None, None

@@ -42,7 +42,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def _problem(args: TrainingArguments) -> str | None:
-    for name in ("deepspeed", "fsdp", "parallelism_config"):
+    for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             return f"{name} is given, and one model cannot be sharded by two systems; leave it out"
     if args.torch_compile and args.torch_compile_backend != BACKEND:

@@ -15,6 +15,7 @@ from fcdp_compile.extras import require
 for _library in ("transformers", "accelerate", "peft"):
     require(_library, "fcdp in the Trainer of Hugging Face")
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -74,11 +75,6 @@ class FcdpMixin(TrainerCheckpoints):
 
     def __init__(self, *args: Any, fcdp: FcdpOptions | None = None, **kwargs: Any) -> None:
         self.fcdp = fcdp or FcdpOptions()
-        if self.fcdp.cp != 1 and not isinstance(self, SequenceMixin):
-            raise ArgumentError(
-                f"{type(self).__name__} cannot train on parts of sequences; FcdpOptions(cp={self.fcdp.cp}) "
-                "is for integrations.transformers.Trainer"
-            )
         self._prepared: nn.Module | None = None
         self._watch = _StepWatch()
         self._logged: tuple[float, float] | None = None  # when, and the FLOPs until then
@@ -92,9 +88,19 @@ class FcdpMixin(TrainerCheckpoints):
                 "the model is wrapped by torch.compile, which hides its arguments from the Trainer; hand "
                 "over the model itself, and the Trainer compiles it"
             )
-        with _unknown_backend(self.args):
+        self.fcdp = self.fcdp.with_parallelism(self.args.parallelism_config)
+        if self.fcdp.cp != 1 and not isinstance(self, SequenceMixin):
+            raise ArgumentError(
+                f"{type(self).__name__} cannot train on parts of sequences (cp={self.fcdp.cp}); "
+                "integrations.transformers.Trainer and integrations.trl.SFTTrainer can"
+            )
+        with _hidden_from_accelerate(self.args):
             super().create_accelerator_and_postprocess()
         accelerator = Accelerator.adopt(self.accelerator, self.fcdp, self.args.torch_compile_mode)
+        # The Trainer has taken the method that the Accelerator had before.
+        self.gather_function = functools.partial(
+            accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
         if self.model is not None and is_sharded(self.model):
             accelerator.share_mesh_of(self.model)
 
@@ -175,17 +181,18 @@ class Seq2SeqTrainer(FcdpMixin, transformers.Seq2SeqTrainer):
 
 
 @contextmanager
-def _unknown_backend(args: TrainingArguments) -> Iterator[None]:
-    """Hide `torch_compile_backend="fcdp"` from Accelerate, which raises for a backend that its enum lacks."""
-    given = args.torch_compile_backend
-    if given != BACKEND:
-        yield
-        return
-    args.torch_compile_backend = None
+def _hidden_from_accelerate(args: TrainingArguments) -> Iterator[None]:
+    """Hide from Accelerate what fcdp does: Accelerate raises for its backend, and for cp without FSDP."""
+    given = {name: getattr(args, name) for name in ("torch_compile_backend", "parallelism_config")}
+    if given["torch_compile_backend"] != BACKEND:
+        del given["torch_compile_backend"]
+    for name in given:
+        setattr(args, name, None)
     try:
         yield
     finally:
-        args.torch_compile_backend = given
+        for name, value in given.items():
+            setattr(args, name, value)
 
 
 class _StepWatch(TrainerCallback):

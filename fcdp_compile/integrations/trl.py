@@ -16,10 +16,12 @@ require("trl", "fcdp in the Trainers of TRL")
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import trl
 from torch import nn
 
 from fcdp_compile.integrations.options import FcdpOptions
+from fcdp_compile.integrations.sequences import SequenceMixin
 from fcdp_compile.integrations.transformers import FcdpMixin
 from fcdp_compile.sharding.shard import model_of
 
@@ -52,8 +54,24 @@ class ReferenceMixin(_Preferences):
         return super().compute_ref_log_probs(prepared, inputs)
 
 
-class SFTTrainer(FcdpMixin, trl.SFTTrainer):
+class SFTTrainer(SequenceMixin, FcdpMixin, trl.SFTTrainer):
     """`trl.SFTTrainer` on fcdp."""
+
+    _total_train_tokens: int
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's, with the tokens of whole sequences in `num_tokens`."""
+        cp, before = self.accelerator.cp, self._total_train_tokens
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        if cp > 1 and self._total_train_tokens > before:  # TRL has counted those of one row's part
+            mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+            count = positions.size(1) if mask is None else mask.sum()
+            everywhere = self.accelerator.gather_for_metrics(
+                torch.as_tensor(count).to(found.device)
+            )
+            self._total_train_tokens = before + int(everywhere.sum()) // cp
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return found
 
 
 class DPOTrainer(ReferenceMixin, trl.DPOTrainer):

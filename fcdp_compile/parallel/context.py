@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.extras import require
-from fcdp_compile.parallel.ulysses import Context, Heads, attention, repeats_of
+from fcdp_compile.parallel.ulysses import Context, attention, heads_of
 from fcdp_compile.ranks.inner_mesh import CONTEXT, CP, cp_of
 from fcdp_compile.sharding.shard import is_sharded
 
@@ -24,12 +25,12 @@ def context_parallel(model: M, mesh: DeviceMesh | None) -> M:
 
     Call it before `shard`.  Each attention exchanges its heads within the ranks that share a sequence, so
     that each of them computes some heads over the whole sequence.  The attention implementation is the one
-    that the model has.  Without "cp" in the mesh nothing happens.
+    that the model has.  `model.generate` takes whole sequences, which each rank computes alone.  Without "cp"
+    in the mesh nothing happens.
 
     mesh: from `make_mesh(cp=…)`.
 
-    Raises: ArgumentError for models whose attention cannot be cut so, and for numbers of heads that the ranks
-    cannot share.
+    Raises: ArgumentError for models whose attention cannot be cut so.
     """
     ranks = cp_of(mesh)
     if mesh is None or ranks == 1:
@@ -48,22 +49,42 @@ def context_parallel(model: M, mesh: DeviceMesh | None) -> M:
         raise ArgumentError(
             "context_parallel got a model, or its config, a second time; call it once"
         )
-    if (problem := _problem(base)) is not None:
+    if (problem := _virtual_tokens(model) or _problem(base)) is not None:
         raise ArgumentError(
             f"context_parallel cannot cut sequences of {type(base).__name__}: {problem}"
         )
     config = base.config
-    repeats = repeats_of(config.num_attention_heads, _pairs(config), ranks)
     name = config._attn_implementation
     inner = modeling.ALL_ATTENTION_FUNCTIONS[name]
     group = mesh.get_group(CP).group_name
     for module in base.modules():
         if isinstance(getattr(module, "is_causal", None), bool):
-            heads = Heads(module, repeats) if repeats > 1 else None
-            setattr(module, CONTEXT, Context(group, ranks, repeats, name, inner, heads))
+            setattr(module, CONTEXT, Context(group, ranks, name, inner, heads_of(module)))
     modeling.AttentionInterface.register(_NAME, attention)
     base.set_attn_implementation(_NAME)
+    if callable(getattr(base, "generate", None)):
+        vars(base)["generate"] = MethodType(generate_whole, base)
     return model
+
+
+def generate_whole(base: Any, *args: Any, **kwargs: Any) -> Any:
+    """The `generate` of a model after `context_parallel`: each rank computes with whole sequences."""
+    contexts = (getattr(module, CONTEXT, None) for module in base.modules())
+    base.set_attn_implementation(next(found.name for found in contexts if found is not None))
+    try:
+        return type(base).generate(base, *args, **kwargs)
+    finally:
+        base.set_attn_implementation(_NAME)
+
+
+def _virtual_tokens(model: nn.Module) -> str | None:
+    """Why each rank would have more tokens than its part; None if it has not."""
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        for config in adapters.values() if isinstance(adapters, dict) else ():
+            if getattr(config, "is_prompt_learning", False):
+                return "its adapter puts virtual tokens before the part of every rank; use LoRA"
+    return None
 
 
 def _problem(base: Any) -> str | None:
@@ -107,9 +128,3 @@ def _counts_positions(base: Any) -> bool:
             if has_more or has_padding:
                 return True
     return False
-
-
-def _pairs(config: Any) -> int:
-    """The number of pairs of key and value heads."""
-    found = getattr(config, "num_key_value_heads", None)
-    return int(config.num_attention_heads if found is None else found)

@@ -28,7 +28,8 @@ def sequence_part(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str
     numbers.  All ranks of the mesh must call it; ranks that share sequences must have the same batch.
 
     batch: `input_ids` [B, S], and if there are any, `labels` [B, S], `attention_mask` [B, S] (0: padding) and
-    `position_ids` [B or 1, S], which begin again where another packed sequence begins.
+    `position_ids` [B or 1, S], which begin again where another packed sequence begins; what collators compute
+    from these for packed sequences (`cu_seq_lens_q`, `seq_idx`, …) is left out.
     mesh: from `make_mesh`, with "cp" or without.
 
     Returns: `input_ids`, `position_ids`, `labels` and `shift_labels` [B, S/c], where S is rounded up to a
@@ -80,6 +81,8 @@ def sequence_part(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str
 
 
 _ENTRIES = ("input_ids", "labels", "attention_mask", "position_ids")
+_OF_POSITIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What FlashAttention and convolutions need besides; it says where positions begin again."""
 
 
 def _checked(batch: Mapping[str, Any]) -> Tensor:
@@ -87,6 +90,8 @@ def _checked(batch: Mapping[str, Any]) -> Tensor:
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.shape[1]:
         raise ArgumentError("sequence_part needs input_ids of shape [batch, tokens] in the batch")
     for name, value in batch.items():
+        if name in _OF_POSITIONS and batch.get("position_ids") is not None:
+            continue
         if name not in _ENTRIES:
             raise ArgumentError(
                 f"sequence_part does not know how to cut {name!r}; give it only {', '.join(_ENTRIES)}"
@@ -144,8 +149,8 @@ def _told(mine: list[int], mesh: DeviceMesh | None) -> tuple[Tensor, list[int]]:
 def _fingerprint(batch: Mapping[str, Any]) -> int:
     """A number that differs for other values, and for values in another order."""
     digest = hashlib.sha256()
-    for name, value in sorted(batch.items()):
-        if value is not None:
+    for name in _ENTRIES:
+        if (value := batch.get(name)) is not None:
             digest.update(f"{name} {tuple(value.shape)}".encode())
             digest.update(value.detach().long().cpu().numpy().tobytes())
     return int.from_bytes(digest.digest()[:7], "big")

@@ -6,18 +6,20 @@
        │ all-to-all within the node
     [B, S/c, H, D]
 
-Each all-to-all sends (c-1)/c of what a rank has of query, key, value or result.
+Each all-to-all sends (c-1)/c of what a rank has of query, key, value or result.  If c does not divide H,
+heads of zeros are added; pairs of key and value heads are repeated as often as c ranks need.
 Source: DeepSpeed Ulysses (Jacobs et al., 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.ranks.inner_mesh import CONTEXT
@@ -39,17 +41,22 @@ class Heads(nn.Module):
 class Context:
     """The ranks that share a sequence, and the attention that computes within each of them.
 
-    group: the name of their process group.  repeats: how often each pair of key and value heads is sent.
-    inner: Transformers' attention implementation of this name.  heads: what `inner` gets for the module, if
-    it is not the module itself.
+    group: the name of their process group.  inner: Transformers' attention implementation of this name.
+    heads: what `inner` gets for the module if each pair of key and value heads is sent several times, by how
+    often.
     """
 
     group: str
     ranks: int
-    repeats: int
     name: str
     inner: Callable[..., tuple[Tensor, Tensor | None]]
-    heads: Heads | None
+    heads: Mapping[int, Heads]
+
+
+def heads_of(module: nn.Module) -> dict[int, Heads]:
+    """What the inner attention may get for an attention module, by how often pairs of heads are sent."""
+    group = int(getattr(module, "num_key_value_groups", 1))
+    return {n: Heads(module, n) for n in range(2, group + 1) if group % n == 0}
 
 
 def attention(
@@ -87,8 +94,11 @@ def attention(
     kwargs.pop("position_ids", None)  # of this rank's part; the attention sees the whole sequences
     ids: Tensor | None = kwargs.pop("sequence_ids")
     only_trailing: bool = kwargs.pop("only_trailing", False)
-    if context.repeats > 1:
-        key, value = (t.repeat_interleave(context.repeats, 1) for t in (key, value))
+    # Of this rank: ranks of "tp" may share the model's heads.
+    heads = query.shape[1]
+    repeats = repeats_of(heads, key.shape[1], context.ranks)
+    if repeats > 1:
+        key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
     query, key, value = (_whole_sequences(t, context) for t in (query, key, value))
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -101,39 +111,38 @@ def attention(
             "are cut over ranks; load the model with attn_implementation='sdpa', or pad at the end only"
         )
     mask = _mask(query, ids, window if context.name == "sdpa" else None, is_causal=is_causal)
-    found, weights = context.inner(context.heads or module, query, key, value, mask, **kwargs)
-    return _own_part(found, context), weights
+    found, weights = context.inner(
+        context.heads.get(repeats, module), query, key, value, mask, **kwargs
+    )
+    return _own_part(found, heads, context), weights
 
 
 def repeats_of(heads: int, pairs: int, ranks: int) -> int:
     """How often each pair of key and value heads is repeated, so that each rank gets the pairs of its heads.
 
-    Raises: ArgumentError.
+    As seldom as possible: equal numbers of a rank's heads then share a pair, and no pair is of two ranks.
     """
-    if heads % ranks == 0 and pairs % ranks == 0:
-        return 1
-    if heads % ranks == 0 and ranks % pairs == 0:
-        return ranks // pairs
-    raise ArgumentError(
-        f"{ranks} ranks cannot share {heads} query heads and {pairs} key heads; use a cp=… that divides both"
-    )
+    group, own = heads // pairs, -(-heads // ranks)
+    return next(n for n in range(1, group + 1) if group % n == 0 and own % (group // n) == 0)
 
 
 def _whole_sequences(part: Tensor, context: Context) -> Tensor:
-    """[B, H, S/c, D] -> [B, H/c, S, D]."""
+    """[B, H, S/c, D] -> [B, ceil(H/c), S, D]."""
+    if missing := -part.shape[1] % context.ranks:
+        part = pad(part, (0, 0, 0, 0, 0, missing))
     batch, heads, _, width = part.shape
     sent = part.unflatten(1, (context.ranks, heads // context.ranks)).movedim(1, 0)
     got = all_to_all_of_equals(sent.contiguous(), context.group)  # [c, B, H/c, S/c, D]
     return got.permute(1, 2, 0, 3, 4).reshape(batch, heads // context.ranks, -1, width)
 
 
-def _own_part(whole: Tensor, context: Context) -> Tensor:
-    """[B, S, H/c, D] -> [B, S/c, H, D]."""
+def _own_part(whole: Tensor, heads: int, context: Context) -> Tensor:
+    """[B, S, ceil(H/c), D] -> [B, S/c, H, D]."""
     batch, length, _, width = whole.shape
     sent = whole.unflatten(1, (context.ranks, length // context.ranks)).movedim(1, 0)
     got = all_to_all_of_equals(sent.contiguous(), context.group)  # [c, B, S/c, H/c, D]
     own = got.permute(1, 2, 0, 3, 4).reshape(batch, length // context.ranks, -1, width)
-    return own.contiguous()
+    return own[:, :, :heads].contiguous()
 
 
 def _mask(

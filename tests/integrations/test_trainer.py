@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -285,27 +286,34 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 def _shared_sequences(_mesh: DeviceMesh, folder: Path) -> None:
     """Two groups of two ranks with batches of four are four ranks with batches of two."""
-    both = {"max_steps": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
+    both: dict[str, Any] = {
+        "max_steps": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1,
+        "include_num_input_tokens_seen": "non_padding",
+    }  # fmt: skip
     plain: Any = run_script(folder, changed=False, lora=True, uneven=True, **both)["trainer"]
-    options = {"fcdp": FcdpOptions(nodes=2, cp=2)}
+    sizes = {"parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=2)}
     mine: Any = run_script(
-        folder,
-        changed=True,
-        lora=True,
-        uneven=True,
-        trainer=options,
-        per_device_train_batch_size=4,
-        **both,  # type: ignore[arg-type]
-    )["trainer"]
+        folder, changed=True, lora=True, uneven=True, per_device_train_batch_size=4,
+        trainer={"fcdp": FcdpOptions(nodes=2, generate="sharded")}, **sizes, **both,  # type: ignore[arg-type]
+    )["trainer"]  # fmt: skip
+    assert mine.accelerator.cp == mine.get_cp_size() == 2
     for row, other in zip(mine.state.log_history, plain.state.log_history, strict=True):
-        for name in (n for n in ("loss", "grad_norm", "train_loss") if n in other):
+        for name in {"loss", "grad_norm", "train_loss", "num_input_tokens_seen"} & other.keys():
             assert row[name] == pytest.approx(other[name], rel=TOLERANCE), name
+    # There is more padding in batches of four.
+    assert 1 <= mine.state.total_flos / plain.state.total_flos < 1.3
     values = dict(plain.model.named_parameters())
     for name, parameter in mine.model.named_parameters():
         _check_close(whole(parameter), values[name].detach(), TOLERANCE, name)
-    rows = [{name: row[name][:5] for name in row} for row in mine.eval_dataset[:8]]
+    rows = [{name: row[name][:5] for name in row} for row in mine.eval_dataset]
     assert mine.evaluate(rows)["eval_loss"] == pytest.approx(
         plain.evaluate(rows)["eval_loss"], rel=TOLERANCE
+    )
+    prompt = torch.arange(3, 11)[None]
+    told = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(
+        mine.model.generate(input_ids=prompt, **told),
+        plain.model.generate(input_ids=prompt, **told),
     )
     with pytest.raises(ArgumentError, match="so only losses are evaluated"):
         mine.predict(rows)

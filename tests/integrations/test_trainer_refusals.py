@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
 
+from fcdp_compile.integrations.accelerate import Accelerator
 from fcdp_compile.integrations.trainer_checkpoints import last_whole_checkpoint
-from fcdp_compile.integrations.transformers import FcdpOptions, Trainer
+from fcdp_compile.integrations.transformers import FcdpOptions, Seq2SeqTrainer, Trainer
 
 
 def _trainer(folder: Path, *, trainer: dict[str, Any] | None = None, **arguments: Any) -> Trainer:
@@ -88,6 +97,45 @@ def test_an_optimizer_that_is_there_already(tmp_path: Path) -> None:
     fresh = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model=model, args=args, optimizers=(fresh, None))
     assert fresh.param_groups[0]["params"] == list(trainer.sharded_model().parameters())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"tp_size": 2}, "tp_size=2, but there is no tensor parallelism; set it to 1"),
+        (
+            {"dp_replicate_size": 2},
+            r"dp_replicate_size=2, but FcdpOptions\(strategy=…\) says how far",
+        ),
+        ({"dp_shard_size": 4}, "dp_shard_size=4, but ranks / cp is 1; set it to 1"),
+        ({"sp_size": 4}, "sp_size=4, but FcdpOptions has cp=2; give one of them"),
+    ],
+)
+def test_sizes_of_accelerate(tmp_path: Path, sizes: dict[str, int], told: str) -> None:
+    options = {"fcdp": FcdpOptions(cp=2)} if "sp_size" in sizes else {}
+    with pytest.raises(ValueError, match=told):
+        _trainer(tmp_path, parallelism_config=ParallelismConfig(**sizes), trainer=options)
+    with pytest.raises(ValueError, match=told):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes), **options)
+
+
+def test_sequence_parallelism_of_accelerate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ParallelismConfig(sp_size=2)
+    trainer = _trainer(tmp_path, parallelism_config=sizes)
+    assert trainer.fcdp.cp == 2
+    assert trainer.args.parallelism_config is sizes
+    args = Seq2SeqTrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], parallelism_config=sizes
+    )
+    with pytest.raises(ValueError, match=r"Seq2SeqTrainer cannot train on parts.*\(cp=2\)"):
+        Seq2SeqTrainer(model=nn.Linear(2, 2), args=args)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    AcceleratorState._reset_state()
+    with pytest.raises(ValueError, match="give it to TrainingArguments"):
+        _trainer(tmp_path)
+    AcceleratorState._reset_state()
 
 
 def test_the_backend_may_be_named(tmp_path: Path) -> None:

@@ -88,16 +88,23 @@ def _preferences(folder: Path) -> Any:
     return datasets.load_from_disk(folder)
 
 
-def _sft(classes: Any, folder: Path, **kwargs: Any) -> Any:
+def _sft(classes: Any, folder: Path, *, completions: bool = False, **kwargs: Any) -> Any:
+    own = {name: kwargs.pop(name) for name in list(kwargs) if name != "fcdp"}
+    lora = own.pop("lora", False)
     args = {
         **ARGUMENTS,
         "gradient_accumulation_steps": 2,
         "save_strategy": "steps",
         "save_steps": 3,
+        **own,
     }
+    rows: dict[str, list[str]] = {"text": [_text(i) for i in range(ROWS)]}
+    if completions:
+        rows = {"prompt": rows["text"], "completion": [" " + _text(i + 2) for i in range(ROWS)]}
     return classes.SFTTrainer(
         model=_model(0), args=trl.SFTConfig(str(folder), **args),
-        train_dataset=datasets.Dataset.from_dict({"text": [_text(i) for i in range(ROWS)]}),
+        train_dataset=datasets.Dataset.from_dict(rows), peft_config=_lora() if lora else None,
+        eval_dataset=datasets.Dataset.from_dict({"text": [WORDS[i] + " sun" for i in range(8)]}),
         processing_class=_tokenizer(), **kwargs,
     )  # fmt: skip
 
@@ -184,15 +191,19 @@ class _Sent(TrainerCallback):
         self.bytes.append([t.bytes("inter") - t.bytes("inter", "agree") for t in totals])
 
 
-def _both(make: Any, folder: Path, *, classes: tuple[Any, Any] = (trl, ours), **kwargs: Any) -> Any:
+def _both(
+    make: Any, folder: Path, *, classes: tuple[Any, Any] = (trl, ours), cp: int = 1, **kwargs: Any
+) -> Any:
     """Train on DDP and on fcdp and compare; returns fcdp's Trainer."""
     trainers: list[Any] = []
     sent = _Sent()
     for side, own in enumerate(classes):
         torch._dynamo.reset()
         random.seed(11 + dist.get_rank())
-        own_options = ours.FcdpOptions(nodes=2, options={"compute": "eager"})
+        own_options = ours.FcdpOptions(nodes=2, cp=cp, options={"compute": "eager"})
         options = {"fcdp": own_options} if side else {}
+        if cp > 1:
+            options["per_device_train_batch_size"] = 1 + side  # of a group
         trainers.append(make(own, folder / f"side-{side}", **kwargs, **options))
         if side:
             sent.trainer = trainers[1]
@@ -252,6 +263,28 @@ def _others(mesh: DeviceMesh, folder: Path) -> None:
 @pytest.mark.slow
 def test_other_preferences(tmp_path: Path) -> None:
     run(_others, tmp_path, nodes=2, ranks_per_node=1)
+
+
+PARTS: list[dict[str, Any]] = [
+    {"completions": True, "padding_free": True, "max_length": None},
+    {"packing": True, "max_length": 12, "eval_packing": False, "dataloader_drop_last": True},
+    {"loss_type": "dft"},
+]
+
+
+def _parts(mesh: DeviceMesh, folder: Path) -> None:
+    datasets.disable_progress_bars()
+    eval_args = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+    for i, variation in enumerate(PARTS):
+        mine = _both(_sft, folder / str(i), cp=2, lora=True, **eval_args, **variation)
+        assert mine.accelerator.cp == 2
+        logged = {name for row in mine.state.log_history for name in row}
+        assert logged >= {"mean_token_accuracy", "num_tokens", "eval_entropy", "eval_loss"}
+
+
+@pytest.mark.slow
+def test_sft_on_parts_of_sequences(tmp_path: Path) -> None:
+    run(_parts, tmp_path, nodes=2, ranks_per_node=2)
 
 
 def _generating(mesh: DeviceMesh, folder: Path) -> None:
