@@ -113,7 +113,8 @@ def part_of(tensor: DTensor, whole: Tensor) -> Tensor:
             whole = whole.narrow(placement.dim, first, count)
         elif not placement.is_replicate():
             # As `layout`, [Note: chunk order], says: cut over the places, then over the nodes.
-            dim, ranks = placement.dim, tensor.device_mesh.size(over)
+            dim: int = getattr(placement, "dim")  # noqa: B009  # Shard and the strided shard have one
+            ranks = tensor.device_mesh.size(over)
             runs = rows_of_part(whole.shape[dim], ranks, mine, matrices_in(placement))
             parts = [whole.narrow(dim, *run) for run in runs]
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)

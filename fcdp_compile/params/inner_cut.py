@@ -42,13 +42,13 @@ class InnerCut:
         if (declared := getattr(parameter, _DECLARED, None)) is not None:
             found: InnerCut = declared
             return found
-        is_cut = isinstance(parameter, DTensor)
+        cut = parameter if isinstance(parameter, DTensor) else None
         return InnerCut(
             shape=tuple(parameter.shape),
-            placement=parameter.placements[0] if is_cut else Replicate(),
+            placement=Replicate() if cut is None else cut.placements[0],
             index=mesh.get_local_rank(),
             ranks=mesh.size(),
-            mesh=parameter.device_mesh if is_cut else None,
+            mesh=None if cut is None else cut.device_mesh,
         )
 
     @property
@@ -69,7 +69,7 @@ class InnerCut:
         if (within := self.within(index)) is None:
             return self.shape
         dim, runs = within
-        return (*self.shape[:dim], sum(run.count for run in runs), *self.shape[dim + 1 :])
+        return (*self.shape[:dim], sum(run.rows for run in runs), *self.shape[dim + 1 :])
 
     @property
     def kept_dim(self) -> int | None:

@@ -38,18 +38,18 @@ def chunk_rows(rows: int, chunks: int) -> list[int]:
     return [max(0, min(size, rows - i * size)) for i in range(chunks)]
 
 
-class Rows(NamedTuple):
+class Span(NamedTuple):
     """Consecutive rows of a whole tensor."""
 
     first: int
-    count: int
+    rows: int
 
 
-def rows_of_part(rows: int, parts: int, index: int, matrices: int = 1) -> list[Rows]:
+def rows_of_part(rows: int, parts: int, index: int, matrices: int = 1) -> list[Span]:
     """The rows that one of several parts has of a tensor, or of each of several matrices within it."""
     size = rows // matrices
     mine = chunk_rows(size, parts)
-    return [Rows(i * size + sum(mine[:index]), mine[index]) for i in range(matrices)]
+    return [Span(i * size + sum(mine[:index]), mine[index]) for i in range(matrices)]
 
 
 class Box(NamedTuple):
@@ -67,11 +67,11 @@ class Within(NamedTuple):
     """The rows of a whole tensor, along one dimension, that a tensor consists of, in order."""
 
     dim: int
-    runs: tuple[Rows, ...]
+    runs: tuple[Span, ...]
 
 
 def boxes(
-    shape: Sequence[int], dim: int | None, rows: Rows, within: Within | None = None
+    shape: Sequence[int], dim: int | None, rows: Span, within: Within | None = None
 ) -> list[Box]:
     """The blocks of a whole tensor that some rows of a tensor are; `Box.inside` counts from these rows.
 
@@ -82,12 +82,12 @@ def boxes(
         return [Box((), (), ())]
     spans = [[(0, 0, size)] for size in shape]
     if within is not None:
-        counts = [run.count for run in within.runs]
+        counts = [run.rows for run in within.runs]
         spans[within.dim] = [
-            (run.first, sum(counts[:i]), run.count) for i, run in enumerate(within.runs)
+            (run.first, sum(counts[:i]), run.rows) for i, run in enumerate(within.runs)
         ]
     if dim is not None:
-        first, last = rows.first, rows.first + rows.count
+        first, last = rows.first, rows.first + rows.rows
         common = [(max(i, first), min(i + n, last), at - i) for at, i, n in spans[dim]]
         spans[dim] = [(a + ahead, a - first, b - a) for a, b, ahead in common if a < b]
     found = (zip(*block, strict=True) for block in itertools.product(*spans))
@@ -252,9 +252,9 @@ class ParamLayout:
         """First row of the home shard of that rank within the sharded dimension."""
         return 0 if self.dim is None else sum(self.rows[: self.chunk(node, place)])
 
-    def local_rows(self, node: int, place: int) -> Rows:
+    def local_rows(self, node: int, place: int) -> Span:
         """The rows of the home shard of that rank; a scalar counts as one row."""
-        return Rows(self.local_start(node, place), self.rows[self.chunk(node, place)])
+        return Span(self.local_start(node, place), self.rows[self.chunk(node, place)])
 
 
 # A plan for thousands of ranks asks for the same few layouts again and again.

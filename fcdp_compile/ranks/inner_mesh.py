@@ -67,7 +67,9 @@ def mesh_of_ranks(
     )
     tp = mesh[TP] if ranks.shape[4] > 1 else None
     sizes = {
-        mesh.get_group(_NAMES[i]).group_name: ranks.shape[i] for i in kept if _NAMES[i] in (CP, TP)
+        str(mesh.get_group(_NAMES[i]).group_name): ranks.shape[i]
+        for i in kept
+        if _NAMES[i] in (CP, TP)
     }
     _keep(_data_meshes, mesh, data)
     for made in (mesh, data):
@@ -91,7 +93,9 @@ def _keep(values: dict[int, V], mesh: DeviceMesh, value: V) -> None:
 def _group_along(ranks: Tensor, dim: int, timeout: timedelta | None) -> dist.ProcessGroup:
     """The group of this rank and the ranks that differ from it in one dimension."""
     rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim])
-    return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
+    return group
 
 
 def inner_of(mesh: DeviceMesh | None) -> Inner | None:

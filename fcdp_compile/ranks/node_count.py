@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.ranks.differences import first_other
+
+
+class _Counts(NamedTuple):
+    """What a rank counts: nodes, and the sizes of other dimensions by name."""
+
+    nodes: int
+    sizes: dict[str, int]
 
 
 def agreed_nodes(world: int, nodes: int | None, pp: int, inner: Mapping[str, int]) -> int:
@@ -24,17 +32,17 @@ def agreed_nodes(world: int, nodes: int | None, pp: int, inner: Mapping[str, int
         count = _count_nodes(world, nodes)
         ranks_per_node = _per_stage(pp, count, world // count)
         _check_inner(inner, ranks_per_node)
-        mine: tuple[int, dict[str, int]] | str = (count, {"pp": pp, **inner})
+        mine: _Counts | str = _Counts(count, {"pp": pp, **inner})
     except ValueError as error:
         mine = str(error)
-    everyone: list[tuple[int, dict[str, int]] | str] = [mine] * world
+    everyone: list[_Counts | str] = [mine] * world
     if world > 1 and dist.get_backend() != "fake":  # a fake group has no other ranks
         dist.all_gather_object(everyone, mine)
     for found in everyone:
         if isinstance(found, str):
             raise ArgumentError(found)
     if other := first_other(everyone):
-        (first, sizes), (its, its_sizes) = (tuple(everyone[i]) for i in (0, other))
+        (first, sizes), (its, its_sizes) = (_Counts(*everyone[i]) for i in (0, other))
         if first == its:
             name = next(n for n in sizes if sizes[n] != its_sizes[n])
             raise ArgumentError(

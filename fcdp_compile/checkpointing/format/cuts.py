@@ -59,5 +59,5 @@ def _part_of(spec: ParamSpec, index: int) -> PartOf | None:
     within = None if spec.inner is None else spec.inner.within(index)
     if within is None:
         return None
-    first, rows = tuple(run.first for run in within.runs), within.runs[0].count
+    first, rows = tuple(run.first for run in within.runs), within.runs[0].rows
     return PartOf(shape=spec.whole_shape, dim=within.dim, first=first, rows=rows)

@@ -13,7 +13,7 @@ from typing import Any
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.files.json_records import LATER, RecordFormat, fail
 from fcdp_compile.files.safetensors_writer import DTYPES
-from fcdp_compile.params.layout import Box, Rows, Within, boxes
+from fcdp_compile.params.layout import Box, Span, Within, boxes
 
 RECORD = "checkpoint.json"
 BLOCK_BYTES = 2**22
@@ -72,10 +72,10 @@ class CutTensor:
         """Each file that has rows, the shape of the tensor in it, and where in the whole tensor they are."""
         part, within, first = self.part_of, None, 0
         if part is not None:
-            within = Within(part.dim, tuple(Rows(at, part.rows) for at in part.first))
+            within = Within(part.dim, tuple(Span(at, part.rows) for at in part.first))
         for count, file in zip(self.rows, self.files, strict=True):
             shape = tuple(count if i == self.dim else size for i, size in enumerate(self.shape))
-            yield file, shape, boxes(self.shape, self.dim, Rows(first, count), within)
+            yield file, shape, boxes(self.shape, self.dim, Span(first, count), within)
             first += count
 
 
