@@ -72,8 +72,8 @@ def _parity(mesh: DeviceMesh, trials: Sequence[Trial], nodes: int) -> None:
     ("trials", "nodes", "ranks_per_node"),
     [
         pytest.param(FULL, 4, 1, id="between nodes"),
-        pytest.param(WITHIN, 2, 2, id="a node each"),
-        pytest.param(FULL[:1], 1, 4, id="on one node"),
+        pytest.param(WITHIN, 2, 2, id="a node each", marks=pytest.mark.slow),
+        pytest.param(FULL[:1], 1, 4, id="on one node", marks=pytest.mark.slow),
         pytest.param(FULL[:1], 2, 1, id="a rank each"),
         pytest.param(MANY, 4, 2, id="four nodes", marks=pytest.mark.slow),
     ],
@@ -121,7 +121,7 @@ def _bytes(mesh: DeviceMesh, trial: Trial) -> None:
         assert plain["inter_all_gather"] == found[4][0]["inter_all_gather"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_bytes_between_nodes_do_not_depend_on_micro_batches(schedule: str) -> None:
     run(_bytes, Trial(schedule=schedule), nodes=4, ranks_per_node=1)
 
@@ -138,6 +138,7 @@ def _frozen_bytes(mesh: DeviceMesh) -> None:
     assert _sent(pipeline, 2) == _sent(pipeline, 4)
 
 
+@pytest.mark.slow
 def test_bytes_of_frozen_bases_and_of_repeated_forwards() -> None:
     run(_frozen_bytes, nodes=4, ranks_per_node=1)
 
@@ -167,6 +168,7 @@ def _apart(mesh: DeviceMesh) -> None:
         assert loss_of(outputs, targets).item() == pytest.approx(before, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_stages_are_sharded_at_different_times_and_evaluated() -> None:
     run(_apart, nodes=2, ranks_per_node=2)
 
@@ -205,6 +207,7 @@ def _steps_in_backward(mesh: DeviceMesh) -> None:
     assert [n for n, value in found[0].items() if not torch.equal(value, found[1][n])] == []
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_steps_in_the_backward_waits_for_the_last_micro_batch() -> None:
     run(_steps_in_backward, nodes=4, ranks_per_node=1)
 
