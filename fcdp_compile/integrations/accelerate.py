@@ -33,12 +33,12 @@ from fcdp_compile.checkpointing.saving import save
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.generation import generate_together
 from fcdp_compile.integrations.optimizer_params import sharded_within
-from fcdp_compile.integrations.options import BACKEND, FcdpOptions
+from fcdp_compile.integrations.options import BACKEND, FcdpOptions, refuse_shared
 from fcdp_compile.parallel.context import context_parallel
 from fcdp_compile.params.home_shard import REPLACED
 from fcdp_compile.params.mesh import make_mesh, process_count
 from fcdp_compile.pretrained.exporting.export import save_pretrained
-from fcdp_compile.ranks.inner_mesh import cp_of
+from fcdp_compile.ranks.inner_mesh import PP, TP, cp_of
 from fcdp_compile.sharding.no_sync import no_sync
 from fcdp_compile.sharding.shard import is_sharded, mesh_of, model_of, shard
 from fcdp_compile.torch_compat import own_recompiles
@@ -166,7 +166,11 @@ class Accelerator(accelerate.Accelerator):
         return _Loading(dp_shard=self.num_processes // self.cp, cp=self.cp)
 
     def share_mesh_of(self, model: nn.Module) -> None:
-        """Shard the models that come on the mesh of a sharded model, unless there is a mesh already."""
+        """Shard the models that come on the mesh of a sharded model, unless there is a mesh already.
+
+        Raises: ArgumentError for a mesh whose ranks would get wrong batches.
+        """
+        refuse_shared(mesh_of(model), (PP, TP), "Accelerate")
         if not self._mesh:
             self._mesh.append(mesh_of(model))
 

@@ -28,10 +28,11 @@ from torch.optim import Optimizer
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.fabric_checkpoints import FabricCheckpoints
 from fcdp_compile.integrations.optimizer_params import sharded_within
-from fcdp_compile.integrations.options import BACKEND, FcdpOptions
+from fcdp_compile.integrations.options import BACKEND, FcdpOptions, refuse_shared
 from fcdp_compile.params.mesh import make_mesh
+from fcdp_compile.ranks.inner_mesh import CP, PP, TP
 from fcdp_compile.sharding.no_sync import no_sync
-from fcdp_compile.sharding.shard import is_sharded, shard
+from fcdp_compile.sharding.shard import is_sharded, mesh_of, shard
 
 __all__ = ["FcdpOptions", "FcdpStrategy"]
 
@@ -94,6 +95,7 @@ class FcdpStrategy(FabricCheckpoints):
             )
         if is_sharded(module):
             self.fcdp.check_sharded_before()
+            refuse_shared(mesh_of(module), (PP, CP, TP), "Fabric")
         else:
             shard(module, self._mesh, **self.fcdp.shard_arguments())
         return torch.compile(module, **options)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.backend.options import Options
 from fcdp_compile.errors import ArgumentError
@@ -124,3 +125,18 @@ class FcdpOptions:
                     f"FcdpOptions({name}={value!r}) comes too late: the model is sharded already; give it to "
                     "fcdp_compile.shard or make_mesh, or hand over an unsharded model"
                 )
+
+
+def refuse_shared(mesh: DeviceMesh | None, dims: Iterable[str], who: str) -> None:
+    """Refuse a model on a mesh with dimensions that a library's data loaders do not know.
+
+    dims: names of these dimensions.  who: the library.
+
+    Raises: ArgumentError.
+    """
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if found := [name for name in dims if name in names]:
+        raise ArgumentError(
+            f"the model was sharded over a mesh with {found[0]!r}, but {who} would give the ranks of such a "
+            "group different batches; train it in a loop of your own"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,12 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 import fcdp_compile
+from builders_planner import make_profile
+from fcdp_compile import Strategy
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.integrations.accelerate import Accelerator
+from fcdp_compile.planner import Job, estimate, trace
+from fcdp_compile.sharding.shard import state_of
 from tests.distributed.parity import values
 from tests.distributed.ranks import run
 
@@ -324,6 +330,47 @@ def _refusals(mesh: DeviceMesh) -> None:
         "takes Shard of a dimension",
         lambda: fcdp_compile.declare_part(nn.Parameter(torch.ones(2)), whole, Shard(1)),
     )
+
+
+def _bytes(mesh: DeviceMesh) -> tuple[int, int]:
+    """What this rank sends to other nodes in an ordinary step, and its part of the parameters."""
+    torch.manual_seed(0)
+    whole = fcdp_compile.make_mesh(nodes=2, tp=2)
+    model = fcdp_compile.shard(fcdp_compile.tensor_parallel(_llama(), whole), whole)
+    net = torch.compile(model, backend="fcdp", options={"compute": "eager"})
+    optimizer = _optimizer(model)
+    assert whole is not None
+    for step in range(2):
+        net(**_batch(whole.get_local_rank("inter"), step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    parts = sum(math.prod(r.spec.layout.shape) for r in state_of(model).records.values())
+    refused = pytest.raises(ArgumentError, match="sharded over a mesh with 'tp'")
+    with refused:
+        Accelerator(cpu=True).prepare(model)
+    return fcdp_compile.traffic(net).last_step.bytes("inter"), 4 * parts
+
+
+def test_bytes_are_planned() -> None:
+    """The parts of a rank cross twice, as weights and as gradients: counted = formula = plan."""
+
+    def build(batch: int, seq: int) -> tuple[nn.Module, Any]:
+        ids = torch.zeros(batch, seq, dtype=torch.long)
+        return _llama(), {"input_ids": ids, "labels": ids.clone()}
+
+    found = run(_bytes, nodes=2, ranks_per_node=2)
+    agreed = found[0][0] - found[0][1]  # a rank has half of the parts, and sends them twice
+    assert 0 <= agreed < 1024
+    assert [sent - part for sent, part in found] == [agreed] * 4
+    job = Job(profile=make_profile(), nodes=2, ranks_per_node=2, batch=2, tp=2)
+    planned = estimate(trace(build, seq=16, param_dtype=None, tp=2), Strategy.parse("fcdp"), job)
+    assert planned.inter_bytes_per_step == found[0][1] + found[1][1]
+    sent_within = [s.inner_bytes for part in planned.parts for s in part.steps]
+    activations = 2 * 16 * SIZES["hidden_size"] * 4  # bytes of one rank's batch
+    # An all-reduce of 2 ranks sends as much as it reduces: after the embedding, attention and MLP of each
+    # layer, and of the gradients that enter these two and the head; the head gathers its logits.
+    logits = 2 * 16 * VOCABULARY // 2 * 4
+    assert sum(sent_within) >= (1 + 2 * SIZES["num_hidden_layers"]) * activations + logits
 
 
 def test_values_outside_and_refusals() -> None:
