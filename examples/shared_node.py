@@ -1,10 +1,11 @@
-"""Fine-tune a small Llama with LoRA on long sequences that the ranks of a node share.
+"""Fine-tune a small Llama with LoRA where the ranks of a node share sequences (--cp) or parameters (--tp).
 
-    torchrun --standalone --nproc-per-node=4 examples/long_context.py --nodes 2 --cp 2
-    python examples/long_context.py
+    torchrun --standalone --nproc-per-node=4 examples/shared_node.py --nodes 2 --cp 2
+    torchrun --standalone --nproc-per-node=4 examples/shared_node.py --nodes 2 --tp 2
+    python examples/shared_node.py
 
 Nothing is downloaded: the model has random weights and learns the bytes of Python's own modules.  Loss and
-gradients are those of whole sequences; each rank has the activations of a part of them.
+gradients are those of whole sequences and of the whole model.
 """
 
 from __future__ import annotations
@@ -26,20 +27,24 @@ BYTES = 256
 
 def main() -> None:
     """Train, and report the loss, the memory of the plan and the bytes between nodes."""
-    parser = argparse.ArgumentParser(description="LoRA on sequences that ranks share.")
+    parser = argparse.ArgumentParser(description="LoRA where the ranks of a node share work.")
     parser.add_argument("--nodes", type=int, help="nodes (default: torchrun's)")
     parser.add_argument(
         "--cp", type=int, default=1, help="ranks that share a sequence (%(default)s)"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, help="ranks that share each parameter (%(default)s)"
     )
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps (%(default)s)")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
-    mesh = fcdp_compile.make_mesh(args.nodes, cp=args.cp)
+    mesh = fcdp_compile.make_mesh(args.nodes, cp=args.cp, tp=args.tp)
     rank = dist.get_rank() if mesh is not None else 0
 
     torch.manual_seed(0)  # the same weights in every process
     model = get_peft_model(LlamaForCausalLM(config(args.seq_len)), adapters())
+    fcdp_compile.tensor_parallel(model, mesh)
     fcdp_compile.context_parallel(model, mesh)
     fcdp_compile.shard(model, mesh)
     net = torch.compile(model, backend="fcdp")
@@ -48,7 +53,8 @@ def main() -> None:
 
     # Ranks of one group read the same sequences.
     text = corpus()
-    group, groups = rank // args.cp, (mesh.size() if mesh is not None else 1) // args.cp
+    sharing = args.cp * args.tp
+    group, groups = rank // sharing, (mesh.size() if mesh is not None else 1) // sharing
     for step in range(args.steps):
         begin = (step * groups + group) * args.seq_len % (len(text) - args.seq_len)
         ids = text[begin : begin + args.seq_len][None].long()
@@ -57,7 +63,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach() / (groups * args.cp)
+        mean = loss.detach() / (groups * sharing)
         if mesh is not None:
             dist.all_reduce(mean)
         if rank == 0:
