@@ -17,7 +17,7 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.extras import require
 from fcdp_compile.params.inner_cut import declare_part, is_declared
 from fcdp_compile.quantised.formats import FORMATS
-from fcdp_compile.ranks.inner_mesh import tp_mesh_of
+from fcdp_compile.ranks.inner_mesh import CUT, tp_mesh_of
 from fcdp_compile.sharding.shard import is_sharded
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,6 +66,7 @@ def tensor_parallel(model: M, mesh: DeviceMesh | None, *, experts: bool = False)
         more = require("transformers.distributed.expert_parallel", "tensor_parallel")
         more.apply_expert_parallelism(base, tp, tp, expert_rules, ep_implementation="all_reduce")
     base.tie_weights()
+    vars(base)[CUT] = frozenset(name for name, _ in base.named_parameters())
     return model
 
 

@@ -25,6 +25,8 @@ PP, INTER, INTRA, CP, TP = "pp", "inter", "intra", "cp", "tp"
 _NAMES = (PP, INTER, INTRA, CP, TP)
 CONTEXT = "fcdp_context"
 """The attribute of attention modules that know which ranks share sequences."""
+CUT = "fcdp_cut"
+"""The attribute of a model after `tensor_parallel`: the names of the parameters that it had then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

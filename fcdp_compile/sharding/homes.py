@@ -13,7 +13,7 @@ from fcdp_compile.buckets import may_leave
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.registry import STATE_BYTES, ParamSpec
 from fcdp_compile.params.spec import Home
-from fcdp_compile.ranks.inner_mesh import CONTEXT, cp_of
+from fcdp_compile.ranks.inner_mesh import CONTEXT, CUT, cp_of
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.home_nodes import home_nodes
 
@@ -51,6 +51,24 @@ def check_context(root: nn.Module, mesh: DeviceMesh | None) -> None:
             f"mesh has cp={cp_of(mesh)}, but the attention of {type(root).__name__} sees one rank's part of "
             "the sequences; call fcdp_compile.context_parallel first, or make the mesh without cp"
         )
+
+
+def check_cut_models(root: nn.Module) -> None:
+    """Refuse parameters that were added to a model after `tensor_parallel`, such as adapters.
+
+    Nothing cuts them, so each rank of a "tp" group would train other values of what all take for one.
+
+    Raises: ArgumentError.
+    """
+    for module in root.modules():
+        known = vars(module).get(CUT)
+        if known is not None:
+            added = (name for name, _ in module.named_parameters() if name not in known)
+            if (name := next(added, None)) is not None:
+                raise ArgumentError(
+                    f"{type(module).__name__} got parameter {name!r} after fcdp_compile.tensor_parallel; add "
+                    "adapters first, then call tensor_parallel"
+                )
 
 
 def check_offload(offload_params: object) -> None:

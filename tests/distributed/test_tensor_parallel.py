@@ -311,6 +311,8 @@ def _refusals(mesh: DeviceMesh) -> None:
     refused("takes a model of Transformers", lambda: tp(nn.Linear(2, 2), whole))
     refused("2 ranks cannot share 4 query heads and 1 key", lambda: tp(_llama(1), whole))
     refused("cut already; call tensor_parallel once", lambda: tp(tp(_llama(), whole), whole))
+    late = peft.get_peft_model(tp(_llama(), whole), peft.LoraConfig(target_modules=["q_proj"]))
+    refused("after fcdp_compile.tensor_parallel", lambda: fcdp_compile.shard(late, whole))
     refused("it has no experts", lambda: _with_experts(_llama(), whole))
     refused("is a DTensor already", lambda: fcdp_compile.shard(tp(_llama(), whole), mesh))
     other = parallelize_module(Stack(), mesh["inter"], {"blocks.*.up": ColwiseParallel()})
