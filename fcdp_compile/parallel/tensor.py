@@ -120,6 +120,8 @@ def _applied(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, st
 
 def _computing(name: str, module: Any, style: str) -> list[str]:
     """The names of the layers that compute for a module with this style: several if it has adapters."""
+    if isinstance(copies := getattr(module, "modules_to_save", None), nn.ModuleDict):
+        return [f"{name}.original_module", *(f"{name}.modules_to_save.{key}" for key in copies)]
     if not isinstance(getattr(module, "base_layer", None), nn.Module):
         return [name]
     side = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)

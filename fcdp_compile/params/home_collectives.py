@@ -50,8 +50,11 @@ def reduced(
     if (every := all_ranks_of(mesh)) is not None:
         nodes = mesh.size(mesh.ndim - 1)
         every.sent_bytes += sum(2 * t.numel() * t.itemsize for t in parts) * (nodes - 1) // nodes
-        if len(set(placements)) == 1:
-            reducing, placements = every.mesh, placements[:1]
+        flat, rest = every.mesh, placements
+        if mesh.ndim > 2 and placements[0].is_replicate():  # every rank of "tp" has the value
+            flat, rest = every.data, placements[1:]
+        if len(set(rest)) == 1:
+            reducing, placements = flat, rest[:1]
     packed = torch.cat([t.detach().reshape(-1) for t in parts])
     pending = DTensor.from_local(packed, reducing, placements, run_check=False)
     with naming_ranks_lost_in(mesh, parts[0]):

@@ -237,11 +237,11 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
         is_fake = dist.get_backend() == "fake"
         control = None if is_fake else group_of(ranks, timeout, cpu_backend())
         own_inter, own_intra = (_own(g, mesh.device_type, timeout) for g in (inter, intra))
-        every = _keep_all_ranks(home_mesh, intra, timeout)
+        every = _keep_all_ranks(home_mesh, ranks, intra, timeout)
         everyone = control
         if control is not None and tp is not None:
             everyone = group_of(sorted(home_mesh.mesh.flatten().tolist()), timeout, cpu_backend())
-    roll_call.covers([inter, intra, own_inter, own_intra, control, every, everyone])
+    roll_call.covers([inter, intra, own_inter, own_intra, control, *every, everyone])
     return Topology(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -292,13 +292,15 @@ def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dis
 
 @dataclass(slots=True, kw_only=True)
 class AllRanks:
-    """The mesh of one dimension over all ranks of a home mesh, for reductions of DTensors.
+    """Meshes of one dimension, for reductions of DTensors on a home mesh.
 
+    mesh: over all ranks.  data: over those with this rank's place in "tp".
     sent_bytes: how much each node has sent to others for ops of DTensors.  The Python thread communicates in
     the mesh's group ([Note: groups of our own]).
     """
 
     mesh: DeviceMesh
+    data: DeviceMesh
     sent_bytes: int = 0
 
 
@@ -312,17 +314,24 @@ _all_ranks: dict[int, AllRanks] = {}
 
 
 def _keep_all_ranks(
-    home_mesh: DeviceMesh, intra: dist.ProcessGroup, timeout: timedelta | None
-) -> dist.ProcessGroup:
+    home_mesh: DeviceMesh, data: list[int], intra: dist.ProcessGroup, timeout: timedelta | None
+) -> list[dist.ProcessGroup]:
+    """Make the flat meshes of a home mesh.  data: the ranks of this rank's data mesh."""
     ranks = sorted(home_mesh.mesh.flatten().tolist())
-    group = dist.group.WORLD
-    if len(ranks) < dist.get_world_size():
-        group = group_of(ranks, timeout, dist.get_backend(intra))
-    assert group is not None, "a mesh has process groups"
-    flat = DeviceMesh.from_group(group, home_mesh.device_type, mesh_dim_names=("all",))
-    _all_ranks[id(home_mesh)] = AllRanks(mesh=flat)
+    groups = [
+        dist.group.WORLD
+        if len(some) == dist.get_world_size()
+        else group_of(some, timeout, dist.get_backend(intra))
+        for some in ([ranks] if len(data) == len(ranks) else [ranks, sorted(data)])
+    ]
+    flat = [
+        DeviceMesh.from_group(group, home_mesh.device_type, mesh_dim_names=("all",))
+        for group in groups
+        if group is not None
+    ]
+    _all_ranks[id(home_mesh)] = AllRanks(mesh=flat[0], data=flat[-1])
     weakref.finalize(home_mesh, _all_ranks.pop, id(home_mesh), None).atexit = False
-    return group
+    return [group for group in groups if group is not None]
 
 
 def _data_ranks(topology: Topology) -> Tensor:

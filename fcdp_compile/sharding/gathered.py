@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.inner_cut import InnerTensor, local_part
+from fcdp_compile.params.mesh import everyone_ranks
 from fcdp_compile.params.packing import rows_of
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
@@ -89,7 +90,7 @@ def _chosen(
     names = "\n".join(r.spec.name for r in found)
     digest = hashlib.sha256(names.encode()).hexdigest()
     text = str(problem) if problem else f"{len(found)} parameters, {writeback=} ({digest[:8]})"
-    texts = state.collectives.exchange_texts(text)
+    texts = state.collectives.exchange_texts(text, state.topology.everyone)
     if problem is not None:
         raise problem
     if other := first_other(texts):
@@ -210,7 +211,7 @@ class _Block:
             raise FcdpError(problem)
 
         with suppress(FcdpError):
-            together(self._state.topology.control, raise_it)
+            together(self._state.topology.everyone, raise_it)
 
     def finish(self, found: list[list[Tensor | None]]) -> None:
         """Compare the values at the end of the block with the other ranks', and write changed values back."""
@@ -220,10 +221,11 @@ class _Block:
             for was, now in zip(self._inside, found, strict=True):
                 left.append(_left(was, now))
 
-        together(self._state.topology.control, look)
+        together(self._state.topology.everyone, look)
         changed = [one.mark != was.mark for one, was in zip(left, self._inside, strict=True)]
         words = [one.mark for one in left] + [int(c) for c in changed]
-        rows = self._state.collectives.agree(words) if left else []
+        group = self._state.topology.everyone
+        rows = self._state.collectives.agree(words, group=group) if left else []
         changed = [any(row[len(left) + i] for row in rows) for i in range(len(left))]
         for i, was in enumerate(self._inside):
             if changed[i] and not self._writeback:
@@ -233,12 +235,21 @@ class _Block:
                     "within the block"
                 )
             # If a strategy shards within nodes, the copies of different nodes may differ by rounding.
-            if changed[i] and len({row[i] for row in rows}) > 1:
+            if changed[i] and self._differs(was.record, [row[i] for row in rows]):
                 raise FcdpError(
                     f"ranks have written different values to parameter {was.record.spec.name!r} within "
                     "fcdp_compile.gathered, so nothing was written back; write the same on every rank"
                 )
         self._write(left, changed)
+
+    def _differs(self, record: ParamRecord, marks: list[int]) -> bool:
+        """Whether ranks that have the same values have other marks now.  marks: of all ranks."""
+        inner = record.spec.inner
+        alike: dict[int, set[int]] = {}
+        for (_, _, index), rank in everyone_ranks(self._state.topology).items():
+            is_cut = inner is not None and inner.dim is not None
+            alike.setdefault(index if is_cut else 0, set()).add(marks[rank])
+        return any(len(found) > 1 for found in alike.values())
 
     def _write(self, left: list[_Left], changed: list[bool]) -> None:
         written = []

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fcdp_compile.buckets import may_leave, with_home
 from fcdp_compile.devices import Device, current_device, device_of
@@ -326,7 +327,10 @@ def _home_shard(
         home.held.copy_(local)
     _keep_marks(parameter, home)
     if parameter.grad is not None:
-        grad = _part(local_part(parameter.grad), layout, where, device)
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
+            grad = grad.redistribute(placements=parameter.placements)
+        grad = _part(local_part(grad), layout, where, device)
         home.grad = HomeShard.of(grad, spec, topology.home_mesh, requires_grad=False)
     return cast(nn.Parameter, home)  # isinstance agrees (HomeShard._is_param)
 

@@ -307,7 +307,7 @@ def _fcdp_refuse_new_parameters(root: nn.Module) -> None:
     whole = {model.spec(key).name for key in model.whole}
     for name, parameter in root.named_parameters():
         is_known = key_of(parameter) is not None or isinstance(parameter, DTensor)
-        if model.topology.ranks == 1:  # functional_call replaces parameters by tensors
+        if model.topology.home_mesh is None:  # functional_call replaces parameters by tensors
             is_known |= not isinstance(parameter, nn.Parameter)
         if not (is_known or is_ignored(parameter) or name in whole):
             raise UnshardedParameterError(
