@@ -157,6 +157,6 @@ def test_what_muon_does_not_take(params: list[Any], options: Any, problem: str) 
 
 def test_torch_without_rules_for_home_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "calls_dispatch_of_subclasses", lambda: False)
-    refusals.check_home_nodes([])
+    refusals.check_home_nodes([], None)
     with pytest.raises(ArgumentError, match=r"'matrix' needs torch 2.12 or newer, not 2"):
-        refusals.check_home_nodes([nn.Parameter(torch.ones(2, 2))])
+        refusals.check_home_nodes([nn.Parameter(torch.ones(2, 2))], None)

@@ -92,6 +92,18 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep all activations; by default each layer's are recomputed in the backward",
     )
+    _add_inner_arguments(parser)
+    parser.add_argument(
+        "--strategy",
+        type=strategies,
+        default=(),
+        metavar="a,b,c",
+        help="only these strategies, with or without modifiers: zero3,fcdp+w8 (default: all that "
+        "behave differently for this job)",
+    )
+
+
+def _add_inner_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (("cp", "sequence"), ("tp", "parameter")):
         parser.add_argument(
             f"--{name}",
@@ -101,14 +113,6 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"how many ranks of a node share each {what}; several numbers are all planned: 1,2,4 "
             "(default: 1)",
         )
-    parser.add_argument(
-        "--strategy",
-        type=strategies,
-        default=(),
-        metavar="a,b,c",
-        help="only these strategies, with or without modifiers: zero3,fcdp+w8 (default: all that "
-        "behave differently for this job)",
-    )
 
 
 def whole(text: str) -> int:

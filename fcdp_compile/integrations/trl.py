@@ -66,9 +66,8 @@ class SFTTrainer(SequenceMixin, FcdpMixin, trl.SFTTrainer):
         if cp > 1 and self._total_train_tokens > before:  # TRL has counted those of one row's part
             mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
             count = positions.size(1) if mask is None else mask.sum()
-            everywhere = self.accelerator.gather_for_metrics(
-                torch.as_tensor(count).to(found.device)
-            )
+            counted = torch.as_tensor(count, device=found.device)
+            everywhere = self.accelerator.gather_for_metrics(counted)
             self._total_train_tokens = before + int(everywhere.sum()) // cp
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return found

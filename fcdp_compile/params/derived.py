@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_collectives import part_of
 from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.mesh import all_ranks_of
+from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.torch_compat import tree_leaves, tree_map_only, without_torch_function
 
 

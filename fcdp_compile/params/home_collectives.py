@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fcdp_compile.params.layout import rows_of_part
-from fcdp_compile.params.mesh import all_ranks_of
+from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
 from fcdp_compile.torch_compat import NodeShard, matrices_in
 

@@ -47,8 +47,8 @@ from fcdp_compile.params.local_ops import (
     mapped,
     run_locally,
 )
-from fcdp_compile.params.mesh import all_ranks_of
 from fcdp_compile.params.seal import Seal
+from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.torch_compat import (
     storage_id,
     takes_plain_tensors,

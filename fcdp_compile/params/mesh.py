@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fcdp_compile.devices import are_on_stream, choose_device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.spec import Home
+from fcdp_compile.ranks.flat_meshes import keep_all_ranks
 from fcdp_compile.ranks.inner_mesh import INTER, INTRA, TP, inner_of, mesh_of_ranks
 from fcdp_compile.ranks.lost_ranks import RollCall, naming_lost_ranks
 from fcdp_compile.ranks.node_count import agreed_nodes
@@ -237,7 +238,7 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
         is_fake = dist.get_backend() == "fake"
         control = None if is_fake else group_of(ranks, timeout, cpu_backend())
         own_inter, own_intra = (_own(g, mesh.device_type, timeout) for g in (inter, intra))
-        every = _keep_all_ranks(home_mesh, ranks, intra, timeout)
+        every = keep_all_ranks(home_mesh, ranks, intra, timeout)
         everyone = control
         if control is not None and tp is not None:
             everyone = group_of(sorted(home_mesh.mesh.flatten().tolist()), timeout, cpu_backend())
@@ -288,50 +289,6 @@ def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dis
         group = group_of(ranks, topology.timeout, backend)
     topology.roll_call.covers([group])
     return group
-
-
-@dataclass(slots=True, kw_only=True)
-class AllRanks:
-    """Meshes of one dimension, for reductions of DTensors on a home mesh.
-
-    mesh: over all ranks.  data: over those with this rank's place in "tp".
-    sent_bytes: how much each node has sent to others for ops of DTensors.  The Python thread communicates in
-    the mesh's group ([Note: groups of our own]).
-    """
-
-    mesh: DeviceMesh
-    data: DeviceMesh
-    sent_bytes: int = 0
-
-
-def all_ranks_of(home_mesh: DeviceMesh) -> AllRanks | None:
-    """All ranks of a home mesh; None for any other mesh."""
-    return _all_ranks.get(id(home_mesh))
-
-
-_all_ranks: dict[int, AllRanks] = {}
-"""The mesh over all ranks of each live home mesh, by the home mesh's id."""
-
-
-def _keep_all_ranks(
-    home_mesh: DeviceMesh, data: list[int], intra: dist.ProcessGroup, timeout: timedelta | None
-) -> list[dist.ProcessGroup]:
-    """Make the flat meshes of a home mesh.  data: the ranks of this rank's data mesh."""
-    ranks = sorted(home_mesh.mesh.flatten().tolist())
-    groups = [
-        dist.group.WORLD
-        if len(some) == dist.get_world_size()
-        else group_of(some, timeout, dist.get_backend(intra))
-        for some in ([ranks] if len(data) == len(ranks) else [ranks, sorted(data)])
-    ]
-    flat = [
-        DeviceMesh.from_group(group, home_mesh.device_type, mesh_dim_names=("all",))
-        for group in groups
-        if group is not None
-    ]
-    _all_ranks[id(home_mesh)] = AllRanks(mesh=flat[0], data=flat[-1])
-    weakref.finalize(home_mesh, _all_ranks.pop, id(home_mesh), None).atexit = False
-    return [group for group in groups if group is not None]
 
 
 def _data_ranks(topology: Topology) -> Tensor:

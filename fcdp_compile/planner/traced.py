@@ -172,7 +172,6 @@ def trace(
             tensor_parallel(model, mesh)
             context_parallel(model, mesh)
             inputs = first_part(inputs, cp)
-        # A strategy is chosen for each plan; copies of fake tensors would only cost time.
         shard(model, mesh, param_dtype=param_dtype, strategy="fcdp" if mesh is None else "zero3")
         graphs = _graphs_of(model, inputs, note)
     records = state_of(model).records.values()

@@ -41,8 +41,11 @@ def home_nodes_of(matrices: Sequence[nn.Parameter], nodes: int) -> dict[nn.Param
     return dict(zip(matrices, home_nodes(sizes, nodes), strict=True))
 
 
-def check_context(root: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Refuse a mesh whose ranks share sequences for a model that does not know it.
+def check_inner_dims(root: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Refuse a model that does not fit a mesh whose ranks share sequences or parameters.
+
+    The model must know that ranks share sequences.  Parameters that were added after `tensor_parallel`, such
+    as adapters, are cut by nobody: each rank would train other values of what all take for one.
 
     Raises: ArgumentError.
     """
@@ -51,15 +54,6 @@ def check_context(root: nn.Module, mesh: DeviceMesh | None) -> None:
             f"mesh has cp={cp_of(mesh)}, but the attention of {type(root).__name__} sees one rank's part of "
             "the sequences; call fcdp_compile.context_parallel first, or make the mesh without cp"
         )
-
-
-def check_cut_models(root: nn.Module) -> None:
-    """Refuse parameters that were added to a model after `tensor_parallel`, such as adapters.
-
-    Nothing cuts them, so each rank of a "tp" group would train other values of what all take for one.
-
-    Raises: ArgumentError.
-    """
     for module in root.modules():
         known = vars(module).get(CUT)
         if known is not None:

@@ -37,8 +37,7 @@ from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import adapted, assign, chosen_strategy
 from fcdp_compile.sharding.gpus import agree_on_gpus
 from fcdp_compile.sharding.homes import (
-    check_context,
-    check_cut_models,
+    check_inner_dims,
     check_offload,
     fills,
     home_nodes_of,
@@ -110,8 +109,7 @@ def shard(
     """
     check_offload(offload_params)
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
-    check_context(root, mesh)
-    check_cut_models(root)
+    check_inner_dims(root, mesh)
     given, mesh = mesh, None if mesh is None else data_mesh(mesh)
     chosen = chosen_strategy(strategy, reshard_after_forward)
     ignored = ignore(root, ignored_params)

@@ -31,7 +31,8 @@ from torch.optim import (
 )
 
 from fcdp_compile.params.home_shard import HomeShard
-from fcdp_compile.params.mesh import Topology, all_ranks_of
+from fcdp_compile.params.mesh import Topology
+from fcdp_compile.ranks.flat_meshes import all_ranks_of
 
 log = logging.getLogger(__name__)
 
