@@ -54,7 +54,8 @@ def check_inner_dims(root: nn.Module, mesh: DeviceMesh | None) -> None:
             f"mesh has cp={cp_of(mesh)}, but the attention of {type(root).__name__} sees one rank's part of "
             "the sequences; call fcdp_compile.context_parallel first, or make the mesh without cp"
         )
-    for module in root.modules():
+    modules = root.modules() if isinstance(root, nn.Module) else ()  # check_model will raise
+    for module in modules:
         known = vars(module).get(CUT)
         if known is not None:
             added = (name for name, _ in module.named_parameters() if name not in known)
