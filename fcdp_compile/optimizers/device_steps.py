@@ -86,7 +86,9 @@ class DeviceSteps:
             bucket, pending = loading
             on_device = None if pending is None else pending.wait()
             del loading, pending
-            self._storing = self._step_one(optimizer, bucket, on_device)
+            stored = self._step_one(optimizer, bucket, on_device)
+            if stored is not None:  # its lane runs in order, so waiting for it waits for the stores before
+                self._storing = stored
 
     def _step_one(
         self, optimizer: Optimizer, bucket: StateBucket, memory: Tensor | None
