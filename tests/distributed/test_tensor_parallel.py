@@ -182,6 +182,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Cut]] = {
     "full": (_llama, fcdp_compile.tensor_parallel),
     "tied": (lambda: _llama(tie_word_embeddings=True), fcdp_compile.tensor_parallel),
     "LoRA": (_lora, fcdp_compile.tensor_parallel),
+    "LoRA and a head": (
+        lambda: _lora(modules_to_save=["lm_head"]),
+        fcdp_compile.tensor_parallel,
+    ),
     "checkpointing": (_checkpointed, fcdp_compile.tensor_parallel),
     "norms of heads": (_qwen3, fcdp_compile.tensor_parallel),
     "mixture": (_mixtral, fcdp_compile.tensor_parallel),

@@ -44,11 +44,8 @@ def mark_of_all(parts: Iterable[int]) -> int:
 
 def _places(here: Tensor, whole_shape: Sequence[int], box: Box) -> Tensor:
     """Return the places in the whole parameter of the elements at places `here` of a block."""
-    begin, stride, runs = (
-        0,
-        1,
-        [(1, 1)],
-    )  # runs: dimensions that are in a row in memory count as one
+    begin, stride = 0, 1
+    runs = [(1, 1)]  # lengths and strides; dimensions that are in a row in memory count as one
     for size, at, count in reversed(list(zip(whole_shape, box.at, box.shape, strict=True))):
         length, of = runs[-1]
         if length * of == stride or length == 1:
