@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fcdp_compile
-
-BYTES = 256
+from corpus import BYTE_VOCABULARY, MIB, base_text
 
 
 def main() -> None:
@@ -52,7 +50,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
 
     # Ranks of one group read the same sequences.
-    text = corpus()
+    text = torch.frombuffer(
+        bytearray(base_text(seed=0, limit_bytes=MIB).encode()), dtype=torch.uint8
+    )
     sharing = args.cp * args.tp
     group, groups = rank // sharing, (mesh.size() if mesh is not None else 1) // sharing
     for step in range(args.steps):
@@ -80,7 +80,7 @@ def main() -> None:
 def config(length: int) -> LlamaConfig:
     """A small Llama."""
     return LlamaConfig(
-        vocab_size=BYTES,
+        vocab_size=BYTE_VOCABULARY,
         hidden_size=128,
         intermediate_size=344,
         num_hidden_layers=4,
@@ -96,13 +96,6 @@ def adapters() -> LoraConfig:
     return LoraConfig(
         r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"
     )
-
-
-def corpus() -> torch.Tensor:
-    """The bytes of some modules of Python."""
-    folder = Path(argparse.__file__).parent
-    parts = [path.read_bytes() for path in sorted(folder.glob("*.py"))[:60]]
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from fcdp_compile.runtime.parameters.unset import Unset
 from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
 from fcdp_compile.runtime.parameters.validity import Validity
 from fcdp_compile.runtime.seams import Seams
+from fcdp_compile.runtime.shared_batches import SharedBatches
 from fcdp_compile.strategy.gathering import Algorithm
 from fcdp_compile.torch_compat import backward_number
 
@@ -82,6 +83,7 @@ class ShardedModel:
         self.accumulation = self._accumulation()
         self.outside = self._outside_reads()
         self.seams = self._seams()
+        self.batches = SharedBatches(topology, self.collectives)
         # Keys of parameters that an optimizer has stepped although their backward may still run.
         self.stepped: set[str] = set()
         self.drains = Drains(device)

@@ -77,9 +77,11 @@ class CompiledPlan:
 
         others: the names of the parameters in whose places `args` has other values than the model's own.
 
-        Raises: PlanMismatchError if another rank is about to run another plan.
+        Raises: PlanMismatchError if another rank is about to run another plan; ArgumentError if ranks that
+        share parameters have other batches.
         """
         model = self.living_model()
+        model.batches.compare(direction, args)
         model.refuse_stepped(self.shards.get(direction, ()))
         accumulates = direction is Direction.FORWARD and model.accumulation.is_on
         self._accumulates = accumulates

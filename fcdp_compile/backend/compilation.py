@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
@@ -112,8 +112,17 @@ class _Compilation:
             decompositions=self._compute.decompositions(),
             keep_inference_input_mutations=True,
         )
-        with without_code():
-            compiled: Callable[..., Any] = compiler(gm, example_inputs)
+        try:
+            with without_code():
+                compiled: Callable[..., Any] = compiler(gm, example_inputs)
+        except RecursionError as error:
+            if not any(isinstance(value, SymInt) for value in example_inputs):
+                raise
+            raise FcdpError(
+                "torch cannot trace this model with sizes that vary, such as linear layers of DTensors "
+                "(parallelize_module); pad batches to one length and call torch.compile with dynamic=False, "
+                "or cut the model with fcdp_compile.tensor_parallel"
+            ) from error
         return compiled
 
     # --- planning: no communication, nothing runs ---------------------------------------------------------

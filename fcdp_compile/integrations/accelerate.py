@@ -23,7 +23,7 @@ from typing import Any
 import accelerate
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, DynamoBackend, gather_object, recursively_apply
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -35,10 +35,11 @@ from fcdp_compile.integrations.generation import generate_together
 from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions, refuse_shared
 from fcdp_compile.parallel.context import context_parallel
+from fcdp_compile.parallel.tensor import is_cut, tensor_parallel
 from fcdp_compile.params.home_shard import REPLACED
 from fcdp_compile.params.mesh import make_mesh, process_count
 from fcdp_compile.pretrained.exporting.export import save_pretrained
-from fcdp_compile.ranks.inner_mesh import PP, TP, cp_of
+from fcdp_compile.ranks.inner_mesh import PP, cp_of, tp_of
 from fcdp_compile.sharding.no_sync import no_sync
 from fcdp_compile.sharding.shard import is_sharded, mesh_of, model_of, shard
 from fcdp_compile.torch_compat import own_recompiles
@@ -54,7 +55,7 @@ class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` on fcdp: `prepare` shards each model and compiles it with backend "fcdp".
 
     fcdp: the options; by default strategy "fcdp" on torchrun's nodes.  mode: as `torch.compile` takes it.
-    parallelism_config: Accelerate's; cp_size or sp_size means `FcdpOptions(cp=…)`.
+    parallelism_config: Accelerate's; cp_size or sp_size means `FcdpOptions(cp=…)`, tp_size means `tp=…`.
 
     An optimizer is prepared together with its model, or built after the model is prepared.  A model that is
     prepared with evaluation_mode=True, such as a reference, a teacher or a reward model, is frozen, so its
@@ -121,13 +122,15 @@ class Accelerator(accelerate.Accelerator):
         if not is_sharded(root):
             _refuse_shared(root)
             options = self.fcdp.of_companions() if evaluation_mode else self.fcdp
+            if not is_cut(root):
+                tensor_parallel(root, self.mesh)
             context_parallel(root, self.mesh)
             with _frozen(root) if evaluation_mode else nullcontext():
                 shard(root, self.mesh, **options.shard_arguments())
             _sharded_with[root] = self.fcdp.sharding()
         elif is_new:
             if not evaluation_mode and _sharded_with.get(root) != self.fcdp.sharding():
-                self.fcdp.check_sharded_before(cp_of(mesh_of(root)))
+                self.fcdp.check_sharded_before(mesh_of(root))
             self.share_mesh_of(root)
         if not evaluation_mode:
             _unfreeze(root)
@@ -151,7 +154,7 @@ class Accelerator(accelerate.Accelerator):
         """The mesh of all models: of the first one that was sharded before, or made from the options."""
         # Once, also for the models that a Trainer's model_init makes: torch never frees a mesh's groups.
         if not self._mesh:
-            self._mesh.append(make_mesh(self.fcdp.nodes, cp=self.fcdp.cp))
+            self._mesh.append(make_mesh(self.fcdp.nodes, cp=self.fcdp.cp, tp=self.fcdp.tp))
         return self._mesh[0]
 
     @property
@@ -159,18 +162,43 @@ class Accelerator(accelerate.Accelerator):
         """How many ranks share a sequence."""
         return cp_of(self.mesh)
 
+    @property
+    def tp(self) -> int:
+        """How many ranks share each parameter."""
+        return tp_of(self.mesh)
+
+    @property
+    def sharers(self) -> int:
+        """How many ranks, one after the other, get the same batches."""
+        return self.cp * self.tp
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `accelerate.Accelerator.prepare_data_loader`; ranks that share work get the same batches.
+
+        Raises: ArgumentError for dispatch_batches=True with such ranks.
+        """
+        settings = self.dataloader_config
+        if self.sharers > 1 and settings.dispatch_batches is not False:
+            if settings.dispatch_batches:
+                raise ArgumentError(
+                    "dispatch_batches=True would give ranks that share sequences or parameters (cp, tp) "
+                    "different batches; leave it out, and each rank reads its own"
+                )
+            settings.dispatch_batches = False
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
     def _prepare_device_mesh(self) -> Any:
-        """What Accelerate's data loaders ask: ranks that share sequences get the same batches."""
-        if self.cp == 1:
+        """What Accelerate's data loaders ask: ranks that share work get the same batches."""
+        if self.sharers == 1:
             return super()._prepare_device_mesh()
-        return _Loading(dp_shard=self.num_processes // self.cp, cp=self.cp)
+        return _Loading(dp_shard=self.num_processes // self.sharers, cp=self.sharers)
 
     def share_mesh_of(self, model: nn.Module) -> None:
         """Shard the models that come on the mesh of a sharded model, unless there is a mesh already.
 
         Raises: ArgumentError for a mesh whose ranks would get wrong batches.
         """
-        refuse_shared(mesh_of(model), (PP, TP), "Accelerate")
+        refuse_shared(mesh_of(model), (PP,), "Accelerate")
         if not self._mesh:
             self._mesh.append(mesh_of(model))
 
@@ -201,15 +229,24 @@ class Accelerator(accelerate.Accelerator):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `accelerate.Accelerator.gather_for_metrics`; `cp` ranks have parts of the same samples."""
-        if self.cp == 1:
+        """As `accelerate.Accelerator.gather_for_metrics`.
+
+        `cp` ranks have parts of the same samples; of `tp` ranks, which have the same values, one is asked.
+        """
+        if self.sharers == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
-        found = gather_object(input_data) if use_gather_object else self.gather(input_data)
+        # The last batch is filled up with samples that came before.
         left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
-        if left <= 0:
-            return found
-        kept = slice(left * self.cp)  # the last batch is filled up with samples that came before
-        return found[kept] if use_gather_object else recursively_apply(lambda t: t[kept], found)
+        kept = slice(left * self.cp if left > 0 else None)
+        if use_gather_object:
+            is_asked = self.process_index % self.tp == 0
+            return gather_object(input_data if is_asked else [])[kept]
+
+        def of_one(gathered: Tensor) -> Tensor:
+            by_rank: Tensor = gathered.unflatten(0, (self.num_processes, -1))
+            return by_rank[:: self.tp].flatten(0, 1)[kept]
+
+        return recursively_apply(of_one, self.gather(input_data))
 
     # --- saving -------------------------------------------------------------------------------------------
 

@@ -55,10 +55,11 @@ class FcdpStrategy(FabricCheckpoints):
                 "it does not wrap the model in that; leave it out, or give FcdpOptions"
             )
         self.fcdp = fcdp or FcdpOptions()
-        if self.fcdp.cp != 1:
+        if self.fcdp.sharers != 1:
             raise ArgumentError(
-                f"Fabric's loaders do not know ranks that share sequences; FcdpOptions(cp={self.fcdp.cp}) is "
-                "for integrations.transformers.Trainer and integrations.accelerate.Accelerator"
+                "Fabric's loaders do not know ranks that get the same batches; "
+                f"FcdpOptions(cp={self.fcdp.cp}, tp={self.fcdp.tp}) is for "
+                "integrations.transformers.Trainer and integrations.accelerate.Accelerator"
             )
         self._backward_sync_control = _NoSync()  # type: ignore[assignment]  # its class is private
         # Who installs `lightning` has Fabric twice, as two packages with different classes.
@@ -94,7 +95,7 @@ class FcdpStrategy(FabricCheckpoints):
                 "leave torch.compile out, and give its options to FcdpOptions"
             )
         if is_sharded(module):
-            self.fcdp.check_sharded_before()
+            self.fcdp.check_sharded_before(mesh_of(module))
             refuse_shared(mesh_of(module), (PP, CP, TP), "Fabric")
         else:
             shard(module, self._mesh, **self.fcdp.shard_arguments())

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fcdp_compile.backend.options import Options
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.mesh import process_count
+from fcdp_compile.ranks.inner_mesh import cp_of, tp_of
 from fcdp_compile.strategy import Strategy
 
 BACKEND = "fcdp"
@@ -23,8 +24,9 @@ class FcdpOptions:
     """How an integration shards and compiles the models that it is given.
 
     strategy, param_dtype, reduce_dtype, gradient_on, module_strategies: as `fcdp_compile.shard` takes them.
-    nodes, cp: as `fcdp_compile.make_mesh` does; by default torchrun's nodes.  With cp > 1, models get
-    `fcdp_compile.context_parallel`.  dynamic: as `torch.compile` does.
+    nodes, cp, tp: as `fcdp_compile.make_mesh` does; by default torchrun's nodes.  With cp > 1, models get
+    `fcdp_compile.context_parallel`, with tp > 1, `fcdp_compile.tensor_parallel`.
+    dynamic: as `torch.compile` takes it.
     options: the backend's options, `torch.compile(…, backend="fcdp", options=…)`.
     companion_strategy: of models that are only evaluated, such as a reference, a teacher or a reward model;
     by default `strategy`.
@@ -39,6 +41,7 @@ class FcdpOptions:
     strategy: str | Strategy = "fcdp"
     nodes: int | None = None
     cp: int = 1
+    tp: int = 1
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     gradient_on: str | None = None
@@ -64,30 +67,40 @@ class FcdpOptions:
     def with_parallelism(self, config: Any) -> FcdpOptions:
         """These options with the sizes of a `ParallelismConfig` of Accelerate, or without if it is None.
 
-        cp_size and sp_size mean `cp`; dp_shard_size may be ranks / cp.
+        cp_size and sp_size mean `cp`, tp_size means `tp`; dp_shard_size may be ranks / (cp * tp).
 
-        Raises: ArgumentError for other sizes and for a `cp` that contradicts them.
+        Raises: ArgumentError for other sizes and for a `cp` or `tp` that contradicts them.
         """
         if config is None:
             return self
-        cp = max(config.cp_size, config.sp_size)  # Accelerate lets one of them be more than 1
-        if cp > 1 < self.cp != cp:
-            name = "cp_size" if config.cp_size > 1 else "sp_size"
-            raise ArgumentError(
-                f"parallelism_config has {name}={cp}, but FcdpOptions has cp={self.cp}; give one of them"
-            )
-        cp = max(cp, self.cp)
-        apart = max(1, process_count() // cp)
+        of_cp = (
+            "cp_size" if config.cp_size > 1 else "sp_size"
+        )  # Accelerate lets one of them be more than 1
+        sizes = {}
+        for mine, theirs in (("cp", of_cp), ("tp", "tp_size")):
+            size, own = getattr(config, theirs), getattr(self, mine)
+            if size > 1 < own != size:
+                raise ArgumentError(
+                    f"parallelism_config has {theirs}={size}, but FcdpOptions has {mine}={own}; give one of "
+                    "them"
+                )
+            sizes[mine] = max(size, own)
+        merged = replace(self, **sizes)
+        apart = max(1, process_count() // merged.sharers)
         for name, size, why in (
-            ("tp_size", 1, "there is no tensor parallelism"),
             ("dp_replicate_size", 1, "FcdpOptions(strategy=…) says how far models are sharded"),
-            ("dp_shard_size", apart, f"ranks / cp is {apart}"),
+            ("dp_shard_size", apart, f"ranks / (cp * tp) is {apart}"),
         ):
             if (given := getattr(config, name)) not in (1, size):
                 raise ArgumentError(
                     f"parallelism_config has {name}={given}, but {why}; set it to {size}, or leave it out"
                 )
-        return replace(self, cp=cp)
+        return merged
+
+    @property
+    def sharers(self) -> int:
+        """How many ranks get the same batches."""
+        return self.cp * self.tp
 
     def of_companions(self) -> FcdpOptions:
         """The options of models that are only evaluated."""
@@ -109,18 +122,17 @@ class FcdpOptions:
 
     def sharding(self) -> dict[str, Any]:
         """The options that come too late for a sharded model, by name."""
-        return {"nodes": self.nodes, "cp": self.cp, **self.shard_arguments()}
+        return {"nodes": self.nodes, "cp": self.cp, "tp": self.tp, **self.shard_arguments()}
 
-    def check_sharded_before(self, cp: int = 1) -> None:
-        """Refuse options that come too late for a model that its owner has sharded.
-
-        cp: how many ranks share a sequence on its mesh.
+    def check_sharded_before(self, mesh: DeviceMesh | None) -> None:
+        """Refuse options that come too late for a model that its owner has sharded over a mesh.
 
         Raises: ValueError.
         """
         defaults = {f.name: f.default for f in fields(self)}
+        of_mesh = {"cp": cp_of(mesh), "tp": tp_of(mesh)}
         for name, value in self.sharding().items():
-            if value != defaults[name] and (name, value) != ("cp", cp):
+            if value not in (defaults[name], of_mesh.get(name)):
                 raise ArgumentError(
                     f"FcdpOptions({name}={value!r}) comes too late: the model is sharded already; give it to "
                     "fcdp_compile.shard or make_mesh, or hand over an unsharded model"

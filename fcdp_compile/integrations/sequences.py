@@ -33,16 +33,6 @@ class SequenceMixin(_Base):
         """How many ranks share a sequence; the Trainer counts batches and targets by this."""
         return self.accelerator.cp
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """This rank's part of the operations of a batch."""
-        return super().floating_point_ops(inputs) // self.accelerator.cp
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
-        added = self.state.num_input_tokens_seen - before  # by all ranks
-        self.state.num_input_tokens_seen = before + added // self.accelerator.cp
-
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss of this rank's part of the sequences."""
         if self.accelerator.cp > 1:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -73,6 +73,10 @@ class FcdpMixin(TrainerCheckpoints):
     to step (`trainer_options`), and for a model within the wrapper of torch.compile.
     """
 
+    accelerator: Accelerator
+    samples: ClassVar[bool] = False
+    """Whether each rank makes batches of its own, as those do that learn from what the model generates."""
+
     def __init__(self, *args: Any, fcdp: FcdpOptions | None = None, **kwargs: Any) -> None:
         self.fcdp = fcdp or FcdpOptions()
         self._prepared: nn.Module | None = None
@@ -89,6 +93,11 @@ class FcdpMixin(TrainerCheckpoints):
                 "over the model itself, and the Trainer compiles it"
             )
         self.fcdp = self.fcdp.with_parallelism(self.args.parallelism_config)
+        if self.fcdp.tp != 1 and self.samples:
+            raise ArgumentError(
+                f"{type(self).__name__} samples its batches on each rank, so ranks cannot share parameters "
+                f"(tp={self.fcdp.tp}); leave tp out"
+            )
         if self.fcdp.cp != 1 and not isinstance(self, SequenceMixin):
             raise ArgumentError(
                 f"{type(self).__name__} cannot train on parts of sequences (cp={self.fcdp.cp}); "
@@ -152,6 +161,20 @@ class FcdpMixin(TrainerCheckpoints):
             super()._move_model_to_device(model, device)
 
     # --- training -----------------------------------------------------------------------------------------
+
+    def get_tp_size(self) -> int:
+        """How many ranks share each parameter; the Trainer counts batches and targets by this."""
+        return self.accelerator.tp
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's part of the operations of a batch."""
+        return super().floating_point_ops(inputs) // self.accelerator.sharers
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+        added = self.state.num_input_tokens_seen - before  # by all ranks
+        self.state.num_input_tokens_seen = before + added // self.accelerator.sharers
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
@@ -292,8 +315,9 @@ def _figures(model: nn.Module, wait: ExposedWait | None) -> dict[str, float]:
     topology = state.topology
     sent = traffic(model).last_step.bytes("inter")
     waited_us = -1 if wait is None else round(wait.seconds * 1e6)
+    mine = [topology.node, sent, waited_us]
     by_node, longest_us = [0] * topology.nodes, -1
-    for node, sent_bytes, microseconds in state.collectives.agree([topology.node, sent, waited_us]):
+    for node, sent_bytes, microseconds in state.collectives.agree(mine, group=topology.everyone):
         by_node[node] += sent_bytes
         longest_us = max(longest_us, microseconds)
     found = {SENT: max(by_node) / 2**20}

@@ -87,3 +87,5 @@ class RewardTrainer(FcdpMixin, trl.RewardTrainer):
 
 class GRPOTrainer(FcdpMixin, trl.GRPOTrainer):
     """`trl.GRPOTrainer` on fcdp."""
+
+    samples = True

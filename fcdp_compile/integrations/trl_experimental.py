@@ -15,3 +15,5 @@ __all__ = ["GKDTrainer"]
 
 class GKDTrainer(FcdpMixin, gkd.GKDTrainer):
     """`trl.experimental.gkd.GKDTrainer` on fcdp; the teacher crosses between nodes once."""
+
+    samples = True

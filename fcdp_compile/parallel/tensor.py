@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.extras import require
+from fcdp_compile.parallel.linear import by_columns, by_rows
 from fcdp_compile.params.inner_cut import declare_part, is_declared
 from fcdp_compile.quantised.formats import FORMATS
 from fcdp_compile.ranks.inner_mesh import CUT, tp_mesh_of
@@ -65,9 +66,15 @@ def tensor_parallel(model: M, mesh: DeviceMesh | None, *, experts: bool = False)
     if expert_rules:
         more = require("transformers.distributed.expert_parallel", "tensor_parallel")
         more.apply_expert_parallelism(base, tp, tp, expert_rules, ep_implementation="all_reduce")
+    _compute_with_parts(base, rules, tp)
     base.tie_weights()
     vars(base)[CUT] = frozenset(name for name, _ in base.named_parameters())
     return model
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether ranks share a parameter of a model that is not sharded yet."""
+    return any(isinstance(p, DTensor) or is_declared(p) for p in model.parameters())
 
 
 def _problem(base: Any, ranks: int, *, experts: bool) -> str | None:
@@ -75,7 +82,7 @@ def _problem(base: Any, ranks: int, *, experts: bool) -> str | None:
     config = base.config.get_text_config()
     if not base.tp_plan:
         return 'it has no tp_plan; cut it with torch\'s parallelize_module on mesh["tp"]'
-    if any(isinstance(p, DTensor) or is_declared(p) for p in base.parameters()):
+    if is_cut(base):
         return "it is cut already; call tensor_parallel once, after PEFT"
     if any(format_of(p) is not None for p in base.parameters() for format_of in FORMATS):
         return "its weights are quantised, and nothing computes with parts of them; use context_parallel"
@@ -116,6 +123,22 @@ def _applied(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, st
                 if f"{at}.{own}" in parameters:
                     yield f"{at}.{own}", style_of(f"{name}.{own}") or style
             yield at, style
+
+
+def _compute_with_parts(base: nn.Module, rules: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Let linear layers compute with plain tensors (`parallel.linear`)."""
+    tensors = require("transformers.distributed.tensor_parallel", "tensor_parallel")
+    modules = dict(base.named_modules())
+    for name, rule in rules.items():
+        module, style = modules.get(name), tensors.ALL_PARALLEL_STYLES[rule]
+        if type(module) is not nn.Linear or not getattr(style, "use_local_output", False):
+            continue
+        if type(style) is tensors.ColwiseParallel:
+            gathers = isinstance(style.output_layouts, Replicate)
+            vars(module)["forward"] = by_columns(module, mesh, gathers=gathers)
+        elif type(style) is tensors.RowwiseParallel:
+            cuts = isinstance(style.input_layouts, Replicate)
+            vars(module)["forward"] = by_rows(module, mesh, cuts=cuts)
 
 
 def _computing(name: str, module: Any, style: str) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ from fcdp_compile.ranks.rendezvous import initialise
 from fcdp_compile.strategy import Scope
 
 log = logging.getLogger(__name__)
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -86,6 +89,15 @@ class Topology:
         """This rank's number among all N x g x t ranks, counted node by node and place by place."""
         index = 0 if self.tp is None else self.tp.get_local_rank()
         return self.position.rank * self.sharers + index
+
+    def among_sharers(self, told: Sequence[V]) -> Iterator[tuple[list[int], list[V]]]:
+        """Each group of ranks that share parameters, and what they told.  told: by rank of `everyone`."""
+        if self.home_mesh is None or self.tp is None:
+            return
+        ranks = self.home_mesh.mesh.flatten(1)
+        places = {rank: i for i, rank in enumerate(sorted(ranks.flatten().tolist()))}
+        for group in ranks.T.tolist():
+            yield group, [told[places[rank]] for rank in group]
 
     @property
     def position(self) -> Home:

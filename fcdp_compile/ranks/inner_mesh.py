@@ -116,6 +116,11 @@ def cp_of(mesh: DeviceMesh | None) -> int:
     return 1 if inner is None else inner.cp
 
 
+def tp_of(mesh: DeviceMesh | None) -> int:
+    """How many ranks share each parameter; 1 for a mesh without "tp"."""
+    return 1 if (tp := tp_mesh_of(mesh)) is None else tp.size()
+
+
 def tp_mesh_of(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The mesh of the ranks that share each parameter with this rank; None for a mesh without "tp"."""
     inner = inner_of(mesh)

@@ -98,15 +98,11 @@ def _refuse_different(
 
     Raises: ArgumentError on every rank.
     """
-    assert topology.home_mesh is not None, "tp has a mesh"
     drops = any(isinstance(m, nn.Dropout) and m.p for m in root.modules())
     seed = torch.initial_seed() % 2**62 if drops else 0
     marks = [seed, *(int(fingerprint([t])) for _, t in tensors)]
     rows = collectives.agree(marks, group=topology.everyone)
-    ranks = topology.home_mesh.mesh.flatten(1)
-    places = {rank: i for i, rank in enumerate(sorted(ranks.flatten().tolist()))}
-    for group in ranks.T.tolist():
-        first, *others = (rows[places[rank]] for rank in group)
+    for group, (first, *others) in topology.among_sharers(rows):
         for i, mark in enumerate(first):
             if all(row[i] == mark for row in others):
                 continue

@@ -58,6 +58,7 @@ from fcdp_compile.torch_compat.graphs import graph_module as graph_module
 from fcdp_compile.torch_compat.graphs import graphs_from_bytes as graphs_from_bytes
 from fcdp_compile.torch_compat.graphs import graphs_to_bytes as graphs_to_bytes
 from fcdp_compile.torch_compat.graphs import is_opaque as is_opaque
+from fcdp_compile.torch_compat.graphs import is_static_input as is_static_input
 from fcdp_compile.torch_compat.graphs import meta_of as meta_of
 from fcdp_compile.torch_compat.graphs import saved_output_descriptor as saved_output_descriptor
 from fcdp_compile.torch_compat.graphs import tracing_mode as tracing_mode

@@ -157,3 +157,8 @@ class _Reference:
 
     def __call__(self) -> FakeTensor | None:
         return self._value
+
+
+def is_static_input(tensor: Tensor) -> bool:
+    """Whether an input of a Dynamo graph is a parameter or buffer of a module."""
+    return hasattr(tensor, "_dynamo_static_input_type")

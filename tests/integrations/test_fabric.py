@@ -195,7 +195,7 @@ def test_what_is_refused_and_what_is_not() -> None:
 
 
 def test_options_of_ddp() -> None:
-    with pytest.raises(ValueError, match=r"FcdpOptions\(cp=2\) is for integrations"):
+    with pytest.raises(ValueError, match=r"FcdpOptions\(cp=2, tp=1\) is for integrations"):
         FcdpStrategy(FcdpOptions(cp=2))
     with pytest.raises(ValueError, match="got find_unused_parameters, which DistributedData"):
         FcdpStrategy(find_unused_parameters=True)

@@ -284,19 +284,19 @@ def test_checkpoints(tmp_path: Path) -> None:
     run(_goes_on, tmp_path, history, nodes=1, ranks_per_node=1)
 
 
-def _shared_sequences(_mesh: DeviceMesh, folder: Path) -> None:
+def _shared(folder: Path, **sizes: int) -> tuple[Any, Any]:
     """Two groups of two ranks with batches of four are four ranks with batches of two."""
     both: dict[str, Any] = {
         "max_steps": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1,
         "include_num_input_tokens_seen": "non_padding",
     }  # fmt: skip
     plain: Any = run_script(folder, changed=False, lora=True, uneven=True, **both)["trainer"]
-    sizes = {"parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=2)}
+    torch._dynamo.reset()
     mine: Any = run_script(
         folder, changed=True, lora=True, uneven=True, per_device_train_batch_size=4,
-        trainer={"fcdp": FcdpOptions(nodes=2, generate="sharded")}, **sizes, **both,  # type: ignore[arg-type]
+        trainer={"fcdp": FcdpOptions(nodes=2, generate="sharded")},
+        parallelism_config=ParallelismConfig(**sizes, dp_shard_size=2), **both,
     )["trainer"]  # fmt: skip
-    assert mine.accelerator.cp == mine.get_cp_size() == 2
     for row, other in zip(mine.state.log_history, plain.state.log_history, strict=True):
         for name in {"loss", "grad_norm", "train_loss", "num_input_tokens_seen"} & other.keys():
             assert row[name] == pytest.approx(other[name], rel=TOLERANCE), name
@@ -305,7 +305,7 @@ def _shared_sequences(_mesh: DeviceMesh, folder: Path) -> None:
     values = dict(plain.model.named_parameters())
     for name, parameter in mine.model.named_parameters():
         _check_close(whole(parameter), values[name].detach(), TOLERANCE, name)
-    rows = [{name: row[name][:5] for name in row} for row in mine.eval_dataset]
+    rows = _short(mine)
     assert mine.evaluate(rows)["eval_loss"] == pytest.approx(
         plain.evaluate(rows)["eval_loss"], rel=TOLERANCE
     )
@@ -315,6 +315,24 @@ def _shared_sequences(_mesh: DeviceMesh, folder: Path) -> None:
         mine.model.generate(input_ids=prompt, **told),
         plain.model.generate(input_ids=prompt, **told),
     )
+    return mine, plain
+
+
+def _short(trainer: Any) -> list[dict[str, Any]]:
+    return [{name: row[name][:5] for name in row} for row in trainer.eval_dataset]
+
+
+def _sharing(_mesh: DeviceMesh, folder: Path) -> None:
+    mine, plain = _shared(folder / "tp", tp_size=2)
+    assert mine.accelerator.tp == mine.get_tp_size() == 2
+    rows = _short(mine)[:-1]  # the last batch is not full
+    found, expected = (t.predict(rows) for t in (mine, plain))
+    assert found.predictions.shape == expected.predictions.shape
+    torch.testing.assert_close(found.predictions, expected.predictions, rtol=1e-3, atol=1e-4)
+    assert (found.label_ids == expected.label_ids).all()
+    mine, _ = _shared(folder / "cp", cp_size=2)
+    assert mine.accelerator.cp == mine.get_cp_size() == 2
+    rows = _short(mine)
     with pytest.raises(ArgumentError, match="so only losses are evaluated"):
         mine.predict(rows)
     mine.label_smoother = object()
@@ -324,5 +342,5 @@ def _shared_sequences(_mesh: DeviceMesh, folder: Path) -> None:
         mine.evaluate(rows)
 
 
-def test_ranks_that_share_sequences(tmp_path: Path) -> None:
-    run(_shared_sequences, tmp_path, nodes=2, ranks_per_node=2)
+def test_ranks_that_share_work(tmp_path: Path) -> None:
+    run(_sharing, tmp_path, nodes=2, ranks_per_node=2)

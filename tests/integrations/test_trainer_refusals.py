@@ -102,17 +102,17 @@ def test_an_optimizer_that_is_there_already(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"tp_size": 2}, "tp_size=2, but there is no tensor parallelism; set it to 1"),
         (
             {"dp_replicate_size": 2},
             r"dp_replicate_size=2, but FcdpOptions\(strategy=…\) says how far",
         ),
-        ({"dp_shard_size": 4}, "dp_shard_size=4, but ranks / cp is 1; set it to 1"),
+        ({"dp_shard_size": 4}, r"dp_shard_size=4, but ranks / \(cp \* tp\) is 1; set it to 1"),
         ({"sp_size": 4}, "sp_size=4, but FcdpOptions has cp=2; give one of them"),
+        ({"tp_size": 4}, "tp_size=4, but FcdpOptions has tp=2; give one of them"),
     ],
 )
 def test_sizes_of_accelerate(tmp_path: Path, sizes: dict[str, int], told: str) -> None:
-    options = {"fcdp": FcdpOptions(cp=2)} if "sp_size" in sizes else {}
+    options = {"fcdp": FcdpOptions(cp=2, tp=2)} if sizes.keys() & {"sp_size", "tp_size"} else {}
     with pytest.raises(ValueError, match=told):
         _trainer(tmp_path, parallelism_config=ParallelismConfig(**sizes), trainer=options)
     with pytest.raises(ValueError, match=told):
