@@ -147,7 +147,7 @@ def test_the_page_holds_every_step() -> None:
 
 
 def test_what_the_model_sends_has_a_lane_of_its_own() -> None:
-    """Its bars are at the beginning of compute steps; without them there is no such lane."""
+    """Its bars are within compute steps; without them there is no such lane."""
     plan = with_inner(gpt_plan(3))
     data = page(plan).data
     assert [lane["id"] for lane in data["lanes"]] == [

@@ -4,8 +4,9 @@ Arithmetic only; speeds come from the user, a measurement or the defaults below.
 
 [Note: inner collectives]
 Collectives of the model itself (`Step.inner_bytes`) are parts of compute steps, and a plan does not say where
-in a step they are.  They are simulated together, at its beginning.  There they meet the transfers that
-were started just before the step.  While both they and a transfer of the lane within the node move bytes,
+in a step they are.  They are simulated together, between two halves of the step's work: at its beginning they
+would meet every transfer that starts together with the step, at its end none of them.
+While both they and a transfer of the lane within the node move bytes,
 each moves at half the speed of the link, and the compute step takes longer.
 """
 
@@ -226,10 +227,11 @@ def simulate(schedule: Schedule, machine: Machine, ranks_per_node: int) -> Timel
         begin = max(now, max((lanes.end_s(i) for i in step.waits), default=0.0))
         cost = machine.time_s(step, ranks_per_node)
         if step.inner_bytes:
-            late = lanes.share_s(begin, step.inner_bytes)
+            start = begin + machine.work_s(step) / 2
+            late = lanes.share_s(start, step.inner_bytes)
             cost += late
-            alone = machine.intra.time_s(step.inner_bytes)
-            inner[index] = Slot(start_s=begin, end_s=begin + (alone + late))
+            end = start + machine.intra.time_s(step.inner_bytes) + late
+            inner[index] = Slot(start_s=start, end_s=end)
         lanes.slots[index] = Slot(start_s=now, end_s=begin + cost)
         lanes.busy_s[Lane.COMPUTE] += cost
         now = begin + cost

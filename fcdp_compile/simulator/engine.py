@@ -65,7 +65,7 @@ class _Flow:
             return False
         if speed != self.speed:
             left_s = max(0.0, self.moved_s - now_s)
-            end_s = now_s + left_s * self.speed / speed + self.task.work_s
+            end_s = now_s + left_s * self.speed / speed + self.task.after_s
             self.late_s += end_s - self.end_s
             self.end_s, self.speed = end_s, speed
         self.version += 1
@@ -74,7 +74,7 @@ class _Flow:
     @property
     def moved_s(self) -> float:
         """When all bytes have moved, at the present speed."""
-        return self.end_s - self.task.work_s
+        return self.end_s - self.task.after_s
 
 
 class Engine:

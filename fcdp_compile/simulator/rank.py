@@ -81,10 +81,14 @@ class SimulatedRank:
                 self._run_lane(lane)
 
     def finish(self, position: int, end_s: float, busy_s: float) -> None:
-        """End a task that `begin` has taken over; end_s, busy_s: as if its work took no longer here."""
+        """End a task that `begin` has taken over.
+
+        end_s: as if work after its bytes took no longer here.  busy_s: as if none of its work did.
+        """
         task, longer_s = self._tasks[position], self._longer_s[position]
+        before_s = longer_s / 2 if task.is_compute else 0.0  # end_s has this half already
         lane = self._lanes[task.lane]
-        lane.is_taken, lane.free_s = False, end_s + longer_s
+        lane.is_taken, lane.free_s = False, end_s + (longer_s - before_s)
         if task.lane is Lane.COMPUTE:
             self.now_s = lane.free_s
         self._end(position, lane.free_s, busy_s + longer_s)
@@ -109,7 +113,7 @@ class SimulatedRank:
             begin_s = max(self.now_s, ready_s)
             if task.demand is not None:
                 program.is_taken = True
-                self._begin(self, position, begin_s)
+                self._begin(self, position, begin_s + self._longer_s[position] / 2)
                 return
             taken_s = task.alone_s + self._longer_s[position]
             self.now_s = begin_s + taken_s

@@ -1,12 +1,14 @@
 """The steps of a training step as tasks: how long they take alone, and which links they share with others.
 
 [Note: phases of a task]
-    latency | bytes move, more slowly while others use their links | operators run, or parts are put in order
+    latency | bytes move, more slowly while others use their links | parts are put in order
 
 A card sends one collective of its node at a time, the inter lane's, and the g ranks of the node have equal
 parts of it; so no other task slows it down.  Links to host memory and within the node are shared, see
-`sharing`.  The bytes of a compute task are those of the model's own collectives (`cost` [Note: inner
-collectives]).  A link that only one lane uses has no flows to share it: its tasks always take equal time.
+`sharing`.  A link that only one lane uses has no flows to share it: its tasks always take equal time.
+
+The bytes of a compute task are those of the model's own collectives, between two halves of its work (`cost`
+[Note: inner collectives]); the first half counts as latency.
 """
 
 from __future__ import annotations
@@ -70,11 +72,12 @@ class Cluster:
 class Task:
     """A step as a simulated rank sees it.
 
-    lane, waits: of the step; waits are positions in the whole training step.  is_compute: whether jitter
-    slows it down.  is_joint: whether all nodes take part, so that it begins with the last node and ends for
-    all together.  alone_s: seconds while nothing else uses its links.  latency_s, work_s: the parts of
-    alone_s before and after its bytes move; stragglers slow down the latter.  demand: the demand on links
-    that other lanes use too; None if there are no such links.  sent_bytes: bytes over the card of each node.
+    lane, waits: of the step; waits are positions in the whole training step.  is_compute: whether it is a
+    compute step.  is_joint: whether all nodes take part, so that it begins with the last node and ends for
+    all together.  alone_s: seconds while nothing else uses its links.  latency_s, after_s: the parts of
+    alone_s before and after its bytes move.  work_s: the part that stragglers slow down.  demand: the demand
+    on links that other lanes use too; None if there are no such links.  sent_bytes: bytes over the card of
+    each node.
     """
 
     lane: Lane
@@ -83,6 +86,7 @@ class Task:
     is_compute: bool = False
     is_joint: bool = False
     latency_s: float = 0.0
+    after_s: float = 0.0
     work_s: float = 0.0
     demand: Demand | None = None
     sent_bytes: int = 0
@@ -149,7 +153,8 @@ def _task(step: Step, cluster: Cluster) -> Task:
             waits=(),
             alone_s=alone_s,
             is_compute=step.kind is Kind.COMPUTE,
-            latency_s=machine.intra.latency_s,
+            latency_s=work_s / 2 + machine.intra.latency_s,
+            after_s=work_s / 2,
             work_s=work_s,
             demand=_demand(Lane.INTRA, machine.intra, cluster) if step.inner_bytes else None,
         )
@@ -164,6 +169,7 @@ def _task(step: Step, cluster: Cluster) -> Task:
         waits=(),
         alone_s=alone_s,
         latency_s=link.latency_s,
+        after_s=work_s,
         work_s=work_s,
         demand=_demand(step.lane, link, cluster) if step.bytes else None,
     )
@@ -193,6 +199,7 @@ def _along_nodes(
         alone_s=alone_s,
         is_joint=True,
         latency_s=link.latency_s,
+        after_s=work_s,
         work_s=work_s,
         demand=_demand(Lane.INTRA, link, cluster) if sent_bytes else None,
         sent_bytes=sent_bytes,
@@ -228,6 +235,6 @@ def _unless_met(task: Task, met: Sequence[SharedLink], sharing: Sharing) -> Task
     if task.demand is None or any(use.link in met for use in task.demand.uses):
         return task
     (speed,) = sharing.speeds((task.demand,))
-    moving_s = task.alone_s - task.latency_s - task.work_s
+    moving_s = task.alone_s - task.latency_s - task.after_s
     slower_s = moving_s / speed - moving_s
     return replace(task, alone_s=task.alone_s + slower_s, demand=None)

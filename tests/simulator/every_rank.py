@@ -120,13 +120,15 @@ class EveryRank:
             work_s += max(
                 step.flops / machine.flops_per_s, step.accessed_bytes / machine.memory_bytes_per_s
             )
+            work_s *= node.slowdown
+            before_s = work_s / 2 if step.kind is Kind.COMPUTE else 0.0
             flow = Flow(
                 step=step,
                 rank=i,
                 links=links,
                 left_bytes=moving,
-                left_s=machine.inter.latency_s if moving else 0.0,
-                work_s=work_s * node.slowdown,
+                left_s=(machine.inter.latency_s if moving else 0.0) + before_s,
+                work_s=work_s - before_s,
                 joint=step.index if step.lane is Lane.INTER else -1,
             )
             self.flows.append(flow)
