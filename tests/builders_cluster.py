@@ -59,8 +59,9 @@ class Program:
     ) -> int:
         return self._add(kind, bucket, waits, bytes=bytes, accessed_bytes=accessed_bytes)
 
-    def compute(self, seconds: float, *waits: int) -> int:
-        return self._add(Kind.COMPUTE, None, waits, flops=round(seconds * FLOPS))
+    def compute(self, seconds: float, *waits: int, inner_bytes: int = 0) -> int:
+        flops = round(seconds * FLOPS)
+        return self._add(Kind.COMPUTE, None, waits, flops=flops, inner_bytes=inner_bytes)
 
     def wait(self, *waits: int) -> int:
         return self._add(Kind.WAIT, 0, waits)
@@ -89,11 +90,16 @@ def buckets_for(nodes: int, ranks_per_node: int) -> dict[int, Bucket]:
 
 @st.composite
 def schedules(
-    draw: st.DrawFn, *, without: Sequence[Kind] = (), max_size: int = 14, parts: int = 1
+    draw: st.DrawFn,
+    *,
+    without: Sequence[Kind] = (),
+    max_size: int = 14,
+    parts: int = 1,
+    inner_bytes: int = 10**6,
 ) -> Schedule:
     """Steps of any kind, each about a millisecond long on `make_profile`, that wait for any earlier steps.
 
-    parts: the bytes of a step divide into this many equal parts.
+    parts: the bytes of a step divide into this many equal parts.  inner_bytes: of some of the compute steps.
     """
     kinds = st.sampled_from([k for k in Kind if k not in without])
     steps: list[Step] = []
@@ -114,7 +120,7 @@ def schedules(
                 flops=draw(st.sampled_from([0, 10**8, 3 * 10**9])) if is_compute else 0,
                 accessed_bytes=draw(st.sampled_from([0, 10**8])) if assembled or is_compute else 0,
                 kernel_bytes=draw(st.sampled_from([0, 10**8])) if is_compute else 0,
-                inner_bytes=draw(st.sampled_from([0, 10**6])) if is_compute else 0,
+                inner_bytes=draw(st.sampled_from([0, inner_bytes])) if is_compute else 0,
             )
         )
     return make_schedule(steps)

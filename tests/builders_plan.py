@@ -117,6 +117,16 @@ def with_placements(plan: Plan, *, bucket: int | None = None, **changes: Any) ->
     return replace(plan, placements=placements)
 
 
+def with_inner(plan: Plan, inner_bytes: int = 4 * 2**20) -> Plan:
+    """A plan whose compute steps send these bytes within the node, as if the model were cut there."""
+
+    def of(step: Step) -> Step:
+        return replace(step, inner_bytes=inner_bytes) if step.kind is Kind.COMPUTE else step
+
+    schedules = (replace(s, steps=tuple(map(of, s.steps))) for s in plan.schedules)
+    return replace(plan, schedules=tuple(schedules))
+
+
 def make_steps(
     entries: Sequence[tuple[Kind, int | None, int]], *, label: str = ""
 ) -> tuple[Step, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from builders_plan import make_plan, make_recordings, make_steps
+from builders_plan import make_plan, make_recordings, make_steps, with_inner
 from fcdp_compile.cli import main
 from fcdp_compile.cluster.profile import CLUSTERS, write_profile
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
@@ -82,6 +82,21 @@ def test_steps_that_a_lane_has_at_once_are_on_tracks_of_their_own() -> None:
     order = {e["tid"]: e["args"]["sort_index"] for e in found if e["name"] == "thread_sort_index"}
     in_order = [names[track] for track in sorted(order, key=order.__getitem__)]
     assert in_order == ["compute", "inter", "inter 2", "intra", "h2d", "d2h"]
+
+
+def test_what_the_model_sends_has_a_track_of_its_own() -> None:
+    plan = with_inner(PLAN)
+    found = [e for e in chrome_trace(plan, MACHINE) if e["pid"] == 0]
+    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in found if e["name"] == "thread_sort_index"}
+    in_order = [names[track] for track in sorted(order, key=order.__getitem__)]
+    assert in_order == ["compute", "inter", "intra", "intra (model)", "h2d", "d2h"]
+    time = simulate(plan.schedules[0], MACHINE, plan.ranks_per_node)
+    (slice_,) = (e for e in found if e["ph"] == "X" and names[e["tid"]] == "intra (model)")
+    ((index, slot),) = time.inner.items()
+    assert slice_["args"] == {"step": index, "bytes": 4 * 2**20}
+    assert slice_["ts"] == pytest.approx(1e6 * slot.start_s)
+    assert slice_["dur"] == pytest.approx(1e6 * (slot.end_s - slot.start_s))
 
 
 def test_hovering_shows_bytes_and_parameters() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from builders_plan import make_plan, make_recordings
+from builders_plan import make_plan, make_recordings, with_inner
 from commands import cells, refusal
 from fcdp_compile.cli import main
 from fcdp_compile.cluster.profile import CLUSTERS
@@ -66,6 +67,21 @@ def test_predicted_times_stand_beside_the_steps(
                 assert row[-len(expected) :] == expected
             part = out[out.index(f"\n{title}\n") :]
             assert cells(part, "predicted")[1:] == totals(time)
+
+
+def test_what_the_model_sends_has_bytes_and_times(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = with_inner(make_plan())
+    write_plan(folder / "graph-000.plan.json", plan)
+    write_recordings(folder / "graph-000.recorded.json", make_recordings(plan)[:1])
+    assert main(["dump", str(folder)]) == 0
+    out = capsys.readouterr().out
+    forward = out[out.index("\nforward cold\n") : out.index("\nforward warm\n")]
+    assert re.search(r"intra \(model\) +in 1 +4194304 +4\.000\n", forward)
+    time = simulate(plan.schedules[0], MACHINES["cuda"], plan.ranks_per_node)
+    assert cells(forward, "predicted")[1:] == [*totals(time), f"{1e3 * time.inner_s:.3f}"]
+    assert len(cells(forward, "measured")[1:]) == len(totals(time)), "nobody records parts of steps"
 
 
 def test_measured_times_stand_beside_predicted_ones(

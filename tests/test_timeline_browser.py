@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from builders_gpt import gpt_plan
-from builders_plan import make_bucket, make_plan
+from builders_plan import make_bucket, make_plan, with_inner
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Variant
 from fcdp_compile.plan.cost import MACHINES, Link, simulate
 from fcdp_compile.view.story import readable_bytes
@@ -332,6 +333,42 @@ def test_measured_times_are_a_second_row(show: Any) -> None:
     assert opened.bar(Kind.COMPUTE, row="measured").count() > 0
 
 
+def test_what_the_model_sends_is_a_lane(show: Any) -> None:
+    """With labels that do not overlap, and with nothing measured: nobody records parts of steps."""
+    plan = with_inner(gpt_plan(4))
+    measured = {
+        ScheduleKey(0, s.direction, s.variant): replace(simulate(s, MACHINE, 2), inner={})
+        for s in plan.schedules
+    }
+    opened = show(plan, measured=measured)
+    page = opened.page
+    lanes = page.locator("#gutter .lane")
+    shown = [lanes.nth(i).get_attribute("data-lane") for i in range(lanes.count())]
+    assert shown == ["compute", "inter", "intra", "inner", "h2d", "d2h", "memory"]
+    assert page.locator("#gutter .row").all_inner_texts().count("measured") == len(Lane)
+    for width, rows in itertools.product((390, 1400), ("Both", "Predicted")):
+        page.get_by_role("button", name=rows).click()
+        page.set_viewport_size({"width": width, "height": 900})
+        opened.settle()
+        boxes = [
+            [lanes.nth(i).locator(part).bounding_box() for part in ("b", "span")]
+            for i in range(lanes.count())
+        ]
+        edges = [[(b["y"], b["y"] + b["height"]) for b in pair if b] for pair in boxes]
+        assert all(above[-1][1] <= below[0][0] for above, below in itertools.pairwise(edges))
+    bar = page.locator('#plot rect.bar[data-kind="model_collectives"]').first
+    whole = page.locator('#plot rect.bar[data-kind="compute"][data-part="0"]').first
+    inner, outer = bar.bounding_box(), whole.bounding_box()
+    assert inner["x"] >= outer["x"] - 1
+    assert inner["x"] + inner["width"] <= outer["x"] + outer["width"] + 1
+    bar.hover(force=True)
+    assert f"{4 * 2**20:,} bytes" in page.locator("#tooltip").inner_text()
+    bar.click(force=True)
+    page.locator("#details button").first.click()  # the step that it is a part of
+    opened.settle()
+    assert page.locator("#plot .bar.chosen").get_attribute("data-kind") == "compute"
+
+
 def test_names_become_text(show: Any) -> None:
     name = "<img src=x onerror=alert(1)></script><b>w</b>"
     plan = make_plan()
@@ -393,7 +430,7 @@ def contrast(a: str, b: str) -> float:
 
 
 def test_everything_has_contrast(show: Any, scheme: str) -> None:
-    plan = gpt_plan(4, memory_limit_bytes=LIMIT_BYTES)
+    plan = with_inner(gpt_plan(4, memory_limit_bytes=LIMIT_BYTES))
     opened = show(plan, scheme=scheme)
     opened.bar(Kind.INTER_ALL_GATHER).first.click()
     opened.settle()
@@ -401,7 +438,7 @@ def test_everything_has_contrast(show: Any, scheme: str) -> None:
     dark_ground = luminance(found["grounds"][0]) < 0.1
     assert dark_ground == (scheme == "dark")
     bars = {kind: fill for kind, fill in found["bars"] if not fill.startswith("url")}
-    assert {"compute", "inter_all_gather", "load", "store"} <= bars.keys()
+    assert {"compute", "model_collectives", "inter_all_gather", "load", "store"} <= bars.keys()
     for what, color in [*bars.items(), *found["others"]]:
         assert min(contrast(color, ground) for ground in found["grounds"]) >= 3, what
     captions = [color for _, is_caption, color, _ in found["texts"] if is_caption]

@@ -21,6 +21,7 @@ from builders_plan import (
     make_steps,
     plans,
     with_buckets,
+    with_inner,
     with_placements,
 )
 from fcdp_compile.cli import main
@@ -143,6 +144,31 @@ def test_the_page_holds_every_step() -> None:
         )
         assert shown["predicted"]["total_us"] == pytest.approx(1e6 * time.total_s, abs=1e-3)
         assert shown["predicted"]["still_us"] == pytest.approx(1e6 * time.exposed_s, abs=0.1)
+
+
+def test_what_the_model_sends_has_a_lane_of_its_own() -> None:
+    """Its bars are within compute steps; without them there is no such lane."""
+    plan = with_inner(gpt_plan(3))
+    data = page(plan).data
+    assert [lane["id"] for lane in data["lanes"]] == [
+        "compute",
+        "inter",
+        "intra",
+        "inner",
+        "h2d",
+        "d2h",
+    ]
+    for shown, schedule in zip(data["graphs"][0]["schedules"], plan.schedules, strict=True):
+        computes = [s for s in schedule.steps if s.kind is Kind.COMPUTE]
+        times = shown["predicted"]
+        assert [index for index, _, _ in times["inner"]] == [s.index for s in computes]
+        for step, (index, start, end) in zip(computes, times["inner"], strict=True):
+            assert times["starts_us"][index] <= start
+            alone = 1e6 * MACHINE.intra.time_s(step.inner_bytes)
+            assert start + alone <= end + 0.01 <= times["ends_us"][index] + 0.02
+    plain = page(gpt_plan(3)).data
+    assert [lane["id"] for lane in plain["lanes"]] == [lane.value for lane in Lane]
+    assert all(s["predicted"]["inner"] == [] for s in plain["graphs"][0]["schedules"])
 
 
 @given(plan=plans())

@@ -2,6 +2,7 @@
 
 from fcdp_compile.plan.records import (
     ASSEMBLING,
+    INNER,
     LANES,
     SCHEMA,
     Bucket,
@@ -19,6 +20,7 @@ from fcdp_compile.plan.records import (
 
 __all__ = [
     "ASSEMBLING",
+    "INNER",
     "LANES",
     "SCHEMA",
     "Bucket",

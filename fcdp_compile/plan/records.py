@@ -79,6 +79,10 @@ LANES: dict[Kind, Lane] = {
 """The lane that a step of each kind occupies."""
 
 
+INNER = "intra (model)"
+"""The name, for people, of what the model itself sends within the node: no lane, but its link."""
+
+
 ASSEMBLING = frozenset({Kind.INTRA_REST_ALL_GATHER, Kind.FLAT_ALL_GATHER})
 """The gathers that put parts in order after they have arrived, which costs a copy."""
 

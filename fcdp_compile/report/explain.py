@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 from torch import nn
 
-from fcdp_compile.plan import Direction, Lane, Plan, Schedule
+from fcdp_compile.plan import INNER, Direction, Lane, Plan, Schedule
 from fcdp_compile.report.memory import Memory, memory
 from fcdp_compile.sharding import sharded_class
 from fcdp_compile.sharding.shard import state_of
@@ -23,7 +23,8 @@ _PLACES_SHOWN = 12
 class Pass:
     """One schedule of a compiled graph: the bytes that a rank is planned to send or copy in it, by link.
 
-    name: such as "forward cold".  bytes: bytes by lane (inter, intra, h2d, d2h).
+    name: such as "forward cold".  bytes: bytes by lane (inter, intra, h2d, d2h).  inner_bytes: that the model
+    itself sends within the node.
     """
 
     graph: int
@@ -31,6 +32,7 @@ class Pass:
     buckets: int
     steps: int
     bytes: dict[str, int]
+    inner_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +66,14 @@ class Explanation:
     def _table(self) -> str:
         if not self.passes:
             return "nothing is compiled yet; run a step of the compiled model first"
-        headers = ["graph", "pass", "buckets", "steps", *(f"{lane.value} [B]" for lane in _LINKS)]
+        has_inner = any(p.inner_bytes for p in self.passes)
+        links = [*(lane.value for lane in _LINKS), *[INNER] * has_inner]
+        headers = ["graph", "pass", "buckets", "steps", *(f"{link} [B]" for link in links)]
         rows = [
-            [p.graph, p.name, p.buckets, p.steps, *(p.bytes[lane.value] for lane in _LINKS)]
+            [
+                *(p.graph, p.name, p.buckets, p.steps, *(p.bytes[lane.value] for lane in _LINKS)),
+                *[p.inner_bytes] * has_inner,
+            ]
             for p in self.passes
         ]
         return tabulate(rows, headers=headers, tablefmt="simple")
@@ -121,4 +128,5 @@ def _pass(plan: Plan, schedule: Schedule) -> Pass:
         buckets=len({s.bucket for s in schedule.steps if s.bucket is not None}),
         steps=len(schedule.steps),
         bytes=sent,
+        inner_bytes=sum(s.inner_bytes for s in schedule.steps),
     )

@@ -26,8 +26,8 @@ class Conditions:
     stragglers: pairs of a number of nodes and a factor on the time of everything that they compute, including
     copies that put parts in order and the optimizer.  slow_links: pairs of a number of nodes and a factor on
     the bandwidth of their cards.  No node is in two pairs.  jitter: standard deviation, relative to the mean,
-    of the time of each compute step on each node; times are drawn from a log-normal distribution whose mean
-    is the step's time without jitter, and the ranks of a node share them.  seed: of the random numbers.
+    of the time of each compute step's operators on each node; times are drawn from a log-normal distribution
+    whose mean is their time without jitter, and the ranks of a node share them.  seed: of the random numbers.
 
     Raises: ValueError for fewer than one node, a factor that is not finite and above zero, a jitter that is
     not finite and at least zero, a seed below zero; TypeError for a number of nodes or a seed that is

@@ -29,7 +29,7 @@ from fcdp_compile.simulator.tasks import Task
 class _Flow:
     """A running task whose speed depends on other nodes or flows.
 
-    end_s: when it ends at its present speed, including the copy that puts parts in order.  offered: the
+    end_s: when it ends at its present speed, including the work after its bytes.  offered: the
     speed that the links of each rank allow, by the rank's number; speeds: how many ranks allow each speed.
     version: of its latest event; older events are ignored, because an event cannot be removed.
     """
@@ -65,7 +65,7 @@ class _Flow:
             return False
         if speed != self.speed:
             left_s = max(0.0, self.moved_s - now_s)
-            end_s = now_s + left_s * self.speed / speed + self.task.copy_s
+            end_s = now_s + left_s * self.speed / speed + self.task.after_s
             self.late_s += end_s - self.end_s
             self.end_s, self.speed = end_s, speed
         self.version += 1
@@ -74,14 +74,13 @@ class _Flow:
     @property
     def moved_s(self) -> float:
         """When all bytes have moved, at the present speed."""
-        return self.end_s - self.task.copy_s
+        return self.end_s - self.task.after_s
 
 
 class Engine:
     """Simulates one rank for each class of nodes until all tasks have ended.
 
-    compute_s: for each class, the seconds that each task occupies the program.  slowdowns: for each class,
-    the factor by which copies take longer.
+    longer_s: for each class, the seconds by which the work of each task takes longer.
     """
 
     def __init__(
@@ -89,14 +88,13 @@ class Engine:
         tasks: Sequence[Task],
         sharing: Sharing,
         *,
-        slowdowns: Sequence[float],
-        compute_s: Sequence[Sequence[float]],
+        longer_s: Sequence[Sequence[float]],
     ) -> None:
         self._tasks = tasks
         self._sharing = sharing
         self._ranks = [
-            SimulatedRank(number, tasks, slowdown=slow, compute_s=computes, begin=self._begin)
-            for number, (slow, computes) in enumerate(zip(slowdowns, compute_s, strict=True))
+            SimulatedRank(number, tasks, longer_s=seconds, begin=self._begin)
+            for number, seconds in enumerate(longer_s)
         ]
         self._came: dict[int, list[float]] = {}
         self._events: list[tuple[float, int, int, _Flow]] = []

@@ -39,11 +39,10 @@ class _LaneQueue:
 class SimulatedRank:
     """One rank that represents all ranks of a class ([Note: folding] in `conditions`).
 
-    number: the number of the class.  tasks: the tasks of the whole training step.  slowdown: the factor by
-    which copies that order parts take longer.  compute_s: the seconds that each task occupies the program, 0
-    for tasks of other lanes.  Times count from the beginning of the training step, by position of the task:
-    came_s, when the program reached it; start_s, end_s; busy_s, how long it kept its lane busy, without
-    waiting for other nodes.
+    number: the number of the class.  tasks: the tasks of the whole training step.  longer_s: the seconds by
+    which the work of each task takes longer than `Task.work_s`.  Times count from the beginning of the
+    training step, by position of the task: came_s, when the program reached it; start_s, end_s; busy_s, how
+    long it kept its lane busy, without waiting for other nodes.
     """
 
     def __init__(
@@ -51,8 +50,7 @@ class SimulatedRank:
         number: int,
         tasks: Sequence[Task],
         *,
-        slowdown: float,
-        compute_s: Sequence[float],
+        longer_s: Sequence[float],
         begin: Begin,
     ) -> None:
         self.number = number
@@ -62,8 +60,7 @@ class SimulatedRank:
         self.end_s = [_UNKNOWN] * len(tasks)
         self.busy_s = [0.0] * len(tasks)
         self._tasks = tasks
-        self._copies_longer = slowdown - 1.0
-        self._compute_s = compute_s
+        self._longer_s = longer_s
         self._begin = begin
         self._lanes = {lane: _LaneQueue() for lane in Lane}
         self._waiting_for: dict[int, list[Lane]] = {}
@@ -84,17 +81,22 @@ class SimulatedRank:
                 self._run_lane(lane)
 
     def finish(self, position: int, end_s: float, busy_s: float) -> None:
-        """End a task that `begin` has taken over; end_s, busy_s: as if copies had no slowdown."""
-        task = self._tasks[position]
-        longer_s = task.copy_s * self._copies_longer
+        """End a task that `begin` has taken over.
+
+        end_s: as if work after its bytes took no longer here.  busy_s: as if none of its work did.
+        """
+        task, longer_s = self._tasks[position], self._longer_s[position]
+        before_s = longer_s / 2 if task.is_compute else 0.0  # end_s has this half already
         lane = self._lanes[task.lane]
-        lane.is_taken, lane.free_s = False, end_s + longer_s
+        lane.is_taken, lane.free_s = False, end_s + (longer_s - before_s)
+        if task.lane is Lane.COMPUTE:
+            self.now_s = lane.free_s
         self._end(position, lane.free_s, busy_s + longer_s)
         self._awake.append(task.lane)
 
     def _run_program(self) -> None:
-        tasks = self._tasks
-        while (position := len(self.came_s)) < len(tasks):
+        tasks, program = self._tasks, self._lanes[Lane.COMPUTE]
+        while not program.is_taken and (position := len(self.came_s)) < len(tasks):
             task = tasks[position]
             if task.lane is not Lane.COMPUTE:
                 self.came_s.append(self.now_s)
@@ -108,8 +110,14 @@ class SimulatedRank:
                 return
             self.came_s.append(self.now_s)
             self.start_s[position] = self.now_s
-            self.now_s = max(self.now_s, ready_s) + self._compute_s[position]
-            self._end(position, self.now_s, self._compute_s[position])
+            begin_s = max(self.now_s, ready_s)
+            if task.demand is not None:
+                program.is_taken = True
+                self._begin(self, position, begin_s + self._longer_s[position] / 2)
+                return
+            taken_s = task.alone_s + self._longer_s[position]
+            self.now_s = begin_s + taken_s
+            self._end(position, self.now_s, taken_s)
 
     def _run_lane(self, lane: Lane) -> None:
         queue = self._lanes[lane]
@@ -126,7 +134,7 @@ class SimulatedRank:
                 queue.is_taken = True
                 self._begin(self, position, start_s)
                 return
-            taken_s = task.alone_s + task.copy_s * self._copies_longer
+            taken_s = task.alone_s + self._longer_s[position]
             queue.free_s = start_s + taken_s
             self._end(position, queue.free_s, taken_s)
 

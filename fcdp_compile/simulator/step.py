@@ -116,8 +116,7 @@ def simulate_step(
     engine = Engine(
         tasks,
         cluster.sharing,
-        slowdowns=[c.slowdown for c in classes],
-        compute_s=[_compute_s(tasks, c, jitter) for c in classes],
+        longer_s=[_longer_s(tasks, c, jitter) for c in classes],
     )
     ranks = engine.run()
     optimizer_s = optimizer_bytes / profile.machine.memory_bytes_per_s
@@ -140,8 +139,9 @@ def _with_slowest_card(profile: ClusterProfile, classes: Sequence[NodeClass]) ->
     return replace(profile, machine=replace(profile.machine, inter=slowest))
 
 
-def _compute_s(tasks: Sequence[Task], nodes: NodeClass, jitter: Jitter) -> list[float]:
-    return [t.alone_s * nodes.slowdown * jitter.draw() if t.is_compute else 0.0 for t in tasks]
+def _longer_s(tasks: Sequence[Task], nodes: NodeClass, jitter: Jitter) -> list[float]:
+    factors = (nodes.slowdown * (jitter.draw() if t.is_compute else 1.0) for t in tasks)
+    return [t.work_s * (factor - 1.0) for t, factor in zip(tasks, factors, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

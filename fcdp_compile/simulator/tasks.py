@@ -6,6 +6,9 @@
 A card sends one collective of its node at a time, the inter lane's, and the g ranks of the node have equal
 parts of it; so no other task slows it down.  Links to host memory and within the node are shared, see
 `sharing`.  A link that only one lane uses has no flows to share it: its tasks always take equal time.
+
+The bytes of a compute task are those of the model's own collectives, between two halves of its work (`cost`
+[Note: inner collectives]); the first half counts as latency.
 """
 
 from __future__ import annotations
@@ -69,11 +72,12 @@ class Cluster:
 class Task:
     """A step as a simulated rank sees it.
 
-    lane, waits: of the step; waits are positions in the whole training step.  is_compute: whether stragglers
-    and jitter slow it down.  is_joint: whether all nodes take part, so that it begins with the last node and
-    ends for all together.  alone_s: seconds while nothing else uses its links.  latency_s, copy_s: the parts
-    of alone_s before and after its bytes move.  demand: the demand on links that other lanes use too; None if
-    there are no such links.  sent_bytes: bytes over the card of each node.
+    lane, waits: of the step; waits are positions in the whole training step.  is_compute: whether it is a
+    compute step.  is_joint: whether all nodes take part, so that it begins with the last node and ends for
+    all together.  alone_s: seconds while nothing else uses its links.  latency_s, after_s: the parts of
+    alone_s before and after its bytes move.  work_s: the part that stragglers slow down.  demand: the demand
+    on links that other lanes use too; None if there are no such links.  sent_bytes: bytes over the card of
+    each node.
     """
 
     lane: Lane
@@ -82,7 +86,8 @@ class Task:
     is_compute: bool = False
     is_joint: bool = False
     latency_s: float = 0.0
-    copy_s: float = 0.0
+    after_s: float = 0.0
+    work_s: float = 0.0
     demand: Demand | None = None
     sent_bytes: int = 0
 
@@ -141,12 +146,20 @@ def _task(step: Step, cluster: Cluster) -> Task:
     """Return a step's task as planned: `Machine.time_s`, split into phases."""
     machine = cluster.machine
     alone_s = machine.time_s(step, cluster.ranks_per_node)
+    work_s = machine.work_s(step)
     if step.lane is Lane.COMPUTE:
-        is_compute = step.kind is Kind.COMPUTE
-        return Task(lane=step.lane, waits=(), alone_s=alone_s, is_compute=is_compute)
+        return Task(
+            lane=step.lane,
+            waits=(),
+            alone_s=alone_s,
+            is_compute=step.kind is Kind.COMPUTE,
+            latency_s=work_s / 2 + machine.intra.latency_s,
+            after_s=work_s / 2,
+            work_s=work_s,
+            demand=_demand(Lane.INTRA, machine.intra, cluster) if step.inner_bytes else None,
+        )
     if step.kind is Kind.FLAT_ALL_GATHER:
-        copy_s = step.accessed_bytes / machine.memory_bytes_per_s
-        return _along_nodes(step, step.bytes, alone_s, copy_s, cluster)
+        return _along_nodes(step, step.bytes, alone_s, work_s, cluster)
     if step.lane is Lane.INTER:
         sent = step.bytes * cluster.ranks_per_node
         return Task(lane=step.lane, waits=(), alone_s=alone_s, is_joint=True, sent_bytes=sent)
@@ -156,7 +169,8 @@ def _task(step: Step, cluster: Cluster) -> Task:
         waits=(),
         alone_s=alone_s,
         latency_s=link.latency_s,
-        copy_s=step.accessed_bytes / machine.memory_bytes_per_s,
+        after_s=work_s,
+        work_s=work_s,
         demand=_demand(step.lane, link, cluster) if step.bytes else None,
     )
 
@@ -174,7 +188,7 @@ def _ring_task(step: Step, cluster: Cluster) -> Task:
 
 
 def _along_nodes(
-    step: Step, sent_bytes: int, alone_s: float, copy_s: float, cluster: Cluster
+    step: Step, sent_bytes: int, alone_s: float, work_s: float, cluster: Cluster
 ) -> Task:
     """Return the task of a collective from rank to rank, through every node, as fast as the slower link."""
     machine = cluster.machine
@@ -185,7 +199,8 @@ def _along_nodes(
         alone_s=alone_s,
         is_joint=True,
         latency_s=link.latency_s,
-        copy_s=copy_s,
+        after_s=work_s,
+        work_s=work_s,
         demand=_demand(Lane.INTRA, link, cluster) if sent_bytes else None,
         sent_bytes=sent_bytes,
     )
@@ -220,6 +235,6 @@ def _unless_met(task: Task, met: Sequence[SharedLink], sharing: Sharing) -> Task
     if task.demand is None or any(use.link in met for use in task.demand.uses):
         return task
     (speed,) = sharing.speeds((task.demand,))
-    moving_s = task.alone_s - task.latency_s - task.copy_s
+    moving_s = task.alone_s - task.latency_s - task.after_s
     slower_s = moving_s / speed - moving_s
     return replace(task, alone_s=task.alone_s + slower_s, demand=None)

@@ -1,6 +1,7 @@
 """A plan's timeline as a trace for Perfetto and chrome://tracing.
 
 Each schedule is a process, each lane a track, and arrows lead from a step to the steps that wait for it.
+The model's own collectives within the node, which are parts of compute steps, have a track of their own.
 Times are those of the simulated lanes (`cost.simulate`) with assumed speeds.  The measured times of a
 schedule follow as another process.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fcdp_compile.plan import Bucket, Kind, Lane, Placement, Plan, Schedule, Step
+from fcdp_compile.plan import INNER, Bucket, Kind, Lane, Placement, Plan, Schedule, Step
 from fcdp_compile.plan.cost import Machine, Slot, Timeline, simulate
 from fcdp_compile.plan.recording import ScheduleKey
 
@@ -63,6 +64,7 @@ def _process(
             "args": {"sort_index": lane * len(schedule.steps) + beside},
         }
     yield from _slices(schedule, time, buckets, process, tracks)
+    yield from _inner(schedule, time, process)
     yield from _arrows(schedule, time, process, tracks)
 
 
@@ -102,6 +104,29 @@ def _slices(
                 "dur": (slot.end_s - slot.start_s) * _MICROSECONDS,
                 "args": _about(step, buckets),
             }
+
+
+def _inner(schedule: Schedule, time: Timeline, process: int) -> Iterator[Event]:
+    """The track of the model's own collectives, after those of the lane within the node."""
+    if not time.inner:
+        return
+    count = len(schedule.steps)  # no lane has so many tracks
+    track = count * len(_LANES)
+    yield _named("thread_name", INNER, process, track)
+    order = _LANES.index(Lane.INTRA) * count + count - 1
+    yield {**_named("thread_sort_index", "", process, track), "args": {"sort_index": order}}
+    for index, slot in time.inner.items():
+        step = schedule.steps[index]
+        yield {
+            "ph": "X",
+            "name": f"in {_name(step)}",
+            "cat": INNER,
+            "pid": process,
+            "tid": track,
+            "ts": slot.start_s * _MICROSECONDS,
+            "dur": (slot.end_s - slot.start_s) * _MICROSECONDS,
+            "args": {"step": index, "bytes": step.inner_bytes},
+        }
 
 
 def _name(step: Step) -> str:

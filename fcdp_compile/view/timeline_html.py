@@ -61,6 +61,19 @@ _LANES: dict[Lane, tuple[str, str]] = {
 }
 """The name and the meaning of each lane."""
 
+_INNER_LANE: Json = {
+    "id": "inner",
+    "name": "Sent by the model",
+    "text": "within the node, in compute",
+}
+_INNER_KIND: Json = {
+    "id": "model_collectives",
+    "lane": "inner",
+    "text": "what the model itself sends within the node, as a part of a compute step",
+    "flow": None,
+}
+"""Collectives of the model itself: no steps, but parts of compute steps."""
+
 _KINDS: dict[Kind, str] = {
     Kind.COMPUTE: "runs operators of the model",
     Kind.INTER_ALL_GATHER: "collects a bucket's weights from the other nodes",
@@ -101,10 +114,8 @@ def timeline_html(
     """
     data = {
         "speeds": _speeds(machine),
-        "lanes": [
-            {"id": lane.value, "name": name, "text": text} for lane, (name, text) in _LANES.items()
-        ],
-        "kinds": [_kind(kind, text) for kind, text in _KINDS.items()],
+        "lanes": list(_lanes(plans)),
+        "kinds": [*(_kind(kind, text) for kind, text in _KINDS.items()), _INNER_KIND],
         "graphs": [
             *_whole_step(plans, machine),
             *(
@@ -146,6 +157,16 @@ def _speeds(machine: Machine) -> Json:
 
     links = {lane: of(getattr(machine, lane)) for lane in ("inter", "intra", "h2d", "d2h")}
     return {**links, "flops_per_s": machine.flops_per_s}
+
+
+def _lanes(plans: Sequence[Plan]) -> Iterator[Json]:
+    """The lanes; that of the model's own collectives only if there are any."""
+    steps = (step for plan in plans for schedule in plan.schedules for step in schedule.steps)
+    has_inner = any(step.inner_bytes for step in steps)
+    for lane, (name, text) in _LANES.items():
+        yield {"id": lane.value, "name": name, "text": text}
+        if lane is Lane.INTRA and has_inner:
+            yield _INNER_LANE
 
 
 def _kind(kind: Kind, text: str) -> Json:
@@ -263,6 +284,7 @@ def _times(schedule: Schedule, timeline: Timeline) -> Json:
     return {
         "starts_us": [_us(slot.start_s) for slot in timeline.slots],
         "ends_us": [_us(slot.end_s) for slot in timeline.slots],
+        "inner": [(i, _us(s.start_s), _us(s.end_s)) for i, s in timeline.inner.items()],
         "total_us": _us(timeline.total_s),
         "still_us": _us(_still_s(schedule, timeline)),
         "memory": list(_memory_curve(schedule, timeline)),

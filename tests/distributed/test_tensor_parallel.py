@@ -365,6 +365,7 @@ def _bytes(mesh: DeviceMesh) -> tuple[int, int]:
         net(**_batch(whole.get_local_rank("inter"), step)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert "intra (model) [B]" in str(fcdp_compile.explain(net))
     parts = sum(math.prod(r.spec.layout.shape) for r in state_of(model).records.values())
     refused = pytest.raises(ArgumentError, match="sharded over a mesh with 'tp'")
     with refused:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.plan import Kind, Lane, Step
 
-LATENCY, BYTES, COPY, OVER = range(4)
+LATENCY, BYTES, WORK, OVER = range(4)
 _TINY_S = 1e-15
 _TINY_BYTES = 1e-5
 
@@ -28,14 +28,14 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One rank's part in a transfer."""
+    """One rank's part in a transfer, or its compute."""
 
     step: Step
     rank: int
     links: dict[str, float]
     left_bytes: float
     left_s: float
-    copy_s: float
+    work_s: float
     joint: int = 0
     phase: int = LATENCY
     rate: float = 0.0
@@ -43,10 +43,9 @@ class Flow:
 
 @dataclass(slots=True)
 class Rank:
-    """A rank.  at: the next step of its program.  until_s: the end of the current compute."""
+    """A rank.  at: the next step of its program."""
 
     at: int = 0
-    until_s: float | None = None
     queues: dict[Lane, list[Step]] = field(default_factory=lambda: {lane: [] for lane in Lane})
     running: dict[Lane, int] = field(default_factory=dict)
     ends: dict[int, float] = field(default_factory=dict)
@@ -67,7 +66,7 @@ class EveryRank:
         while True:
             while any(self._program(i) for i in range(len(self.ranks))) or self._lanes():
                 pass
-            if not self.flows and all(r.until_s is None for r in self.ranks):
+            if not self.flows:
                 assert all(r.at == len(self.steps) for r in self.ranks)
                 return [r.ends for r in self.ranks]
             self._share()
@@ -75,14 +74,8 @@ class EveryRank:
 
     def _program(self, i: int) -> bool:
         """Let a rank's program do one thing now, if it can; returns whether it did."""
-        rank, node = self.ranks[i], self.nodes[i // self.g]
-        if rank.until_s is not None:
-            if rank.until_s > self.now:
-                return False
-            rank.ends[rank.at], rank.until_s = self.now, None
-            rank.at += 1
-            return True
-        if rank.at == len(self.steps):
+        rank = self.ranks[i]
+        if rank.at == len(self.steps) or Lane.COMPUTE in rank.running:
             return False
         step = self.steps[rank.at]
         if step.lane is not Lane.COMPUTE:
@@ -91,12 +84,9 @@ class EveryRank:
             return True
         if not all(w in rank.ends for w in step.waits):
             return False
-        machine = self.profile.machine
-        flops_s = step.flops / machine.flops_per_s
-        memory_s = step.accessed_bytes / machine.memory_bytes_per_s
-        kernels_s = step.kernel_bytes / machine.memory_bytes_per_s
-        kernels_s += machine.intra.time_s(step.inner_bytes)
-        rank.until_s = self.now + (kernels_s + max(flops_s, memory_s)) * node.slowdown
+        rank.queues[Lane.COMPUTE].append(step)
+        self._begin(step, [i])
+        rank.at += 1
         return True
 
     def _lanes(self) -> bool:
@@ -125,14 +115,20 @@ class EveryRank:
             rank, node = self.ranks[i], self.nodes[i // self.g]
             rank.queues[step.lane].pop(0)
             rank.running[step.lane] = step.index
-            links = self._links(step, i)
+            links, moving = self._links(step, i), step.bytes + step.inner_bytes
+            work_s = step.kernel_bytes / machine.memory_bytes_per_s
+            work_s += max(
+                step.flops / machine.flops_per_s, step.accessed_bytes / machine.memory_bytes_per_s
+            )
+            work_s *= node.slowdown
+            before_s = work_s / 2 if step.kind is Kind.COMPUTE else 0.0
             flow = Flow(
                 step=step,
                 rank=i,
                 links=links,
-                left_bytes=step.bytes,
-                left_s=machine.inter.latency_s if step.bytes else 0.0,
-                copy_s=step.accessed_bytes / machine.memory_bytes_per_s * node.slowdown,
+                left_bytes=moving,
+                left_s=(machine.inter.latency_s if moving else 0.0) + before_s,
+                work_s=work_s - before_s,
                 joint=step.index if step.lane is Lane.INTER else -1,
             )
             self.flows.append(flow)
@@ -148,7 +144,8 @@ class EveryRank:
         if step.kind is Kind.FLAT_ALL_GATHER:  # one rank of the node sends to the next node
             return within | {f"card {node}": 1 / self.g}
         cards = {f"card {node}": 1.0}
-        return {Lane.INTER: cards, Lane.INTRA: within, Lane.H2D: down, Lane.D2H: up}[step.lane]
+        links = {Lane.INTER: cards, Lane.H2D: down, Lane.D2H: up}
+        return links.get(step.lane, within)
 
     def _capacity(self, link: str) -> float:
         kind = link.partition(" ")[0]
@@ -178,14 +175,10 @@ class EveryRank:
 
     def _wait(self) -> None:
         """Advance the clock to the next event."""
-        times = [r.until_s - self.now for r in self.ranks if r.until_s is not None]
-        times += [f.left_bytes / f.rate if f.phase == BYTES else f.left_s for f in self.flows]
+        times = [f.left_bytes / f.rate if f.phase == BYTES else f.left_s for f in self.flows]
         passed = max(0.0, min(times))
         assert math.isfinite(passed)
         self.now += passed
-        for rank in self.ranks:
-            if rank.until_s is not None and rank.until_s <= self.now + _TINY_S:
-                rank.until_s = self.now
         for flow in self.flows:
             if flow.phase == BYTES:
                 flow.left_bytes -= flow.rate * passed
@@ -202,8 +195,8 @@ class EveryRank:
 
     def _next_phase(self, flow: Flow) -> None:
         flow.phase += 1
-        if flow.phase == COPY:
-            flow.left_s = flow.copy_s
+        if flow.phase == WORK:
+            flow.left_s = flow.work_s
         if flow.phase == OVER:
             rank = self.ranks[flow.rank]
             rank.ends[flow.step.index] = self.now

@@ -107,14 +107,8 @@ def test_nodes_one_by_one_end_when_folded_ones_do(
     """To the last bit, however equal nodes are put into classes."""
     cluster = Cluster(profile=profile, nodes=4, ranks_per_node=4)
     tasks = tasks_of([schedule], cluster, buckets_for(4, 4), collectives)
-    compute_s = [task.alone_s if task.is_compute else 0.0 for task in tasks]
     runs = [
-        Engine(
-            tasks,
-            cluster.sharing,
-            slowdowns=[1.0] * len(counts),
-            compute_s=[compute_s] * len(counts),
-        ).run()
+        Engine(tasks, cluster.sharing, longer_s=[[0.0] * len(tasks)] * len(counts)).run()
         for counts in ((4,), split)
     ]
     times = [[(r.start_s, r.end_s, r.busy_s) for r in ranks] for ranks in runs]

@@ -1,13 +1,14 @@
-"""Ranks without shared links take as long as `cost.simulate` says, to the last bit."""
+"""Ranks take as long as `cost.simulate` says; without shared links, to the last bit."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
-from builders_cluster import Program, buckets_for, make_profile, make_schedule, schedules
+from builders_cluster import INTRA, Program, buckets_for, make_profile, make_schedule, schedules
 from fcdp_compile.plan import Kind, Lane, Schedule
 from fcdp_compile.plan.cost import simulate
 from fcdp_compile.simulator import Conditions, simulate_step
@@ -22,8 +23,12 @@ INTRA_KINDS = (
     Kind.INTRA_GRAD_ALL_GATHER,
 )
 
-UNSHARED = (schedules(without=[Kind.FLAT_ALL_GATHER]), schedules(without=INTRA_KINDS))
-"""Without a flat ring, or without collectives within a node: together they would share links."""
+UNSHARED = (
+    schedules(without=[Kind.FLAT_ALL_GATHER], inner_bytes=0),
+    schedules(without=INTRA_KINDS, inner_bytes=0),
+    schedules(without=[Kind.FLAT_ALL_GATHER, *INTRA_KINDS]),
+)
+"""With one of: flat rings, collectives within a node, the model's own; two of them would share a link."""
 
 LINKS = {"inter": 1.7e9, "intra": 3.1e9, "h2d": 0.9e9, "d2h": 1.3e9}
 
@@ -42,11 +47,53 @@ def test_one_part_is_what_the_lanes_take(
         ranks_per_node=ranks,
         buckets=buckets_for(nodes, ranks),
     )
-    assert step.parts == (expected,)
+    assert step.parts == (replace(expected, inner={}),)
     assert step.step_s == expected.total_s
     assert step.busy_s == expected.busy_s
     assert step.exposed_s == expected.exposed_s
     assert step.slowest.nodes == nodes
+
+
+@given(
+    schedule=schedules(without=[Kind.FLAT_ALL_GATHER], inner_bytes=3 * 10**6),
+    latency_s=st.sampled_from([0.0, 50e-6, 1e-3]),
+)
+def test_both_share_the_link_within_a_node_with_the_model(
+    schedule: Schedule, latency_s: float
+) -> None:
+    profile = make_profile(latency_s=latency_s, **LINKS)
+    expected = simulate(schedule, profile.machine, 2)
+    (part,) = simulate_step(
+        [schedule], profile, nodes=2, ranks_per_node=2, buckets=buckets_for(2, 2)
+    ).parts
+    for mine, other in zip(part.slots, expected.slots, strict=True):
+        assert mine.start_s == pytest.approx(other.start_s, rel=1e-9, abs=1e-12)
+        assert mine.end_s == pytest.approx(other.end_s, rel=1e-9, abs=1e-12)
+    for lane in Lane:
+        assert part.busy_s[lane] == pytest.approx(expected.busy_s[lane], abs=1e-12)
+    sends = [s.index for s in schedule.steps if s.inner_bytes]
+    assert list(expected.inner) == sends
+    for index in sends:
+        slot, inner = expected.slots[index], expected.inner[index]
+        work_s = profile.machine.work_s(schedule.steps[index])
+        assert slot.start_s + work_s / 2 <= inner.start_s + 1e-12
+        assert inner.start_s < inner.end_s
+        assert inner.end_s + work_s / 2 == pytest.approx(slot.end_s)
+
+
+def test_what_the_model_sends_slows_gathers_and_they_slow_it() -> None:
+    """5 ms and 1 ms of the link: from 2 ms on they meet for 2 ms, in which each moves for 1 ms."""
+    program = Program()
+    gather = program.add(Kind.INTRA_ALL_GATHER, bytes=round(5e-3 * INTRA))
+    first = program.compute(0.004, inner_bytes=round(1e-3 * INTRA))
+    alone = program.compute(0.001, program.wait(gather), inner_bytes=round(1e-3 * INTRA))
+    time = simulate(program.schedule, make_profile().machine, 2)
+    ends_ms = {i: 1e3 * time.slots[i].end_s for i in (gather, first, alone)}
+    assert ends_ms == pytest.approx({gather: 6.0, first: 6.0, alone: 8.0})
+    spans_ms = [(1e3 * s.start_s, 1e3 * s.end_s) for s in time.inner.values()]
+    assert spans_ms == [pytest.approx((2.0, 4.0)), pytest.approx((6.5, 7.5))]
+    assert time.inner_s == pytest.approx(0.003)
+    assert time.busy_s[Lane.INTRA] == pytest.approx(0.006)
 
 
 @given(pair=st.one_of(*(st.tuples(some, some) for some in UNSHARED)), nodes=st.integers(1, 4))

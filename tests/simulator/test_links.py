@@ -70,6 +70,24 @@ def test_a_gather_over_the_bus_takes_both_directions_of_it() -> None:
     )
 
 
+def test_what_the_model_sends_over_the_bus_contends_with_loads() -> None:
+    """From 1 ms on both at half the speed for 2 ms; operators of stragglers take longer, transfers do not."""
+    program = Program()
+    program.add(Kind.LOAD, bytes=round(3 * MS * BUS))
+    program.compute(2 * MS, inner_bytes=round(1 * MS * BUS))
+    over_bus = make_profile(intra=BUS, intra_over_host_link=True)
+    assert ends_ms(simulated(program, over_bus)) == pytest.approx([4.0, 4.0])
+    slow = simulate_step(
+        [program.schedule],
+        over_bus,
+        nodes=2,
+        ranks_per_node=2,
+        buckets=buckets_for(2, 2),
+        conditions=Conditions(stragglers=((2, 2.0),)),
+    )
+    assert ends_ms(slow) == pytest.approx([4.0, 6.0])
+
+
 def test_a_bus_that_is_slower_than_the_link_within_sets_the_pace() -> None:
     program = Program()
     program.add(Kind.INTRA_ALL_GATHER, bytes=8 * MB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fcdp_compile.cli.tables.table import mib, ms, table
 from fcdp_compile.files.json_records import one_line
-from fcdp_compile.plan import Lane, Schedule, Step
+from fcdp_compile.plan import INNER, Lane, Schedule, Step
 from fcdp_compile.plan.cost import Slot, Timeline
 from fcdp_compile.view.short_names import fold_numbers
 
@@ -55,14 +55,21 @@ def _format_links(schedule: Schedule) -> str:
         steps = [step for step in schedule.steps if step.lane is lane]
         moved = sum(step.bytes for step in steps)
         rows.append((lane.value, str(len(steps)), str(moved), mib(moved)))
+        sent = [step.inner_bytes for step in schedule.steps if step.inner_bytes]
+        if lane is Lane.INTRA and sent:
+            rows.append((INNER, f"in {len(sent)}", str(sum(sent)), mib(sum(sent))))
     return table(("link", "steps", "bytes", "MiB"), rows, ("left", "right", "right", "right"))
 
 
 def _format_times(times: dict[str, Timeline]) -> str:
     """Return a table of the total time, how long compute waits, and how long each lane is busy."""
-    headers = ("ms", "total", "exposed", *(lane.value for lane in Lane))
+    has_inner = any(time.inner for time in times.values())
+    headers = ("ms", "total", "exposed", *(lane.value for lane in Lane), *[INNER] * has_inner)
     rows = [
-        (name, ms(t.total_s), ms(t.exposed_s), *(ms(t.busy_s[lane]) for lane in Lane))
+        (
+            *(name, ms(t.total_s), ms(t.exposed_s), *(ms(t.busy_s[lane]) for lane in Lane)),
+            *[ms(t.inner_s) if t.inner else ""] * has_inner,
+        )
         for name, t in times.items()
     ]
     return table(headers, rows, ("left", *["right"] * (len(headers) - 1)))

@@ -5,6 +5,7 @@ const KINDS = new Map(DATA.kinds.map((kind) => [kind.id, kind]));
 const DIRECTIONS = ["forward", "backward", "inference"];
 const NAMES = { forward: "Forward", backward: "Backward", inference: "Evaluation" };
 const ROWS = ["predicted", "measured"];
+const INNER = "model_collectives"; // the kind of bars that are no steps, but parts of compute steps
 
 const VARIANTS = {
   "forward cold": ["changed weights", "after an optimizer step: changed weights are gathered"],
@@ -69,10 +70,27 @@ function barsOf(parts) {
         const start = part.offset + starts[step];
         bars.get(`${lane} ${row}`).push({ part, row, lane, step, kind, start, end: part.offset + ends[step] });
       });
+      for (const [step, start, end] of part.schedule[row].inner) {
+        const lane = KINDS.get(INNER).lane;
+        const [left, right] = [part.offset + start, part.offset + end];
+        bars.get(`${lane} ${row}`).push({ part, row, lane, step, kind: INNER, start: left, end: right });
+      }
     }
   }
   for (const found of bars.values()) found.sort((a, b) => a.start - b.start || a.step - b.step);
   return bars;
+}
+
+function timesOf(bar, row) {
+  const times = bar.part.schedule[row];
+  if (!times) return null;
+  if (bar.kind === INNER) return times.inner.find(([step]) => step === bar.step)?.slice(1) ?? null;
+  return [times.starts_us[bar.step], times.ends_us[bar.step]];
+}
+
+function bytesOf(bar) {
+  const { bytes, inner_bytes: inner } = bar.part.schedule;
+  return (bar.kind === INNER ? inner : bytes)[bar.step];
 }
 
 function bucketOf(part, step) {

@@ -29,26 +29,26 @@ function names(bucket, shown = Infinity) {
 }
 
 function when(bar) {
-  const { starts_us: starts, ends_us: ends } = bar.part.schedule[bar.row];
-  const [start, end] = [starts[bar.step], ends[bar.step]];
+  const [start, end] = timesOf(bar, bar.row);
   return `${bar.row} ${timeText(start, 4)} after the ${bar.part.direction} began, for ${timeText(end - start)}`;
 }
 
 function otherTimes(bar) {
   const other = bar.row === "predicted" ? "measured" : "predicted";
-  const times = bar.part.schedule[other];
+  const times = timesOf(bar, other);
   if (!times) return null;
-  const [start, end] = [times.starts_us[bar.step], times.ends_us[bar.step]];
+  const [start, end] = times;
   return `${other} ${timeText(start, 4)}, for ${timeText(end - start)}`;
 }
 
 function amount(bar) {
-  const bytes = bar.part.schedule.bytes[bar.step];
+  const bytes = bytesOf(bar);
   if (KINDS.get(bar.kind).lane === "compute") return null;
   return bytes ? `${bytesText(bytes)} (${bytes.toLocaleString("en-US")} bytes) a rank` : "nothing: it is where it is used";
 }
 
 function work(bar) {
+  if (bar.kind === INNER) return null;
   const flops = bar.part.schedule.flops[bar.step];
   const inner = bar.part.schedule.inner_bytes[bar.step];
   const parts = [flops ? `${Number((flops / 1e9).toPrecision(3))} GFLOP` : null,
@@ -63,8 +63,9 @@ function labelOf(part, step) {
   return bucket ? `${what}, ${bucket.title}` : what;
 }
 
+// The steps that a bar's step waits for; of a part of a step, that step.
 function waitsFor(bar, linked) {
-  const waits = bar.part.schedule.waits[bar.step];
+  const waits = bar.kind === INNER ? [bar.step] : bar.part.schedule.waits[bar.step];
   if (!waits.length) return "nothing";
   const shown = waits.slice(0, SHOWN).map((index) => {
     const text = `${labelOf(bar.part, index)} (step ${index})`;
@@ -80,8 +81,12 @@ function waitsFor(bar, linked) {
   return waits.length > SHOWN ? [...shown, `and ${waits.length - SHOWN} more`] : shown;
 }
 
+function waitsName(bar) {
+  return bar.kind === INNER ? "part of" : "waits for";
+}
+
 function aboutBucket(bar) {
-  const bucket = bucketOf(bar.part, bar.step);
+  const bucket = bucketOfBar(bar);
   if (!bucket) return [];
   return [
     ["bucket", `${bucket.id} (${bucket.title})`],
@@ -92,6 +97,10 @@ function aboutBucket(bar) {
   ];
 }
 
+function bucketOfBar(bar) {
+  return bar.kind === INNER ? null : bucketOf(bar.part, bar.step);
+}
+
 function drawDetails() {
   const bar = state.chosen;
   const place = document.getElementById("details");
@@ -100,7 +109,7 @@ function drawDetails() {
     place.replaceChildren(element("p", { class: "empty" }, text));
     return;
   }
-  const bucket = bucketOf(bar.part, bar.step);
+  const bucket = bucketOfBar(bar);
   const label = bar.part.schedule.labels[bar.step];
   const memory = bar.part.schedule.memory_bytes[bar.step];
   const mine = [
@@ -109,8 +118,8 @@ function drawDetails() {
     ["also", otherTimes(bar)],
     ["moves", amount(bar)],
     ["work", work(bar)],
-    ["note", label],
-    ["waits for", waitsFor(bar, true)],
+    ["note", bar.kind === INNER ? null : label],
+    [waitsName(bar), waitsFor(bar, true)],
     ["memory", memory === undefined ? null : `${bytesText(memory)} in use`],
   ];
   const halves = element("div", { class: "halves" }, facts(mine));
@@ -123,7 +132,7 @@ function drawTooltip(x, y) {
   const bar = state.near;
   tooltip.hidden = !bar;
   if (!bar) return;
-  const bucket = bucketOf(bar.part, bar.step);
+  const bucket = bucketOfBar(bar);
   const kept = bucket ? aboutBucket(bar).filter(([name]) => ["bucket", "kept", "why"].includes(name)) : [];
   tooltip.replaceChildren(
     heading(bar),
@@ -133,7 +142,7 @@ function drawTooltip(x, y) {
       ["time", when(bar)],
       ["also", otherTimes(bar)],
       ...kept,
-      ["waits for", waitsFor(bar, false)],
+      [waitsName(bar), waitsFor(bar, false)],
     ]),
   );
   const { width, height } = tooltip.getBoundingClientRect();

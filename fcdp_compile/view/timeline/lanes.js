@@ -1,4 +1,4 @@
-// The five lanes: a bar for each step in view. What does not fit a pixel of its own is drawn once.
+// The lanes: a bar for each step in view. What does not fit a pixel of its own is drawn once.
 
 const HEAD = 46;
 const LANE = 42;
@@ -32,6 +32,7 @@ function drawGutter() {
     children.push(label);
     if (view.rows.length < 2) continue;
     for (const row of view.rows) {
+      if (lane.id === KINDS.get(INNER).lane && row === "measured") continue; // nobody records parts of steps
       const name = element("div", { class: "row" }, row);
       const box = barBox(lane, row);
       name.style.top = `${box.y + box.height / 2 - 7}px`;
@@ -80,9 +81,7 @@ function barNode(bar, box, captions) {
     "data-part": bar.part.index,
     "data-step": bar.step,
   });
-  const bucket = width > 22 && bar.kind !== "wait" ? bucketOf(bar.part, bar.step) : null;
-  const letters = Math.floor((width - 10) / 6.4);
-  const name = bucket ? captionOf(bucket, letters) : "";
+  const name = width > 22 ? captionOf(bar, Math.floor((width - 10) / 6.4)) : "";
   if (name) {
     const y = box.y + box.height / 2 + 4;
     captions.append(drawn("text", { class: "caption", x: left + 5, y }, name));
@@ -90,8 +89,17 @@ function barNode(bar, box, captions) {
   return node;
 }
 
+function captionOf(bar, letters) {
+  if (bar.kind === INNER) {
+    const text = bytesText(bytesOf(bar));
+    return text.length <= letters ? text : "";
+  }
+  const bucket = bar.kind === "wait" ? null : bucketOf(bar.part, bar.step);
+  return bucket ? nameWithin(bucket, letters) : "";
+}
+
 // As much of the end of a bucket's name as fits and tells it from other names; else its number.
-function captionOf(bucket, letters) {
+function nameWithin(bucket, letters) {
   const parts = bucket.short.split(".");
   const names = Object.values(graph().buckets).map((other) => other.short);
   for (let i = 0; i < parts.length; i += 1) {
@@ -109,7 +117,8 @@ function barClass(bar) {
 }
 
 function isSame(bar, other) {
-  return other !== null && bar.part.index === other.part.index && bar.step === other.step && bar.row === other.row;
+  if (other === null || bar.part.index !== other.part.index) return false;
+  return bar.step === other.step && bar.row === other.row && bar.lane === other.lane;
 }
 
 // Bars of one lane that are in view; of several that share a pixel and look alike, the first. So there are never more
@@ -160,7 +169,7 @@ function barAt(x, y) {
 // From the end of each step that this one waits for to where it begins, or goes on.
 function drawLinks(layer) {
   const bar = state.near ?? state.chosen;
-  if (!bar) return;
+  if (!bar || bar.kind === INNER) return;
   for (const index of bar.part.schedule.waits[bar.step]) {
     const source = findBar(bar.part, index, bar.row);
     if (!source) continue;

@@ -105,6 +105,7 @@ function drawRowChoice() {
 
 function drawLegend() {
   const used = new Set(view.parts.flatMap((p) => p.schedule.kinds));
+  if (view.parts.some((p) => p.schedule.inner_bytes.some(Boolean))) used.add(INNER);
   const shown = DATA.kinds.filter((kind) => used.has(kind.id) && kind.id !== "free");
   const groups = [];
   for (const [title, prefix] of [["", ""], ["Weights", "weights"], ["Gradients", "gradients"]]) {
