@@ -31,12 +31,12 @@ from torch.optim import Optimizer
 from fcdp_compile.checkpointing.loading import load
 from fcdp_compile.checkpointing.saving import save
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.integrations.companions import frozen, refuse_shared_parameters, unfreeze
 from fcdp_compile.integrations.generation import generate_together
 from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions, refuse_shared
 from fcdp_compile.parallel.context import context_parallel
 from fcdp_compile.parallel.tensor import is_cut, tensor_parallel
-from fcdp_compile.params.home_shard import REPLACED
 from fcdp_compile.params.mesh import make_mesh, process_count
 from fcdp_compile.pretrained.exporting.export import save_pretrained
 from fcdp_compile.ranks.inner_mesh import PP, cp_of, tp_of
@@ -120,12 +120,12 @@ class Accelerator(accelerate.Accelerator):
         root = model_of(model)
         is_new = root not in self._prepared
         if not is_sharded(root):
-            _refuse_shared(root)
+            refuse_shared_parameters(root)
             options = self.fcdp.of_companions() if evaluation_mode else self.fcdp
             if not is_cut(root):
                 tensor_parallel(root, self.mesh)
             context_parallel(root, self.mesh)
-            with _frozen(root) if evaluation_mode else nullcontext():
+            with frozen(root) if evaluation_mode else nullcontext():
                 shard(root, self.mesh, **options.shard_arguments())
             _sharded_with[root] = self.fcdp.sharding()
         elif is_new:
@@ -133,7 +133,7 @@ class Accelerator(accelerate.Accelerator):
                 self.fcdp.check_sharded_before(mesh_of(root))
             self.share_mesh_of(root)
         if not evaluation_mode:
-            _unfreeze(root)
+            unfreeze(root)
         if is_new:
             _forget_autocast(root)  # of an Accelerator that had it earlier
         before = vars(root).get("forward")
@@ -336,46 +336,11 @@ class _Loading:
         return SimpleNamespace(size=lambda: self._sizes[name])
 
 
-_trained_before: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
-"""The names of the parameters that were trained in models that an Accelerator has frozen."""
-
 _sharded_with: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 """The options of the models that an Accelerator has sharded: another one may have the same options."""
 
 _AUTOCAST = "_fcdp_autocast"
 """The attribute with the forward that Accelerate has set for autocast, and with the one before, or None."""
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Freeze a model that is sharded within the block; another model may share its parameters until then."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    model.requires_grad_(False)
-    try:
-        yield
-        _trained_before[model] = list(trained)
-    finally:
-        for parameter in trained.values():
-            parameter.requires_grad_(True)
-
-
-def _unfreeze(model: nn.Module) -> None:
-    for name in _trained_before.pop(model, ()):
-        model.get_parameter(name).requires_grad_(True)
-
-
-def _refuse_shared(model: nn.Module) -> None:
-    """Refuse parameters that are trained and shared with a sharded model, which would not see the steps.
-
-    Raises: ArgumentError.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (other := getattr(parameter, REPLACED, None)) is not None:
-            raise ArgumentError(
-                f"parameter {name!r} is trained, and is also {other!r} of a model that has been sharded, "
-                "such as a reference; sharded models share no parameters: give the other model a copy, "
-                "or freeze the parameter"
-            )
 
 
 def _forget_autocast(model: nn.Module) -> None:
