@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import datasets
@@ -25,6 +27,7 @@ from transformers import (
 from trl.experimental import gkd
 
 import fcdp_compile
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations import trl as ours
 from fcdp_compile.integrations import trl_experimental
 from fcdp_compile.integrations.transformers import SENT
@@ -192,17 +195,25 @@ class _Sent(TrainerCallback):
 
 
 def _both(
-    make: Any, folder: Path, *, classes: tuple[Any, Any] = (trl, ours), cp: int = 1, **kwargs: Any
+    make: Any,
+    folder: Path,
+    *,
+    classes: tuple[Any, Any] = (trl, ours),
+    sizes: Mapping[str, int] = MappingProxyType({}),
+    **kwargs: Any,
 ) -> Any:
-    """Train on DDP and on fcdp and compare; returns fcdp's Trainer."""
+    """Train on DDP and on fcdp and compare; returns fcdp's Trainer.
+
+    sizes: of groups of two ranks that share work.
+    """
     trainers: list[Any] = []
     sent = _Sent()
     for side, own in enumerate(classes):
         torch._dynamo.reset()
         random.seed(11 + dist.get_rank())
-        own_options = ours.FcdpOptions(nodes=2, cp=cp, options={"compute": "eager"})
+        own_options = ours.FcdpOptions(nodes=2, **sizes, options={"compute": "eager"})  # type: ignore[arg-type]
         options = {"fcdp": own_options} if side else {}
-        if cp > 1:
+        if sizes:
             options["per_device_train_batch_size"] = 1 + side  # of a group
         trainers.append(make(own, folder / f"side-{side}", **kwargs, **options))
         if side:
@@ -231,7 +242,7 @@ def _check_companions(trainer: Any, sent: list[list[int]]) -> None:
         assert state.lanes is state_of(trainer.model).lanes
         assert not any(p.requires_grad for p in model.parameters())
         # W (N - 1) / N of a rank alone on its node, gathered once.
-        size = sum(p.numel() * 4 for p in model.parameters())
+        size = sum(p.numel() * 4 for p in model.parameters()) / trainer.accelerator.tp
         assert [step[i] for step in sent] == [sent[0][i]] * len(sent)
         assert size / 2 <= sent[0][i] <= 1.2 * size / 2 + 256
 
@@ -276,10 +287,25 @@ def _parts(mesh: DeviceMesh, folder: Path) -> None:
     datasets.disable_progress_bars()
     eval_args = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
     for i, variation in enumerate(PARTS):
-        mine = _both(_sft, folder / str(i), cp=2, lora=True, **eval_args, **variation)
+        mine = _both(_sft, folder / str(i), sizes={"cp": 2}, lora=True, **eval_args, **variation)
         assert mine.accelerator.cp == 2
         logged = {name for row in mine.state.log_history for name in row}
         assert logged >= {"mean_token_accuracy", "num_tokens", "eval_entropy", "eval_loss"}
+
+
+def _parameters(mesh: DeviceMesh, folder: Path) -> None:
+    datasets.disable_progress_bars()
+    tp = {"tp": 2}
+    for i, variation in enumerate(PARTS[:2]):
+        _both(_sft, folder / str(i), sizes=tp, lora=True, **variation)
+    _both(_dpo, folder / "dpo", sizes=tp)
+    with pytest.raises(ArgumentError, match=r"GRPOTrainer samples its batches.*\(tp=2\)"):
+        _grpo(ours, folder / "grpo", fcdp=ours.FcdpOptions(nodes=2, tp=2))
+
+
+@pytest.mark.slow
+def test_ranks_that_share_parameters(tmp_path: Path) -> None:
+    run(_parameters, tmp_path, nodes=2, ranks_per_node=2)
 
 
 @pytest.mark.slow
