@@ -40,7 +40,8 @@ class Muon(TorchMuon):
 
     ns_dtype: of the Newton-Schulz iteration of all matrices; bf16 as torch's.
 
-    Raises: ValueError as torch's, and for a parameter whose rows are on several nodes.
+    Raises: ValueError as torch's, and for a parameter whose rows are on several nodes or that
+    ranks of "tp" share.
     """
 
     def __init__(
@@ -152,13 +153,18 @@ class _Matrix:
 def _layout(parameter: Tensor) -> ParamLayout | None:
     """How a matrix is cut; None if each rank has the whole matrix.
 
-    Raises: ArgumentError if its rows are on several nodes.
+    Raises: ArgumentError if its rows are on several nodes, or ranks of "tp" have parts of it.
     """
     if not isinstance(parameter, HomeShard):
         return None
     key = key_of(parameter)
     assert key is not None, "home shards have keys"
     spec = owner_of(key).spec(key)
+    if spec.inner is not None and spec.inner.dim is not None:
+        raise ArgumentError(
+            f'Muon needs whole matrices, but ranks of "tp" have parts of parameter {spec.name!r} of shape '
+            f"{tuple(parameter.shape)}; step it with another optimizer, or make the mesh without tp"
+        )
     if spec.layout.nodes > 1 and spec.layout.home_node is None:
         raise ArgumentError(
             f"Muon needs whole matrices, but the rows of parameter {spec.name!r} of shape "

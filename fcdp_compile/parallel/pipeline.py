@@ -82,6 +82,8 @@ class PipelineStage(pipelining.PipelineStage):
 
         Raises: ArgumentError if the schedule cuts backwards in two, or runs the last micro-batch's earlier.
         """
+        if not self.has_backward:  # schedules call it in `eval`, too
+            return
         if not full_backward:
             raise ArgumentError(
                 "this schedule computes gradients of inputs and of weights apart, but a graph that fcdp "

@@ -18,7 +18,7 @@ from fcdp_compile.extras import require
 from fcdp_compile.parallel.linear import by_columns, by_rows
 from fcdp_compile.params.inner_cut import declare_part, is_declared
 from fcdp_compile.quantised.formats import FORMATS
-from fcdp_compile.ranks.inner_mesh import CUT, tp_mesh_of
+from fcdp_compile.ranks.inner_mesh import CUT, TP, Cut, tp_mesh_of
 from fcdp_compile.sharding.shard import is_sharded
 
 M = TypeVar("M", bound=nn.Module)
@@ -38,9 +38,9 @@ def tensor_parallel(model: M, mesh: DeviceMesh | None, *, experts: bool = False)
 
     Raises: ArgumentError for models that have no plan, or whose heads or experts the ranks cannot share.
     """
-    tp = tp_mesh_of(mesh)
-    if tp is None:
+    if mesh is None or tp_mesh_of(mesh) is None:
         return model
+    tp = mesh[TP]
     modeling = require("transformers.modeling_utils", "tensor_parallel")
     tensors = require("transformers.distributed.tensor_parallel", "tensor_parallel")
     if is_sharded(model):
@@ -68,7 +68,9 @@ def tensor_parallel(model: M, mesh: DeviceMesh | None, *, experts: bool = False)
         more.apply_expert_parallelism(base, tp, tp, expert_rules, ep_implementation="all_reduce")
     _compute_with_parts(base, rules, tp)
     base.tie_weights()
-    vars(base)[CUT] = frozenset(name for name, _ in base.named_parameters())
+    named = dict(base.named_parameters())
+    declared = frozenset(name for name, p in named.items() if is_declared(p))
+    vars(base)[CUT] = Cut(model=id(base), names=frozenset(named), declared=declared)
     return model
 
 

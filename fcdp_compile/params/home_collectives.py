@@ -29,7 +29,8 @@ def everywhere(mesh: DeviceMesh) -> list[Placement]:
 
 def are_pending(placements: Sequence[Placement]) -> bool:
     """Whether a value is still to be reduced over ranks: each rank holds a partial value of every element."""
-    is_cut = any(p.is_shard() for p in placements)
+    # Not `is_shard`, which is false for torch's strided shard.
+    is_cut = not all(p.is_replicate() or p.is_partial() for p in placements)
     return any(p.is_partial() for p in placements) and not is_cut
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.layout import Within, rows_of_part
@@ -26,7 +26,7 @@ class InnerCut:
     which has a part of each of several matrices that lie one after the other in one parameter.
     index, ranks: this rank's number in the group, and how many there are.  mesh: of the DTensor that modules
     compute with; None if they compute with a plain tensor.  sums: whether modules compute with a plain tensor
-    whose gradients are summed over the group.
+    whose gradients are summed over the group.  group: the ranks that share a parameter that was declared.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +35,7 @@ class InnerCut:
     ranks: int
     mesh: DeviceMesh | None = None
     sums: bool = False
+    group: tuple[int, ...] = ()
 
     @staticmethod
     def of(parameter: Tensor, mesh: DeviceMesh) -> InnerCut:
@@ -159,6 +160,7 @@ def declare_part(
         )
     if dim is not None:
         shape[dim] *= tp.size()
+        placement = Shard(dim % len(shape))  # as DTensor writes it
     cut = InnerCut(
         shape=tuple(shape),
         placement=placement,
@@ -166,6 +168,7 @@ def declare_part(
         ranks=tp.size(),
         mesh=tp if sum_gradients else None,
         sums=sum_gradients,
+        group=tuple(dist.get_process_group_ranks(tp.get_group())),
     )
     setattr(parameter, _DECLARED, cut)
 
@@ -173,6 +176,21 @@ def declare_part(
 def is_declared(parameter: Tensor) -> bool:
     """Whether `declare_part` was called for a parameter."""
     return hasattr(parameter, _DECLARED)
+
+
+def check_declared(parameter: Tensor, tp: DeviceMesh | None) -> str | None:
+    """Why a parameter that was declared cannot be sharded over a mesh with this "tp" mesh; None if it can."""
+    declared: InnerCut | None = getattr(parameter, _DECLARED, None)
+    if declared is None:
+        return None
+    wanted = () if tp is None else tuple(dist.get_process_group_ranks(tp.get_group()))
+    if declared.group == wanted:
+        return None
+    has = f"has ranks {list(wanted)}" if wanted else "is missing"
+    return (
+        f'was declared as a part over ranks {list(declared.group)}, but "tp" of the mesh that shard gets '
+        f"{has}; give shard the mesh that declare_part or tensor_parallel got"
+    )
 
 
 def local_part(parameter: Tensor) -> Tensor:

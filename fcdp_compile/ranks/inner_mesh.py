@@ -26,7 +26,20 @@ _NAMES = (PP, INTER, INTRA, CP, TP)
 CONTEXT = "fcdp_context"
 """The attribute of attention modules that know which ranks share sequences."""
 CUT = "fcdp_cut"
-"""The attribute of a model after `tensor_parallel`: the names of the parameters that it had then."""
+"""The attribute of a model after `tensor_parallel`, a `Cut`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What `tensor_parallel` has cut.
+
+    model: the id of the model; a copy of the model would compute with the model's own parameters.
+    names: of all parameters.  declared: of those that `declare_part` was called for.
+    """
+
+    model: int
+    names: frozenset[str]
+    declared: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,7 +80,10 @@ def mesh_of_ranks(
         mesh=ranks.reshape([ranks.shape[i] for i in kept]),
         mesh_dim_names=tuple(_NAMES[i] for i in kept),
     )
-    tp = mesh[TP] if ranks.shape[4] > 1 else None
+    tp = None
+    if ranks.shape[4] > 1:
+        # Not `mesh["tp"]`, which would keep the mesh alive for ever.
+        tp = DeviceMesh.from_group(mesh.get_group(TP), device_type, mesh_dim_names=(TP,))
     sizes = {
         str(mesh.get_group(_NAMES[i]).group_name): ranks.shape[i]
         for i in kept

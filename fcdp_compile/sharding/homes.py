@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.buckets import may_leave
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.params.inner_cut import is_declared
 from fcdp_compile.params.registry import STATE_BYTES, ParamSpec
 from fcdp_compile.params.spec import Home
-from fcdp_compile.ranks.inner_mesh import CONTEXT, CUT, cp_of
+from fcdp_compile.ranks.inner_mesh import CONTEXT, CUT, Cut, cp_of
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.home_nodes import home_nodes
 
@@ -56,14 +57,30 @@ def check_inner_dims(root: nn.Module, mesh: DeviceMesh | None) -> None:
         )
     modules = root.modules() if isinstance(root, nn.Module) else ()  # check_model will raise
     for module in modules:
-        known = vars(module).get(CUT)
-        if known is not None:
-            added = (name for name, _ in module.named_parameters() if name not in known)
-            if (name := next(added, None)) is not None:
-                raise ArgumentError(
-                    f"{type(module).__name__} got parameter {name!r} after fcdp_compile.tensor_parallel; add "
-                    "adapters first, then call tensor_parallel"
-                )
+        if (cut := vars(module).get(CUT)) is not None:
+            _check_cut(module, cut)
+
+
+def _check_cut(module: nn.Module, cut: Cut) -> None:
+    """Raises: ArgumentError for a model that is no longer what `tensor_parallel` has made."""
+    if cut.model != id(module):
+        raise ArgumentError(
+            f"{type(module).__name__} was copied after fcdp_compile.tensor_parallel, and computes with the "
+            "parameters of the model that it was copied from; copy first, then call tensor_parallel for each"
+        )
+    named = dict(module.named_parameters())
+    if (name := next((n for n in named if n not in cut.names), None)) is not None:
+        raise ArgumentError(
+            f"{type(module).__name__} got parameter {name!r} after fcdp_compile.tensor_parallel; add "
+            "adapters first, then call tensor_parallel"
+        )
+    lost = (n for n, p in named.items() if n in cut.declared and not is_declared(p))
+    if (name := next(lost, None)) is not None:
+        raise ArgumentError(
+            f"parameter {name!r} was replaced after fcdp_compile.tensor_parallel (to_empty, "
+            "load_state_dict(assign=True)), so its gradient would not be summed; give the parameters values "
+            "in place, or use load_pretrained or materialize after shard"
+        )
 
 
 def check_offload(offload_params: object) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.params.inner_cut import check_inner, local_part
+from fcdp_compile.params.inner_cut import check_declared, check_inner, local_part
 from fcdp_compile.quantised.weight import packed_parameters
 from fcdp_compile.ranks.inner_mesh import tp_mesh_of
 from fcdp_compile.sharding.loaded import check_loaded
@@ -164,10 +164,14 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None, *, is_packed: bool) -> str | None:
-    if isinstance(parameter, DTensor):
-        problem = check_inner(parameter, tp_mesh_of(mesh))
-        if problem is not None:
-            return problem
+    tp = tp_mesh_of(mesh)
+    problem = (
+        check_inner(parameter, tp)
+        if isinstance(parameter, DTensor)
+        else check_declared(parameter, tp)
+    )
+    if problem is not None:
+        return problem
     if isinstance(parameter, UninitializedParameter):
         return "is not initialised; run one forward before shard"
     if parameter.layout is not torch.strided:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +17,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fcdp_compile
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.errors import ArgumentError, FcdpError
 from tests.distributed.models import CASES, Odd, batch
 from tests.distributed.ranks import run
+from tests.distributed.test_tensor_parallel import Stack, _declared, _llama, _mixtral, _qwen3
 
 pytestmark = pytest.mark.distributed
 
@@ -135,3 +140,58 @@ def _wrap(mesh: DeviceMesh) -> None:
 
 def test_wrappers_of_a_sharded_model() -> None:
     run(_wrap, nodes=2, ranks_per_node=1)
+
+
+def _lost(mesh: DeviceMesh) -> None:
+    """What tensor_parallel or declare_part did is gone, or does not fit the mesh or the optimizer."""
+
+    def refused(match: str, make: Callable[[], Any], on: DeviceMesh | None) -> None:
+        with pytest.raises(ArgumentError, match=match):
+            fcdp_compile.shard(make(), on)
+
+    whole, tp = fcdp_compile.make_mesh(nodes=2, tp=2), fcdp_compile.tensor_parallel
+    torch.manual_seed(0)
+    refused("was copied after", lambda: copy.deepcopy(tp(_llama(), whole)), whole)
+
+    def loaded() -> nn.Module:
+        model = tp(_qwen3(), whole)
+        model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
+        return model
+
+    refused("q_norm.weight' was replaced after", loaded, whole)
+    refused(r'"tp" of the mesh that shard gets is missing', lambda: _declared(Stack(), whole), mesh)
+
+    def on_a_node() -> Any:
+        return _declared(Stack(), fcdp_compile.make_mesh(nodes=1, tp=4))
+
+    refused(r"over ranks \[0, 1, 2, 3\], but", on_a_node, whole)
+    for strategy in ("mics", "ddp", "fcdp"):
+        model = fcdp_compile.shard(tp(_llama(), whole), whole, strategy=strategy)
+        matrix = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+        with pytest.raises(ArgumentError, match=r'ranks of "tp" have parts of parameter'):
+            fcdp_compile.Muon([matrix])
+
+
+def _from_the_end(mesh: DeviceMesh) -> None:
+    """A dimension counted from the end; norms of a strided shard over one dimension; meshes go away."""
+    whole = fcdp_compile.make_mesh(nodes=2, tp=2)
+    part: Any = nn.Linear(4, 6, bias=False)
+    fcdp_compile.declare_part(part.weight, whole, Shard(-1))
+    model: Any = fcdp_compile.shard(nn.Sequential(part), whole)
+    assert model(torch.ones(2, 4)).shape == (2, 6)
+    assert tuple(model[0].weight.shape) == (6, 8)
+    torch.manual_seed(0)
+    mixture = fcdp_compile.shard(fcdp_compile.tensor_parallel(_mixtral(), whole), whole)
+    packed: Any = mixture.get_parameter("model.layers.0.mlp.experts.gate_up_proj").detach()
+    found = packed.norm(dim=0).full_tensor()
+    assert torch.allclose(found, packed.full_tensor().norm(dim=0))
+    reference = weakref.ref(other := fcdp_compile.make_mesh(nodes=2, tp=2))
+    fcdp_compile.shard(_declared(Stack(), other), other)
+    del other
+    gc.collect()
+    assert reference() is None
+
+
+def test_what_is_lost_is_refused() -> None:
+    run(_lost, nodes=2, ranks_per_node=2)
+    run(_from_the_end, nodes=2, ranks_per_node=2)
