@@ -34,7 +34,13 @@ from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.ranks.inner_mesh import INTER, INTRA, TP
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import NodeShard, storage_id, storage_uses, without_modes
+from fcdp_compile.torch_compat import (
+    NodeShard,
+    one_run_only,
+    storage_id,
+    storage_uses,
+    without_modes,
+)
 
 KEY = "_fcdp_key"
 """The attribute of a sharded parameter that `key_of` reads."""
@@ -364,7 +370,7 @@ def placements_of(spec: ParamSpec) -> tuple[Placement, ...]:
         if layout.home_node is not None:
             inter = NodeShard(layout.dim, layout.home_node)
         found = (Shard(layout.dim), inter)
-    return found if spec.inner is None else (spec.inner.placement, *found)
+    return found if spec.inner is None else (one_run_only(spec.inner.placement), *found)
 
 
 def as_dtensor(local: Tensor, spec: ParamSpec, mesh: DeviceMesh) -> DTensor:

@@ -130,7 +130,8 @@ def declare_part(
     """Say that a plain parameter is this rank's part of a parameter that the "tp" ranks of a mesh share.
 
     For tensor parallel code of one's own that computes with plain tensors, before `shard`.  Without it, a
-    plain parameter must have equal values on the ranks of a "tp" group.
+    plain parameter must have equal values on the ranks of a "tp" group.  Another parameter in its place, such
+    as a copy of the module has, is not declared.
 
     mesh: from `make_mesh(tp=…)`; without "tp" in it nothing happens.  placement: Shard(dim), where all ranks
     have parts of one size, or Replicate().  sum_gradients: of a replicated parameter whose gradient on each

@@ -66,6 +66,7 @@ from fcdp_compile.torch_compat.graphs import unwritten_inputs as unwritten_input
 from fcdp_compile.torch_compat.graphs import without_code as without_code
 from fcdp_compile.torch_compat.placements import NodeShard as NodeShard
 from fcdp_compile.torch_compat.placements import matrices_in as matrices_in
+from fcdp_compile.torch_compat.placements import one_run_only as one_run_only
 from fcdp_compile.torch_compat.storages import Sanitizer as Sanitizer
 from fcdp_compile.torch_compat.storages import cuda_sanitizer as cuda_sanitizer
 from fcdp_compile.torch_compat.storages import storage_id as storage_id

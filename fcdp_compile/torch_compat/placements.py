@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fcdp_compile.errors import FcdpError
+
 
 class NodeShard(Shard):
     """A `Shard` of which one index of the mesh dimension owns all rows, and the other indices own none.
@@ -74,6 +76,32 @@ class NodeShard(Shard):
     ) -> Tensor:
         first, rows = self.rows_at(local_tensor.shape[self.dim], shard_index)
         return local_tensor.narrow(self.dim, first, rows).clone()
+
+
+class _MatricesShard(_StridedShard):
+    """Torch's strided shard, which nobody may take for one run of rows.
+
+    `torch.distributed.checkpoint` and state dicts that rank 0 broadcasts take the first row of a rank's part
+    and the part's size, and so would copy other rows than the part has.
+    """
+
+    def _local_shard_size_and_offset(self, *args: Any, **more: Any) -> Any:
+        # A mode since torch 2.13, a flag before.
+        wants_all = more.get("offset_mode") == 1 or more.get("return_first_offset") is False
+        if wants_all:
+            raise FcdpError(
+                "ranks share this parameter by parts of several matrices, which torch.distributed.checkpoint "
+                "and broadcast_from_rank0 would mix up; use fcdp_compile.save and load, or full state dicts "
+                "on all ranks"
+            )
+        return super()._local_shard_size_and_offset(*args, **more)
+
+
+def one_run_only(placement: Placement) -> Placement:
+    """The placement; torch then raises where it would take parts of several matrices for one run of rows."""
+    if type(placement) is not _StridedShard:
+        return placement
+    return _MatricesShard(placement.dim, split_factor=placement.split_factor)
 
 
 def matrices_in(placement: Placement) -> int:

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -185,6 +190,12 @@ def _from_the_end(mesh: DeviceMesh) -> None:
     packed: Any = mixture.get_parameter("model.layers.0.mlp.experts.gate_up_proj").detach()
     found = packed.norm(dim=0).full_tensor()
     assert torch.allclose(found, packed.full_tensor().norm(dim=0))
+    with pytest.raises(FcdpError, match="parts of several matrices"):
+        packed.__create_chunk_list__()  # as torch.distributed.checkpoint
+    everything = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(FcdpError, match="parts of several matrices"):
+        values = get_model_state_dict(mixture, options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(mixture, values, options=everything)
     reference = weakref.ref(other := fcdp_compile.make_mesh(nodes=2, tp=2))
     fcdp_compile.shard(_declared(Stack(), other), other)
     del other
