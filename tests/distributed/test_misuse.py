@@ -193,8 +193,8 @@ def _from_the_end(mesh: DeviceMesh) -> None:
     with pytest.raises(FcdpError, match="parts of several matrices"):
         packed.__create_chunk_list__()  # as torch.distributed.checkpoint
     everything = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    values = get_model_state_dict(mixture, options=StateDictOptions(full_state_dict=True))
     with pytest.raises(FcdpError, match="parts of several matrices"):
-        values = get_model_state_dict(mixture, options=StateDictOptions(full_state_dict=True))
         set_model_state_dict(mixture, values, options=everything)
     reference = weakref.ref(other := fcdp_compile.make_mesh(nodes=2, tp=2))
     fcdp_compile.shard(_declared(Stack(), other), other)
