@@ -48,9 +48,11 @@ def _run(mode: str, folder: Path) -> list[Wire]:
     return [Wire(**found) for found in _reports(mode, folder)]
 
 
-def _reports(mode: str, folder: Path) -> list[dict[str, Any]]:
+def _reports(
+    mode: str, folder: Path, ranks_per_node: int = _RANKS_PER_NODE
+) -> list[dict[str, Any]]:
     worker = Path(__file__).with_name("wire_worker.py")
-    job = ["--nodes", _NODES, "--ranks-per-node", _RANKS_PER_NODE, "--timeout", 240]
+    job = ["--nodes", _NODES, "--ranks-per-node", ranks_per_node, "--timeout", 600]
     done = run_on_nodes([*job, "--", worker, folder, mode])
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"{mode}-{node}.json").read_text()) for node in range(_NODES)]
@@ -97,6 +99,34 @@ def test_every_strategy_sends_what_the_formula_says(tmp_path: Path) -> None:
             for sent in found["steps"][name]:
                 _report(f"{name}, node {node}, of {expected}", sent, 1.02 * expected + _SLACK)
                 assert expected <= sent <= 1.02 * expected + _SLACK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_ranks_that_share_send_their_parts_only(ranks_per_node: int, tmp_path: Path) -> None:
+    """Sequences, parameters or both shared within a node: what the model itself sends stays there."""
+    for node, found in enumerate(_reports("inner", tmp_path, ranks_per_node)):
+        assert found["runs"]
+        for run in found["runs"]:
+            shapes = {n: tuple(s) for n, s in run["shapes"].items()}
+            model = formulas.Model(
+                shapes=shapes,
+                trainable=frozenset(shapes),
+                backward=frozenset(),  # all is cached
+                buckets=[(n,) for n in shapes],
+            )
+            places = ranks_per_node // run["tp"]
+            moved = formulas.training_step(model, "fcdp", _NODES, places, first=False)
+            of_rank = sum(sent for kind, sent in moved.bytes.items() if kind.startswith("inter"))
+            expected, limit = ranks_per_node * of_rank, 1.02 * ranks_per_node * of_rank + _SLACK
+            within = ranks_per_node * run["within"]
+            assert within > limit - expected, "the control: it would show if it left the node"
+            for sent in run["steps"]:
+                about = (
+                    f"cp={run['cp']}, tp={run['tp']}, node {node}, of {expected}, {within} within"
+                )
+                _report(about, sent, limit)
+                assert expected <= sent <= limit
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Train on a simulated cluster and report the bytes that crossed this node's card; started by torchrun.
 
-    wire_worker.py FOLDER full|lora|strategies
+    wire_worker.py FOLDER full|lora|strategies|inner
 
 Place 0 of each node writes the `tx_bytes` of every step to FOLDER/<mode>-<node>.json.
 """
@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fcdp_compile
+from fcdp_compile.params.inner_cut import local_part
 
 WIDTH, LAYERS = 768, 8  # 9.4 M parameters, 37.8 MB
 RANK = 32
@@ -38,6 +40,8 @@ STRATEGIES = (
     ("zero3+offload", 1),
 )
 """The compared strategies, with the number of micro-batches; Muon steps whole matrices."""
+INNER = ((1, 2), (2, 1), (2, 2))
+"""How many ranks of a node share sequences, and how many share parameters; those that fill a node are run."""
 
 
 class Layers(nn.Module):
@@ -85,6 +89,38 @@ def _steps_of(strategy: str, micro_batches: int, mesh: DeviceMesh) -> list[int]:
     return [b - a for a, b in itertools.pairwise(marks)]
 
 
+def _inner(cp: int, tp: int) -> dict[str, Any]:
+    """A small Llama whose sequences or parameters the ranks of a node share.
+
+    Returns the shapes of this rank's parts, the bytes that this node sends in each of some steps after the
+    first, and the most bytes that the model itself sends within the node in one pass, from this rank.
+    """
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    mesh = fcdp_compile.make_mesh(cp=cp, tp=tp)
+    assert mesh is not None
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024}
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    config = LlamaConfig(**sizes, **heads, num_hidden_layers=2, use_cache=False)
+    model = fcdp_compile.tensor_parallel(LlamaForCausalLM(config), mesh)
+    shapes = {n: list(local_part(p).shape) for n, p in model.named_parameters()}
+    model = fcdp_compile.shard(fcdp_compile.context_parallel(model, mesh), mesh)
+    net = torch.compile(model, backend="fcdp", options={"compute": "eager"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("inter"))
+    marks = []
+    for _ in range(3):
+        ids = torch.randint(config.vocab_size, (4, 64), generator=generator)
+        part = fcdp_compile.sequence_part({"input_ids": ids, "labels": ids}, mesh)
+        net(**part).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        marks.append(_sent())
+    within = max(p.inner_bytes for p in fcdp_compile.explain(net).passes)
+    sent = [b - a for a, b in itertools.pairwise(marks)]
+    return {"cp": cp, "tp": tp, "shapes": shapes, "steps": sent, "within": within}
+
+
 def _write(folder: Path, mode: str, mesh: DeviceMesh, report: dict[str, Any]) -> None:
     if mesh.get_local_rank("intra") == 0:
         path = folder / f"{mode}-{mesh.get_local_rank('inter')}.json"
@@ -99,6 +135,10 @@ def main(folder: Path, mode: str) -> None:
         found = {name: _steps_of(name, count, mesh) for name, count in STRATEGIES}
         shapes = {n: list(p.shape) for n, p in Layers().named_parameters()}
         _write(folder, mode, mesh, {"shapes": shapes, "steps": found})
+        return
+    if mode == "inner":
+        filling = [(cp, tp) for cp, tp in INNER if cp * tp == mesh.size(1)]
+        _write(folder, mode, mesh, {"runs": [_inner(cp, tp) for cp, tp in filling]})
         return
     torch.manual_seed(0)
     model: nn.Module = Layers()

@@ -398,37 +398,3 @@ def test_bytes_are_planned() -> None:
 def test_values_outside_and_refusals() -> None:
     run(_outside, nodes=2, ranks_per_node=2)
     run(_refusals, nodes=2, ranks_per_node=2)
-
-
-def _with_sequences(mesh: DeviceMesh) -> None:
-    """Sequences and parameters shared at once, on 2 x (2 x 2) ranks."""
-    torch.manual_seed(0)
-    plain = _llama()
-    torch.manual_seed(0)
-    whole = fcdp_compile.make_mesh(nodes=2, cp=2, tp=2)
-    assert whole is not None
-    model = fcdp_compile.context_parallel(fcdp_compile.tensor_parallel(_llama(), whole), whole)
-    fcdp_compile.shard(model, whole)
-    net = torch.compile(model, backend="fcdp", options={"compute": "eager"})
-    optimizer, other = _optimizer(model), _optimizer(plain)
-    for step in range(3):
-        expected = torch.stack([plain(**_batch(n, step)).loss for n in range(2)]).mean()
-        expected.backward()
-        part = fcdp_compile.sequence_part(_batch(whole.get_local_rank("inter"), step), whole)
-        loss = net(**part).loss
-        loss.backward()
-        for o in (optimizer, other):
-            o.step()
-            o.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        assert float(mean) / 8 == pytest.approx(expected.item(), rel=1e-5)
-    own = values(model)
-    for name, value in plain.named_parameters():
-        assert torch.allclose(own[name], value, atol=2e-5), name
-    assert not fcdp_compile.explain(net).graph_breaks
-
-
-@pytest.mark.slow
-def test_sequences_and_parameters_are_shared() -> None:
-    run(_with_sequences, nodes=2, ranks_per_node=4)
