@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.extras import require
@@ -30,8 +31,9 @@ _SUMMED = "replicated_with_grad_allreduce"
 def tensor_parallel(model: M, mesh: DeviceMesh | None, *, experts: bool = False) -> M:
     """Cut the parameters of a Transformers model over the "tp" ranks of a mesh; returns the model.
 
-    Call it before `shard`, and after PEFT.  The ranks of a "tp" group must then get the same batches.  The
-    parts are those of the model's own plan (`model.tp_plan`).  Without "tp" in the mesh nothing happens.
+    Call it before `shard`, and after PEFT, or again after PEFT: then it cuts the adapters.  The ranks of a
+    "tp" group must then get the same batches.  The parts are those of the model's own plan (`model.tp_plan`).
+    Without "tp" in the mesh nothing happens.
 
     mesh: from `make_mesh(tp=…)`.  experts: give each rank whole experts of a mixture (`model.ep_plan`),
     instead of a part of every expert.
@@ -53,10 +55,14 @@ def tensor_parallel(model: M, mesh: DeviceMesh | None, *, experts: bool = False)
             f"tensor_parallel takes a model of Transformers, or one around it, not {type(model).__name__}; "
             'cut other models with torch\'s parallelize_module on mesh["tp"]'
         )
-    if (problem := _problem(base, tp.size(), experts=experts)) is not None:
+    cut: Cut | None = vars(base).get(CUT)
+    if (problem := _problem(base, cut, tp.size(), experts=experts)) is not None:
         raise ArgumentError(f"tensor_parallel cannot cut {type(base).__name__}: {problem}")
     expert_rules = dict(_applied(base, base.ep_plan)) if experts else {}
     rules = {n: s for n, s in _applied(base, base.tp_plan) if n not in expert_rules}
+    if cut is not None:
+        _adopt_parts(base, tp)
+        expert_rules, rules = {}, _left(base, rules)
     for name in [n for n, style in rules.items() if style == _SUMMED]:
         del rules[name]
         if name in (modules := dict(base.named_modules())):
@@ -70,7 +76,8 @@ def tensor_parallel(model: M, mesh: DeviceMesh | None, *, experts: bool = False)
     base.tie_weights()
     named = dict(base.named_parameters())
     declared = frozenset(name for name, p in named.items() if is_declared(p))
-    vars(base)[CUT] = Cut(model=id(base), names=frozenset(named), declared=declared)
+    ids = frozenset(map(id, named.values()))
+    vars(base)[CUT] = Cut(model=id(base), names=frozenset(named), ids=ids, declared=declared)
     return model
 
 
@@ -79,13 +86,52 @@ def is_cut(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) or is_declared(p) for p in model.parameters())
 
 
-def _problem(base: Any, ranks: int, *, experts: bool) -> str | None:
+def _adopt_parts(base: nn.Module, mesh: DeviceMesh) -> None:
+    """Make DTensors of adapters that PEFT has made for this rank's part of a layer, not for the layer."""
+    for module in base.modules():
+        whole = getattr(getattr(module, "base_layer", None), "weight", None)
+        if not isinstance(whole, DTensor):
+            continue
+        (placement,) = whole.placements
+        dim = placement.dim if isinstance(placement, Shard) else 0
+        adapters = getattr(module, "lora_A" if dim else "lora_B", None)
+        layers = adapters.values() if isinstance(adapters, nn.ModuleDict) else ()
+        for layer, (name, part) in ((a, p) for a in layers for p in list(a.named_parameters())):
+            if isinstance(part, DTensor) or dim >= part.ndim or part.shape[dim] == whole.shape[dim]:
+                continue
+            shape = torch.Size((*part.shape[:dim], whole.shape[dim], *part.shape[dim + 1 :]))
+            stride = torch.empty(shape, device="meta").stride()
+            cut = DTensor.from_local(
+                part.detach(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
+            )
+            setattr(layer, name, nn.Parameter(cut, requires_grad=part.requires_grad))
+
+
+def _left(base: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
+    """The rules for what a model got after it was cut."""
+    parameters, modules = dict(base.named_parameters()), dict(base.named_modules())
+
+    def is_new(name: str) -> bool:
+        if (parameter := parameters.get(name)) is None:
+            return "forward" not in vars(modules[name])
+        return not (isinstance(parameter, DTensor) or is_declared(parameter))
+
+    return {name: style for name, style in rules.items() if is_new(name)}
+
+
+def _problem(base: Any, cut: Cut | None, ranks: int, *, experts: bool) -> str | None:
     """Why these ranks cannot share the model; None if they can."""
     config = base.config.get_text_config()
     if not base.tp_plan:
         return 'it has no tp_plan; cut it with torch\'s parallelize_module on mesh["tp"]'
-    if is_cut(base):
-        return "it is cut already; call tensor_parallel once, after PEFT"
+    if cut is not None:
+        copied = (
+            n for n, p in base.named_parameters() if isinstance(p, DTensor) and id(p) not in cut.ids
+        )
+        if (name := next(copied, None)) is not None:
+            return f"{name!r} was copied after the model was cut (modules_to_save); use PEFT before"
+    elif is_cut(base):
+        return "it is cut already"
     if any(format_of(p) is not None for p in base.parameters() for format_of in FORMATS):
         return "its weights are quantised, and nothing computes with parts of them; use context_parallel"
     if experts and not base.ep_plan:

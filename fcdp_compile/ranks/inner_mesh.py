@@ -34,11 +34,12 @@ class Cut:
     """What `tensor_parallel` has cut.
 
     model: the id of the model; a copy of the model would compute with the model's own parameters.
-    names: of all parameters.  declared: of those that `declare_part` was called for.
+    names, ids: of all parameters.  declared: names of those that `declare_part` was called for.
     """
 
     model: int
     names: frozenset[str]
+    ids: frozenset[int]
     declared: frozenset[str]
 
 

@@ -71,8 +71,8 @@ def _check_cut(module: nn.Module, cut: Cut) -> None:
     named = dict(module.named_parameters())
     if (name := next((n for n in named if n not in cut.names), None)) is not None:
         raise ArgumentError(
-            f"{type(module).__name__} got parameter {name!r} after fcdp_compile.tensor_parallel; add "
-            "adapters first, then call tensor_parallel"
+            f"{type(module).__name__} got parameter {name!r} after fcdp_compile.tensor_parallel; call "
+            "tensor_parallel again, which cuts the adapters"
         )
     lost = (n for n, p in named.items() if n in cut.declared and not is_declared(p))
     if (name := next(lost, None)) is not None:

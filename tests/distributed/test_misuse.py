@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fcdp_compile
 from fcdp_compile.errors import ArgumentError, FcdpError
+from tests.distributed.cut_models import Stack, declared, llama, mixtral, qwen3
 from tests.distributed.models import CASES, Odd, batch
 from tests.distributed.ranks import run
-from tests.distributed.test_tensor_parallel import Stack, _declared, _llama, _mixtral, _qwen3
 
 pytestmark = pytest.mark.distributed
 
@@ -156,22 +156,22 @@ def _lost(mesh: DeviceMesh) -> None:
 
     whole, tp = fcdp_compile.make_mesh(nodes=2, tp=2), fcdp_compile.tensor_parallel
     torch.manual_seed(0)
-    refused("was copied after", lambda: copy.deepcopy(tp(_llama(), whole)), whole)
+    refused("was copied after", lambda: copy.deepcopy(tp(llama(), whole)), whole)
 
     def loaded() -> nn.Module:
-        model = tp(_qwen3(), whole)
+        model = tp(qwen3(), whole)
         model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
         return model
 
     refused("q_norm.weight' was replaced after", loaded, whole)
-    refused(r'"tp" of the mesh that shard gets is missing', lambda: _declared(Stack(), whole), mesh)
+    refused(r'"tp" of the mesh that shard gets is missing', lambda: declared(Stack(), whole), mesh)
 
     def on_a_node() -> Any:
-        return _declared(Stack(), fcdp_compile.make_mesh(nodes=1, tp=4))
+        return declared(Stack(), fcdp_compile.make_mesh(nodes=1, tp=4))
 
     refused(r"over ranks \[0, 1, 2, 3\], but", on_a_node, whole)
     for strategy in ("mics", "ddp", "fcdp"):
-        model = fcdp_compile.shard(tp(_llama(), whole), whole, strategy=strategy)
+        model = fcdp_compile.shard(tp(llama(), whole), whole, strategy=strategy)
         matrix = model.get_parameter("model.layers.0.mlp.up_proj.weight")
         with pytest.raises(ArgumentError, match=r'ranks of "tp" have parts of parameter'):
             fcdp_compile.Muon([matrix])
@@ -186,7 +186,7 @@ def _from_the_end(mesh: DeviceMesh) -> None:
     assert model(torch.ones(2, 4)).shape == (2, 6)
     assert tuple(model[0].weight.shape) == (6, 8)
     torch.manual_seed(0)
-    mixture = fcdp_compile.shard(fcdp_compile.tensor_parallel(_mixtral(), whole), whole)
+    mixture = fcdp_compile.shard(fcdp_compile.tensor_parallel(mixtral(), whole), whole)
     packed: Any = mixture.get_parameter("model.layers.0.mlp.experts.gate_up_proj").detach()
     found = packed.norm(dim=0).full_tensor()
     assert torch.allclose(found, packed.full_tensor().norm(dim=0))
@@ -197,7 +197,7 @@ def _from_the_end(mesh: DeviceMesh) -> None:
     with pytest.raises(FcdpError, match="parts of several matrices"):
         set_model_state_dict(mixture, values, options=everything)
     reference = weakref.ref(other := fcdp_compile.make_mesh(nodes=2, tp=2))
-    fcdp_compile.shard(_declared(Stack(), other), other)
+    fcdp_compile.shard(declared(Stack(), other), other)
     del other
     gc.collect()
     assert reference() is None

@@ -20,7 +20,7 @@ from fcdp_compile.params.inner_cut import local_part
 from fcdp_compile.plan import Direction, Plan, Variant
 from fcdp_compile.sharding.shard import state_of
 from tests import formulas
-from tests.distributed import test_bytes, test_context, test_tensor_parallel
+from tests.distributed import cut_models, test_bytes, test_context
 from tests.distributed.models import batch
 from tests.distributed.parity import (
     GRADIENT_FLOOR,
@@ -93,7 +93,7 @@ class Pair:
         self.parts = {n: tuple(local_part(p).shape) for n, p in self.model.named_parameters()}
         fcdp_compile.shard(fcdp_compile.context_parallel(self.model, mesh), mesh)
         self.net: Any = torch.compile(self.model, backend="fcdp", options={"compute": "eager"})
-        self.optimizers = [test_tensor_parallel._optimizer(m) for m in (self.model, self.plain)]
+        self.optimizers = [cut_models.adamw(m) for m in (self.model, self.plain)]
 
     def _made(self) -> nn.Module:
         torch.manual_seed(0)

@@ -10,26 +10,13 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_reduce
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
-from transformers.modeling_outputs import CausalLMOutput
 
 import fcdp_compile
 from builders_planner import make_profile
@@ -38,176 +25,21 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.accelerate import Accelerator
 from fcdp_compile.planner import Job, estimate, trace
 from fcdp_compile.sharding.shard import state_of
+from tests.distributed.cut_models import (
+    CASES,
+    ONE_LENGTH,
+    SIZES,
+    VOCABULARY,
+    Stack,
+    adamw,
+    batch_of,
+    llama,
+    with_experts,
+)
 from tests.distributed.parity import values
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
-
-VOCABULARY = 64
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-    "attn_implementation": "sdpa",
-}
-Cut = Callable[[Any, DeviceMesh | None], Any]
-
-
-def _llama(pairs: int = 2, **more: Any) -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": pairs}, **more))
-
-
-def _lora(**more: Any) -> nn.Module:
-    targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **more)
-    return peft.get_peft_model(_llama(), config)  # type: ignore[arg-type,return-value]
-
-
-def _checkpointed() -> nn.Module:
-    model = _llama()
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    return model
-
-
-def _qwen3() -> nn.Module:
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8))
-
-
-def _mixtral() -> nn.Module:
-    config = MixtralConfig(**SIZES, num_local_experts=4, experts_implementation="grouped_mm")
-    return MixtralForCausalLM(config)
-
-
-def _with_experts(model: Any, mesh: DeviceMesh | None) -> Any:
-    return fcdp_compile.tensor_parallel(model, mesh, experts=True)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 16)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.last = nn.Identity()
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-        hidden = self.last(self.blocks(self.embed(input_ids)))
-        return CausalLMOutput(loss=(hidden**2).mean())
-
-
-def _sequence_parallel(model: Any, mesh: DeviceMesh | None) -> Any:
-    """Torch's own plan: between blocks, each rank has a part of the sequence."""
-    assert mesh is not None
-    part = Shard(1)
-    plan: dict[str, Any] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=part),
-        "blocks.*.norm": SequenceParallel(),
-        "blocks.*.up": ColwiseParallel(input_layouts=part),
-        "blocks.*.down": RowwiseParallel(output_layouts=part),
-        "last": PrepareModuleInput(
-            input_layouts=(part,), desired_input_layouts=(Replicate(),), use_local_output=True
-        ),
-    }
-    return parallelize_module(model, mesh["tp"], plan)
-
-
-class _Entering(torch.autograd.Function):
-    """Sums the gradients of a group's ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, "sum", ctx.group), None
-
-
-class _Leaving(torch.autograd.Function):
-    """Sums the values of a group's ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return all_reduce(x, "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class PlainBlock(Block):
-    """Computes with this rank's parts as plain tensors."""
-
-    group = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = _Entering.apply(x, self.group)  # the norm's gradient is a part, too
-        hidden = torch.tanh(nn.functional.linear(self.norm(inner), self.up.weight, self.up.bias))
-        return x + _Leaving.apply(nn.functional.linear(hidden, self.down.weight), self.group)
-
-
-def _declared(model: Any, mesh: DeviceMesh | None) -> Any:
-    """Megatron's way, with parts that fcdp is told of."""
-    assert mesh is not None
-    group, place = mesh.get_group("tp"), mesh.get_local_rank("tp")
-    for block in model.blocks:
-        block.__class__ = PlainBlock
-        block.group = group.group_name
-        for parameter in block.norm.parameters():
-            fcdp_compile.declare_part(parameter, mesh, Replicate(), sum_gradients=True)
-        for layer, name, dim in (("up", "weight", 0), ("up", "bias", 0), ("down", "weight", 1)):
-            layer = getattr(block, layer)
-            whole = getattr(layer, name).detach()
-            part = nn.Parameter(whole.chunk(mesh["tp"].size(), dim)[place].clone())
-            fcdp_compile.declare_part(part, mesh, Shard(dim))
-            setattr(layer, name, part)
-    return model
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], Cut]] = {
-    "full": (_llama, fcdp_compile.tensor_parallel),
-    "tied": (lambda: _llama(tie_word_embeddings=True), fcdp_compile.tensor_parallel),
-    "LoRA": (_lora, fcdp_compile.tensor_parallel),
-    "LoRA and a head": (
-        lambda: _lora(modules_to_save=["lm_head"]),
-        fcdp_compile.tensor_parallel,
-    ),
-    "checkpointing": (_checkpointed, fcdp_compile.tensor_parallel),
-    "norms of heads": (_qwen3, fcdp_compile.tensor_parallel),
-    "mixture": (_mixtral, fcdp_compile.tensor_parallel),
-    "experts": (_mixtral, _with_experts),
-    "sequence parallelism": (Stack, _sequence_parallel),
-    "declared parts": (Stack, _declared),
-}
-
-
-ONE_LENGTH = {"sequence parallelism"}
-"""Torch 2.13 cannot trace the DTensors of its own plans with lengths that vary."""
-
-
-def _batch(node: int, step: int, length: int = 16) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + node)
-    ids = torch.randint(VOCABULARY, (2, length), generator=generator)
-    return {"input_ids": ids, "labels": ids}
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-5)
 
 
 def _train(mesh: DeviceMesh, case: str, compute: str | None) -> Iterator[tuple[float, float]]:
@@ -217,16 +49,18 @@ def _train(mesh: DeviceMesh, case: str, compute: str | None) -> Iterator[tuple[f
     torch.manual_seed(0)
     whole = fcdp_compile.make_mesh(nodes=2, tp=2)
     model = fcdp_compile.shard(cut(make(), whole), whole)
+    if case == "LoRA later":  # PEFT has drawn values for each rank's part
+        model.load_state_dict(plain.state_dict())
     net: Any = model
     if compute is not None:
         net = torch.compile(model, backend="fcdp", options={"compute": compute})
-    optimizer, other = _optimizer(model), _optimizer(plain)
+    optimizer, other = adamw(model), adamw(plain)
     assert whole is not None
     node, (nodes, places) = whole.get_local_rank("inter"), whole.shape[:2]
     mine = node * places + whole.get_local_rank("intra")
     for step in range(3):
         batches = [
-            _batch(n, step, 16 if case in ONE_LENGTH else 16 + 3 * step + n)
+            batch_of(n, step, 16 if case in ONE_LENGTH else 16 + 3 * step + n)
             for n in range(nodes * places)
         ]
         losses = [plain(**batch).loss for batch in batches]
@@ -243,7 +77,9 @@ def _train(mesh: DeviceMesh, case: str, compute: str | None) -> Iterator[tuple[f
         dist.all_reduce(mean)
         yield float(mean) / dist.get_world_size(), expected.item()
     with torch.no_grad():
-        assert torch.allclose(net(**_batch(0, 9)).loss, plain(**_batch(0, 9)).loss, rtol=1e-5), case
+        assert torch.allclose(
+            net(**batch_of(0, 9)).loss, plain(**batch_of(0, 9)).loss, rtol=1e-5
+        ), case
     own = values(model)
     for name, value in plain.named_parameters():
         assert own[name].shape == value.shape
@@ -288,11 +124,11 @@ def _outside(mesh: DeviceMesh) -> None:
         gradient: Any = parameter.grad
         assert torch.allclose(gradient.full_tensor(), names[name].grad), name  # type: ignore[arg-type]
         with torch.no_grad(), fcdp_compile.gathered(model, writeback=True):
-            loss = model(**_batch(0, 0)).loss
+            loss = model(**batch_of(0, 0)).loss
             for p in model.parameters():
                 p.mul_(0.5)
         with torch.no_grad():
-            assert torch.allclose(loss, plain(**_batch(0, 0)).loss, rtol=1e-5)
+            assert torch.allclose(loss, plain(**batch_of(0, 0)).loss, rtol=1e-5)
             for p in plain.parameters():
                 p.mul_(0.5)
         assert _equal(model, plain)
@@ -321,12 +157,13 @@ def _refusals(mesh: DeviceMesh) -> None:
     assert whole.mesh_dim_names == ("inter", "intra", "tp")
     tp, place = fcdp_compile.tensor_parallel, whole.get_local_rank("tp")
     refused("takes a model of Transformers", lambda: tp(nn.Linear(2, 2), whole))
-    refused("2 ranks cannot share 4 query heads and 1 key", lambda: tp(_llama(1), whole))
-    refused("cut already; call tensor_parallel once", lambda: tp(tp(_llama(), whole), whole))
-    late = peft.get_peft_model(tp(_llama(), whole), peft.LoraConfig(target_modules=["q_proj"]))
+    refused("2 ranks cannot share 4 query heads and 1 key", lambda: tp(llama(1), whole))
+    late = peft.get_peft_model(tp(llama(), whole), peft.LoraConfig(modules_to_save=["lm_head"]))
+    refused("was copied after the model was cut", lambda: tp(late, whole))
+    late = peft.get_peft_model(tp(llama(), whole), peft.LoraConfig(target_modules=["q_proj"]))
     refused("after fcdp_compile.tensor_parallel", lambda: fcdp_compile.shard(late, whole))
-    refused("it has no experts", lambda: _with_experts(_llama(), whole))
-    refused("is a DTensor already", lambda: fcdp_compile.shard(tp(_llama(), whole), mesh))
+    refused("it has no experts", lambda: with_experts(llama(), whole))
+    refused("is a DTensor already", lambda: fcdp_compile.shard(tp(llama(), whole), mesh))
     other = parallelize_module(Stack(), mesh["inter"], {"blocks.*.up": ColwiseParallel()})
     refused(r'rank\'s "tp" mesh has ranks', lambda: fcdp_compile.shard(other, whole))
     torch.manual_seed(place)
@@ -338,18 +175,18 @@ def _refusals(mesh: DeviceMesh) -> None:
     refused("have different seeds for dropout", lambda: fcdp_compile.shard(dropping, whole))
     refused(
         "keeps whole matrices on a node",
-        lambda: fcdp_compile.shard(tp(_llama(), whole), whole, strategy="fcdp+matrix"),
+        lambda: fcdp_compile.shard(tp(llama(), whole), whole, strategy="fcdp+matrix"),
     )
     refused(
         "takes Shard of a dimension",
         lambda: fcdp_compile.declare_part(nn.Parameter(torch.ones(2)), whole, Shard(1)),
     )
     torch.manual_seed(0)
-    model = fcdp_compile.shard(tp(_llama(), whole), whole)
+    model = fcdp_compile.shard(tp(llama(), whole), whole)
     model.compile(backend="fcdp", options={"compute": "eager"})
     refused(
         r'ranks 0, 1 share parameters \("tp"\) but got different batches',
-        lambda: model(**_batch(dist.get_rank(), 0)),
+        lambda: model(**batch_of(dist.get_rank(), 0)),
     )
 
 
@@ -357,12 +194,12 @@ def _bytes(mesh: DeviceMesh) -> tuple[int, int]:
     """What this rank sends to other nodes in an ordinary step, and its part of the parameters."""
     torch.manual_seed(0)
     whole = fcdp_compile.make_mesh(nodes=2, tp=2)
-    model = fcdp_compile.shard(fcdp_compile.tensor_parallel(_llama(), whole), whole)
+    model = fcdp_compile.shard(fcdp_compile.tensor_parallel(llama(), whole), whole)
     net = torch.compile(model, backend="fcdp", options={"compute": "eager"})
-    optimizer = _optimizer(model)
+    optimizer = adamw(model)
     assert whole is not None
     for step in range(2):
-        net(**_batch(whole.get_local_rank("inter"), step)).loss.backward()
+        net(**batch_of(whole.get_local_rank("inter"), step)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     assert "intra (model) [B]" in str(fcdp_compile.explain(net))
@@ -378,7 +215,7 @@ def test_bytes_are_planned() -> None:
 
     def build(batch: int, seq: int) -> tuple[nn.Module, Any]:
         ids = torch.zeros(batch, seq, dtype=torch.long)
-        return _llama(), {"input_ids": ids, "labels": ids.clone()}
+        return llama(), {"input_ids": ids, "labels": ids.clone()}
 
     found = run(_bytes, nodes=2, ranks_per_node=2)
     agreed = found[0][0] - found[0][1]  # a rank has half of the parts, and sends them twice

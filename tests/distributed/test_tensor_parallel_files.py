@@ -20,30 +20,30 @@ import fcdp_compile
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.pretrained import load
 from fcdp_compile.pretrained.source import Files
+from tests.distributed.cut_models import (
+    VOCABULARY,
+    Cut,
+    Stack,
+    declared,
+    llama,
+    lora,
+    mixtral,
+    with_experts,
+)
 from tests.distributed.exports import compare, saved, tensors_of
 from tests.distributed.jobs_checkpoint import assert_same
 from tests.distributed.parity import whole
 from tests.distributed.ranks import run
-from tests.distributed.test_tensor_parallel import (
-    VOCABULARY,
-    Cut,
-    Stack,
-    _declared,
-    _llama,
-    _lora,
-    _mixtral,
-    _with_experts,
-)
 
 pytestmark = pytest.mark.distributed
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Cut]] = {
-    "full": (_llama, fcdp_compile.tensor_parallel),
-    "tied": (partial(_llama, tie_word_embeddings=True), fcdp_compile.tensor_parallel),
-    "mixture": (_mixtral, fcdp_compile.tensor_parallel),
-    "experts": (_mixtral, _with_experts),
-    "declared parts": (Stack, _declared),
-    "LoRA": (_lora, fcdp_compile.tensor_parallel),
+    "full": (llama, fcdp_compile.tensor_parallel),
+    "tied": (partial(llama, tie_word_embeddings=True), fcdp_compile.tensor_parallel),
+    "mixture": (mixtral, fcdp_compile.tensor_parallel),
+    "experts": (mixtral, with_experts),
+    "declared parts": (Stack, declared),
+    "LoRA": (lora, fcdp_compile.tensor_parallel),
 }
 
 
@@ -215,7 +215,7 @@ def _adapters(mesh: DeviceMesh, folder: str) -> None:
     """Adapters alone, and merged; a base from files under adapters that have values."""
     on = fcdp_compile.make_mesh(nodes=2, tp=2)
     torch.manual_seed(0)
-    plain: Any = _lora()
+    plain: Any = lora()
     model: Any = fcdp_compile.shard(
         fcdp_compile.tensor_parallel(copy.deepcopy(plain), on), on, strategy="mics"
     )
