@@ -22,7 +22,6 @@ import fcdp_compile
 from builders_planner import make_profile
 from fcdp_compile import Strategy
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.integrations.accelerate import Accelerator
 from fcdp_compile.planner import Job, estimate, trace
 from fcdp_compile.sharding.shard import state_of
 from tests.distributed.cut_models import (
@@ -95,7 +94,7 @@ def _parity(mesh: DeviceMesh, cases: Sequence[str], compute: str | None = "eager
             assert loss == pytest.approx(expected, rel=1e-5), case
 
 
-_FEW = ("LoRA", "norms of heads", "experts", "declared parts")
+_FEW = ("LoRA", "experts")
 
 
 @pytest.mark.parametrize(
@@ -204,9 +203,6 @@ def _bytes(mesh: DeviceMesh) -> tuple[int, int]:
         optimizer.zero_grad()
     assert "intra (model) [B]" in str(fcdp_compile.explain(net))
     parts = sum(math.prod(r.spec.layout.shape) for r in state_of(model).records.values())
-    refused = pytest.raises(ArgumentError, match="sharded over a mesh with 'tp'")
-    with refused:
-        Accelerator(cpu=True).prepare(model)
     return fcdp_compile.traffic(net).last_step.bytes("inter"), 4 * parts
 
 
