@@ -1,7 +1,8 @@
-"""Fine-tune a small Llama with LoRA where the ranks of a node share sequences (--cp) or parameters (--tp).
+"""Fine-tune a small model with LoRA where the ranks of a node share sequences (--cp) or parameters (--tp).
 
     torchrun --standalone --nproc-per-node=4 examples/shared_node.py --nodes 2 --cp 2
     torchrun --standalone --nproc-per-node=4 examples/shared_node.py --nodes 2 --tp 2
+    torchrun --standalone --nproc-per-node=4 examples/shared_node.py --nodes 2 --tp 2 --experts
     python examples/shared_node.py
 
 Nothing is downloaded: the model has random weights and learns the bytes of Python's own modules.  Loss and
@@ -12,12 +13,19 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 import fcdp_compile
 from corpus import BYTE_VOCABULARY, MIB, base_text
@@ -33,6 +41,9 @@ def main() -> None:
     parser.add_argument(
         "--tp", type=int, default=1, help="ranks that share each parameter (%(default)s)"
     )
+    parser.add_argument(
+        "--experts", action="store_true", help="a mixture, whose experts the ranks of --tp divide"
+    )
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps (%(default)s)")
     args = parser.parse_args()
@@ -41,8 +52,8 @@ def main() -> None:
     rank = dist.get_rank() if mesh is not None else 0
 
     torch.manual_seed(0)  # the same weights in every process
-    model = get_peft_model(LlamaForCausalLM(config(args.seq_len)), adapters())
-    fcdp_compile.tensor_parallel(model, mesh)
+    model = get_peft_model(base_model(args.seq_len, has_experts=args.experts), adapters())
+    fcdp_compile.tensor_parallel(model, mesh, experts=args.experts)
     fcdp_compile.context_parallel(model, mesh)
     fcdp_compile.shard(model, mesh)
     net = torch.compile(model, backend="fcdp")
@@ -77,18 +88,21 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def config(length: int) -> LlamaConfig:
-    """A small Llama."""
-    return LlamaConfig(
-        vocab_size=BYTE_VOCABULARY,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=length,
-        use_cache=False,
-    )
+def base_model(length: int, *, has_experts: bool) -> PreTrainedModel:
+    """A small Llama, or a small Mixtral with 8 experts in each layer."""
+    sizes: dict[str, Any] = {
+        "vocab_size": BYTE_VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 344,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": length,
+        "use_cache": False,
+    }
+    if has_experts:
+        return MixtralForCausalLM(MixtralConfig(**sizes, experts_implementation="grouped_mm"))
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def adapters() -> LoraConfig:

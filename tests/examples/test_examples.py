@@ -185,11 +185,10 @@ def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_ranks_that_share_sequences_or_parameters_have_one_loss() -> None:
-    outs = [
-        succeed("shared_node.py", "--nodes=2", "--steps=2", "--seq-len=64", f"--{dim}=2", ranks=4)
-        for dim in ("cp", "tp")
-    ]
+@pytest.mark.parametrize("more", [[], ["--experts"]], ids=["llama", "experts"])
+def test_ranks_that_share_sequences_or_parameters_have_one_loss(more: list[str]) -> None:
+    sizes = ["--nodes=2", "--steps=2", "--seq-len=64", *more]
+    outs = [succeed("shared_node.py", *sizes, f"--{dim}=2", ranks=4) for dim in ("cp", "tp")]
     losses = [[float(n) for n in re.findall(r"loss (\S+)", out)] for out in outs]
     assert len(losses[0]) == 2
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)

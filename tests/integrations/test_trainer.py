@@ -322,15 +322,18 @@ def _short(trainer: Any) -> list[dict[str, Any]]:
     return [{name: row[name][:5] for name in row} for row in trainer.eval_dataset]
 
 
-def _sharing(_mesh: DeviceMesh, folder: Path) -> None:
-    mine, plain = _shared(folder / "tp", tp_size=2)
+def _parameters(_mesh: DeviceMesh, folder: Path) -> None:
+    mine, plain = _shared(folder, tp_size=2)
     assert mine.accelerator.tp == mine.get_tp_size() == 2
     rows = _short(mine)[:-1]  # the last batch is not full
     found, expected = (t.predict(rows) for t in (mine, plain))
     assert found.predictions.shape == expected.predictions.shape
     torch.testing.assert_close(found.predictions, expected.predictions, rtol=1e-3, atol=1e-4)
     assert (found.label_ids == expected.label_ids).all()
-    mine, _ = _shared(folder / "cp", cp_size=2)
+
+
+def _sequences(_mesh: DeviceMesh, folder: Path) -> None:
+    mine, _ = _shared(folder, cp_size=2)
     assert mine.accelerator.cp == mine.get_cp_size() == 2
     rows = _short(mine)
     with pytest.raises(ArgumentError, match="so only losses are evaluated"):
@@ -342,5 +345,10 @@ def _sharing(_mesh: DeviceMesh, folder: Path) -> None:
         mine.evaluate(rows)
 
 
-def test_ranks_that_share_work(tmp_path: Path) -> None:
-    run(_sharing, tmp_path, nodes=2, ranks_per_node=2)
+@pytest.mark.parametrize(
+    "train",
+    [_parameters, pytest.param(_sequences, marks=pytest.mark.slow)],
+    ids=["parameters", "sequences"],
+)
+def test_ranks_that_share_work(train: Any, tmp_path: Path) -> None:
+    run(train, tmp_path, nodes=2, ranks_per_node=2)

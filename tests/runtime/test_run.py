@@ -66,6 +66,7 @@ class Model:
             is_outdated=lambda: False,
             cut=lambda: None,
         )
+        self.batches = SimpleNamespace(compare=lambda direction, inputs: None)
         self.outside = SimpleNamespace(give_way=self.given_way.extend)
         self.validity = SimpleNamespace(check=self.check)
         self.upkeep = SimpleNamespace(
