@@ -87,9 +87,8 @@ class DeviceSteps:
             on_device = None if pending is None else pending.wait()
             del loading, pending
             stored = self._step_one(optimizer, bucket, on_device)
-            if (
-                stored is not None
-            ):  # its lane runs in order, so waiting for it waits for the stores before
+            if stored is not None:
+                # Its lane runs in order: who waits for this store waits for those before.
                 self._storing = stored
 
     def _step_one(

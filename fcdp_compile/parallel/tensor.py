@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.extras import require
 from fcdp_compile.parallel.linear import by_columns, by_rows
-from fcdp_compile.params.inner_cut import declare_part, is_declared
+from fcdp_compile.params.inner_cut import InnerCut, InnerTensor, declare_part, is_declared
 from fcdp_compile.quantised.formats import FORMATS
 from fcdp_compile.ranks.inner_mesh import CUT, TP, Cut, tp_mesh_of
 from fcdp_compile.sharding.shard import is_sharded
@@ -99,12 +98,15 @@ def _adopt_parts(base: nn.Module, mesh: DeviceMesh) -> None:
         for layer, (name, part) in ((a, p) for a in layers for p in list(a.named_parameters())):
             if isinstance(part, DTensor) or dim >= part.ndim or part.shape[dim] == whole.shape[dim]:
                 continue
-            shape = torch.Size((*part.shape[:dim], whole.shape[dim], *part.shape[dim + 1 :]))
-            stride = torch.empty(shape, device="meta").stride()
-            cut = DTensor.from_local(
-                part.detach(), mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
+            cut = InnerCut(
+                shape=(*part.shape[:dim], whole.shape[dim], *part.shape[dim + 1 :]),
+                placement=Shard(dim),
+                index=mesh.get_local_rank(),
+                ranks=mesh.size(),
+                mesh=mesh,
             )
-            setattr(layer, name, nn.Parameter(cut, requires_grad=part.requires_grad))
+            made = InnerTensor(cut).of(part.detach())
+            setattr(layer, name, nn.Parameter(made, requires_grad=part.requires_grad))
 
 
 def _left(base: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
