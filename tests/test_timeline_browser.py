@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Varia
 from fcdp_compile.plan.cost import MACHINES, Link, simulate
 from fcdp_compile.view.story import readable_bytes
 from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html
+from tests.colors import contrast, luminance
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -416,17 +416,6 @@ COLORS = """() => {
   const card = getComputedStyle(document.getElementById("timeline")).backgroundColor;
   return { texts, bars, others, grounds: [band, card] };
 }"""
-
-
-def luminance(color: str) -> float:
-    parts = [float(x) / 255 for x in re.findall(r"[\d.]+", color)[:3]]
-    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
-def contrast(a: str, b: str) -> float:
-    dark, light = sorted((luminance(a), luminance(b)))
-    return (light + 0.05) / (dark + 0.05)
 
 
 def test_everything_has_contrast(show: Any, scheme: str) -> None:
