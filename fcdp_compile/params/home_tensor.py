@@ -24,14 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
-from fcdp_compile.errors import FcdpError, MixedTensorsError
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_collectives import (
     are_pending,
     cuts_rows,
     everywhere,
     greatest_of_all_ranks,
     naming_ranks_lost_in,
-    part_of,
     redistributed,
     reduced,
     steps_between,
@@ -48,11 +47,21 @@ from fcdp_compile.params.local_ops import (
     run_locally,
 )
 from fcdp_compile.params.seal import Seal
+from fcdp_compile.params.whole_ops import (
+    draws,
+    meets_plain,
+    reached,
+    run_whole,
+    takes_out,
+    written_by,
+)
 from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.torch_compat import (
     storage_id,
     takes_plain_tensors,
+    tree_map_only,
     wanted_placements,
+    without_torch_function,
 )
 
 
@@ -154,6 +163,33 @@ class HomeTensor(DTensor):
         self.expose()  # another process may share the memory
         return _plain(self).__reduce_ex__(protocol)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Assign to elements of the whole tensor, on all ranks alike; this rank keeps its part.
+
+        It takes memory for the whole tensor; nothing is communicated unless `value` or `index` is sharded.
+        """
+        if isinstance(index, DTensor):  # a mask that is cut like this tensor
+            return super().__setitem__(index, value)
+        if torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad for t in (self, value)
+        ):
+            raise FcdpError(
+                f"elements of a sharded tensor of shape {tuple(self.shape)} are assigned where autograd records "
+                "it; assign them within torch.no_grad(), or compute with fcdp_compile.full(parameter)"
+            )
+        index, value = tree_map_only(DTensor, DTensor.full_tensor, (index, value))
+        held = self.present()
+        changes = torch.zeros(self.shape, dtype=torch.bool, device=held.device)
+        values = torch.empty(self.shape, dtype=held.dtype, device=held.device)
+        changes[index], values[index] = True, value
+        with without_torch_function():
+            self.copy_(torch.where(changes, values, self))
+        return None
+
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists; every rank must call it."""
+        return self.detach().full_tensor().tolist()
+
     def numpy(self, *, force: bool = False) -> Any:
         raise FcdpError(
             f"numpy() of a sharded tensor of shape {tuple(self.shape)}: this rank has only a part; call "
@@ -169,10 +205,13 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     _expose(func, args, kwargs)
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, *args)
-    if func._schema.is_mutable and getattr(args[0], _COPY, False):
+    if func._schema.is_mutable and any(
+        getattr(t, _COPY, False) for t in written_by(func, args, kwargs)
+    ):
         raise FcdpError(
             f"a view of a sharded tensor that spans ranks is a copy, and the values that {func} writes "
-            "to it would be lost; write to the parameter within a block of fcdp_compile.gathered(model)"
+            "to it would be lost; assign to the elements of the tensor itself (tensor[rows] = values), or "
+            "write to the parameter within a block of fcdp_compile.gathered(model)"
         )
     source = args[0] if args else None  # taken before its rows are gathered
     done = run_locally(func, args, kwargs, _present)
@@ -187,9 +226,12 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             f"torch.compile traces {func} on a matrix with a home node, for which torch has no rule; compute "
             "it outside of torch.compile, or from fcdp_compile.full of the parameter"
         )
+    if draws(func) or takes_out(func):
+        return _run_whole(func, args, kwargs)
     if not is_traced:
         _refuse_collective(func)
-        _refuse_mixture(func, args, kwargs, tensors[0])
+        if not takes_plain_tensors() and meets_plain(func, args, kwargs, tensors[0]):
+            return _run_whole(func, args, kwargs, cuts_results=False)
         if loses:
             return _run_whole(func, args, kwargs)
         if not communicates_never(func, tensors):
@@ -204,7 +246,12 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return given[-1][0]
 
     values = dict(zip(kwargs, mapped(plain, kwargs.values()), strict=True))
-    found = func(*mapped(plain, args), **values)
+    try:
+        found = func(*mapped(plain, args), **values)
+    except NotImplementedError:  # DTensor has no rule for the op
+        if is_traced:
+            raise
+        return _run_whole(func, args, kwargs)
     # An op that writes to an argument returns it.
     found = next((mine for made, mine in given if made is found), found)
     if is_traced:
@@ -214,45 +261,24 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-def _run_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op on whole values in the place of matrices with home nodes, and keep what it writes to them."""
-    wholes: dict[int, tuple[DTensor, DTensor]] = {}
-
-    def whole(tensor: DTensor) -> DTensor:
-        if not has_home_node(tensor):
-            return tensor
-        return wholes.setdefault(id(tensor), (tensor, _whole(HomeTensor.adopt(tensor))))[1]
-
-    given = mapped(whole, args)
-    values = dict(zip(kwargs, mapped(whole, kwargs.values()), strict=True))
-    found = _run(func, given, values)
-    for at, name in _reached(func, only_written=True):
-        written = args[at] if at < len(args) else kwargs.get(name)
-        for tensor in flat([written]):
-            if id(tensor) in wholes:
-                _present(tensor).copy_(part_of(tensor, _held(wholes[id(tensor)][1])))
-                found = tensor if found is wholes[id(tensor)][1] else found
-    _mark_copies(func, args[0] if args else None, found)
+def _run_whole(func: Any, args: Any, kwargs: Any, *, cuts_results: bool = True) -> Any:
+    found = run_whole(func, args, kwargs, _gathered, _present, cuts_results=cuts_results)
+    _mark_copies(func, args[0] if args else None, found := _adopted(found))
     return found
+
+
+def _gathered(tensor: DTensor) -> Tensor:
+    if _is_pending(tensor):
+        _settle([tensor])
+    return _held(_whole(tensor))
 
 
 def _expose(func: Any, args: Any, kwargs: Any) -> None:
     """Break the seals on the tensors that an op writes to or returns views of."""
-    values = (args[at] if at < len(args) else kwargs.get(name) for at, name in _reached(func))
+    values = (args[at] if at < len(args) else kwargs.get(name) for at, name in reached(func))
     for tensor in flat(values):
         if isinstance(tensor, HomeTensor):
             tensor.expose()
-
-
-@functools.cache
-def _reached(func: Any, *, only_written: bool = False) -> tuple[tuple[int, str], ...]:
-    """The positions and names of the arguments that an op writes to or returns views of."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple(
-        (i, a.name)
-        for i, a in arguments
-        if a.alias_info is not None and (a.alias_info.is_write or not only_written)
-    )
 
 
 def _mark_copies(func: Any, source: Any, found: Any) -> None:
@@ -282,22 +308,6 @@ def _refuse_collective(func: Any) -> None:
             "DistributedDataParallel or FSDP (in Lightning Fabric, use FcdpStrategy; in Accelerate, the "
             "Accelerator of fcdp), and outside of them use fcdp_compile.full(parameter), the whole parameter"
         )
-
-
-def _refuse_mixture(func: Any, args: Any, kwargs: Any, sharded: DTensor) -> None:
-    """Refuse to mix sharded and plain tensors before anything is communicated; DTensor's error says less.
-
-    Raises: MixedTensorsError.
-    """
-    for tensor in flat((*args, *kwargs.values())):
-        is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
-        if is_plain and tensor.numel() != 1 and not takes_plain_tensors():
-            raise MixedTensorsError(
-                f"{func} got a sharded tensor of shape {tuple(sharded.shape)} and a plain one of shape "
-                f"{tuple(tensor.shape)}; an optimizer that keeps plain tensors beside its parameters "
-                "cannot step sharded parameters (docs/optimizers.md lists the optimizers that can); "
-                "outside of optimizers use fcdp_compile.full(parameter), the whole parameter"
-            )
 
 
 def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 These are elementwise ops whose tensors are all cut alike or hold one element that every rank has, torch's
 elementwise ops on lists of tensors (`_foreach_…`) and its fused optimizers.  Some tensors of the lists may be
-plain (`shard(ignored_params=…)`).
+plain (`shard(ignored_params=…)`).  An elementwise op cuts plain tensors (`whole_ops`, [Note: plain tensors]).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fcdp_compile.params.home_collectives import has_part_of_shape, part_of
 from fcdp_compile.torch_compat import NodeShard
 
 LocalOf = Callable[[DTensor], Tensor]
@@ -37,7 +38,11 @@ _ALSO_ELEMENTWISE = {
     _aten.copy_.default,
     _aten.fill_.Scalar,
     _aten.index_put_.default,  # with a mask of booleans
+    _aten.masked_fill.Tensor,
     _aten.masked_fill_.Scalar,
+    _aten.masked_fill_.Tensor,
+    _aten.where.ScalarOther,
+    _aten.where.ScalarSelf,
     _aten.zero_.default,
 }
 """Elementwise ops that torch does not tag as pointwise."""
@@ -90,8 +95,8 @@ def run_locally(
     if not (args and any(map(has_home_node, args[0] if is_on_lists else args[:1]))):
         local_of = partial(_untraced, local_of)
     try:
-        if is_elementwise and (is_in_place(func) or (args and has_home_node(args[0]))):
-            main = args[0]
+        main = args[0] if is_in_place(func) else _widest(args)
+        if is_elementwise and (is_in_place(func) or has_home_node(main) or _meet_plain(args)):
             locals_ = [
                 _masks(value, main, local_of)
                 if isinstance(value, list)
@@ -160,7 +165,7 @@ def _local(value: Any, main: Any, local_of: LocalOf) -> Any:
     """An argument as a local tensor.  main: the argument that the op writes to or pairs with it, or None."""
     if not isinstance(value, DTensor):
         if isinstance(value, Tensor) and isinstance(main, DTensor) and value.dim():
-            raise _Elsewhere
+            return _cut(value, main)
         return value
     if value is main:
         needed = not any(p.is_partial() for p in value.placements)
@@ -171,6 +176,27 @@ def _local(value: Any, main: Any, local_of: LocalOf) -> Any:
     if not needed:
         raise _Elsewhere
     return local_of(value)
+
+
+def _widest(args: Sequence[Any]) -> Any:
+    """The sharded tensor that has the shape of an elementwise op's result; None if none has it."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    return next((t for t in tensors if isinstance(t, DTensor) and t.shape == shape), None)
+
+
+def _meet_plain(args: Sequence[Any]) -> bool:
+    return any(isinstance(a, Tensor) and not isinstance(a, DTensor) and a.dim() for a in args)
+
+
+def _cut(whole: Tensor, main: DTensor) -> Tensor:
+    """This rank's part of a plain tensor that an elementwise op combines with `main`."""
+    is_whole = torch.broadcast_shapes(whole.shape, main.shape) == main.shape
+    if not is_whole or any(p.is_partial() for p in main.placements):
+        raise _Elsewhere
+    if has_part_of_shape(main, whole.shape):
+        raise _Elsewhere
+    return part_of(main, whole.expand(main.shape))
 
 
 def _untraced(local_of: LocalOf, value: DTensor) -> Tensor:
