@@ -57,6 +57,7 @@ from fcdp_compile.params.whole_ops import (
 )
 from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.torch_compat import (
+    skip_frames_below,
     storage_id,
     takes_plain_tensors,
     tree_map_only,
@@ -262,14 +263,14 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_whole(func: Any, args: Any, kwargs: Any, *, cuts_results: bool = True) -> Any:
+    _settle(t for t in written_by(func, args, kwargs) if _is_pending(t))
     found = run_whole(func, args, kwargs, _gathered, _present, cuts_results=cuts_results)
     _mark_copies(func, args[0] if args else None, found := _adopted(found))
     return found
 
 
 def _gathered(tensor: DTensor) -> Tensor:
-    if _is_pending(tensor):
-        _settle([tensor])
+    _settle([tensor] if _is_pending(tensor) else [])
     return _held(_whole(tensor))
 
 
@@ -337,7 +338,7 @@ def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return mapped(lambda tensor: change.get(id(tensor), tensor), args)
 
 
-def _is_pending(tensor: DTensor) -> TypeGuard[HomeTensor]:
+def _is_pending(tensor: object) -> TypeGuard[HomeTensor]:
     return isinstance(tensor, HomeTensor) and are_pending(tensor.placements)
 
 
@@ -392,6 +393,9 @@ def _plain(tensor: DTensor, local: Tensor | None = None) -> DTensor:
     # Calling __new__ skips DTensor.__init__, which does nothing and takes 5 us.
     return DTensor.__new__(DTensor, local, tensor._spec, requires_grad=tensor.requires_grad)
 
+
+# After a graph break Dynamo would compile the Python code of ops, which it cannot trace.
+skip_frames_below(_run)
 
 _SLOT: Any = DTensor.__dict__["_local_tensor"]
 

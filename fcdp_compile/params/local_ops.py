@@ -95,8 +95,8 @@ def run_locally(
     if not (args and any(map(has_home_node, args[0] if is_on_lists else args[:1]))):
         local_of = partial(_untraced, local_of)
     try:
-        main = args[0] if is_in_place(func) else _widest(args)
-        if is_elementwise and (is_in_place(func) or has_home_node(main) or _meet_plain(args)):
+        if is_elementwise and (is_in_place(func) or _needs_local(args)):
+            main = args[0] if is_in_place(func) else _widest(args)
             locals_ = [
                 _masks(value, main, local_of)
                 if isinstance(value, list)
@@ -185,8 +185,12 @@ def _widest(args: Sequence[Any]) -> Any:
     return next((t for t in tensors if isinstance(t, DTensor) and t.shape == shape), None)
 
 
-def _meet_plain(args: Sequence[Any]) -> bool:
-    return any(isinstance(a, Tensor) and not isinstance(a, DTensor) and a.dim() for a in args)
+def _needs_local(args: Sequence[Any]) -> bool:
+    """Whether torch's own rule for an elementwise op would not do."""
+    return any(
+        has_home_node(a) if isinstance(a, DTensor) else isinstance(a, Tensor) and a.dim() > 0
+        for a in args
+    )
 
 
 def _cut(whole: Tensor, main: DTensor) -> Tensor:

@@ -60,6 +60,7 @@ from fcdp_compile.sharding.sharded_class import (
     sharded_class,
 )
 from fcdp_compile.strategy import Strategy
+from fcdp_compile.torch_compat import move_gradient_hooks
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -348,10 +349,11 @@ def _whole(parameter: nn.Parameter, key: str, device: torch.device) -> nn.Parame
 
 
 def _keep_marks(parameter: nn.Parameter, home: Tensor) -> None:
-    """Copy the attributes that frameworks set on a parameter, such as "no weight decay"."""
+    """Keep the attributes that frameworks set on a parameter, such as "no weight decay", and its hooks."""
     for name, value in vars(parameter).items():
         if name != REPLACED:  # set by another model that had this parameter too
             setattr(home, name, value)
+    move_gradient_hooks(parameter, home)
 
 
 def _part(whole: Tensor, layout: ParamLayout, home: Home, device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from fcdp_compile.torch_compat.autograd import every_thread as every_thread
 from fcdp_compile.torch_compat.autograd import gradient_hooks as gradient_hooks
 from fcdp_compile.torch_compat.autograd import is_profiling as is_profiling
 from fcdp_compile.torch_compat.autograd import is_recomputing as is_recomputing
+from fcdp_compile.torch_compat.autograd import move_gradient_hooks as move_gradient_hooks
 from fcdp_compile.torch_compat.autograd import name_thread as name_thread
 from fcdp_compile.torch_compat.autograd import without_modes as without_modes
 from fcdp_compile.torch_compat.autograd import without_torch_function as without_torch_function
@@ -37,6 +38,7 @@ from fcdp_compile.torch_compat.compilers import joint_graph_passes as joint_grap
 from fcdp_compile.torch_compat.compilers import make_dynamic as make_dynamic
 from fcdp_compile.torch_compat.compilers import own_recompiles as own_recompiles
 from fcdp_compile.torch_compat.compilers import skip_frame as skip_frame
+from fcdp_compile.torch_compat.compilers import skip_frames_below as skip_frames_below
 from fcdp_compile.torch_compat.compilers import trace_artifact as trace_artifact
 from fcdp_compile.torch_compat.compilers import why_no_inductor as why_no_inductor
 from fcdp_compile.torch_compat.distributed import all_to_all_of_equals as all_to_all_of_equals

@@ -39,6 +39,14 @@ def gradient_hooks(tensor: Tensor) -> list[Any]:
     return [hook for hooks in registries for hook in (hooks or {}).values()]
 
 
+def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
+    """Let the functions of `gradient_hooks` be called for another leaf; handles of torch still remove them."""
+    if old._backward_hooks:
+        new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+
+
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Run tensor operations on real tensors, unrecorded: no tracing, gradients or inference mode."""

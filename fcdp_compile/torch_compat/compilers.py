@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.eval_frame import set_code_exec_strategy, skip_code
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
@@ -31,6 +32,13 @@ from torch.utils._triton import has_triton
 def skip_frame(function: Any) -> None:
     """Make Dynamo skip a function's frames, but not those of the functions it calls; it may still inline."""
     skip_code(function.__code__)
+
+
+def skip_frames_below(function: Any) -> None:
+    """Make Dynamo skip a function's frames, and those of all functions that it calls."""
+    set_code_exec_strategy(
+        function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    )
 
 
 def own_recompiles(limit: int) -> dict[str, Any]:
