@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -127,29 +126,17 @@ def part_of(tensor: DTensor, whole: Tensor) -> Tensor:
 
 
 def has_part_of_shape(tensor: DTensor, shape: Sequence[int]) -> bool:
-    """Whether a shape could be that of one rank's part of a sharded tensor, and is not its own."""
-    if len(shape) != tensor.ndim or tuple(shape) == tuple(tensor.shape):
+    """Whether a shape is that of the first rank's part of a sharded tensor, the largest, and not its own."""
+    if len(shape) != tensor.ndim or tuple(shape) == tuple(tensor.shape) or set(shape) == {1}:
         return False
-    sizes = tuple(tensor.device_mesh.size(i) for i in range(tensor.device_mesh.ndim))
-    return tuple(shape) in _shapes_of_parts(tuple(tensor.shape), tuple(tensor.placements), sizes)
-
-
-@functools.cache
-def _shapes_of_parts(
-    shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: tuple[int, ...]
-) -> frozenset[tuple[int, ...]]:
-    """The shapes of the parts of all ranks.  sizes: of the mesh's dimensions."""
-    shapes = {shape}
-    for placement, ranks in zip(placements, sizes, strict=True):
+    largest = list(tensor.shape)
+    for over, placement in enumerate(tensor.placements):
         dim: int | None = getattr(placement, "dim", None)
-        if dim is not None:
-            matrices = 1 if isinstance(placement, NodeShard) else matrices_in(placement)
-            shapes = {
-                (*s[:dim], sum(run.rows for run in runs), *s[dim + 1 :])
-                for s in shapes
-                for runs in (rows_of_part(s[dim], ranks, r, matrices) for r in range(ranks))
-            }
-    return frozenset(shapes)
+        if dim is not None and not isinstance(placement, NodeShard):
+            ranks = tensor.device_mesh.size(over)
+            runs = rows_of_part(largest[dim], ranks, 0, matrices_in(placement))
+            largest[dim] = sum(run.rows for run in runs)
+    return tuple(shape) == tuple(largest)
 
 
 def cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:

@@ -67,14 +67,14 @@ def is_plain(value: object) -> bool:
 def meets_plain(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: DTensor
 ) -> bool:
-    """Whether an op combines sharded tensors with plain ones of more than one element.
+    """Whether an op combines sharded tensors with plain ones that are no scalars.
 
     Raises: MixedTensorsError if this rank's part of a sharded tensor may be meant.
     """
     written = [id(t) for t in written_by(func, args, kwargs)]
     found = False
     for tensor in flat((*args, *kwargs.values())):
-        if not is_plain(tensor) or tensor.numel() == 1:
+        if not is_plain(tensor) or not tensor.dim():
             continue
         if id(tensor) in written or has_part_of_shape(sharded, tensor.shape):
             raise MixedTensorsError(
