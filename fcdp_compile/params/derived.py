@@ -171,7 +171,7 @@ def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
     values = tree_leaves((args, kwargs))
     if (plain := next((v for v in values if type(v) is Tensor), None)) is None:
         return
-    if not (plain.ndim or any(getattr(v, "requires_grad", False) for v in values)):
+    if not any(getattr(v, "requires_grad", False) for v in values):
         return
     key = next((k for v in values if (k := getattr(v, "_fcdp_key", None)) is not None), None)
     name = (

