@@ -21,7 +21,12 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_collectives import part_of
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.ranks.flat_meshes import all_ranks_of
-from fcdp_compile.torch_compat import tree_leaves, tree_map_only, without_torch_function
+from fcdp_compile.torch_compat import (
+    skip_frames_below,
+    tree_leaves,
+    tree_map_only,
+    without_torch_function,
+)
 
 
 class Sharded(HomeTensor):
@@ -30,6 +35,7 @@ class Sharded(HomeTensor):
     __slots__ = ()
 
     @classmethod
+    @skip_frames_below
     def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -47,6 +53,7 @@ class Sharded(HomeTensor):
         """A whole tensor of the full shape as a DTensor that is cut like this one; shares its memory."""
         return DTensor(self.part_of(whole.detach()), self._spec, requires_grad=False)
 
+    @skip_frames_below
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """Like DTensor's, but gradients are averaged over the ranks unless grad_placements is given."""
         if grad_placements is not None:
@@ -62,6 +69,7 @@ class Derived(Sharded):
     __slots__ = ()
 
     @classmethod
+    @skip_frames_below
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         meets = any(is_plain(v) for v in tree_leaves((args, kwargs)))

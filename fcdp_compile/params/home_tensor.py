@@ -97,7 +97,9 @@ class HomeTensor(DTensor):
         made.__class__ = HomeTensor
         return made
 
+    # After a graph break Dynamo would compile the Python code of ops, which it cannot trace.
     @classmethod
+    @skip_frames_below
     def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -133,6 +135,7 @@ class HomeTensor(DTensor):
 
     _local_tensor = property(_given_local, _set_local)
 
+    @skip_frames_below
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
@@ -164,6 +167,7 @@ class HomeTensor(DTensor):
         self.expose()  # another process may share the memory
         return _plain(self).__reduce_ex__(protocol)
 
+    @skip_frames_below
     def __setitem__(self, index: Any, value: Any) -> None:
         """Assign to elements of the whole tensor, on all ranks alike; this rank keeps its part.
 
@@ -393,9 +397,6 @@ def _plain(tensor: DTensor, local: Tensor | None = None) -> DTensor:
     # Calling __new__ skips DTensor.__init__, which does nothing and takes 5 us.
     return DTensor.__new__(DTensor, local, tensor._spec, requires_grad=tensor.requires_grad)
 
-
-# After a graph break Dynamo would compile the Python code of ops, which it cannot trace.
-skip_frames_below(_run)
 
 _SLOT: Any = DTensor.__dict__["_local_tensor"]
 

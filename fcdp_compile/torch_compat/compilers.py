@@ -6,7 +6,8 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from types import CodeType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,17 +29,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils._triton import has_triton
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def skip_frame(function: Any) -> None:
     """Make Dynamo skip a function's frames, but not those of the functions it calls; it may still inline."""
     skip_code(function.__code__)
 
 
-def skip_frames_below(function: Any) -> None:
-    """Make Dynamo skip a function's frames, and those of all functions that it calls."""
-    set_code_exec_strategy(
-        function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    )
+def skip_frames_below(function: F) -> F:
+    """Make Dynamo skip a function's frames, and those of all functions that it calls; it may still inline."""
+    code: CodeType = function.__code__  # type: ignore[attr-defined]  # a Python function
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    return function
 
 
 def own_recompiles(limit: int) -> dict[str, Any]:
