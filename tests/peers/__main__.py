@@ -1,0 +1,55 @@
+"""Run other projects' suites on 2 x 2 ranks: `make peers`, python -m tests.peers --help.
+
+Outcomes go to docs/peers/outcomes.json after every case; docs/peers.md is written from that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.peers import serving, sources
+from tests.peers.outcomes import Status, read, write
+
+ROOT = Path(__file__).parents[2]
+OUTCOMES = ROOT / "docs" / "peers" / "outcomes.json"
+SUITES = {"modules": "tests.peers.modules", "peft": "tests.peers.peft_models"}
+_FETCHED = {"peft": "peft"}
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
+    parser.add_argument("--suite", nargs="+", default=list(SUITES), choices=list(SUITES))
+    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--again", action="store_true", help="also run cases that were equal")
+    parser.add_argument("--outcomes", type=Path, default=OUTCOMES)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the cases that have not been equal yet."""
+    args = parse(arguments)
+    for suite in args.suite:
+        if suite in _FETCHED:
+            sources.fetch(_FETCHED[suite])
+        module = importlib.import_module(SUITES[suite])
+        known = read(args.outcomes).get(suite, {})
+        names = [
+            case
+            for case in module.cases()
+            if args.only in case
+            and (args.again or case not in known or known[case].status is Status.FAILED)
+        ]
+        for case, outcome in serving.outcomes(SUITES[suite], names):
+            print(f"{suite}: {case}: {outcome.status} {outcome.seconds} s {outcome.text}", flush=True)
+            known[case] = outcome
+            write(args.outcomes, read(args.outcomes) | {suite: known})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
