@@ -16,7 +16,11 @@ from tests.peers.outcomes import Status, read, write
 
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ROOT / "docs" / "peers" / "outcomes.json"
-SUITES = {"modules": "tests.peers.modules", "peft": "tests.peers.peft_models"}
+SUITES = {
+    "modules": "tests.peers.modules",
+    "peft": "tests.peers.peft_models",
+    "accelerate": "tests.peers.accelerate_scripts",
+}
 _FETCHED = {"peft": "peft"}
 
 
@@ -45,7 +49,9 @@ def main(arguments: Sequence[str]) -> int:
             and (args.again or case not in known or known[case].status is Status.FAILED)
         ]
         for case, outcome in serving.outcomes(SUITES[suite], names):
-            print(f"{suite}: {case}: {outcome.status} {outcome.seconds} s {outcome.text}", flush=True)
+            print(
+                f"{suite}: {case}: {outcome.status} {outcome.seconds} s {outcome.text}", flush=True
+            )
             known[case] = outcome
             write(args.outcomes, read(args.outcomes) | {suite: known})
     return 0

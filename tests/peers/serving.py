@@ -1,6 +1,6 @@
 """Ranks that stay alive and run one case after another; a case that hangs or kills them costs a restart.
 
-    parent: (suite, case) ──pipe──▶ each rank: suite.run(mesh, case) ──pipe──▶ parent: Outcome of each rank
+parent: (suite, case) ──pipe──▶ each rank: suite.run(mesh, case) ──pipe──▶ parent: Outcome of each rank
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ class _Ranks:
         pairs = [Pipe() for _ in range(world)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes, self._ends = ranks.start(
-            serve, [theirs for _, theirs in pairs], suite, nodes=NODES, ranks_per_node=RANKS_PER_NODE
+            serve,
+            [theirs for _, theirs in pairs],
+            suite,
+            nodes=NODES,
+            ranks_per_node=RANKS_PER_NODE,
         )
         found = self._answers(_START_S, _START_S)
         if any(isinstance(one, str) for one in found):
@@ -99,7 +103,9 @@ class _Ranks:
                 else:
                     rank = by_end.pop(one)
                     found.setdefault(rank, "the process died")
-            if any(isinstance(o, str) or (o and o.status is not Status.EQUAL) for o in found.values()):
+            if any(
+                isinstance(o, str) or (o and o.status is not Status.EQUAL) for o in found.values()
+            ):
                 until = min(until, time.monotonic() + rest_s)
         return [found.get(rank, "no answer in time") for rank in range(len(self.pipes))]
 
