@@ -55,7 +55,8 @@ def check_model(
     model that is wrapped or sharded already or has no parameters; for a parameter that is neither on the
     mesh's device nor on the host (`meta` is fine, but not for ignored ones), is uninitialised, sparse,
     complex or quantised, or shares memory with another; for a module that holds a parameter in a list,
-    closure or the like (`references`); for an adapter that exchanges parameters; for a model that Transformers or Accelerate has spread (`loaded`).
+    closure or the like (`references`); for an adapter that exchanges parameters; for a model that
+    Transformers or Accelerate has spread (`loaded`).
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")

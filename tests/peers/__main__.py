@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.peers import serving, sources
 from tests.peers.outcomes import Status, read, write
+from tests.peers.report import write_report
 
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ROOT / "docs" / "peers" / "outcomes.json"
@@ -22,6 +23,8 @@ SUITES = {
     "accelerate": "tests.peers.accelerate_scripts",
 }
 _FETCHED = {"peft": "peft"}
+_AGAIN = (Status.FAILED, Status.REFUSED)
+PAGE = ROOT / "docs" / "peers.md"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -29,32 +32,35 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
     parser.add_argument("--suite", nargs="+", default=list(SUITES), choices=list(SUITES))
     parser.add_argument("--only", default="", help="cases whose name has this text")
-    parser.add_argument("--again", action="store_true", help="also run cases that were equal")
+    parser.add_argument(
+        "--again", action="store_true", help="also run cases that were equal or skipped"
+    )
     parser.add_argument("--outcomes", type=Path, default=OUTCOMES)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the cases that have not been equal yet."""
+    """Run the cases that have not been equal yet; returns 1 if one failed."""
     args = parse(arguments)
+    failed = False
     for suite in args.suite:
         if suite in _FETCHED:
             sources.fetch(_FETCHED[suite])
-        module = importlib.import_module(SUITES[suite])
         known = read(args.outcomes).get(suite, {})
-        names = [
+        names = importlib.import_module(SUITES[suite]).cases()
+        wanted = [
             case
-            for case in module.cases()
+            for case in names
             if args.only in case
-            and (args.again or case not in known or known[case].status is Status.FAILED)
+            and (args.again or case not in known or known[case].status in _AGAIN)
         ]
-        for case, outcome in serving.outcomes(SUITES[suite], names):
-            print(
-                f"{suite}: {case}: {outcome.status} {outcome.seconds} s {outcome.text}", flush=True
-            )
+        for case, outcome in serving.outcomes(SUITES[suite], wanted):
+            print(f"{suite}: {case}: {outcome.status} {outcome.text}", flush=True)
             known[case] = outcome
             write(args.outcomes, read(args.outcomes) | {suite: known})
-    return 0
+            failed |= outcome.status is Status.FAILED
+    write_report(PAGE, read(args.outcomes), SUITES)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ copy, loaded under another name.  A script's functions that take an accelerator 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import sys
-from functools import cache
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 _SCRIPTS = ("test_sync", "test_distributed_data_loop")
-_PLAIN = 0
 _VARIANTS = {
     "test_sync.test_gradient_accumulation": 3,
     "test_sync.test_gradient_accumulation_with_opt_and_scheduler": 3,
@@ -39,7 +38,7 @@ def cases() -> list[str]:
     return [
         f"{name} {number:0{_VARIANTS[name]}b}" if name in _VARIANTS else name
         for name in names
-        for number in range(2 ** _VARIANTS.get(name, _PLAIN))
+        for number in range(2 ** _VARIANTS.get(name, 0))
     ]
 
 
@@ -80,7 +79,7 @@ def _on_loaders(script: Any, function: Any) -> None:
         function(DataLoader(data, **options), _accelerator(script))
 
 
-@cache
+@functools.cache
 def _script(name: str) -> Any:
     """A copy of a script that is ours, with our Accelerator."""
     from fcdp_compile.integrations.accelerate import Accelerator
@@ -94,5 +93,6 @@ def _script(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    module.Accelerator = Accelerator  # type: ignore[attr-defined]
+    # The scripts expect a launcher that has chosen CPUs or GPUs.
+    module.Accelerator = functools.partial(Accelerator, cpu=True)  # type: ignore[attr-defined]
     return module

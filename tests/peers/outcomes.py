@@ -40,7 +40,10 @@ def outcome_of(error: BaseException) -> Outcome:
     for one in chain:
         if isinstance(one, FcdpError):
             return Outcome(status=Status.REFUSED, text=_line(one))
-        if isinstance(one, SkippedError) or type(one).__name__ in ("Skipped", "SkipTest"):
+        if isinstance(one, ImportError | SkippedError) or type(one).__name__ in (
+            "Skipped",
+            "SkipTest",
+        ):
             return Outcome(status=Status.SKIPPED, text=_line(one))
     text = f"{type(chain[-1]).__name__}: {_line(chain[-1])}"
     return Outcome(status=Status.FAILED, text=text)
