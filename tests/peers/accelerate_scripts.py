@@ -11,10 +11,14 @@ import importlib.util
 import inspect
 import sys
 from importlib.metadata import version as version_of
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from tests.distributed.parity import whole
 
 _SCRIPTS = ("test_sync", "test_distributed_data_loop")
 _VARIANTS = {
@@ -60,6 +64,22 @@ def run(mesh: DeviceMesh, case: str) -> None:
         function(*(switch == "1" for switch in switches))
 
 
+class _Torch(ModuleType):
+    """torch for the scripts, which compare gradients of parameters that DDP leaves whole on every rank.
+
+    Within `no_sync` fcdp's gradients wait elsewhere and `.grad` is None, which is "not in sync".
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def allclose(a: Tensor | None, b: Tensor | None, **options: Any) -> bool:
+        if a is None or b is None:
+            return False
+        return torch.allclose(whole(a), whole(b), **options)
+
+
 def _accelerator(script: Any) -> Any:
     """As each script's `main` makes it."""
     make = getattr(script, "create_accelerator", None)
@@ -93,6 +113,7 @@ def _script(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    module.torch = _Torch("torch")  # type: ignore[attr-defined]
     # The scripts expect a launcher that has chosen CPUs or GPUs.
     module.Accelerator = functools.partial(Accelerator, cpu=True)  # type: ignore[attr-defined]
     return module

@@ -27,7 +27,8 @@ no wheel are downloaded by pip, in the installed version.
   float32 and float64, compiled and not. At most 8 inputs of each module.
 * **peft**: the table of `tests/test_custom_models.py`: three steps, only adapters change, then disabled, merged within
   [`gathered`](api.md), unmerged and unloaded.
-* **accelerate**: the functions of `test_sync.py` and `test_distributed_data_loop.py`, with fcdp's Accelerator.
+* **accelerate**: the functions of `test_sync.py` and `test_distributed_data_loop.py`, with fcdp's
+  Accelerator.
 
 *Refused* means that fcdp raised an error of one sentence on every rank.
 """
