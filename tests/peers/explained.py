@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import re
 
-_REASONS: tuple[tuple[str, str], ...] = (
+_REASONS: tuple[tuple[str, str, str], ...] = (
     (
-        r"exchange|in a parameter's place",
-        "[a limit](limits.md#not-there): no tensor takes the place of a sharded parameter",
+        "",
+        r"puts another tensor in a parameter's place",
+        "[a limit](limits.md#not-there): no tensor can take the place of a sharded parameter",
     ),
     (
-        r"aten\.(_sparse_coo|index|scatter|bmm|mm|sub_|add_|mul)",
-        "the uncompiled adapter computes with its parameters outside of the forward of a module that has them",
+        r"OFT, eager",
+        r"output is off",
+        "constrained OFT writes to a parameter in its forward, and [an uncompiled model loses the "
+        "write](limits.md#to-know)",
     ),
-    (r"is required for|No module named", "the suite needs a package that was not installed"),
-    (r"the table has no", "the suite itself leaves it out"),
-    (r"has no parameters", "there is nothing to shard"),
+    (
+        "",
+        r"is required for|No module named",
+        "the suite needs a package that is not installed",
+    ),
+    ("", r"the table has no", "the suite itself leaves it out"),
+    ("", r"has no parameters", "there is nothing to shard"),
 )
+"""Patterns of the case and of what was said, and the explanation."""
 
 
-def reason(text: str) -> str:
+def reason(case: str, text: str) -> str:
     """The explanation of an outcome, or a text that says that there is none."""
-    return next(
-        (why for pattern, why in _REASONS if re.search(pattern, text)), "**not explained yet**"
-    )
+    found = (why for name, said, why in _REASONS if re.search(name, case) and re.search(said, text))
+    return next(found, "**not explained yet**")

@@ -18,15 +18,15 @@ _HEAD = """\
 
 <!-- Written by `make peers` from peers/outcomes.json. -->
 
-`make peers` runs test suites of other projects on 2 x 2 ranks with Gloo, sharded with strategy `fcdp`, and compares
-with the model that is not sharded, in the same process. `make peers PEERS_ARGS="--suite modules"` runs one suite,
-`--again` also runs the cases that were equal. Nothing of these projects is in this repository: sources that are in
-no wheel are downloaded by pip, in the installed version.
+`make peers` runs test suites of other projects on 2 x 2 ranks with Gloo, sharded with strategy `fcdp`, and
+compares with the model that is not sharded, in the same process. `make peers PEERS_ARGS="--suite modules"`
+runs one suite, `--again` also runs the cases that were equal. Nothing of these projects is in this
+repository: pip downloads sources that are in no wheel, in the installed version.
 
-* **modules**: torch's own table of modules (`torch.testing._internal.common_modules`), in train and eval mode,
-  float32 and float64, compiled and not. At most 8 inputs of each module.
-* **peft**: the table of `tests/test_custom_models.py`: three steps, only adapters change, then disabled, merged within
-  [`gathered`](api.md), unmerged and unloaded.
+* **modules**: torch's own table of modules (`torch.testing._internal.common_modules`), in train and eval
+  mode, float32 and float64, compiled and not. At most 8 inputs of each module.
+* **peft**: the table of `tests/test_custom_models.py`: three steps in which only adapters change, then
+  disabled, merged within [`gathered`](api.md), unmerged and unloaded.
 * **accelerate**: the functions of `test_sync.py` and `test_distributed_data_loop.py`, with fcdp's
   Accelerator.
 
@@ -60,7 +60,7 @@ def _section(item: tuple[str, Mapping[str, Outcome]]) -> str:
         return ""
     order = list(Status)
     rows = [
-        [status, len(found), _shown(found), _cell(text), reason(text)]
+        [status, len(found), _shown(found), _cell(text), reason(found[0], text)]
         for (status, text), found in sorted(
             groups.items(), key=lambda g: (-order.index(g[0][0]), -len(g[1]))
         )

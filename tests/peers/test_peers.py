@@ -18,7 +18,7 @@ _MODULES = [
 _PEFT = [
     "Vanilla MLP 4 LoRA, compiled",
     "Vanilla MLP 4 LoRA, eager",
-    "Vanilla MLP 1 DoRA, compiled",
+    "Vanilla MLP 7 LoRA with DoRA, compiled",
     "Vanilla MLP 4 LOHA, eager",
 ]
 
