@@ -13,14 +13,14 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"OFT, eager",
         r"output is off",
-        "constrained OFT writes to a parameter in its forward, and [an uncompiled model loses the "
-        "write](limits.md#to-know)",
+        "constrained OFT writes in its forward, and [an uncompiled model loses it](limits.md#to-know)",
     ),
     (
         "",
         r"is required for|No module named",
         "the suite needs a package that is not installed",
     ),
+    ("", r"main calls it|written for 2 ranks", "the suite's own condition"),
     ("", r"the table has no", "the suite itself leaves it out"),
     ("", r"has no parameters", "there is nothing to shard"),
 )

@@ -26,7 +26,7 @@ _TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-10}
 """Relative to the largest element, as both sides may add in another order."""
 
 _FLOOR = 1e-2
-MOST_INPUTS = 8
+MOST_INPUTS = 4
 """Of a module: LinearCrossEntropyLoss alone has hundreds."""
 
 _MODES = ("train", "eval")

@@ -24,7 +24,7 @@ runs one suite, `--again` also runs the cases that were equal. Nothing of these 
 repository: pip downloads sources that are in no wheel, in the installed version.
 
 * **modules**: torch's own table of modules (`torch.testing._internal.common_modules`), in train and eval
-  mode, float32 and float64, compiled and not. At most 8 inputs of each module.
+  mode, float32 and float64, compiled and not. At most 4 inputs of each module.
 * **peft**: the table of `tests/test_custom_models.py`: three steps in which only adapters change, then
   disabled, merged within [`gathered`](api.md), unmerged and unloaded.
 * **accelerate**: the functions of `test_sync.py` and `test_distributed_data_loop.py`, with fcdp's
