@@ -19,6 +19,8 @@ GPU_ARGS ?=
 GPU_PYTHON ?= $(PYTHON)
 # Passed on to benchmarks/versions (python -m benchmarks.versions --help).
 VERSIONS_ARGS ?=
+# Passed on to tests/peers (python -m tests.peers --help).
+PEERS_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.fcdp
@@ -32,7 +34,7 @@ SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench gpu versions release-check docs lint format types clean
+.PHONY: help demo test test-all bench gpu versions peers release-check docs lint format types clean
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
 
@@ -66,6 +68,10 @@ gpu:  ## run what one CUDA GPU can show, in ten minutes, into docs/gpu.md
 # Not part of CI: hours, and gigabytes for each torch that has no CPU build.
 versions: | $(BIN)/python  ## try the supported versions of torch and Python; writes docs/versions.md
 	$(BIN)/python -m benchmarks.versions $(VERSIONS_ARGS)
+
+# Not part of CI: about an hour.  pip downloads the sources of suites that are in no wheel.
+peers: $(STAMPS)/editable-test  ## run other projects' test suites; writes docs/peers.md
+	$(BIN)/python -m tests.peers $(PEERS_ARGS)
 
 # Nothing is downloaded: the environment of the tests lends torch and the rest.
 release-check: $(STAMPS)/editable-test  ## build wheel and sdist, and try them outside of the repository

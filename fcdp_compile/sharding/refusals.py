@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -54,7 +55,8 @@ def check_model(
     model that is wrapped or sharded already or has no parameters; for a parameter that is neither on the
     mesh's device nor on the host (`meta` is fine, but not for ignored ones), is uninitialised, sparse,
     complex or quantised, or shares memory with another; for a module that holds a parameter in a list,
-    closure or the like (`references`); for a model that Transformers or Accelerate has spread (`loaded`).
+    closure or the like (`references`); for an adapter that exchanges parameters; for a model that
+    Transformers or Accelerate has spread (`loaded`).
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -63,7 +65,15 @@ def check_model(
             raise ArgumentError(
                 f"{option}_dtype must be a floating point torch.dtype, not {dtype!r}"
             )
+    exchanging = _exchanging()
     for name, module in model.named_modules():
+        if isinstance(module, exchanging):
+            raise ArgumentError(
+                f"{name or 'the model'} has an adapter of PEFT ({type(module).__name__}) that puts another "
+                "tensor in a parameter's place in every forward, and no tensor can take the place of a "
+                "sharded parameter; give adapters to layers such as nn.Linear (target_modules), not to "
+                "parameters (target_parameters) or nn.MultiheadAttention"
+            )
         if isinstance(module, _WRAPPERS):
             raise ArgumentError(
                 f"{name or 'the model'} is wrapped in {type(module).__name__}; pass the bare module to shard"
@@ -88,6 +98,13 @@ def check_model(
             )
     _check_memory({n: p for n, p in parameters.items() if not p.is_meta})
     _check_references(model, parameters)
+
+
+def _exchanging() -> tuple[type[nn.Module], ...]:
+    """The modules of PEFT that exchange a parameter in their forward, if PEFT has been imported."""
+    layers = sys.modules.get("peft.tuners.lora.layer")
+    found = (getattr(layers, name, None) for name in ("MultiheadAttention", "ParamWrapper"))
+    return tuple(kind for kind in found if kind is not None)
 
 
 def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:

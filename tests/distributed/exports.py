@@ -121,9 +121,6 @@ ADAPTED: dict[str, Callable[[], Any]] = {
     "conv1d": lambda: peft.get_peft_model(
         gpt2(), _lora(target_modules=["c_attn"], bias="lora_only", fan_in_fan_out=True)
     ),
-    "experts": lambda: peft.get_peft_model(
-        mixtral(), _lora(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
-    ),
     "two": lambda: _two(llama()),
     "ia3": lambda: peft.get_peft_model(
         llama(), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])

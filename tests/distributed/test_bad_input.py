@@ -58,6 +58,17 @@ def _quantised() -> Tensor:
 
 
 @pytest.mark.parametrize(
+    "options", [{"target_modules": ["0"]}, {"target_parameters": ["1.weight"]}]
+)
+def test_adapters_that_exchange_a_parameter_are_refused(options: dict[str, list[str]]) -> None:
+    """PEFT puts a merged tensor in the parameter's place while the module computes."""
+    base = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
+    model = get_peft_model(base, LoraConfig(**options))
+    with pytest.raises(FcdpError, match=r"base_model\.model\.[01] has an adapter of PEFT"):
+        fcdp_compile.shard(model)
+
+
+@pytest.mark.parametrize(
     ("make", "what"),
     [
         (lambda: _linear(torch.eye(4).to_sparse()), "'0.weight' is sparse"),

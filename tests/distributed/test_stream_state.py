@@ -251,7 +251,7 @@ ANYWHERE: dict[str, Job] = {
 }
 JOBS: dict[str, Job] = {
     **{f"model {n}": partial(_model, name=n) for n in ("llama_tied", "mixtral", "bert")},
-    **{f"adapter {n}": partial(_adapter, name=n) for n in ("lora", "dora", "experts", "embedding")},
+    **{f"adapter {n}": partial(_adapter, name=n) for n in ("lora", "dora", "embedding")},
     **ANYWHERE,
     "within compiled training": _compiled,
     "ranks disagree": _ranks_disagree,

@@ -1,0 +1,33 @@
+"""Why a case is not equal: what the suite assumes, or what fcdp does not do.  The first match counts."""
+
+from __future__ import annotations
+
+import re
+
+_REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        "",
+        r"puts another tensor in a parameter's place",
+        "[a limit](limits.md#not-there): no tensor can take the place of a sharded parameter",
+    ),
+    (
+        r"OFT, eager",
+        r"output is off",
+        "constrained OFT writes in its forward, and [an uncompiled model loses it](limits.md#to-know)",
+    ),
+    (
+        "",
+        r"is required for|No module named",
+        "the suite needs a package that is not installed",
+    ),
+    ("", r"main calls it|written for 2 ranks", "the suite's own condition"),
+    ("", r"the table has no", "the suite itself leaves it out"),
+    ("", r"has no parameters", "there is nothing to shard"),
+)
+"""Patterns of the case and of what was said, and the explanation."""
+
+
+def reason(case: str, text: str) -> str:
+    """The explanation of an outcome, or a text that says that there is none."""
+    found = (why for name, said, why in _REASONS if re.search(name, case) and re.search(said, text))
+    return next(found, "**not explained yet**")

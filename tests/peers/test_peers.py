@@ -1,0 +1,42 @@
+"""A few cases of other projects' suites; `make peers` runs all."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from tests.peers import serving, sources
+from tests.peers.outcomes import Status
+
+pytestmark = pytest.mark.distributed
+
+_MODULES = [
+    f"{name} train float32 compiled"
+    for name in ("Linear", "Conv2d", "LayerNorm", "Embedding", "GRU", "PReLU")
+]
+_PEFT = [
+    "Vanilla MLP 4 LoRA, compiled",
+    "Vanilla MLP 4 LoRA, eager",
+    "Vanilla MLP 7 LoRA with DoRA, compiled",
+    "Vanilla MLP 4 LOHA, eager",
+]
+
+
+def _run(suite: str, cases: list[str]) -> None:
+    unknown = set(cases) - set(importlib.import_module(suite).cases())
+    assert not unknown, f"the suite has no {unknown}"
+    found = dict(serving.outcomes(suite, cases))
+    wrong = {case: one for case, one in found.items() if one.status is not Status.EQUAL}
+    assert not wrong, wrong
+
+
+def test_modules_of_torch() -> None:
+    pytest.importorskip("expecttest", reason="torch's table of modules needs expecttest")
+    _run("tests.peers.modules", _MODULES)
+
+
+def test_adapters_of_peft() -> None:
+    if not sources.is_fetched("peft"):
+        pytest.skip("PEFT's tests are not fetched; run `make peers`")
+    _run("tests.peers.peft_models", _PEFT)
