@@ -53,8 +53,9 @@ def check_model(
     Raises: TypeError if the model is not a module or a dtype is not a floating point dtype; ValueError for a
     model that is wrapped or sharded already or has no parameters; for a parameter that is neither on the
     mesh's device nor on the host (`meta` is fine, but not for ignored ones), is uninitialised, sparse,
-    complex or quantised, or shares memory with another; for a module that holds a parameter in a list,
-    closure or the like (`references`); for a model that Transformers or Accelerate has spread (`loaded`).
+    complex or quantised, gets sparse gradients, or shares memory with another; for a module that holds a
+    parameter in a list, closure or the like (`references`); for a model that Transformers or Accelerate has
+    spread (`loaded`).
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -72,6 +73,11 @@ def check_model(
             raise ArgumentError(
                 f"{name or 'the model'} is sharded already; shard a model once, after its structure is final"
             )
+        if _makes_sparse_gradients(module):
+            raise ArgumentError(
+                f"{name or 'the model'} ({type(module).__name__}) makes sparse gradients, and fcdp averages "
+                "dense gradients; set its attribute sparse to False before shard"
+            )
     check_loaded(model)
     parameters = {n: p for n, p in model.named_parameters() if n not in ignored}
     if not parameters:
@@ -88,6 +94,12 @@ def check_model(
             )
     _check_memory({n: p for n, p in parameters.items() if not p.is_meta})
     _check_references(model, parameters)
+
+
+def _makes_sparse_gradients(module: nn.Module) -> bool:
+    if not (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse):
+        return False
+    return module.weight.requires_grad and not is_ignored(module.weight)
 
 
 def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
