@@ -68,6 +68,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    if grad.layout is not torch.strided:
+        raise FcdpError(
+            f"the gradient of parameter {ctx.key.partition(':')[2]!r} is sparse, and fcdp averages "
+            "dense gradients; pass sparse=False where the forward looks rows up"
+        )
     reduce = torch.ops.fcdp.accumulate_grad if ctx.accumulates else torch.ops.fcdp.reduce_grad
     return reduce(grad, ctx.key), None
 

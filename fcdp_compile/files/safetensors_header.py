@@ -20,12 +20,7 @@ from fcdp_compile.files.safetensors_writer import DTYPES
 
 LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()} | {
-    "C64": torch.complex64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()} | {"C64": torch.complex64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

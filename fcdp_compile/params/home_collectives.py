@@ -92,7 +92,7 @@ def steps_between(
 
 
 def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
-    """Change the placements of a plain DTensor, below autograd."""
+    """Change the placements of a plain DTensor that autograd does not follow."""
     mesh = tensor.device_mesh
     inter = mesh.ndim - 1
     # Collectives run on the mesh's devices; a tensor in host memory is copied there.
@@ -104,8 +104,38 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
         if (every := all_ranks_of(mesh)) is not None and now.is_shard() and now != then:
             sent = tensor.numel() * tensor.itemsize * (mesh.size(inter) - 1)
             every.sent_bytes += sent // mesh.size(inter)
-        tensor = DTensor.redistribute(tensor, placements=step)
+        tensor = moved(tensor, step)
     return tensor
+
+
+def moved(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
+    """Change the placements of a DTensor that autograd does not follow, of any dtype.
+
+    Gloo knows few dtypes, so bytes are sent unless values are to be reduced: the bytes of an element become
+    a last dimension, which is not cut.
+    """
+    local, mesh = tensor._local_tensor, tensor.device_mesh
+    if type(local) is not Tensor or any(p.is_partial() for p in (*tensor.placements, *wanted)):
+        return DTensor.redistribute(tensor, placements=wanted)
+    wanted = [Shard(p.dim % tensor.ndim) if type(p) is Shard else p for p in wanted]
+    shape, stride = (*tensor.shape, tensor.itemsize), tensor.stride()
+    here = DTensor.from_local(
+        local.detach().unsqueeze(-1).view(torch.uint8),
+        mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=(*(n * tensor.itemsize for n in stride), 1),
+    )
+    there = DTensor.redistribute(here, placements=wanted)._local_tensor
+    return DTensor.from_local(
+        there.contiguous().view(tensor.dtype).squeeze(-1),
+        mesh,
+        wanted,
+        run_check=False,
+        shape=tensor.shape,
+        stride=stride,
+    )
 
 
 def part_of(tensor: DTensor, whole: Tensor) -> Tensor:

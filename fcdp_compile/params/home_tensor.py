@@ -144,10 +144,12 @@ class HomeTensor(DTensor):
     ) -> DTensor:
         """Like DTensor's, with fewer collectives or fewer bytes between nodes."""
         found: DTensor = self
-        with naming_ranks_lost_in(self.device_mesh, _held(self)):
+        with naming_ranks_lost_in(self.device_mesh, held := _held(self)):
             if placements is not None and device_mesh in (None, self.device_mesh):
                 if _is_pending(self) and all(isinstance(p, Replicate) for p in placements):
                     _settle([self])
+                if type(held) is Tensor and not (self.requires_grad and torch.is_grad_enabled()):
+                    return HomeTensor.adopt(redistributed(_plain(self), placements))
                 for step in steps_between(self.placements, placements):
                     found = DTensor.redistribute(found, placements=step, **options)
             found = DTensor.redistribute(found, device_mesh, placements, **options)

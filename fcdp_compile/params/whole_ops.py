@@ -150,7 +150,12 @@ def _dtensor(local: Tensor, like: DTensor, placements: Sequence[Any], whole: Ten
     stride = torch.empty(whole.shape, device="meta").stride()
     # On meta: `from_local` would bring a part in host memory to the mesh's device.
     made = DTensor.from_local(
-        local.to("meta"), like.device_mesh, placements, run_check=False, shape=whole.shape, stride=stride
+        local.to("meta"),
+        like.device_mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=stride,
     )
     return DTensor(local.contiguous(), made._spec, requires_grad=False)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fcdp_compile.errors import FcdpError, LostRankError
 from fcdp_compile.ranks.differences import ranks_named
-from fcdp_compile.torch_compat import gloo_context_count, rendezvous_store
+from fcdp_compile.torch_compat import comes_from_peers, gloo_context_count, rendezvous_store
 
 _ANSWER_S = 1.5
 """How long to wait for the other ranks' notes; the user sees the error after 2 s in all."""
@@ -142,12 +142,15 @@ def lost_rank_error(
 
 @contextlib.contextmanager
 def naming_lost_ranks(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
-    """Turn a failure of a call to torch.distributed in this block into a `LostRankError`."""
+    """Turn a failure of a call to torch.distributed in this block into a `LostRankError`.
+
+    An error of this rank alone, such as one of a dtype, a shape or memory, stays as it is.
+    """
     try:
         yield
-    except FcdpError:
-        raise
     except RuntimeError as error:
+        if isinstance(error, FcdpError) or not comes_from_peers(error):
+            raise
         raise lost_rank_error(group, doing, error) from error
 
 

@@ -10,6 +10,7 @@ from threading import Event
 import torch.distributed as dist
 
 from fcdp_compile.ranks.lost_ranks import close, lost_rank_error, world
+from fcdp_compile.torch_compat import comes_from_peers
 
 _LOOK = timedelta(seconds=0.25)
 """How often a blocked wait returns to Python, to run signal handlers and to check `exiting`."""
@@ -35,8 +36,9 @@ class Wait:
 def finish(work: dist.Work, group: dist.ProcessGroup | None, wait: Wait) -> None:
     """Wait for a blocking collective.
 
-    Raises: LostRankError if it fails.  If the interpreter ends or the wait is interrupted first, the group is
-    closed: otherwise the process would wait for the collective when it exits.
+    Raises: LostRankError if it fails because of other ranks; an error of this rank alone as it is.  If the
+    interpreter ends or the wait is interrupted first, the group is closed: otherwise the process would wait
+    for the collective when it exits.
     """
     try:
         while not work.is_completed():
@@ -49,6 +51,8 @@ def finish(work: dist.Work, group: dist.ProcessGroup | None, wait: Wait) -> None
         work.wait()
     except RuntimeError as error:
         if not wait.is_over:
+            if not comes_from_peers(error):
+                raise
             raise lost_rank_error(group, wait.doing(), error) from error
         close(group or world())
         raise

@@ -54,9 +54,9 @@ def check_model(
     Raises: TypeError if the model is not a module or a dtype is not a floating point dtype; ValueError for a
     model that is wrapped or sharded already or has no parameters; for a parameter that is neither on the
     mesh's device nor on the host (`meta` is fine, but not for ignored ones), is uninitialised, sparse,
-    complex or quantised, or shares memory with another; for a module that holds a parameter in a list,
-    closure or the like (`references`); for an adapter that exchanges parameters; for a model that
-    Transformers or Accelerate has spread (`loaded`).
+    complex or quantised, gets sparse gradients, or shares memory with another; for a module that holds a
+    parameter in a list, closure or the like (`references`); for an adapter that exchanges parameters; for a
+    model that Transformers or Accelerate has spread (`loaded`).
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -82,6 +82,11 @@ def check_model(
             raise ArgumentError(
                 f"{name or 'the model'} is sharded already; shard a model once, after its structure is final"
             )
+        if _makes_sparse_gradients(module):
+            raise ArgumentError(
+                f"{name or 'the model'} ({type(module).__name__}) makes sparse gradients, and fcdp averages "
+                "dense gradients; set its attribute sparse to False before shard"
+            )
     check_loaded(model)
     parameters = {n: p for n, p in model.named_parameters() if n not in ignored}
     if not parameters:
@@ -105,6 +110,12 @@ def _exchanging() -> tuple[type[nn.Module], ...]:
     layers = sys.modules.get("peft.tuners.lora.layer")
     found = (getattr(layers, name, None) for name in ("MultiheadAttention", "ParamWrapper"))
     return tuple(kind for kind in found if kind is not None)
+
+
+def _makes_sparse_gradients(module: nn.Module) -> bool:
+    if not (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse):
+        return False
+    return module.weight.requires_grad and not is_ignored(module.weight)
 
 
 def ignore(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:

@@ -70,6 +70,16 @@ def _backend(group: dist.ProcessGroup, device: str, name: str) -> Any:
     return backend if backend.name() == name else None
 
 
+def comes_from_peers(error: RuntimeError) -> bool:
+    """Whether a call to torch.distributed failed because of other ranks or the network.
+
+    Gloo's errors have no class of their own, but a text (torch 2.11 to 2.15): the place in Gloo's source that
+    noticed the failure, or that the connection was closed after a timeout.
+    """
+    text = str(error)
+    return isinstance(error, dist.DistError) or "gloo" in text or "pair closure" in text
+
+
 @contextmanager
 def without_splitting(default: dist.ProcessGroup) -> Iterator[None]:
     """Make new groups in this block connect on first use instead of splitting off the default group.

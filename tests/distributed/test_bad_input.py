@@ -73,6 +73,8 @@ def test_adapters_that_exchange_a_parameter_are_refused(options: dict[str, list[
     [
         (lambda: _linear(torch.eye(4).to_sparse()), "'0.weight' is sparse"),
         (lambda: _linear(torch.eye(4).to_sparse_csr()), "'0.weight' is sparse"),
+        (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "0 .Embedding. makes sparse grad"),
+        (lambda: nn.EmbeddingBag(4, 2, sparse=True), "the model .EmbeddingBag. makes sparse grad"),
         (lambda: _linear(torch.rand(4, 4, dtype=torch.complex64)), "'0.weight' is complex"),
         (lambda: _linear(_quantised()), "'0.weight' is quantised"),
         (lambda: nn.LazyLinear(4), "'weight' is not initialised; run one forward"),
@@ -101,6 +103,16 @@ def test_adapters_that_exchange_a_parameter_are_refused(options: dict[str, list[
 )
 def test_a_model_that_cannot_be_sharded(make: Callable[[], nn.Module], what: str) -> None:
     _one_sentence(ValueError, lambda: fcdp_compile.shard(make()), what)
+
+
+class _SparseLookup(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight, sparse=True)
+
+
+def test_a_sparse_gradient_that_only_its_backward_shows() -> None:
+    loss = fcdp_compile.shard(_SparseLookup(4, 2))(torch.tensor([1, 2])).sum()
+    _one_sentence(FcdpError, loss.backward, "gradient of parameter 'weight' is sparse")
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,26 @@ nodes and then between them, and AdamW steps the fp32 values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.func import functional_call
 
 import fcdp_compile
 from fcdp_compile import Strategy
+from fcdp_compile.errors import LostRankError
+from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
+from fcdp_compile.ranks.waiting import Wait, finish
 from fcdp_compile.strategy import GradientOn
 from tests.distributed.models import Case
 from tests.distributed.parity import (
@@ -222,3 +229,51 @@ def test_micro_batches_that_wait_lose_no_more_than_the_rounding_of_their_sum() -
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["bf16", "fp32"])
 def test_one_process(reduce_dtype: torch.dtype | None) -> None:
     _check(None, "odd", torch.bfloat16, reduce_dtype, "eager", False)
+
+
+class _OwnFailure:
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise RuntimeError("not enough memory: you tried to allocate 64 bytes")
+
+
+def _without_arithmetic(mesh: DeviceMesh, folder: str) -> None:
+    """Frozen parameters of dtypes that Gloo lacks: their values reach every rank, and files."""
+    for dtype in (torch.float8_e4m3fn, torch.int16, torch.uint16):
+
+        def build(dtype: torch.dtype = dtype) -> Any:
+            model: Any = nn.Linear(3, 2)
+            for name, shape in (("uneven", (7, 3)), ("scalar", ())):
+                value = torch.arange(1, 1 + math.prod(shape)).view(shape).float().to(dtype)
+                model.register_parameter(name, nn.Parameter(value, requires_grad=False))
+            return model
+
+        whole, model, loaded = build(), *(fcdp_compile.shard(build(), mesh) for _ in range(2))
+        loaded.uneven.zero_()
+        loaded.load_state_dict(model.state_dict())
+        fcdp_compile.save(f"{folder}/{dtype}", model)
+        model.uneven.zero_()
+        fcdp_compile.load(f"{folder}/{dtype}", model)
+        for name in ("uneven", "scalar"):
+            wanted = getattr(whole, name).float()
+            for held in (getattr(model, name), getattr(loaded, name)):
+                assert torch.equal(held.full_tensor().float(), wanted)
+                assert torch.equal(fcdp_compile.full(held).float(), wanted)
+        rows = model.uneven.redistribute(placements=[Replicate(), Shard(-1)]).to_local()
+        mine = whole.uneven.float().chunk(2, -1)[model.uneven.device_mesh.get_local_rank(1)]
+        assert torch.equal(rows.float(), mine)
+    # An error of this rank's own is no lost rank, and the groups still work.
+    own = pytest.raises(RuntimeError, match="Invalid scalar type")
+    with own as raised, naming_lost_ranks(None, "a sum"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int16))
+    assert not isinstance(raised.value, LostRankError)
+    with pytest.raises(RuntimeError, match="memory") as raised:
+        finish(_OwnFailure(), None, Wait(lambda: "a gather"))  # type: ignore[arg-type]  # a stub
+    assert not isinstance(raised.value, LostRankError)
+    assert torch.equal(fcdp_compile.full(model.uneven).float(), whole.uneven.float())
+
+
+def test_bytes_travel_as_bytes(tmp_path: Path) -> None:
+    run(_without_arithmetic, str(tmp_path), nodes=2, ranks_per_node=2)

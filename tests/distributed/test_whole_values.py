@@ -73,7 +73,9 @@ def _pair(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _value(tensor: Any) -> Tensor:
-    tensor = tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+    tensor = (
+        tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+    )
     return tensor.detach().clone()
 
 
