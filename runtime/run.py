@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from fcdp_compile.errors import FcdpError, StaleParameterError
-from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.params.late import LateTensor
+from fcdp_compile.params.seals.fingerprint import fingerprint
 from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Variant
 from fcdp_compile.plan.json import to_json
 from fcdp_compile.plan.recording import ScheduleKey

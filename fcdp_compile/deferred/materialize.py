@@ -31,9 +31,9 @@ from fcdp_compile.deferred.stand_ins import (
     standing_in,
 )
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.inner_cut import whole_of
 from fcdp_compile.params.packing import take_boxes
+from fcdp_compile.params.seals.fingerprint import fingerprint
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.messages import broadcast_first

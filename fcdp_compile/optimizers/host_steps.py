@@ -25,8 +25,8 @@ from fcdp_compile.devices import Device
 from fcdp_compile.optimizers.device_steps import stepping
 from fcdp_compile.optimizers.state_buckets import StateBucket, held_by, part_of
 from fcdp_compile.optimizers.state_kinds import StateKinds, unhooked_step
-from fcdp_compile.params.fingerprint import fingerprints
 from fcdp_compile.params.home_tensor import HomeTensor
+from fcdp_compile.params.seals.fingerprint import fingerprints
 from fcdp_compile.plan import LANES, Kind
 from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES, Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes

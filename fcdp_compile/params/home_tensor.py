@@ -14,7 +14,6 @@ Results of ops on HomeTensors are HomeTensors.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -46,11 +45,13 @@ from fcdp_compile.params.local_ops import (
     mapped,
     run_locally,
 )
-from fcdp_compile.params.seal import Seal
+from fcdp_compile.params.seals.seal import Seal
 from fcdp_compile.params.whole_ops import (
     draws,
     meets_plain,
     reached,
+    refuse_collective,
+    returns_views,
     run_whole,
     takes_out,
     written_by,
@@ -181,8 +182,8 @@ class HomeTensor(DTensor):
             isinstance(t, Tensor) and t.requires_grad for t in (self, value)
         ):
             raise FcdpError(
-                f"elements of a sharded tensor of shape {tuple(self.shape)} are assigned where autograd records "
-                "it; assign them within torch.no_grad(), or compute with fcdp_compile.full(parameter)"
+                f"elements of a sharded tensor of shape {tuple(self.shape)} are assigned where autograd "
+                "records it; assign them within torch.no_grad(), or compute with fcdp_compile.full(parameter)"
             )
         index, value = tree_map_only(DTensor, DTensor.full_tensor, (index, value))
         held = self.present()
@@ -236,7 +237,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if draws(func) or takes_out(func):
         return _run_whole(func, args, kwargs)
     if not is_traced:
-        _refuse_collective(func)
+        refuse_collective(func)
         if not takes_plain_tensors() and meets_plain(func, args, kwargs, tensors[0]):
             return _run_whole(func, args, kwargs, cuts_results=False)
         if loses:
@@ -290,31 +291,12 @@ def _expose(func: Any, args: Any, kwargs: Any) -> None:
 
 def _mark_copies(func: Any, source: Any, found: Any) -> None:
     """Mark results that torch takes for views of a tensor but that are copies, such as gathered rows."""
-    if not (_returns_views(func) and isinstance(source, DTensor)):
+    if not (returns_views(func) and isinstance(source, DTensor)):
         return
     is_copy, held = getattr(source, _COPY, False), storage_id(_held(source))
     for view in flat([found]):
         if isinstance(view, HomeTensor) and (is_copy or storage_id(_held(view)) != held):
             setattr(view, _COPY, True)
-
-
-@functools.cache
-def _returns_views(func: Any) -> bool:
-    returns = func._schema.returns
-    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
-
-
-def _refuse_collective(func: Any) -> None:
-    """Refuse collectives of torch.distributed, which DistributedDataParallel starts when it wraps a model.
-
-    Raises: FcdpError.
-    """
-    if func.namespace == "c10d":
-        raise FcdpError(
-            f"{func} got a tensor that fcdp has sharded and communicates for; do not wrap a sharded model in "
-            "DistributedDataParallel or FSDP (in Lightning Fabric, use FcdpStrategy; in Accelerate, the "
-            "Accelerator of fcdp), and outside of them use fcdp_compile.full(parameter), the whole parameter"
-        )
 
 
 def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -1,19 +1,19 @@
 """Ops on sharded tensors that every rank runs on whole tensors, of which it keeps its part.
 
-[Note: random numbers] An op that draws random numbers for a sharded tensor draws for the whole tensor on every
-rank.  So with equal generators the values are those of the unsharded model on every mesh, and the generators
+[Note: random numbers] An op that draws random numbers for a sharded tensor draws for the whole tensor on all
+ranks.  So with equal generators the values are those of the unsharded model on every mesh, and the generators
 are equal afterwards.  The op needs memory for the whole tensor meanwhile.  If the generators of the ranks
 differ, each row has the numbers of the rank that owns it; what several ranks own would differ between them.
 
-[Note: plain tensors] A plain tensor that meets a sharded one is taken for a whole tensor, with equal values on
-all ranks.  An elementwise op cuts it (`local_ops`).  For any other op every rank gathers the sharded tensors;
+[Note: plain tensors] A plain tensor that meets a sharded one is taken for a whole tensor, equal on all ranks.
+An elementwise op cuts it (`local_ops`).  For any other op every rank gathers the sharded tensors;
 the result may depend on values that only this rank has, so it is a plain tensor.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,26 @@ def takes_out(func: Any) -> bool:
 def is_plain(value: object) -> bool:
     """Whether a value is a tensor but not a DTensor."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+@functools.cache
+def returns_views(func: Any) -> bool:
+    """Whether an op returns views of its arguments."""
+    returns = func._schema.returns
+    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
+
+
+def refuse_collective(func: Any) -> None:
+    """Refuse collectives of torch.distributed, which DistributedDataParallel starts when it wraps a model.
+
+    Raises: FcdpError.
+    """
+    if func.namespace == "c10d":
+        raise FcdpError(
+            f"{func} got a tensor that fcdp has sharded and communicates for; do not wrap a sharded model in "
+            "DistributedDataParallel or FSDP (in Lightning Fabric, use FcdpStrategy; in Accelerate, the "
+            "Accelerator of fcdp), and outside of them use fcdp_compile.full(parameter), the whole parameter"
+        )
 
 
 def meets_plain(
@@ -124,7 +144,7 @@ def run_whole(
         if made.shape != tensor.shape:
             raise FcdpError(
                 f"{func} cannot give a sharded tensor of shape {tuple(tensor.shape)} the shape "
-                f"{tuple(made.shape)}; let it write to a plain tensor, and copy it to a sharded one of its shape "
+                f"{tuple(made.shape)}; let it write to a plain tensor, and copy that to a sharded one "
                 "(parameter.copy_(plain))"
             )
         local_of(tensor).copy_(part_of(tensor, made))
@@ -167,11 +187,9 @@ def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[A
 
 
 _FILLS = {
-    getattr(_aten, name)
-    for name in (
-        "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_ "
-        "rand_like randint_like randn_like"
-    ).split()
+    *(_aten.bernoulli_, _aten.cauchy_, _aten.exponential_, _aten.geometric_, _aten.log_normal_),
+    *(_aten.normal_, _aten.random_, _aten.uniform_),
+    *(_aten.rand_like, _aten.randint_like, _aten.randn_like),
 }
 """Ops that draw the values of their first argument, or of a tensor like it."""
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.files.text_diff import text_diff
-from fcdp_compile.params.fingerprint import fingerprint
 from fcdp_compile.params.inner_cut import InnerCut, described, local_part
 from fcdp_compile.params.mesh import Topology
+from fcdp_compile.params.seals.fingerprint import fingerprint
 from fcdp_compile.quantised.weight import quantised_weights
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.messages import broadcast_first

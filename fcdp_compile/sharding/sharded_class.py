@@ -77,7 +77,6 @@ def sharded_class(
     members: dict[str, Any] = {name: _gathering_property(name) for name in names}
     members["__reduce_ex__"] = _refuse_to_copy
     members["_apply"] = _apply_to_buffers(cls._apply)
-    members["_named_members"] = _gathered_in_graphs(cls._named_members)
     members["_fcdp_key_of"] = _fcdp_key_of
     members["compile"] = _compile_within_gate(cls)
     if callable(getattr(cls, "save_pretrained", None)):
@@ -152,22 +151,6 @@ def _gathering_property(name: str) -> property:
         )
 
     return property(get, put)
-
-
-def _gathered_in_graphs(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a compiled forward that iterates over `self.parameters()` get what it gets from attributes."""
-
-    @functools.wraps(inner)
-    def _named_members(
-        self: nn.Module, members: Any, prefix: str = "", *args: Any, **kwargs: Any
-    ) -> Any:
-        for name, value in inner(self, members, prefix, *args, **kwargs):
-            if torch.compiler.is_compiling() and _state(self).gate.inside:
-                path, _, last = name.removeprefix(f"{prefix}.").rpartition(".")
-                value = getattr(self.get_submodule(path), last)  # noqa: PLW2901
-            yield name, value
-
-    return _named_members
 
 
 # Constant for Dynamo, as `_fcdp_refuse_new_parameters` is.  Dynamo guards the arguments and not the key, so

@@ -40,7 +40,7 @@ def gradient_hooks(tensor: Tensor) -> list[Any]:
 
 
 def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
-    """Let the functions of `gradient_hooks` be called for another leaf; handles of torch still remove them."""
+    """Move the functions of `gradient_hooks` to another leaf; torch's handles still remove them."""
     if old._backward_hooks:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fcdp_compile.errors import FcdpError, PlanMismatchError
-from fcdp_compile.params.fingerprint import fingerprint
+from fcdp_compile.params.seals.fingerprint import fingerprint
 from fcdp_compile.plan import json as plan_json
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.collectives.collectives import Collectives

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.params.home_shard import REPLACED, HomeShard
 from fcdp_compile.params.mesh import Topology
-from fcdp_compile.params.seal import refuse_capture
+from fcdp_compile.params.seals.seal import refuse_capture
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.optimizers.gradients import Accumulation

@@ -43,7 +43,7 @@ def book(
 def empty_home(spec: ParamSpec, device: Device) -> Tensor:
     """Memory on the host for a home shard; its values are undefined.
 
-    No slab of a PinnedPool: the seals need storages that tell whether numpy has seen them (`params.seal`).
+    No slab of a PinnedPool: seals need storages that tell whether numpy has seen them (`params.seals.seal`).
     """
     return device.pinned_like(torch.empty(spec.local_shape, dtype=spec.home_dtype, device="meta"))
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcdp_compile.params.fingerprint import fingerprints
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.mesh import Topology
-from fcdp_compile.params.seal import Seal, seal
+from fcdp_compile.params.seals.fingerprint import fingerprints
+from fcdp_compile.params.seals.seal import Seal, seal
 from fcdp_compile.plan import Bucket
 from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.collectives.agreement import About, any_rank

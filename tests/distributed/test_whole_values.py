@@ -178,7 +178,7 @@ def _refusals(mesh: DeviceMesh, sharded: Any) -> None:
     weight, grad = sharded[1].weight, sharded[1].weight.grad
     with pytest.raises(FcdpError, match=r"tensor\[rows\] = values"):
         grad[:3].zero_()
-    with pytest.raises(FcdpError, match="requires a gradient|autograd records"):
+    with pytest.raises(FcdpError, match="autograd records"):
         weight[0] = 0
     with pytest.raises(FcdpError, match="the shape"):
         torch.add(grad, 1, out=torch.empty_like(sharded[0].weight.grad))

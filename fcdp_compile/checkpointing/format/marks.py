@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fcdp_compile.params.fingerprint import mixed
 from fcdp_compile.params.layout import Box
 from fcdp_compile.params.packing import block_of
+from fcdp_compile.params.seals.fingerprint import mixed
 
 _BLOCK_ELEMENTS = 2**18  # so that a block stays in a core's cache
 _GOLDEN = -7046029254386353131  # 2**64 over the golden ratio, odd

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fcdp_compile.devices import is_capturing
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.fingerprint import fingerprint, fingerprints
+from fcdp_compile.params.seals.fingerprint import fingerprint, fingerprints
 from fcdp_compile.torch_compat import storage_id, storage_uses, without_modes
 
 _lock = Lock()
