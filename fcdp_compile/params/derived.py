@@ -179,14 +179,14 @@ def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
     values = tree_leaves((args, kwargs))
     if (plain := next((v for v in values if type(v) is Tensor), None)) is None:
         return
-    if not any(getattr(v, "requires_grad", False) for v in values):
+    # DistributedDataParallel concatenates parameters and buffers before it broadcasts them.
+    wrapped = func is torch.ops.aten.cat.default
+    if not (wrapped or any(getattr(v, "requires_grad", False) for v in values)):
         return
     key = next((k for v in values if (k := getattr(v, "_fcdp_key", None)) is not None), None)
     name = (
         "a value of sharded parameters" if key is None else f"parameter {key.partition(':')[2]!r}"
     )
-    # DistributedDataParallel concatenates parameters and buffers before it broadcasts them.
-    wrapped = func is torch.ops.aten.cat.default
     raise FcdpError(
         f"{func} combines {name}, of which this rank has only a part, with an ordinary tensor of shape "
         f"{tuple(plain.shape)}; use fcdp_compile.full(parameter): it returns the whole parameter, and its "

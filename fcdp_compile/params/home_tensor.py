@@ -150,7 +150,8 @@ class HomeTensor(DTensor):
                 if _is_pending(self) and all(isinstance(p, Replicate) for p in placements):
                     _settle([self])
                 if type(held) is Tensor and not (self.requires_grad and torch.is_grad_enabled()):
-                    return HomeTensor.adopt(redistributed(_plain(self), placements))
+                    gathered: DTensor = HomeTensor.adopt(redistributed(_plain(self), placements))
+                    return gathered
                 for step in steps_between(self.placements, placements):
                     found = DTensor.redistribute(found, placements=step, **options)
             found = DTensor.redistribute(found, device_mesh, placements, **options)
@@ -196,7 +197,8 @@ class HomeTensor(DTensor):
 
     def tolist(self) -> Any:
         """The whole tensor as nested lists; every rank must call it."""
-        return self.detach().full_tensor().tolist()
+        detached: Any = self.detach()  # typed as a Tensor
+        return detached.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         raise FcdpError(

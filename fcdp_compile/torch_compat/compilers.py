@@ -11,9 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.eval_frame import set_code_exec_strategy, skip_code
-from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
@@ -39,8 +43,8 @@ def skip_frame(function: Any) -> None:
 
 def skip_frames_below(function: F) -> F:
     """Make Dynamo skip a function's frames, and those of all functions that it calls; it may still inline."""
-    code: CodeType = function.__code__  # type: ignore[attr-defined]  # a Python function
-    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    code: CodeType = function.__code__
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
 
 
