@@ -24,7 +24,11 @@ from fcdp_compile.sharding.loaded import check_loaded
 from fcdp_compile.sharding.references import find_references
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.torch_compat import FakeTensor, calls_dispatch_of_subclasses
+from fcdp_compile.torch_compat import (
+    FakeTensor,
+    NormWithStatistics,
+    calls_dispatch_of_subclasses,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +43,19 @@ class Dtypes(NamedTuple):
     param: torch.dtype | None
     reduce: torch.dtype | None
     buffer: torch.dtype | None
+
+
+def dtypes_of_statistics(model: nn.Module, dtypes: Dtypes) -> dict[nn.Parameter, torch.dtype]:
+    """The dtypes of running statistics, by the parameters of their layers; torch does not mix them with others.
+
+    FSDP1, too, leaves such layers out of mixed precision.
+    """
+    return {
+        parameter: dtypes.buffer or module.running_mean.dtype
+        for module in model.modules()
+        if isinstance(module, NormWithStatistics) and module.running_mean is not None
+        for parameter in module.parameters(recurse=False)
+    }
 
 
 def check_model(

@@ -49,6 +49,7 @@ from fcdp_compile.sharding.refusals import (
     Dtypes,
     check_home_nodes,
     check_model,
+    dtypes_of_statistics,
     ignore,
 )
 from fcdp_compile.sharding.replicas import agree_on_model
@@ -94,6 +95,7 @@ def shard(
     mesh: from `make_mesh`; None in a single process.
     strategy: a preset's name (`fcdp_compile.strategy.PRESETS`) or a Strategy.
     param_dtype: of gathered parameters, computation and the model's inputs; by default each parameter's own.
+    Parameters of layers with running statistics (BatchNorm) have the dtype of the statistics.
     reduce_dtype: the dtype that gradients are reduced in; by default param_dtype.
     reshard_after_forward: as in FSDP2, with strategy "fsdp" (`Strategy.fsdp`).
     gradient_on: where gradients wait within `no_sync`: "gpu", "host" or "auto"; by default the strategy's.
@@ -162,6 +164,7 @@ def _new_state(
     matrices = [p for p in matrices_of(root, names) if fitting[strategies[p]].whole_matrices]
     check_home_nodes(matrices, topology.tp)
     homes = home_nodes_of(matrices, topology.nodes)
+    statistics = dtypes_of_statistics(root, dtypes)
     cuts = {p: None if topology.tp is None else InnerCut.of(p, topology.tp) for p in names}
     specs = {
         p: param_spec(
@@ -171,7 +174,7 @@ def _new_state(
             dtype=p.dtype,
             strategy=fitting[strategies[p]],
             mesh=topology.position,
-            param_dtype=dtypes.param,
+            param_dtype=statistics.get(p, dtypes.param),
             reduce_dtype=dtypes.reduce,
             is_packed=p in packed,
             home_node=homes.get(p),

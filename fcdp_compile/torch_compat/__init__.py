@@ -13,6 +13,7 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -78,4 +79,5 @@ from fcdp_compile.torch_compat.tensors import MemoryLayout as MemoryLayout
 from fcdp_compile.torch_compat.tensors import WrapperTensor as WrapperTensor
 
 DispatchMode = TorchDispatchMode
+NormWithStatistics = _NormBase
 is_wrapper_subclass = is_traceable_wrapper_subclass

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call
 
 import fcdp_compile
@@ -277,3 +277,39 @@ def _without_arithmetic(mesh: DeviceMesh, folder: str) -> None:
 
 def test_bytes_travel_as_bytes(tmp_path: Path) -> None:
     run(_without_arithmetic, str(tmp_path), nodes=2, ranks_per_node=2)
+
+
+def _with_statistics() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 10),
+        nn.BatchNorm1d(10, affine=False),
+    )
+
+
+def _statistics_stay(mesh: DeviceMesh | None) -> None:
+    inputs = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    for backend in (None, "fcdp"):
+        whole = _with_statistics().bfloat16()
+        for at in (1, 2, 5):
+            whole[at].float()
+        sharded = fcdp_compile.shard(_with_statistics(), mesh, param_dtype=torch.bfloat16)
+        called = torch.compile(sharded, backend=backend) if backend else sharded
+        for _ in range(2):
+            for given, model in ((inputs.bfloat16(), whole), (inputs, called)):
+                model(given).float().square().sum().backward()
+        for mine, theirs in zip(sharded.parameters(), whole.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            got = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+            torch.testing.assert_close(got, theirs.grad.float(), rtol=2**-7, atol=1e-3)
+        assert all(map(torch.equal, sharded.buffers(), whole.buffers()))
+
+
+def test_layers_with_running_statistics_compute_in_their_dtype() -> None:
+    _statistics_stay(None)
+    run(_statistics_stay, nodes=2, ranks_per_node=2)
