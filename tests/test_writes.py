@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fcdp_compile
+from fcdp_compile.errors import FcdpError
 
 
 class Writes(nn.Module):
@@ -49,12 +50,29 @@ def test_a_write_in_a_forward_is_refused(write: Callable[[Tensor], object], line
         _run(write)
 
 
-def test_an_embedding_that_renormalises_its_weight_is_refused() -> None:
+@pytest.mark.parametrize("backend", [None, "fcdp"])
+def test_an_embedding_that_renormalises_its_weight_is_refused(backend: str | None) -> None:
     torch._dynamo.reset()
     model = fcdp_compile.shard(nn.Sequential(nn.Embedding(9, 4, max_norm=1.0)))
-    net = torch.compile(model, backend="fcdp")
+    net = torch.compile(model, backend=backend) if backend else model
     with pytest.raises(Exception, match=r"writes to parameter '0\.weight'.*would be lost"):
-        net(torch.zeros(2, dtype=torch.long))
+        net(torch.zeros(2, dtype=torch.long)).sum().backward()
+
+
+@torch.no_grad()
+def _halve(weight: Tensor) -> None:
+    weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("write", [_halve, _set])
+def test_a_write_in_a_forward_that_is_not_compiled_is_refused(
+    write: Callable[[Tensor], object],
+) -> None:
+    model = fcdp_compile.shard(Writes(write))
+    with pytest.raises(
+        FcdpError, match=r"writes to parameter 'inner\.weight' \(in Writes\.forward\)"
+    ):
+        model(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("read", [lambda w: w.clone().mul_(2), lambda w: (w * 2).add_(1)])

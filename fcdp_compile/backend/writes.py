@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import UNSHARD
+from fcdp_compile.params.registry import lost_write
 
 _WRITING_OPERATORS = {
     operator.iadd,
@@ -42,19 +42,11 @@ def refuse_writes(gm: GraphModule) -> None:
                 storage = _storage(written)
                 key = None if storage is None else gathered.get(storage)
                 if key is not None:
-                    raise _lost(key, node)
+                    raise lost_write(key, _line(node))
         # Ops that write as a side effect, such as an embedding with max_norm, raise the value's version.
         for node in graph.nodes:
             if node.target is UNSHARD and _version(node):
-                raise _lost(str(node.args[1]), next(iter(node.users)))
-
-
-def _lost(key: str, node: Node) -> FcdpError:
-    return FcdpError(
-        f"forward writes to parameter {key.partition(':')[2]!r} ({_line(node)}), which is a gathered copy "
-        "there, so the write would be lost; write to it outside of forward, or compute with a new tensor "
-        "instead"
-    )
+                raise lost_write(str(node.args[1]), _line(next(iter(node.users))))
 
 
 def _version(node: Node) -> int:

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.params.derived import Sharded, is_plain, local_of
+from fcdp_compile.params.gate import Calls
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.ranks.inner_mesh import INTER, INTRA, TP
@@ -47,15 +48,6 @@ KEY = "_fcdp_key"
 
 REPLACED = "_fcdp_replaced"
 """The attribute of a tensor that was a parameter before `shard`: the parameter's name."""
-
-
-class Calls:
-    """Whether a model is being called, compiled or not; shared by all its shards."""
-
-    __slots__ = ("inside",)
-
-    def __init__(self) -> None:
-        self.inside = False
 
 
 def _meeting(name: str) -> Callable[[HomeShard, Any], Any]:

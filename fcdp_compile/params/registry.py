@@ -163,3 +163,12 @@ def whole_error(name: str, found: torch.Tensor) -> FcdpError:
         "the model's parameters, and within fcdp_compile.gathered call the whole model, not a part that was "
         "compiled separately"
     )
+
+
+def lost_write(key: str, line: str) -> FcdpError:
+    """The error for a write to a gathered parameter.  line: which code writes."""
+    return FcdpError(
+        f"forward writes to parameter {key.partition(':')[2]!r} ({line}), which is a gathered copy "
+        "there, so the write would be lost; write to it outside of forward, or compute with a new tensor "
+        "instead"
+    )

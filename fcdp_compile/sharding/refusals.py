@@ -46,7 +46,7 @@ class Dtypes(NamedTuple):
 
 
 def dtypes_of_statistics(model: nn.Module, dtypes: Dtypes) -> dict[nn.Parameter, torch.dtype]:
-    """The dtypes of running statistics, by the parameters of their layers; torch does not mix them with others.
+    """The dtypes of running statistics, by the parameters of their layers; torch mixes no dtypes there.
 
     FSDP1, too, leaves such layers out of mixed precision.
     """

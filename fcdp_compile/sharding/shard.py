@@ -18,7 +18,8 @@ from fcdp_compile.buckets import may_leave, with_home
 from fcdp_compile.devices import Device, current_device, device_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params import registry
-from fcdp_compile.params.home_shard import KEY, REPLACED, Calls, HomeShard
+from fcdp_compile.params.gate import Calls, Gate
+from fcdp_compile.params.home_shard import KEY, REPLACED, HomeShard
 from fcdp_compile.params.inner_cut import InnerCut, local_part
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.mesh import Topology, topology_of
@@ -55,7 +56,6 @@ from fcdp_compile.sharding.refusals import (
 from fcdp_compile.sharding.replicas import agree_on_model
 from fcdp_compile.sharding.sharded_class import (
     STATE,
-    Gate,
     ModuleState,
     gated_forward,
     sharded_class,

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterError
 from fcdp_compile.ops import REQUIRE_GRAD, UNSHARD
-from fcdp_compile.params.home_shard import Calls, HomeShard, check_cut, key_of, placements_of
+from fcdp_compile.params.gate import Gate, Read
+from fcdp_compile.params.home_shard import HomeShard, check_cut, key_of, placements_of
 from fcdp_compile.params.inner_cut import InnerTensor
 from fcdp_compile.params.registry import spec_of, whole_error
 from fcdp_compile.quantised.weight import QuantisedWeight
@@ -30,19 +31,6 @@ from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
 
 STATE = "_fcdp"
 """The attribute of a sharded module that holds its `ModuleState`."""
-
-
-class Gate:
-    """Whether a forward of any module of the model is running; shared by all its modules.
-
-    calls: whether the model itself is being called, which begins before Dynamo checks its guards.
-    anchor: requires a gradient, and never gets one.
-    """
-
-    def __init__(self) -> None:
-        self.inside = False
-        self.calls = Calls()
-        self.anchor = torch.zeros((), device="cpu", requires_grad=True)
 
 
 class ModuleState:
@@ -138,6 +126,8 @@ def _gathering_property(name: str) -> property:
             local = parameter.to_local()
         if not torch.compiler.is_compiling():
             full: Tensor = UNSHARD(local, state.keys[name])
+            if state.gate.reads is not None and not full.is_inference():
+                state.gate.reads.append(Read(state.keys[name], full, full._version))
         else:
             own: Any = self
             full = UNSHARD(local, own._fcdp_key_of(name, state.alike[name]))
@@ -174,12 +164,13 @@ def _forward_within_gate(
         if input_dtype is not None:
             args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
         gate = _state(self).gate
+        run = inner if torch.compiler.is_compiling() else functools.partial(gate.watch, inner)
         if gate.inside:
             # Dynamo of torch 2.11 allows no assignments in a checkpointed function.
-            return _requiring_grad(self, inner(self, *args, **kwargs))
+            return _requiring_grad(self, run(self, *args, **kwargs))
         gate.inside = True
         try:
-            return _requiring_grad(self, inner(self, *args, **kwargs))
+            return _requiring_grad(self, run(self, *args, **kwargs))
         finally:
             gate.inside = False
 

@@ -1,0 +1,61 @@
+"""What the modules of a sharded model share: whether a forward is running, and what it has gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fcdp_compile.params.registry import lost_write
+from fcdp_compile.torch_compat import skip_frame
+
+
+class Calls:
+    """Whether a model is being called, compiled or not; shared by all its shards."""
+
+    __slots__ = ("inside",)
+
+    def __init__(self) -> None:
+        self.inside = False
+
+
+class Read(NamedTuple):
+    """A gathered parameter, and its version at that time."""
+
+    key: str
+    full: Tensor
+    version: int
+
+
+class Gate:
+    """Whether a forward of any module of the model is running; shared by all its modules.
+
+    calls: whether the model itself is being called, which begins before Dynamo checks its guards.
+    anchor: requires a gradient, and never gets one.  reads: what the forward that Python runs has gathered.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.calls = Calls()
+        self.anchor = torch.zeros((), device="cpu", requires_grad=True)
+        self.reads: list[Read] | None = None
+
+    def watch(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward, and refuse writes to the parameters that it gathers; graphs have their own check.
+
+        The gathered parameters live until it ends, because nobody can ask a dead tensor for its version.
+        """
+        before, self.reads = self.reads, []
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            reads, self.reads = self.reads, before
+            for read in reads:
+                if read.full._version != read.version:
+                    raise lost_write(read.key, f"in {forward.__qualname__}")
+
+
+# All classes share its code, and Dynamo counts recompilations by code object.
+skip_frame(Gate.watch)
