@@ -65,9 +65,16 @@ def test_a_collective_that_is_done_right_after_a_look_has_not_failed(
 
 @pytest.mark.parametrize("looks", [0, 1, 3])
 def test_a_failure_is_told_with_what_the_collective_was_for(looks: int, closed: list[str]) -> None:
-    with pytest.raises(LostRankError, match="a gather: closed by peer"):
-        finish(Work(looks, "closed by peer"), GROUP, WAIT)  # type: ignore[arg-type]
+    told = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    with pytest.raises(LostRankError, match=r"a gather: .*closed by peer"):
+        finish(Work(looks, told), GROUP, WAIT)  # type: ignore[arg-type]
     assert closed == [], "whoever finds out which ranks are lost closes more than this group"
+
+
+def test_an_error_of_this_rank_alone_stays_as_it_is(closed: list[str]) -> None:
+    with pytest.raises(RuntimeError, match=r"^Invalid scalar type$"):
+        finish(Work(1, "Invalid scalar type"), GROUP, WAIT)  # type: ignore[arg-type]
+    assert closed == []
 
 
 def test_it_gives_up_and_closes_the_group_when_the_interpreter_ends(closed: list[str]) -> None:

@@ -103,9 +103,12 @@ class _Whole(Function):
     """Turns a replicated DTensor into a plain tensor, and averages the gradient over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, replicated: DTensor) -> Tensor:
-        ctx.mesh = replicated.device_mesh
+    def forward(replicated: DTensor) -> Tensor:
         return replicated._local_tensor.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[DTensor], output: Tensor) -> None:
+        ctx.mesh = inputs[0].device_mesh
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
@@ -125,11 +128,16 @@ class _Local(Function):
     gathers the gradient from all ranks for this copy, and leaves it whole.
     """
 
+    generate_vmap_rule = True  # for transforms of torch.func over the model's inputs
+
     @staticmethod
-    def forward(ctx: Any, shard: DTensor) -> Tensor:
-        ctx.spec = shard._spec
+    def forward(shard: DTensor) -> Tensor:
         local = shard._local_tensor
         return local.view_as(local)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[DTensor], output: Tensor) -> None:
+        ctx.spec = inputs[0]._spec
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
@@ -140,8 +148,8 @@ class _Local(Function):
         return made
 
 
-def local_of(shard: Sharded, **options: Any) -> Tensor:
-    """Return the local tensor of a home shard, as DTensor's `to_local` does."""
+def local_of(shard: HomeTensor, **options: Any) -> Tensor:
+    """The local tensor of a home shard, as `to_local` returns it; does not bring back its values."""
     if options or not torch.is_grad_enabled():
         return DTensor.to_local(shard, **options)
     local: Tensor = _Local.apply(shard)  # type: ignore[no-untyped-call]

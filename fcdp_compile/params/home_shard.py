@@ -285,10 +285,6 @@ class HomeShard(Sharded):
             self.expose()
         return local_of(self, **options)
 
-    def to_gather(self) -> Tensor:
-        """Like `to_local`, for `ops.UNSHARD` within a call of the model, which brings back what it reads."""
-        return local_of(self)
-
     __tensor_flatten__ = _brought_back(
         "__tensor_flatten__"
     )  # a compiler is about to read the storage

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor.experimental import register_sharding
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_collectives import (
@@ -246,6 +245,17 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             return _run_whole(func, args, kwargs)
         if not communicates_never(func, tensors):
             args = _prepared(func, args, kwargs)
+    found = _run_by_dtensor(func, args, kwargs, is_traced=is_traced)
+    if not is_traced:
+        _mark_copies(func, source, found := _adopted(found))
+    return found
+
+
+def _run_by_dtensor(func: Any, args: Any, kwargs: Any, *, is_traced: bool) -> Any:
+    """Run an op by DTensor's rule for it, or on whole tensors if there is no rule.
+
+    An op that writes to an argument returns the argument.
+    """
     given: list[tuple[DTensor, HomeTensor]] = []
 
     def plain(tensor: DTensor) -> DTensor:
@@ -262,13 +272,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         if is_traced:
             raise
         return _run_whole(func, args, kwargs)
-    # An op that writes to an argument returns it.
-    found = next((mine for made, mine in given if made is found), found)
-    if is_traced:
-        return found
-    found = _adopted(found)
-    _mark_copies(func, source, found)
-    return found
+    return next((mine for made, mine in given if made is found), found)
 
 
 def _run_whole(func: Any, args: Any, kwargs: Any, *, cuts_results: bool = True) -> Any:
@@ -391,9 +395,3 @@ _COPY = "_fcdp_copy"
 """The attribute of a copy that torch takes for a view of a sharded tensor; it is read-only."""
 
 _VIEWS = {_aten.view, _aten._unsafe_view}
-
-
-# torch 2.13 has no rule for the ops by which `torch.autograd.detect_anomaly` looks for NaN.  All ranks must
-# reach the same verdict: a rank that raised alone would leave the others waiting.
-_LOOKS = [_aten._is_any_true.default, _aten._is_all_true.default]
-register_sharding(_LOOKS)(lambda tensor: [([Replicate()], [Replicate()])])

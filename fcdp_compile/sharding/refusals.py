@@ -82,6 +82,26 @@ def check_model(
             raise ArgumentError(
                 f"{option}_dtype must be a floating point torch.dtype, not {dtype!r}"
             )
+    _check_modules(model)
+    check_loaded(model)
+    parameters = {n: p for n, p in model.named_parameters() if n not in ignored}
+    if not parameters:
+        raise ArgumentError("the model has no parameters; there is nothing to shard")
+    packed = packed_parameters(model)
+    for name, parameter in parameters.items():
+        if (problem := _problem(parameter, mesh, is_packed=parameter in packed)) is not None:
+            raise ArgumentError(f"parameter {name!r} {problem}")
+    for name, parameter in model.named_parameters():
+        if name in ignored and parameter.is_meta:
+            raise ArgumentError(
+                f"parameter {name!r} is in ignored_params and on meta, and fcdp gives no values to "
+                "ignored parameters; give it values before shard"
+            )
+    _check_memory({n: p for n, p in parameters.items() if not p.is_meta})
+    _check_references(model, parameters)
+
+
+def _check_modules(model: nn.Module) -> None:
     exchanging = _exchanging()
     for name, module in model.named_modules():
         if isinstance(module, exchanging):
@@ -104,22 +124,6 @@ def check_model(
                 f"{name or 'the model'} ({type(module).__name__}) makes sparse gradients, and fcdp averages "
                 "dense gradients; set its attribute sparse to False before shard"
             )
-    check_loaded(model)
-    parameters = {n: p for n, p in model.named_parameters() if n not in ignored}
-    if not parameters:
-        raise ArgumentError("the model has no parameters; there is nothing to shard")
-    packed = packed_parameters(model)
-    for name, parameter in parameters.items():
-        if (problem := _problem(parameter, mesh, is_packed=parameter in packed)) is not None:
-            raise ArgumentError(f"parameter {name!r} {problem}")
-    for name, parameter in model.named_parameters():
-        if name in ignored and parameter.is_meta:
-            raise ArgumentError(
-                f"parameter {name!r} is in ignored_params and on meta, and fcdp gives no values to "
-                "ignored parameters; give it values before shard"
-            )
-    _check_memory({n: p for n, p in parameters.items() if not p.is_meta})
-    _check_references(model, parameters)
 
 
 def _exchanging() -> tuple[type[nn.Module], ...]:

@@ -85,12 +85,11 @@ def shard(
     Every parameter becomes a DTensor `nn.Parameter` that holds this rank's part; names, ties and
     requires_grad stay.  If values differ between ranks, rank 0's are taken.  Build the optimizer afterwards.
 
-    The model may be on the host: this rank's parts of the parameters, and the buffers, are copied to the
-    mesh's GPU, where the whole model need not fit.
+    The model may be on the host: only this rank's parts and the buffers are copied to the mesh's GPU.
 
-    Parameters may be on meta, the same ones on every rank: their home shards have memory but no values until
-    `materialize`, `load_pretrained` or `load_state_dict` gives them values; before that, a forward or an
-    optimizer step raises FcdpError.  Buffers on meta stay there until then.
+    Parameters may be on meta, the same ones on every rank; until `materialize`, `load_pretrained` or
+    `load_state_dict` gives them values, a forward or an optimizer step raises FcdpError, and buffers on meta
+    stay there.
 
     mesh: from `make_mesh`; None in a single process.
     strategy: a preset's name (`fcdp_compile.strategy.PRESETS`) or a Strategy.

@@ -19,15 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterError
 from fcdp_compile.ops import REQUIRE_GRAD, UNSHARD
+from fcdp_compile.params.derived import local_of
 from fcdp_compile.params.gate import Gate, Read
 from fcdp_compile.params.home_shard import HomeShard, check_cut, key_of, placements_of
+from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.inner_cut import InnerTensor
 from fcdp_compile.params.registry import spec_of, whole_error
 from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.refusals import is_ignored
-from fcdp_compile.torch_compat import is_recomputing, skip_frame, tree_map_only
+from fcdp_compile.torch_compat import is_in_derivative, is_recomputing, skip_frame, tree_map_only
 
 STATE = "_fcdp"
 """The attribute of a sharded module that holds its `ModuleState`."""
@@ -113,6 +115,7 @@ def _gathering_property(name: str) -> property:
             return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
         # Some tensor parallel layers compute with local tensors: they put `to_local` in a parameter's place.
         is_local = name in state.inner and not isinstance(parameter, DTensor)
+        _refuse_derivatives()
         if state.is_on_mesh and not isinstance(parameter, DTensor) and not is_local:
             # Check the class, which is the same on all ranks: on some ranks a shard has the whole shape too.
             raise whole_error(state.keys[name].partition(":")[2], parameter)
@@ -120,8 +123,8 @@ def _gathering_property(name: str) -> property:
             # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.
             check_cut(parameter, state.keys[name], state.cuts[name])
         local: Tensor = parameter
-        if isinstance(parameter, HomeShard) and not torch.compiler.is_compiling():
-            local = parameter.to_gather()
+        if isinstance(parameter, HomeTensor) and not torch.compiler.is_compiling():
+            local = local_of(parameter)  # UNSHARD brings back what it reads
         elif isinstance(parameter, DTensor):
             local = parameter.to_local()
         if not torch.compiler.is_compiling():
@@ -295,6 +298,8 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _fcdp_refuse_new_parameters(root: nn.Module) -> None:
     model = _state(root).model
+    if not model.whole:
+        _refuse_derivatives()
     whole = {model.spec(key).name for key in model.whole}
     for name, parameter in root.named_parameters():
         is_known = key_of(parameter) is not None or isinstance(parameter, DTensor)
@@ -306,6 +311,14 @@ def _fcdp_refuse_new_parameters(root: nn.Module) -> None:
                 "would not be averaged; finish the model's structure, including adapters, before "
                 "fcdp_compile.shard"
             )
+
+
+def _refuse_derivatives() -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and is_in_derivative():
+        raise FcdpError(
+            "a sharded model is called within torch.func.grad, jvp or the like, and fcdp gathers parameters "
+            "outside of such transforms; call the transform within a block of fcdp_compile.gathered(model)"
+        )
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

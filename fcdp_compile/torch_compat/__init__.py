@@ -23,6 +23,7 @@ from fcdp_compile.torch_compat.autograd import at_end_of_backward as at_end_of_b
 from fcdp_compile.torch_compat.autograd import backward_number as backward_number
 from fcdp_compile.torch_compat.autograd import every_thread as every_thread
 from fcdp_compile.torch_compat.autograd import gradient_hooks as gradient_hooks
+from fcdp_compile.torch_compat.autograd import is_in_derivative as is_in_derivative
 from fcdp_compile.torch_compat.autograd import is_profiling as is_profiling
 from fcdp_compile.torch_compat.autograd import is_recomputing as is_recomputing
 from fcdp_compile.torch_compat.autograd import move_gradient_hooks as move_gradient_hooks

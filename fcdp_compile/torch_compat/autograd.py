@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._C._profiler import _ExperimentalConfig
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -45,6 +46,12 @@ def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks:
         new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+
+
+def is_in_derivative() -> bool:
+    """Whether a transform of torch.func that differentiates (grad, vjp, jvp, jacrev) is running."""
+    found = get_interpreter_stack() or ()
+    return any(i.key() in (TransformType.Grad, TransformType.Jvp) for i in found)
 
 
 @contextmanager

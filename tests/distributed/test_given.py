@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.func import functional_call
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import fcdp_compile
-from fcdp_compile.errors import StaleParameterError
+from fcdp_compile.errors import FcdpError, StaleParameterError
 from tests.distributed.beside import assert_close, whole
 from tests.distributed.ranks import run
 
@@ -38,7 +39,7 @@ def _batch(rank: int) -> Tensor:
     return torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
 
 
-def _pair(mesh: DeviceMesh, strategy: str) -> tuple[_Net, _Net]:
+def _pair(mesh: DeviceMesh | None, strategy: str) -> tuple[_Net, _Net]:
     torch.manual_seed(0)
     plain = _Net()
     return plain, fcdp_compile.shard(copy.deepcopy(plain), mesh, strategy=strategy)
@@ -147,6 +148,44 @@ def _whole(mesh: DeviceMesh, strategy: str) -> None:
                 given({name: value}, _batch(0))
 
 
+def _transforms(mesh: DeviceMesh | None, strategy: str) -> None:
+    """A vmap over inputs and transforms within `gathered` are exact; derivatives outside are refused."""
+    plain, model = _pair(mesh, strategy)
+    x = _batch(0)
+    vmap(plain)(x).square().sum().backward()
+    got = vmap(model)(x)
+    assert_close(got, plain(x), "vmap")
+    got.square().sum().backward()
+    _assert_same_gradients(model, plain)
+    twice = _times(model, 2.0)
+    got = vmap(lambda row: functional_call(model, twice, (row,)))(x)
+    assert_close(got, functional_call(plain, _times(plain, 2.0), (x,)), "vmap of given values")
+
+    def by_samples(net: nn.Module) -> Values:
+        """The gradients of the parameters for each row."""
+        values = {n: p.detach() for n, p in net.named_parameters()}
+        one = grad(lambda v, row: functional_call(net, v, (row,)).square().sum())
+        found: Values = vmap(one, in_dims=(None, 0))(values, x)
+        return found
+
+    with fcdp_compile.gathered(model):
+        for name, value in by_samples(model).items():
+            assert_close(
+                value, by_samples(plain)[name], f"gradients of rows within gathered: {name}"
+            )
+    with torch.no_grad():
+        assert_close(jvp(model, (x,), (x,))[1], jvp(plain, (x,), (x,))[1], "jvp without gradients")
+    calls: list[Callable[[], object]] = [
+        lambda: grad(lambda inputs: model(inputs).sum())(x),
+        lambda: jvp(model, (x,), (x,)),
+        lambda: jacrev(model)(x),
+        lambda: by_samples(model),
+    ]
+    for call in calls:
+        with pytest.raises(FcdpError, match=r"within a block of fcdp_compile.gathered"):
+            call()
+
+
 def _assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         if q.grad is not None:
@@ -166,6 +205,7 @@ def _all(mesh: DeviceMesh, strategies: list[str]) -> list[str]:
             _fast_weights,
             _some_given,
             _whole,
+            _transforms,
             _changed_before_backward,
         ):
             torch.compiler.reset()
@@ -189,3 +229,4 @@ def test_in_one_process() -> None:
     model = fcdp_compile.shard(copy.deepcopy(plain))
     got = functional_call(model, _times(model, 0.5), (_batch(0),))
     assert torch.equal(got, functional_call(plain, _times(plain, 0.5), (_batch(0),)))
+    _transforms(None, "fcdp")
