@@ -26,6 +26,7 @@ from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.params import registry
 from fcdp_compile.params.home_shard import bring_back_inputs
+from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.mesh import process_count
 from fcdp_compile.passes.graph.runner import Stages, watched
 from fcdp_compile.passes.partition import mark_constant, partition
@@ -66,11 +67,21 @@ def fcdp(
     """
     settings = inductor_settings(mode)
     checked = Options.parse({**(options or {}), **more})
+    if not _gathers(gm) and any(isinstance(value, HomeTensor) for value in example_inputs):
+        # Code of the training loop beside a graph break.  Compiled, its results would be plain DTensors,
+        # which do not become whole where they meet plain tensors (`params/derived.py`).
+        return gm
     _refuse_unsharded(gm, example_inputs)
     refuse_writes(gm)
     if settings:  # a mode needs Inductor, even if ATen's kernels are the default
         checked = replace(checked, compute=checked.compute or "inductor")
     return _Compilation(checked, example_inputs, settings).compile(gm, example_inputs)
+
+
+def _gathers(gm: GraphModule) -> bool:
+    """Whether a graph, or a part of it such as a checkpointed function, gathers a parameter."""
+    graphs = (m.graph for m in gm.modules() if isinstance(m, GraphModule))
+    return any(graph.find_nodes(op="call_function", target=UNSHARD) for graph in graphs)
 
 
 def _refuse_unsharded(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

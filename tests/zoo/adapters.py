@@ -52,6 +52,19 @@ def ia3(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
     return peft.get_peft_model(base, config)
 
 
+def adalora(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
+    """The ranks shrink from step 1 on, and are final in step 4."""
+    config = peft.AdaLoraConfig(
+        init_r=6, target_r=3, tinit=1, tfinal=2, total_step=6, target_modules=list(targets), deltaT=1
+    )
+    return peft.get_peft_model(base, config)
+
+
+def allocate(model: Any, step: int) -> None:
+    """AdaLoRA's own work in each step, before the gradients are dropped."""
+    model.base_model.update_and_allocate(step)
+
+
 def prompt_tuning(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     return peft.get_peft_model(base, config)

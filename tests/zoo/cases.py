@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,8 @@ from tests.zoo.architectures import ARCHITECTURES, VOCABULARY
 class ZooCase:
     """One row: an architecture and a way to train it.
 
-    between: changes of the model before a step, by the step's number.  evaluated: steps that only compute a
-    loss.  is_default: whether it runs with the other tests, not only on request.
+    between: changes of the model before a step, by the step's number.  at_step: a change in each step, after its
+    backward; gets the model and the step's number.  evaluated: steps that only compute a loss.  is_default: whether it runs with the other tests, not only on request.
     refused: text of the error that must stop every rank; None if the case works.
     remark: for the table in the docs.
     """
@@ -29,6 +29,7 @@ class ZooCase:
     adapt: Adapt
     is_checkpointed: bool = False
     between: Mapping[int, Act] = field(default_factory=dict)
+    at_step: Callable[[Any, int], None] | None = None
     evaluated: tuple[int, ...] = ()
     steps: int = 4
     is_default: bool = False
@@ -93,6 +94,14 @@ ZOO: dict[str, ZooCase] = {
         remark="the original head and embedding, which PEFT keeps beside the trained ones, are unused",
     ),
     "llama-ia3": _on_llama("IA3", adapters.ia3, is_default=True),
+    "llama-adalora": _on_llama(
+        "AdaLoRA",
+        adapters.adalora,
+        at_step=adapters.allocate,
+        steps=6,
+        is_default=True,
+        remark="`update_and_allocate` in each step",
+    ),
     "llama-prompt": _on_llama("prompt tuning", adapters.prompt_tuning),
     "llama-prefix": _on_llama("prefix tuning", adapters.prefix_tuning),
     "llama-both": _on_llama("two LoRAs at once", adapters.both_active),

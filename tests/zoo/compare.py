@@ -101,6 +101,8 @@ def _step(pair: Beside, case: ZooCase, step: int) -> list[Difference]:
         mine, plain = gradients(pair.model), gradients(pair.plain)
         assert any(g.any() for g in plain.values()), f"{about} trains nothing"
         found.append(worst(about, mine, plain, floor=GRADIENT_FLOOR))
+        for model in pair.both if case.at_step is not None else ():
+            case.at_step(model, step)
         pair.optimize()
     return [d._replace(name=f"{d.name}, {about}") for d in found]
 
