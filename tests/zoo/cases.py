@@ -18,8 +18,9 @@ from tests.zoo.architectures import ARCHITECTURES, VOCABULARY
 class ZooCase:
     """One row: an architecture and a way to train it.
 
-    between: changes of the model before a step, by the step's number.  at_step: a change in each step, after its
-    backward; gets the model and the step's number.  evaluated: steps that only compute a loss.  is_default: whether it runs with the other tests, not only on request.
+    between: changes of the model before a step, by the step's number.  at_step: a change in each step, after
+    its backward; gets the model and the step's number.  evaluated: steps that only compute a loss.
+    is_default: whether it runs with the other tests, not only on request.
     refused: text of the error that must stop every rank; None if the case works.
     remark: for the table in the docs.
     """
