@@ -12,6 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 import fcdp_compile
@@ -63,8 +69,20 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 32), _Scaled())
 
 
-def _pair(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module]:
-    whole, sharded = _model(), fcdp_compile.shard(_model(), mesh, **options)
+_CUT = {
+    "0": ColwiseParallel(output_layouts=Replicate()),
+    "1": RowwiseParallel(input_layouts=Replicate()),
+}
+"""How the ranks of "tp" share the first two layers, unevenly."""
+
+
+def _pair(mesh: DeviceMesh, tp: int = 1, **options: Any) -> tuple[nn.Module, nn.Module]:
+    whole, sharded, inner = _model(), _model(), mesh
+    if tp > 1:
+        made = fcdp_compile.make_mesh(nodes=mesh.size(0), tp=tp)
+        assert made is not None
+        inner, sharded = made, parallelize_module(sharded, made["tp"], _CUT)
+    fcdp_compile.shard(sharded, inner, **options)
     for model in (whole, sharded):
         model(torch.ones(3, 7)).square().sum().backward()
     for a, b in zip(whole.parameters(), sharded.parameters(), strict=True):
@@ -102,7 +120,8 @@ def _draws(mesh: DeviceMesh, options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("options", "nodes"),
-    [({}, 2), ({"strategy": "ddp"}, 2), ({"offload_params": True}, 2), ({"strategy": "fcdp+matrix"}, 1)],
+    [({}, 2), ({"strategy": "ddp"}, 2), ({"offload_params": True}, 2), ({"strategy": "fcdp+matrix"}, 1),
+     ({"tp": 2}, 2)],
 )  # fmt: skip
 def test_random_numbers_are_those_of_the_whole_model(options: dict[str, Any], nodes: int) -> None:
     assert run(_draws, options, nodes=nodes, ranks_per_node=2) == [[]] * 2 * nodes

@@ -55,7 +55,13 @@ def ia3(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
 def adalora(base: nn.Module, targets: tuple[str, ...]) -> nn.Module:
     """The ranks shrink from step 1 on, and are final in step 4."""
     config = peft.AdaLoraConfig(
-        init_r=6, target_r=3, tinit=1, tfinal=2, total_step=6, target_modules=list(targets), deltaT=1
+        init_r=6,
+        target_r=3,
+        tinit=1,
+        tfinal=2,
+        total_step=6,
+        target_modules=list(targets),
+        deltaT=1,
     )
     return peft.get_peft_model(base, config)
 
