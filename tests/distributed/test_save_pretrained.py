@@ -270,7 +270,7 @@ JOBS: dict[str, Job] = {
     **ANYWHERE,
     **SEVERAL,
 }
-ODD = ("model llama_tied", "split mixtral", "adapter dora", "merged lora", "merged experts")
+ODD = ("model llama_tied", "split mixtral", "adapter dora", "merged lora")
 
 
 @pytest.fixture(scope="module")
