@@ -41,7 +41,7 @@ from fcdp_compile.params.mesh import make_mesh, process_count
 from fcdp_compile.pretrained.exporting.export import save_pretrained
 from fcdp_compile.ranks.inner_mesh import PP, cp_of, tp_of
 from fcdp_compile.sharding.no_sync import no_sync
-from fcdp_compile.sharding.shard import is_sharded, mesh_of, model_of, shard
+from fcdp_compile.sharding.shard import is_sharded, mesh_of, model_of, shard, state_of
 from fcdp_compile.torch_compat import own_recompiles
 
 _RECOMPILES = 32
@@ -92,7 +92,7 @@ class Accelerator(accelerate.Accelerator):
         self._mode = mode
         self._mesh: list[DeviceMesh | None] = []  # at most one; None in a single process
         # Accelerate's own list is emptied at the start of every training.
-        self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._prepared = _Prepared()
 
     # --- models -------------------------------------------------------------------------------------------
 
@@ -223,6 +223,36 @@ class Accelerator(accelerate.Accelerator):
         found: AbstractContextManager[None] = super().no_sync(model)
         return found
 
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """As `accelerate.Accelerator.trigger_sync_in_backward`: `.grad` is complete after the block."""
+        if not is_sharded(model):
+            with accelerate.Accelerator.trigger_sync_in_backward(model):
+                yield
+            return
+        yield
+        state_of(model).accumulation.synchronise()
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """As `accelerate.Accelerator.join_uneven_inputs`, without sharded models.
+
+        Raises: ArgumentError for a sharded model if batches may be uneven: every rank has a part of it.
+        """
+        if not any(isinstance(j, nn.Module) and is_sharded(j) for j in joinables):
+            with super().join_uneven_inputs(joinables, even_batches=even_batches):
+                yield
+            return
+        if not self.even_batches or even_batches is False:
+            raise ArgumentError(
+                "join_uneven_inputs lets a rank without batches stop early, but every rank has a part of a "
+                "sharded model and must take every step; leave even_batches=True"
+            )
+        yield
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip as `accelerate.Accelerator.clip_grad_norm_`; the norm is a plain tensor, as with DDP."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -334,6 +364,13 @@ class _Loading:
 
     def __getitem__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(size=lambda: self._sizes[name])
+
+
+class _Prepared(weakref.WeakSet[nn.Module]):
+    """Models; pickled without them, so that an Accelerator can be pickled."""
+
+    def __reduce__(self) -> Any:
+        return _Prepared, ()
 
 
 _sharded_with: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()

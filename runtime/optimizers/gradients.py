@@ -30,6 +30,7 @@ from fcdp_compile.plan.reduction import REDUCTIONS
 from fcdp_compile.runtime.cache.codecs import Codecs
 from fcdp_compile.runtime.cache.home_transfers import grad_to_home
 from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of
@@ -219,6 +220,15 @@ class Accumulation:
         self._marks.lose(self._touched)
         self._touched.clear()
         self._synchronises = False
+
+    def synchronise(self) -> None:
+        """Reduce the gradients that wait, outside of a backward; all ranks must call it.
+
+        Raises: PlanMismatchError on every rank if a rank does something else, FcdpError as `settle` does.
+        """
+        same_act(self._collectives, "synchronises the gradients that wait")
+        self.settle()
+        self._synchronise_rest()
 
     def _synchronise_rest(self) -> None:
         """Reduce the gradients that still wait and add them to `.grad`."""

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fcdp_compile
 from fcdp_compile.sharding.shard import state_of
+from tests import formulas
 from tests.distributed.ranks import run
 from tests.zoo.cases import ZOO
 
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 4
 BETWEEN = ("inter_all_gather", "inter_reduce_scatter")
+ASKED = {"whole": 1, "disabled": 6, "checkpointed": 9, "uncompiled": 12, "tied": 6}
+"""Agreements of a micro-batch: one of each graph, and one of each read and reduction outside of graphs."""
 
 
 class Block(nn.Module):
@@ -102,7 +105,7 @@ def _train(mesh: DeviceMesh, hows: list[str], strategy: str) -> dict[str, Any]:
         model = fcdp_compile.shard(Net(how), mesh, strategy=strategy)
         net = model if how == "uncompiled" else torch.compile(model, backend="fcdp")
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        sent, losses, counters = [], [], state_of(model).counters
+        sent, asked, losses, counters = [], [], [], state_of(model).counters
         with torch.inference_mode():
             net(_batch(0, rank))
         sent.append([counters.sent.get(k, 0) for k in BETWEEN])
@@ -114,13 +117,14 @@ def _train(mesh: DeviceMesh, hows: list[str], strategy: str) -> dict[str, Any]:
             loss = net(_batch(step, rank))
             loss.backward()
             sent.append([counters.sent.get(k, 0) - before.get(k, 0) for k in BETWEEN])
+            asked.append(counters.sent["agree"] - before["agree"])
             optimizer.step()
             optimizer.zero_grad()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             losses.append(mean.item() / world)
         logging.getLogger("fcdp_compile").removeHandler(warnings)
-        found[how] = sent, losses, warnings.texts
+        found[how] = sent, asked, losses, warnings.texts
     return found
 
 
@@ -165,10 +169,12 @@ def test_bytes_are_those_of_a_graph(strategy: str) -> None:
     assert whole[0] == [6 * matrix + 3 * bias, 0], "the evaluation gathers everything once"
     assert whole[1:3] == [[0, 3 * matrix], [3 * matrix, 3 * matrix]], "adapters alone"
     for rank, found in enumerate(ranks):
-        for how, (sent, losses, texts) in found.items():
+        for how, (sent, asked, losses, texts) in found.items():
             about = f"{how}, rank {rank}"
             expected = torch.tensor(_replicated(how, 4))
             torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-6, atol=0, msg=about)
+            # Two micro-batches, and the optimizer's step.
+            assert asked == [(2 * ASKED[how] + 1) * formulas.AGREE_WORDS * 8] * STEPS, about
             if how == "whole":
                 continue
             if how == "tied":  # gathered once for both uses, and reduced for each

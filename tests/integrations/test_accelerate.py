@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import fcdp_compile
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.accelerate import Accelerator
 from fcdp_compile.integrations.options import FcdpOptions
+from tests.distributed.parity import whole
 from tests.distributed.ranks import run
 
 distributed = pytest.mark.distributed
@@ -123,6 +125,34 @@ def _goes_on(mesh: DeviceMesh, folder: Path) -> None:
         again.accelerator.get_state_dict(again.model)
 
 
+def _late_gradients(kind: Any) -> list[Tensor]:
+    """Two forwards within no_sync, and then their backwards, of which the second one synchronises."""
+    loop = _begin(kind)
+    inputs = torch.rand(
+        2, 4, 8, generator=torch.Generator().manual_seed(loop.accelerator.process_index)
+    )
+    with loop.accelerator.no_sync(loop.model):
+        first, second = (loop.model(x).square().mean() for x in inputs)
+    loop.accelerator.backward(first)
+    with loop.accelerator.trigger_sync_in_backward(loop.model):
+        loop.accelerator.backward(second)
+    return [whole(p.grad) for p in loop.model.parameters()]
+
+
+def _triggers(mesh: DeviceMesh) -> None:
+    for mine, other in zip(
+        _late_gradients(Accelerator), _late_gradients(accelerate.Accelerator), strict=True
+    ):
+        torch.testing.assert_close(mine, other, rtol=2e-5, atol=1e-7)
+    again = pickle.loads(pickle.dumps(Accelerator(cpu=True)))
+    assert again.num_processes == 2
+
+
+@distributed
+def test_a_backward_may_synchronise_what_its_forward_would_not() -> None:
+    run(_triggers, nodes=2, ranks_per_node=1)
+
+
 @distributed
 def test_a_fresh_accelerator_goes_on_from_a_saved_state(tmp_path: Path) -> None:
     run(_goes_on, tmp_path, nodes=2, ranks_per_node=1)
@@ -162,6 +192,11 @@ def _refused(loop: _Loop, mesh: DeviceMesh) -> None:
     sharded = fcdp_compile.shard(_model(), mesh)
     with pytest.raises(ValueError, match=r"FcdpOptions\(strategy='zero3'\) comes too late"):
         loop.accelerator.prepare(sharded)
+    uneven = loop.accelerator.join_uneven_inputs([loop.model], even_batches=False)
+    with pytest.raises(ArgumentError, match="every rank has a part of a sharded model"), uneven:
+        pass
+    with loop.accelerator.join_uneven_inputs([loop.model]):
+        pass
 
 
 @distributed

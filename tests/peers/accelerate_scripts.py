@@ -21,6 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.distributed.parity import whole
 from tests.peers.outcomes import SkippedError
 
+LAYOUT = 2, 1
+"""test_distributed_data_loop asserts that it has 2 ranks."""
+
 _SCRIPTS = ("test_sync", "test_distributed_data_loop")
 _VARIANTS = {
     "test_sync.test_gradient_accumulation": 3,
@@ -30,7 +33,6 @@ _VARIANTS = {
 
 _LEFT_OUT = {
     "test_sync.test_noop_sync": "the script's main calls it in one process only",
-    "test_distributed_data_loop": "the script is written for 2 ranks, and asserts it",
 }
 
 

@@ -17,10 +17,15 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "",
-        r"is required for|No module named",
+        r"is required for|No module named|Please install",
         "the suite needs a package that is not installed",
     ),
-    ("", r"main calls it|written for 2 ranks", "the suite's own condition"),
+    ("", r"main calls it", "the suite's own condition"),
+    (
+        "",
+        r"join_uneven_inputs lets",
+        "[a limit](accelerate.md): every rank has a part of the model, so all take every step",
+    ),
     ("", r"the table has no", "the suite itself leaves it out"),
     ("", r"has no parameters", "there is nothing to shard"),
 )

@@ -28,7 +28,7 @@ repository: pip downloads sources that are in no wheel, in the installed version
 * **peft**: the table of `tests/test_custom_models.py`: three steps in which only adapters change, then
   disabled, merged within [`gathered`](api.md), unmerged and unloaded.
 * **accelerate**: the functions of `test_sync.py` and `test_distributed_data_loop.py`, with fcdp's
-  Accelerator.
+  Accelerator, on 2 x 1 ranks, which the second script asks for.
 
 *Refused* means that fcdp raised an error of one sentence on every rank.
 """

@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.distributed import ranks
 from tests.peers.outcomes import Outcome, Status, joined, outcome_of
 
-NODES, RANKS_PER_NODE = 2, 2
+LAYOUT = 2, 2
+"""Nodes, and ranks of each; a suite that is written for another number of ranks has a LAYOUT of its own."""
+
 CASE_LIMIT_S = 240.0
 """A case that takes longer hangs: most take a second."""
 _REST_S = 15.0
@@ -63,15 +65,15 @@ class _Ranks:
     """The processes, and a pipe to each."""
 
     def __init__(self, suite: str) -> None:
-        world = NODES * RANKS_PER_NODE
-        pairs = [Pipe() for _ in range(world)]
+        nodes, ranks_per_node = getattr(importlib.import_module(suite), "LAYOUT", LAYOUT)
+        pairs = [Pipe() for _ in range(nodes * ranks_per_node)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes, self._ends = ranks.start(
             serve,
             [theirs for _, theirs in pairs],
             suite,
-            nodes=NODES,
-            ranks_per_node=RANKS_PER_NODE,
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
         )
         found = self._answers(_START_S, _START_S)
         if any(isinstance(one, str) for one in found):
