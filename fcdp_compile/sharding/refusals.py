@@ -71,7 +71,8 @@ def check_model(
     Raises: TypeError if the model is not a module or a dtype is not a floating point dtype; ValueError for a
     model that is wrapped or sharded already or has no parameters; for a parameter that is neither on the
     mesh's device nor on the host (`meta` is fine, but not for ignored ones), is uninitialised, sparse,
-    complex or quantised, gets sparse gradients, or shares memory with another; for a module that holds a
+    complex or quantised, is of a class of its own, gets sparse gradients or gradients of another dtype, or
+    shares memory with another; for a module that holds a
     parameter in a list, closure or the like (`references`); for an adapter that exchanges parameters; for a
     model that Transformers or Accelerate has spread (`loaded`).
     """
@@ -231,6 +232,21 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None, *, is_packed: boo
         )
     if parameter.is_quantized:
         return f"is quantised ({parameter.dtype}); dequantise it before shard"
+    if (
+        type(parameter) is not nn.Parameter
+        and nn.Parameter in type(parameter).__mro__
+        and not is_packed
+    ):
+        return (
+            f"is of class {type(parameter).__name__}, and a sharded parameter would not have the methods of that "
+            "class; replace it by an nn.Parameter before shard"
+        )
+    if parameter.grad_dtype not in (None, parameter.dtype):
+        return (
+            f"asks for a gradient in {parameter.grad_dtype} (grad_dtype), but a sharded parameter's gradient "
+            f"has the parameter's dtype; keep the parameter in {parameter.grad_dtype} and give shard "
+            f"param_dtype={parameter.dtype}"
+        )
     # Of a parameter on meta or on the host, the home shard is made on the mesh's device.  Quantised weights
     # are not moved from the host, because libraries pack them differently for it.
     can_move = parameter.is_meta or (parameter.device.type == "cpu" and not is_packed)

@@ -31,7 +31,9 @@ distributed = pytest.mark.distributed
 def _linear(weight: Tensor | None = None) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if weight is not None:
-        model[0].weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+        is_parameter = isinstance(weight, nn.Parameter)
+        made = weight if is_parameter else nn.Parameter(weight, weight.is_floating_point())
+        model[0].weight = made
     return model
 
 
@@ -52,6 +54,19 @@ def _parametrise(model: nn.Module, weight: Tensor) -> None:
 
 def _quantised() -> Tensor:
     return torch.quantize_per_tensor(torch.rand(4, 4), 0.1, 0, torch.qint8)
+
+
+class _Masked(nn.Parameter):
+    """A parameter with a method of its own."""
+
+    def masked(self) -> Tensor:
+        return self.triu()
+
+
+def _with_grad_dtype() -> nn.Parameter:
+    parameter = nn.Parameter(torch.eye(4, dtype=torch.bfloat16))
+    parameter.grad_dtype = torch.float32
+    return parameter
 
 
 # --- one process ----------------------------------------------------------------------------------------
@@ -78,6 +93,8 @@ def test_adapters_that_exchange_a_parameter_are_refused(options: dict[str, list[
         (lambda: _linear(torch.rand(4, 4, dtype=torch.complex64)), "'0.weight' is complex"),
         (lambda: _linear(_quantised()), "'0.weight' is quantised"),
         (lambda: nn.LazyLinear(4), "'weight' is not initialised; run one forward"),
+        (lambda: _linear(_Masked(torch.eye(4))), "'0.weight' is of class _Masked"),
+        (lambda: _linear(_with_grad_dtype()), "'0.weight' asks for a gradient in torch.float32"),
         (
             lambda: nn.Sequential(nn.LSTM(4, 4)),
             r"0 keeps parameter '0.weight_ih_l0' in its _flat_weights\[0\]",
