@@ -124,7 +124,7 @@ def test_a_missing_field_is_named(path: tuple[str, ...]) -> None:
         (("extra",), 1, "extra: is not a field here; the fields are name, device_type"),
         (("name",), "", "name: is empty"),
         (("name",), 3, "name: is 3, not a string"),
-        (("device_type",), "tpu", "device_type: is 'tpu', not cuda or cpu"),
+        (("device_type",), "a tpu", "device_type: is 'a tpu', not a device type of torch"),
         (("nodes",), 0, "nodes: is 0, but must be at least 1"),
         (("nodes",), -1, "nodes: is negative"),
         (("ranks_per_node",), 0, "ranks_per_node: is 0, not 1 to 1024"),

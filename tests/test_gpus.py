@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from fcdp_compile import make_mesh
 from fcdp_compile.devices import Cpu, Cuda, are_on_stream
+from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params import mesh
 from fcdp_compile.sharding.gpus import agree_on_gpus
 from fcdp_compile.sharding.refusals import warn_of_torch
@@ -87,15 +89,17 @@ class _Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, int]]) -> None:
         self._texts: list[str] = []
-        for uuid, size in gpus:
-            found = SimpleNamespace(uuid=uuid, total_memory=size)
-            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d, found=found: found)
-            alone: Any = SimpleNamespace(ranks=1, device_type="cuda", inter=None, intra=None)
-            agree_on_gpus(alone, SimpleNamespace(exchange_texts=self._add), _CUDA)  # type: ignore[arg-type]
+        for rank, (uuid, size) in enumerate(gpus):
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            self.gpu = SimpleNamespace(uuid=uuid, total_memory=size)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: self.gpu)
+            this: Any = SimpleNamespace(ranks=len(gpus), device_type="cuda", inter=None, intra=None)
+            with contextlib.suppress(ArgumentError):
+                agree_on_gpus(this, SimpleNamespace(exchange_texts=self._add), _CUDA)  # type: ignore[arg-type]
 
     def _add(self, text: str) -> list[str]:
         self._texts.append(text)
-        return [text]
+        return self._texts
 
     def exchange_texts(self, text: str) -> list[str]:
         return [*self._texts, text]
@@ -117,6 +121,9 @@ def test_ranks_agree_on_their_gpus(has_nccl: bool, monkeypatch: pytest.MonkeyPat
             agree_on_gpus(topology, same, _CPU)
     else:
         assert agree_on_gpus(topology, same, _CPU) == 80
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: same.gpu)
+    echo: Any = SimpleNamespace(exchange_texts=lambda text: [text, text])
+    assert agree_on_gpus(topology, echo, _CUDA) == 80, "one rank that hears itself"
     topology.device_type = "cpu"
     assert agree_on_gpus(topology, pytest.fail, _CPU) is None  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from typing import Any
 from fcdp_compile.cluster.profile import read_profile
 from fcdp_compile.cluster.quantities import parse_bytes
 from fcdp_compile.errors import ArgumentError, ProfileError
-from fcdp_compile.plan.cost import MACHINES, Machine, machine_from
+from fcdp_compile.plan.cost import MACHINES, Machine, assumed_machine, machine_from
 from fcdp_compile.suggestion import did_you_mean
 
 _RECORDED_RUNS = 3  # with fewer, one disturbed run could decide the median
@@ -61,7 +61,7 @@ class Options:
         """The speeds of the cluster; assumed ones where none were given."""
         if isinstance(self.machine, Machine):
             return self.machine
-        return machine_from(self.machine, MACHINES.get(device_type, MACHINES["cpu"]))
+        return machine_from(self.machine, assumed_machine(device_type))
 
     def compute_on(self, device_type: str) -> str:
         """The compiler of the segments: on CPUs eager by default, as compiling outlasts a trial run."""

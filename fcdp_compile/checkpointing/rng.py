@@ -17,9 +17,10 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     device: the model's; if it is a GPU, its generator is included.
     """
     version, words, gauss = random.getstate()
+    own = device_of(device)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": device_of(device).rng_state(),
+        own.kind: own.rng_state(),
         # Python's state is 625 numbers, which take less room as an array.
         "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
         "numpy": np.random.get_state(legacy=False),
@@ -29,9 +30,9 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 def set_rng_state(saved: dict[str, Any], device: torch.device) -> None:
     """Set the generators to states of `rng_state`; a GPU's only if one was saved and the model is on one."""
     torch.set_rng_state(saved["torch"])
-    of_card = device_of(device)
-    if saved["cuda"] is not None and of_card.rng_state() is not None:
-        of_card.set_rng_state(saved["cuda"])
+    own = device_of(device)
+    if (state := saved.get(own.kind)) is not None:
+        own.set_rng_state(state)
     python = saved["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(saved["numpy"])

@@ -50,7 +50,7 @@ class Sample:
 class ClusterProfile:
     """The speeds and sizes of a cluster, for the planner and the simulator.
 
-    device_type: "cuda" or "cpu".  nodes: how many were measured, None for a built-in profile.
+    device_type: as torch names it, such as "cuda".  nodes: as measured, None for a built-in profile.
     ranks_per_node: the most that a node has.  device_memory_bytes: of one rank.  host_memory_bytes: of one
     node.  ranks_per_host_link: ranks that share one link to host memory (a PCIe switch).
     intra_over_host_link: whether transfers between ranks of a node use that link too (no NVLink between all
@@ -83,8 +83,8 @@ class ClusterProfile:
 def _check(profile: ClusterProfile) -> None:
     if not profile.name:
         fail("name", "is empty")
-    if profile.device_type not in ("cuda", "cpu"):
-        fail("device_type", f"is {profile.device_type!r}, not cuda or cpu")
+    if not profile.device_type.isidentifier():
+        fail("device_type", f"is {profile.device_type!r}, not a device type of torch such as cuda")
     if not 1 <= profile.ranks_per_node <= MAX_RANKS_PER_NODE:
         fail("ranks_per_node", f"is {profile.ranks_per_node}, not 1 to {MAX_RANKS_PER_NODE}")
     if not 1 <= profile.ranks_per_host_link <= profile.ranks_per_node:

@@ -3,11 +3,10 @@
     Device             the interface that the runtime uses
       Cpu              no streams: work beside compute runs on threads
       StreamDevice     adds streams and events
-        Cuda           GPUs of NVIDIA, and of AMD, for which torch has the same API
+        Cuda           GPUs that torch drives by `torch.cuda`
         CheckedDevice  wraps a device with streams and checks their order (FCDP_CHECK_STREAMS=1)
 
-Only `cuda` names a kind of GPU.  To support another accelerator, add a class here.  The tests have a
-simulated device (tests/runtime/simulated_device.py).
+Another accelerator is one class that is given to `register`; nothing else names a kind of device.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from fcdp_compile.devices.checked import CheckedDevice
 from fcdp_compile.devices.cpu import Cpu
-from fcdp_compile.devices.cuda import Cuda, choose_card, has_nccl
+from fcdp_compile.devices.cuda import Cuda
 from fcdp_compile.devices.interface import Device, Event, Stream, StreamDevice
 
 __all__ = [
@@ -35,15 +34,28 @@ __all__ = [
     "current_device",
     "device_of",
     "is_capturing",
+    "register",
 ]
+
+_classes: dict[str, type[Device]] = {}
+"""The classes by the kind of device; of the available ones the last one is used."""
+
+
+def register(device: type[Device]) -> type[Device]:
+    """Let fcdp use a class of devices, before the others; usable as a decorator."""
+    _classes[device.kind] = device
+    return device
+
+
+register(Cpu)
+register(Cuda)
 
 
 def device_of(torch_device: torch.device) -> Device:
-    """The Device for a device of torch."""
-    if torch_device.type != "cuda":
-        return Cpu()
-    card = Cuda(torch_device)
-    return CheckedDevice(card) if os.environ.get("FCDP_CHECK_STREAMS") == "1" else card
+    """The Device for a device of torch; the host for kinds that have no class, such as "meta"."""
+    found = _classes.get(torch_device.type, Cpu).of(torch_device)
+    is_checked = os.environ.get("FCDP_CHECK_STREAMS") == "1" and isinstance(found, StreamDevice)
+    return CheckedDevice(found) if is_checked else found
 
 
 def choose_device(local_rank: int | None) -> Device:
@@ -51,26 +63,29 @@ def choose_device(local_rank: int | None) -> Device:
 
     local_rank: the rank's number on its machine; None leaves the current device.
     """
-    if local_rank is not None and torch.cuda.is_available():
-        choose_card(local_rank)
+    if local_rank is not None:
+        _best().choose(local_rank)
     return current_device()
 
 
 def is_capturing() -> bool:
     """Whether this thread's current stream is being captured into a graph that may be replayed later."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _best().is_capturing()
 
 
 def are_on_stream(kind: str, group: dist.ProcessGroup | None) -> bool:
     """Whether a group's collectives on devices of a kind run on streams; others block their caller."""
-    return kind == "cuda" and has_nccl(group)
+    return device_of(torch.device(kind)).runs_on_stream(group)
 
 
 def current_device(kind: str | None = None) -> Device:
     """The device of a kind ("cuda", "cpu") that this process uses.
 
-    kind: a mesh's device type; by default the GPU, or the CPU if there is no GPU.
+    kind: a mesh's device type; by default the accelerator, or the CPU if there is none.
     """
-    if torch.cuda.is_available() if kind is None else kind == "cuda":
-        return device_of(torch.device("cuda", torch.cuda.current_device()))
-    return Cpu()
+    found = _best() if kind is None else _classes.get(kind, Cpu)
+    return device_of(found.current())
+
+
+def _best() -> type[Device]:
+    return next(c for c in reversed(_classes.values()) if c.is_available())

@@ -18,26 +18,30 @@ log = logging.getLogger(__name__)
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context, as torch does it
 
 
-def has_nccl(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group's collectives on GPUs run on a stream, however its backend was requested.
-
-    torch calls the backend of a group made without one "undefined"; its backend config names the real one.
-    """
-    pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
-    return "nccl" in dict(pairs).get("cuda", "")
-
-
-def choose_card(local_rank: int) -> None:
-    """Make a GPU this process's current device; if there are more ranks than GPUs, ranks share GPUs."""
-    torch.cuda.set_device(local_rank % torch.cuda.device_count())
-
-
 class Cuda(StreamDevice):
-    """A GPU that torch drives by `torch.cuda`: NVIDIA's, or AMD's with ROCm."""
+    """A GPU that torch drives by `torch.cuda`."""
 
+    kind = "cuda"
     backends = "cpu:gloo,cuda:nccl"
     # Both backends get one timeout; torch's default for the two would let NCCL wait as long as Gloo.
     timeout = default_pg_nccl_timeout
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return torch.cuda.is_available()
+
+    @classmethod
+    def current(cls) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @classmethod
+    def choose(cls, local_rank: int) -> None:
+        """Make a GPU this process's current device; if there are more ranks than GPUs, ranks share GPUs."""
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+    @classmethod
+    def is_capturing(cls) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def new_stream(self, *, is_urgent: bool) -> Stream:
         stream: Stream = torch.cuda.Stream(self.torch, priority=-1 if is_urgent else 0)
@@ -95,7 +99,12 @@ class Cuda(StreamDevice):
             torch.cuda.cudart().cudaHostUnregister(address)
 
     def runs_on_stream(self, group: dist.ProcessGroup | None) -> bool:
-        return has_nccl(group)
+        """Whether the group has NCCL for GPUs, however its backend was requested.
+
+        torch calls the backend of a group made without one "undefined"; its config names the real one.
+        """
+        pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
+        return "nccl" in dict(pairs).get("cuda", "")
 
     def rng_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.torch)

@@ -39,17 +39,44 @@ class Stream(Protocol):
 class Device(ABC):
     """One device of this process; unless it is a StreamDevice, its work is done when a call returns.
 
-    backends: the backend argument for `torch.distributed.init_process_group`.
+    kind: its type in torch.  backends: the backend argument for `torch.distributed.init_process_group`.
     is_checked: whether fcdp checks that its streams access memory in a safe order.
     timeout: the default timeout of its collectives; None: torch's default.
     """
 
+    kind: ClassVar[str]
     is_checked: ClassVar[bool] = False
     backends: ClassVar[str]
     timeout: ClassVar[timedelta | None] = None
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch = torch_device
+
+    # --- the devices of this kind -------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, torch_device: torch.device) -> Device:
+        """The Device for a device of torch."""
+        return cls(torch_device)
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether this process can use a device of this kind."""
+        return False
+
+    @classmethod
+    def current(cls) -> torch.device:
+        """The device of this kind that this process uses now."""
+        return torch.device(cls.kind)
+
+    @classmethod  # noqa: B027  # there is one host
+    def choose(cls, local_rank: int) -> None:
+        """Make the device for a rank of this machine this process's current one."""
+
+    @classmethod
+    def is_capturing(cls) -> bool:
+        """Whether this thread's current stream is being captured into a graph that may be replayed later."""
+        return False
 
     def synchronize(self) -> None:  # noqa: B027  # nothing to do on the host
         """Make the Python thread wait for its current stream."""

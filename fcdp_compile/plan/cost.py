@@ -147,7 +147,12 @@ MACHINES: Mapping[str, Machine] = {
         memory_bytes_per_s=1e10,
     ),
 }
-"""Speeds that are assumed if nothing was measured, by device type."""
+"""Speeds that are assumed if nothing was measured."""
+
+
+def assumed_machine(device_type: str) -> Machine:
+    """The machine of `MACHINES` for a device type of torch; that of cuda serves for other accelerators."""
+    return MACHINES.get(device_type, MACHINES["cuda"])
 
 
 def machine_from(description: Mapping[str, Any], base: Machine) -> Machine:

@@ -27,7 +27,7 @@ from fcdp_compile.devices import Device, StreamDevice, current_device
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.mesh import Topology, make_mesh, topology_of
 from fcdp_compile.plan import Kind
-from fcdp_compile.plan.cost import MACHINES, Link, Machine
+from fcdp_compile.plan.cost import Link, Machine, assumed_machine
 from fcdp_compile.probe.timings import Arithmetic, Probing, ranks_on_machine
 from fcdp_compile.runtime.collectives.collectives import Collectives
 
@@ -221,7 +221,7 @@ def _memory_bytes(topology: Topology, probing: Probing) -> tuple[int, int]:
 def profile_of(found: Findings, request: ProbeRequest) -> ClusterProfile:
     """The profile of a cluster with these measurements."""
     sharing = _ranks_per_host_link(found)
-    known = MACHINES[found.device_type]
+    known = assumed_machine(found.device_type)
     inter = replace(known.inter, bytes_per_s=request.inter_bytes_per_s or known.inter.bytes_per_s)
     slug = re.sub(r"[^a-z0-9]+", "-", found.device_name.lower()).strip("-")
     return ClusterProfile(

@@ -238,8 +238,8 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None, *, is_packed: boo
         and not is_packed
     ):
         return (
-            f"is of class {type(parameter).__name__}, and a sharded parameter would not have the methods of that "
-            "class; replace it by an nn.Parameter before shard"
+            f"is of class {type(parameter).__name__}, and a sharded parameter would not have the methods of "
+            "that class; replace it by an nn.Parameter before shard"
         )
     if parameter.grad_dtype not in (None, parameter.dtype):
         return (

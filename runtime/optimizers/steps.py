@@ -96,4 +96,4 @@ def _may_choose(group: dict[str, Any], everywhere: bool) -> bool:
     if group.get("differentiable") or any(isinstance(value, Tensor) for value in settings):
         return False
     homes = [p for p in group["params"] if isinstance(p, HomeShard)]
-    return bool(homes) and (everywhere or homes[0].is_cuda)
+    return bool(homes) and (everywhere or homes[0].device.type != "cpu")
