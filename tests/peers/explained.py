@@ -18,7 +18,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         "",
         r"Some tensors share memory",
-        "torch's writer of safetensors takes no tied weights, of plain FSDP2 neither",
+        "torch's writer of safetensors [takes no tied weights](saving.md#pytorchs-own-tools)",
     ),
     ("", r"looks for FSDP2's classes", "the test is about how FSDP2 is built"),
     (

@@ -237,7 +237,7 @@ def _expert_mesh() -> DeviceMesh:
 @cache
 def _suite() -> Any:
     package = sources.package("transformers")
-    # The mixin's class, which is made as its module is imported, uses both.
+    # The source distribution has no such file, and our cases call nothing of either module.
     stub(f"{package}.distributed_testing_utils")
     if "parameterized" not in sys.modules:
         decorators: Any = ModuleType("parameterized")
