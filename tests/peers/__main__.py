@@ -21,8 +21,9 @@ SUITES = {
     "modules": "tests.peers.modules",
     "peft": "tests.peers.peft_models",
     "accelerate": "tests.peers.accelerate_scripts",
+    "transformers": "tests.peers.transformers_fsdp",
 }
-_FETCHED = {"peft": "peft"}
+_FETCHED = {"peft": "peft", "transformers": "transformers"}
 _AGAIN = (Status.FAILED, Status.REFUSED)
 PAGE = ROOT / "docs" / "peers.md"
 

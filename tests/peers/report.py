@@ -29,6 +29,9 @@ repository: pip downloads sources that are in no wheel, in the installed version
   disabled, merged within [`gathered`](api.md), unmerged and unloaded.
 * **accelerate**: the functions of `test_sync.py` and `test_distributed_data_loop.py`, with fcdp's
   Accelerator, on 2 x 1 ranks, which the second script asks for.
+* **transformers**: the functions of `tests/test_fsdp_mixin.py`, which compare FSDP2 and HSDP with DDP or with
+  one process: saving and loading, also by torch's distributed checkpoints; 20 steps that resume from a
+  checkpoint after 10; accumulation. HSDP is strategy `mics`.
 
 *Refused* means that fcdp raised an error of one sentence on every rank.
 """

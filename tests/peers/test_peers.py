@@ -21,6 +21,11 @@ _PEFT = [
     "Vanilla MLP 7 LoRA with DoRA, compiled",
     "Vanilla MLP 4 LOHA, eager",
 ]
+_TRANSFORMERS = [
+    "llama, save_load_dcp, DCP",
+    "gpt2, hsdp_save_load, load_pretrained",
+    "ernie4_5_moe, bf16_training, eager",
+]
 
 
 def _run(suite: str, cases: list[str]) -> None:
@@ -40,3 +45,9 @@ def test_adapters_of_peft() -> None:
     if not sources.is_fetched("peft"):
         pytest.skip("PEFT's tests are not fetched; run `make peers`")
     _run("tests.peers.peft_models", _PEFT)
+
+
+def test_fsdp_tests_of_transformers() -> None:
+    if not sources.is_fetched("transformers"):
+        pytest.skip("Transformers' tests are not fetched; run `make peers`")
+    _run("tests.peers.transformers_fsdp", _TRANSFORMERS)
