@@ -21,7 +21,7 @@ from tests.peers.outcomes import Outcome, Status, joined, outcome_of
 
 NODES, RANKS_PER_NODE = 2, 2
 CASE_LIMIT_S = 240.0
-"""A case that takes longer hangs: most take a second."""
+"""A case that takes longer hangs: most take a second.  A suite may have a limit of its own."""
 _REST_S = 15.0
 """How long other ranks have after one has failed: they may wait for it in a collective."""
 _START_S = 180.0
@@ -63,6 +63,7 @@ class _Ranks:
     """The processes, and a pipe to each."""
 
     def __init__(self, suite: str) -> None:
+        self._limit_s = getattr(importlib.import_module(suite), "CASE_LIMIT_S", CASE_LIMIT_S)
         world = NODES * RANKS_PER_NODE
         pairs = [Pipe() for _ in range(world)]
         self.pipes = [ours for ours, _ in pairs]
@@ -82,7 +83,7 @@ class _Ranks:
         """The outcome of each rank, or why it has none."""
         for pipe in self.pipes:
             pipe.send(case)
-        return self._answers(CASE_LIMIT_S, _REST_S)
+        return self._answers(self._limit_s, _REST_S)
 
     def kill(self) -> None:
         ranks.kill(self.processes)
