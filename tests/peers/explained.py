@@ -18,8 +18,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         "test_param_registration_after_forward",
         r"is an instance of",
-        "it looks for the whole parameters that FSDP2 leaves in a module with `reshard_after_forward=False`; "
-        "with fcdp a parameter is always the home shard",
+        "it looks for the whole parameters that FSDP2 leaves in a module; fcdp's are always home shards",
     ),
     (
         "",
