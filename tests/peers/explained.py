@@ -25,6 +25,16 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         r"convert the model before fcdp_compile.shard",
         "[a limit](loop.md#what-shard-must-see-first): a sharded model keeps its dtype",
     ),
+    (
+        "test_grouped_module_cast_forward_inputs",
+        r"same dtype",
+        "FSDP2 casts inputs of each module that it wraps; fcdp [casts the model's](coming-from.md#fsdp2)",
+    ),
+    (
+        "test_shared_params_separate_fsdp_groups_error",
+        r"ValueError not raised",
+        "it expects FSDP2's error for tied parameters in modules that were wrapped apart; fcdp trains them",
+    ),
     ("", r"FSDP2's own state", "fcdp has no such state"),
     (
         "",

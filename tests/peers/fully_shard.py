@@ -103,18 +103,19 @@ class Sharding:
 
     def _settle(self, module: nn.Module) -> None:
         """Shard the outermost of this module and those that were noted around it or within it."""
-        inner = set(module.modules())
-        noted = [one for one in self._noted if one in inner or module in set(one.modules())]
-        if not noted:
+        within = set(module.modules())
+        met = [one for one in self._noted if one in within or module in set(one.modules())]
+        if not met:
             return
-        root = max([module, *noted], key=lambda one: len(list(one.modules())))
+        root = max([module, *met], key=lambda one: len(list(one.modules())))
+        noted = [one for one in root.modules() if one in self._noted]
         wanted = {one: self._noted.pop(one) for one in noted}
         for one in noted:
             one._compiled_call_impl = None
             self._roots[one] = root
         options = {"mesh": self._mesh} | _options(wanted.get(root) or wanted[noted[0]], wanted)
-        within = {id(parameter) for one in noted for parameter in one.parameters()}
-        options["ignored_params"] |= {p for p in root.parameters() if id(p) not in within}
+        noted_params = {id(parameter) for one in noted for parameter in one.parameters()}
+        options["ignored_params"] |= {p for p in root.parameters() if id(p) not in noted_params}
         fcdp_compile.shard(root, **options)
         if self._is_compiled:
             root.compile(backend="fcdp")
