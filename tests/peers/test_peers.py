@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 
 import pytest
 
-from tests.peers import serving, sources
+from tests.peers import fsdp_tests, serving, sources
 from tests.peers.outcomes import Status
 
 pytestmark = pytest.mark.distributed
@@ -20,6 +21,12 @@ _PEFT = [
     "Vanilla MLP 4 LoRA, eager",
     "Vanilla MLP 7 LoRA with DoRA, compiled",
     "Vanilla MLP 4 LOHA, eager",
+]
+
+_FSDP = [
+    "training.test_non_root_forward_backward, eager",
+    "training.test_multi_forward_module, compiled",
+    "state_dict.test_2d_state_dict_correctness, eager",
 ]
 
 
@@ -40,3 +47,9 @@ def test_adapters_of_peft() -> None:
     if not sources.is_fetched("peft"):
         pytest.skip("PEFT's tests are not fetched; run `make peers`")
     _run("tests.peers.peft_models", _PEFT)
+
+
+def test_fsdp2_of_pytorch() -> None:
+    if fsdp_tests.FOLDER not in os.environ:
+        pytest.skip(f"{fsdp_tests.FOLDER} names no folder with PyTorch's tests of FSDP2")
+    _run("tests.peers.fsdp_tests", _FSDP)
