@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable import checkpoint
+from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcdp_compile
@@ -66,8 +66,8 @@ class Sharding:
         for one in module if isinstance(module, list) else [module]:
             self._noted[one] = options
             one._compiled_call_impl = functools.partial(self._first_call, one)
-            vars(one).update(dict.fromkeys(_NOT_NEEDED, lambda *args, **more: None))
-            vars(one).update(
+            one.__dict__.update(dict.fromkeys(_NOT_NEEDED, lambda *args, **more: None))
+            one.__dict__.update(
                 set_requires_gradient_sync=functools.partial(self._synchronise, one),
                 set_requires_all_reduce=functools.partial(self._synchronise, one),
                 unshard=functools.partial(self._unshard, one),
