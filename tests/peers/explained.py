@@ -35,6 +35,16 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         r"ValueError not raised",
         "it expects FSDP2's error for tied parameters in modules that were wrapped apart; fcdp trains them",
     ),
+    (
+        "test_partial_group_forward_then_standalone",
+        r"reshard_after_forward=1",
+        "parameters that stay whole on each rank are `reshard_after_forward=False`",
+    ),
+    (
+        "",
+        r"one reshard_after_forward for a whole model",
+        "[the suite's adapter](coming-from.md#fsdp2)",
+    ),
     ("", r"FSDP2's own state", "fcdp has no such state"),
     (
         "",
