@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.peers import serving, sources
+from tests.peers import fsdp_tests, serving, sources
 from tests.peers.outcomes import Status, read, write
 from tests.peers.report import write_report
 
@@ -22,6 +23,7 @@ SUITES = {
     "peft": "tests.peers.peft_models",
     "accelerate": "tests.peers.accelerate_scripts",
     "transformers": "tests.peers.transformers_fsdp",
+    "fsdp": "tests.peers.fsdp_tests",
 }
 _FETCHED = {"peft": "peft", "transformers": "transformers"}
 _AGAIN = (Status.FAILED, Status.REFUSED)
@@ -36,6 +38,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--again", action="store_true", help="also run cases that were equal or skipped"
     )
+    parser.add_argument(
+        "--torch-tests", type=Path, help="a folder with PyTorch's test_fully_shard_*.py, for fsdp"
+    )
     parser.add_argument("--outcomes", type=Path, default=OUTCOMES)
     return parser.parse_args(arguments)
 
@@ -43,8 +48,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Run the cases that have not been equal yet; returns 1 if one failed."""
     args = parse(arguments)
+    if args.torch_tests:
+        os.environ[fsdp_tests.FOLDER] = str(args.torch_tests.resolve())
     failed = False
     for suite in args.suite:
+        if suite == "fsdp" and not args.torch_tests:
+            print("fsdp is left out: --torch-tests names a folder with PyTorch's tests of FSDP2")
+            continue
         if suite in _FETCHED:
             sources.fetch(_FETCHED[suite])
         known = read(args.outcomes).get(suite, {})

@@ -16,6 +16,37 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "constrained OFT writes in its forward, and [an uncompiled model loses it](limits.md#to-know)",
     ),
     (
+        "test_param_registration_after_forward",
+        r"is an instance of",
+        "it looks for the whole parameters that FSDP2 leaves in a module; fcdp's are always home shards",
+    ),
+    (
+        "",
+        r"convert the model before fcdp_compile.shard",
+        "[a limit](loop.md#what-shard-must-see-first): a sharded model keeps its dtype",
+    ),
+    (
+        "test_grouped_module_cast_forward_inputs",
+        r"same dtype",
+        "FSDP2 casts inputs of each module that it wraps; fcdp [casts the model's](coming-from.md#fsdp2)",
+    ),
+    (
+        "test_shared_params_separate_fsdp_groups_error",
+        r"ValueError not raised",
+        "it expects FSDP2's error for tied parameters in modules that were wrapped apart; fcdp trains them",
+    ),
+    (
+        "test_partial_group_forward_then_standalone",
+        r"reshard_after_forward=1",
+        "parameters that stay whole on each rank are `reshard_after_forward=False`",
+    ),
+    (
+        "",
+        r"one reshard_after_forward for a whole model",
+        "[the suite's adapter](coming-from.md#fsdp2)",
+    ),
+    ("", r"FSDP2's own state", "fcdp has no such state"),
+    (
         "",
         r"Some tensors share memory",
         "torch's writer of safetensors [takes no tied weights](saving.md#pytorchs-own-tools)",
@@ -31,7 +62,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         r"is required for|No module named|Please install",
         "the suite needs a package that is not installed",
     ),
-    ("", r"main calls it", "the suite's own condition"),
+    ("", r"main calls it|written for (2|8|one) rank", "the suite's own condition"),
     (
         "",
         r"join_uneven_inputs lets",

@@ -27,6 +27,12 @@ repository: pip downloads sources that are in no wheel, in the installed version
   mode, float32 and float64, compiled and not. At most 4 inputs of each module.
 * **peft**: the table of `tests/test_custom_models.py`: three steps in which only adapters change, then
   disabled, merged within [`gathered`](api.md), unmerged and unloaded.
+* **fsdp**: PyTorch's own tests of FSDP2, `test_fully_shard_*.py` in `test/distributed/_composable/fsdp/`, for
+  frozen, clip_grad_norm_, state_dict, grad_scaler, ignore_params and training, with `shard` in place of
+  `fully_shard`; FSDP2's options become [those of fcdp](coming-from.md#fsdp2). No package has these files:
+  `PEERS_ARGS="--torch-tests FOLDER"` names a folder with them; without it the suite is left out. A case tries
+  all combinations of options that fcdp has and compares whole values with DDP's. Lines that count FSDP2's
+  collectives or name its mesh are left out.
 * **accelerate**: the functions of `test_sync.py` and `test_distributed_data_loop.py`, with fcdp's
   Accelerator, on 2 x 1 ranks, which the second script asks for.
 * **transformers**: the functions of `tests/test_fsdp_mixin.py`, which compare FSDP2 and HSDP with DDP or with

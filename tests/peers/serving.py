@@ -23,7 +23,7 @@ LAYOUT = 2, 2
 """Nodes, and ranks of each; a suite that is written for another number of ranks has a LAYOUT of its own."""
 
 CASE_LIMIT_S = 240.0
-"""A case that takes longer hangs: most take a second."""
+"""A case that takes longer hangs: most take a second.  A suite may have a limit of its own."""
 _REST_S = 15.0
 """How long other ranks have after one has failed: they may wait for it in a collective."""
 _START_S = 180.0
@@ -65,7 +65,9 @@ class _Ranks:
     """The processes, and a pipe to each."""
 
     def __init__(self, suite: str) -> None:
-        nodes, ranks_per_node = getattr(importlib.import_module(suite), "LAYOUT", LAYOUT)
+        module = importlib.import_module(suite)
+        self._limit_s = getattr(module, "CASE_LIMIT_S", CASE_LIMIT_S)
+        nodes, ranks_per_node = getattr(module, "LAYOUT", LAYOUT)
         pairs = [Pipe() for _ in range(nodes * ranks_per_node)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes, self._ends = ranks.start(
@@ -84,7 +86,7 @@ class _Ranks:
         """The outcome of each rank, or why it has none."""
         for pipe in self.pipes:
             pipe.send(case)
-        return self._answers(CASE_LIMIT_S, _REST_S)
+        return self._answers(self._limit_s, _REST_S)
 
     def kill(self) -> None:
         ranks.kill(self.processes)

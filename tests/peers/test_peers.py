@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 
 import pytest
 
-from tests.peers import serving, sources
+from tests.peers import fsdp_tests, serving, sources
 from tests.peers.outcomes import Status
 
 pytestmark = pytest.mark.distributed
@@ -25,6 +26,12 @@ _TRANSFORMERS = [
     "llama, save_load_dcp, DCP",
     "gpt2, hsdp_save_load, load_pretrained",
     "ernie4_5_moe, bf16_training, eager",
+]
+
+_FSDP = [
+    "training.test_non_root_forward_backward, eager",
+    "training.test_multi_forward_module, compiled",
+    "state_dict.test_2d_state_dict_correctness, eager",
 ]
 
 
@@ -51,3 +58,9 @@ def test_fsdp_tests_of_transformers() -> None:
     if not sources.is_fetched("transformers"):
         pytest.skip("Transformers' tests are not fetched; run `make peers`")
     _run("tests.peers.transformers_fsdp", _TRANSFORMERS)
+
+
+def test_fsdp2_of_pytorch() -> None:
+    if fsdp_tests.FOLDER not in os.environ:
+        pytest.skip(f"{fsdp_tests.FOLDER} names no folder with PyTorch's tests of FSDP2")
+    _run("tests.peers.fsdp_tests", _FSDP)
