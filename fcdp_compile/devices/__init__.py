@@ -54,8 +54,9 @@ register(Cuda)
 def device_of(torch_device: torch.device) -> Device:
     """The Device for a device of torch; the host for kinds that have no class, such as "meta"."""
     found = _classes.get(torch_device.type, Cpu).of(torch_device)
-    is_checked = os.environ.get("FCDP_CHECK_STREAMS") == "1" and isinstance(found, StreamDevice)
-    return CheckedDevice(found) if is_checked else found
+    if isinstance(found, StreamDevice) and os.environ.get("FCDP_CHECK_STREAMS") == "1":
+        return CheckedDevice(found)
+    return found
 
 
 def choose_device(local_rank: int | None) -> Device:

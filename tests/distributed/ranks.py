@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
+from tests.device.choice import on_test_device, prepare_test_device
 
 _PRELOAD = ["tests.distributed.preload"]
 TIMEOUT_S = 900.0
@@ -70,6 +71,7 @@ def start(
 
     wait_s: how long the ranks wait for each other.
     """
+    prepare_test_device()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with socket.socket() as probe:
@@ -87,6 +89,8 @@ def start(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
+            # The server may be older than a test's own settings.
+            **{name: value for name, value in os.environ.items() if name.startswith("FCDP_")},
         }
         process = context.Process(
             target=_rank, args=(theirs, environment, nodes, wait_s, function, args), daemon=True
@@ -145,8 +149,9 @@ def _rank(
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     try:
-        mesh: DeviceMesh | None = fcdp_compile.make_mesh(nodes=nodes, timeout=wait_s)
-        pipe.send((False, function(mesh, *args)))
+        with on_test_device():
+            mesh: DeviceMesh | None = fcdp_compile.make_mesh(nodes=nodes, timeout=wait_s)
+            pipe.send((False, function(mesh, *args)))
     except BaseException:
         pipe.send((True, traceback.format_exc()))
     finally:
