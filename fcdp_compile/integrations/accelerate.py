@@ -16,7 +16,6 @@ require("accelerate", "fcdp in Accelerate")
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch.optim import Optimizer
 from fcdp_compile.checkpointing.loading import load
 from fcdp_compile.checkpointing.saving import save
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.integrations.accelerate_states import folder_of, states_of
 from fcdp_compile.integrations.companions import frozen, refuse_shared_parameters, unfreeze
 from fcdp_compile.integrations.generation import generate_together
 from fcdp_compile.integrations.optimizer_params import sharded_within
@@ -46,9 +46,6 @@ from fcdp_compile.torch_compat import own_recompiles
 
 _RECOMPILES = 32
 """Dynamo's 8 are few for a Trainer: it trains and evaluates, with adapters and without, in several shapes."""
-
-FOLDER = "fcdp"
-"""The folder within a saved state that `fcdp_compile.save` writes."""
 
 
 class Accelerator(accelerate.Accelerator):
@@ -285,20 +282,20 @@ class Accelerator(accelerate.Accelerator):
 
         All ranks must call it; the folder is one that all nodes share.
         """
-        trained = self._trained()
+        states = states_of(self._models, self._optimizers)
         with self._without_sharded():
             folder: str = super().save_state(output_dir, *args, **kwargs)
-        for i, (model, optimizer) in enumerate(trained):
-            save(_folder(folder, i), model=model, optimizer=optimizer)
+        for i, (model, optimizer) in enumerate(states):
+            save(folder_of(folder, i), model=model, optimizer=optimizer)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` has written; all ranks must call it."""
-        trained = self._trained()
+        states = states_of(self._models, self._optimizers)
         if input_dir is None:
             raise ArgumentError("load_state needs the folder that save_state returned; pass it")
-        for i, (model, optimizer) in enumerate(trained):
-            load(_folder(input_dir, i), model=model, optimizer=optimizer)
+        for i, (model, optimizer) in enumerate(states):
+            load(folder_of(input_dir, i), model=model, optimizer=optimizer)
         with self._without_sharded():
             super().load_state(input_dir, *args, **kwargs)
 
@@ -315,33 +312,6 @@ class Accelerator(accelerate.Accelerator):
             "Accelerator.get_state_dict would hold the whole model in the memory of one rank; call "
             "fcdp_compile.save_pretrained(model, folder) on every rank, or read fcdp_compile.stream_state"
         )
-
-    def _trained(self) -> list[tuple[nn.Module, Optimizer | None]]:
-        """The models with parameters that are trained, each with its optimizer."""
-        optimizers: list[Any] = [getattr(o, "optimizer", o) for o in self._optimizers]
-        found: list[tuple[nn.Module, Optimizer | None]] = []
-        taken: set[int] = set()
-        for root in dict.fromkeys(model_of(m) for m in self._models):
-            own = {id(p) for p in root.parameters() if p.requires_grad}
-            having = [
-                o
-                for o in optimizers
-                if any(id(p) in own for g in o.param_groups for p in g["params"])
-            ]
-            if len(having) > 1:
-                raise ArgumentError(
-                    f"{len(having)} optimizers train one model, but a saved state has one for each model; "
-                    "give all its parameters to one optimizer"
-                )
-            if any(id(o) in taken for o in having):
-                raise ArgumentError(
-                    "one optimizer trains several models, but a saved state has one for each model; give "
-                    "each model an optimizer of its own"
-                )
-            taken.update(map(id, having))
-            if own:
-                found.append((root, having[0] if having else None))
-        return found
 
     @contextmanager
     def _without_sharded(self) -> Iterator[None]:
@@ -392,10 +362,6 @@ def _forget_autocast(model: nn.Module) -> None:
         del own["forward"]
     else:
         own["forward"] = before
-
-
-def _folder(folder: str, i: int) -> Path:
-    return Path(folder, FOLDER if i == 0 else f"{FOLDER}_{i}")
 
 
 def check_launch(state: AcceleratorState) -> None:
