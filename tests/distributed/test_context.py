@@ -216,9 +216,8 @@ def test_losses_and_parameters_are_those_of_whole_sequences(cases: Sequence[str]
     run(_parity, cases, nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.parametrize(
-    "library", [pytest.param("torchao", marks=pytest.mark.slow), "bitsandbytes"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
 def test_quantised_bases_train_as_with_whole_sequences(library: str) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed")
     run(_parity, (library,), nodes=2, ranks_per_node=2)

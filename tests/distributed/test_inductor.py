@@ -114,7 +114,9 @@ def _check_all(mesh: DeviceMesh | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpointed", "dynamic"), [(False, True), (True, False)], ids=["dynamic", "checkpointed"]
+    ("checkpointed", "dynamic"),
+    [pytest.param(False, True, marks=pytest.mark.slow), (True, False)],
+    ids=["dynamic", "checkpointed"],
 )
 def test_alone(checkpointed: bool, dynamic: bool) -> None:
     _check_lengths(None, checkpointed, dynamic)
@@ -125,6 +127,7 @@ def test_dropout_drops_the_same_when_it_is_recomputed() -> None:
     _check_masks(None)
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     _check_autocast(None)
 

@@ -158,6 +158,7 @@ TRIALS = [
 """A model, a strategy, and whether to compare with plans that the passes make for each layer."""
 
 
+@pytest.mark.slow
 def test_equal_layers_share_a_trace(tmp_path: Path) -> None:
     for of_rank in run(_train_all, TRIALS, str(tmp_path), nodes=2, ranks_per_node=1):
         for (case, strategy, _), found in zip(TRIALS, of_rank, strict=True):

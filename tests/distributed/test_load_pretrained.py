@@ -317,7 +317,9 @@ def _jobs(folder: Path) -> Iterator[tuple[str, Job]]:
     yield case("new head", _bert_with_a_new_head, folder=folder / "bert")
 
 
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node"), [pytest.param(2, 2, marks=pytest.mark.slow), (1, 3)]
+)
 def test_loaded_as_from_pretrained_loads(folder: Path, nodes: int, ranks_per_node: int) -> None:
     jobs = dict(_jobs(folder))
     if nodes == 1:

@@ -339,5 +339,6 @@ def _check_loading(mesh: DeviceMesh) -> None:
     _check_torchs_state_dicts(mesh)
 
 
+@pytest.mark.slow
 def test_checkpoints_with_and_without() -> None:
     run(_check_loading, nodes=2, ranks_per_node=2)

@@ -68,7 +68,7 @@ def _parity(mesh: DeviceMesh, name: str, strategy: str) -> None:
     ("name", "strategy", "nodes", "ranks_per_node"),
     [
         ("odd", "fcdp", 2, 2),
-        ("odd-lora", "zero3", 2, 2),
+        pytest.param("odd-lora", "zero3", 2, 2, marks=pytest.mark.slow),
         ("odd-lora", "fcdp", 1, 2),
         ("odd-lora", "fcdp", 2, 1),
     ],

@@ -33,6 +33,7 @@ def test_one_process(trial: Trial) -> None:
     check_trial(None, trial)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_two_with_odd_sizes() -> None:
     trials = [
         Trial(case="odd"),

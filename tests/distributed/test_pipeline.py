@@ -190,6 +190,7 @@ def _saved(mesh: DeviceMesh, folder: str) -> None:
     assert [n for n, value in values.items() if not torch.equal(value, others[n])] == []
 
 
+@pytest.mark.slow
 def test_each_stage_has_a_checkpoint(tmp_path: Path) -> None:
     run(_saved, str(tmp_path), nodes=4, ranks_per_node=1)
 

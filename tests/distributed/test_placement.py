@@ -227,6 +227,7 @@ def _on_one_node(mesh: DeviceMesh, name: str) -> None:
     assert state_of(nothing.model).host_memory.planned_bytes == nothing.host_bytes
 
 
+@pytest.mark.slow
 def test_tiers_on_one_node() -> None:
     run(_on_one_node, "odd-lora", nodes=1, ranks_per_node=2)
 

@@ -191,6 +191,7 @@ def _compare_nf4(mesh: DeviceMesh) -> set[Tier]:
     return seen
 
 
+@pytest.mark.slow
 def test_nf4_is_the_same_everywhere_and_what_decoded_weights_give() -> None:
     for tiers in run(_compare_nf4, nodes=2, ranks_per_node=2):
         assert tiers == {Tier.NONE, Tier.HOST, Tier.GPU, Tier.GPU_FULL}

@@ -99,9 +99,10 @@ _FEW = ("experts",)
 
 @pytest.mark.parametrize(
     "cases",
-    [_FEW, pytest.param(tuple(CASES.keys() - set(_FEW)), marks=pytest.mark.slow)],
+    [_FEW, tuple(CASES.keys() - set(_FEW))],
     ids=["few", "rest"],
 )
+@pytest.mark.slow
 def test_losses_and_parameters_are_those_of_one_process(cases: Sequence[str]) -> None:
     run(_parity, cases, nodes=2, ranks_per_node=2)
 

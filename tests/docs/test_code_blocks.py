@@ -26,6 +26,8 @@ from tests.docs.blocks import ROOT, BadMark, Block, Page, pages, read_page
 
 PAGES = pages()
 LIMIT_S = 900
+_QUICK = ("README.md", "docs/quickstart.md", "docs/loop.md", "docs/coming-from.md")
+"""Pages that new users read first; `make test` runs their blocks."""
 SHIMS = {"python": "", "fcdp": "-m fcdp_compile.cli", "torchrun": "-m torch.distributed.run"}
 """Commands that readers have on PATH, and that may be missing on the tests' PATH."""
 
@@ -55,8 +57,14 @@ def alone(pipe: Connection, page: Page, folder: Path) -> None:
         pipe.send(traceback.format_exc())
 
 
+def _python(page: Page) -> Any:
+    """Pages about one feature train as its own tests do."""
+    marks = () if page.name in _QUICK else pytest.mark.slow
+    return pytest.param(page, id=page.name, marks=marks)
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("page", [pytest.param(p, id=p.name) for p in PAGES if p.python])
+@pytest.mark.parametrize("page", [_python(p) for p in PAGES if p.python])
 def test_python_of_a_page_runs(page: Page, tmp_path: Path) -> None:
     if page.ranks is not None:
         nodes, ranks_per_node = page.ranks
@@ -96,7 +104,7 @@ SHELL_BLOCKS = [b for page in PAGES for b in page.shell if b.not_run is None]
 
 def _row(block: Block) -> Any:
     """Blocks of the quickstart train as the demo does, which `.ci/run` runs as well."""
-    marks = pytest.mark.slow if block.where.startswith("docs/quickstart.md") else ()
+    marks = () if block.where.startswith("README.md") else pytest.mark.slow
     return pytest.param(block, id=block.where, marks=marks)
 
 

@@ -74,6 +74,7 @@ def test_a_reference_that_shares_parameters(tmp_path: Path) -> None:
     trainer.train()
 
 
+@pytest.mark.slow
 def test_the_model_of_the_last_trial_is_gone(tmp_path: Path) -> None:
     made: list[weakref.ref[Any]] = []
 

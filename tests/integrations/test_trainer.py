@@ -347,8 +347,9 @@ def _sequences(_mesh: DeviceMesh, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "train",
-    [_parameters, pytest.param(_sequences, marks=pytest.mark.slow)],
+    [_parameters, _sequences],
     ids=["parameters", "sequences"],
 )
+@pytest.mark.slow
 def test_ranks_that_share_work(train: Any, tmp_path: Path) -> None:
     run(train, tmp_path, nodes=2, ranks_per_node=2)

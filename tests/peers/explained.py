@@ -46,6 +46,8 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "[the suite's adapter](coming-from.md#fsdp2)",
     ),
     ("", r"FSDP2's own state", "fcdp has no such state"),
+    ("test_post_optim_event", r"set_post_optim_event", "an event of FSDP2's own streams"),
+    ("", r"Accelerator expected|_cuda_setDevice", "the test needs a GPU"),
     (
         "",
         r"Some tensors share memory",

@@ -58,7 +58,7 @@ class Sharding:
             "FSDP2": _FullySharded,
             "register_fsdp_forward_method": lambda module, name: None,
             "share_comm_ctx": _internals,
-            "GradScaler": functools.partial(torch.amp.GradScaler, "cpu"),
+            "GradScaler": functools.partial(torch.amp.GradScaler, device="cpu"),
         }
 
     def fully_shard(self, module: Any, **options: Any) -> Any:

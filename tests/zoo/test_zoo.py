@@ -18,7 +18,7 @@ from tests.zoo.cases import ZOO
 from tests.zoo.compare import Outcome, train_all
 
 _ASKED = os.environ.get("FCDP_ZOO", "")
-_QUICK = ("llama-adalora", "llama-dora-merged")
+_QUICK = ("llama-dora-merged",)
 """What `make test` trains."""
 
 _AT_ONCE = 8
