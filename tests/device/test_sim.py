@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.ranks import run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler builds the device"),
+]
 
 SIZE = 1024
 
