@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
@@ -57,6 +57,8 @@ from fcdp_compile.params.whole_ops import (
 )
 from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.torch_compat import (
+    has_rule,
+    reshape_wrapper,
     skip_frames_below,
     storage_id,
     takes_plain_tensors,
@@ -222,6 +224,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             "to it would be lost; assign to the elements of the tensor itself (tensor[rows] = values), or "
             "write to the parameter within a block of fcdp_compile.gathered(model)"
         )
+    if func in _RESHAPES:
+        return _reshape_in_place(func, args, kwargs)
     source = args[0] if args else None  # taken before its rows are gathered
     done = run_locally(func, args, kwargs, _present)
     if done is not NotImplemented:
@@ -241,14 +245,35 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         refuse_collective(func)
         if not takes_plain_tensors() and meets_plain(func, args, kwargs, tensors[0]):
             return _run_whole(func, args, kwargs, cuts_results=False)
-        if loses:
+    if loses or not has_rule(func):
+        return _run_whole(func, args, kwargs)
+    if not (is_traced or communicates_never(func, tensors)):
+        prepared = _prepared(func, args, kwargs)
+        if prepared is None:
             return _run_whole(func, args, kwargs)
-        if not communicates_never(func, tensors):
-            args = _prepared(func, args, kwargs)
+        args = prepared
     found = _run_by_dtensor(func, args, kwargs, is_traced=is_traced)
     if not is_traced:
         _mark_copies(func, source, found := _adopted(found))
     return found
+
+
+def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op that gives a sharded tensor another shape; DTensor leaves it the old shape or placements.
+
+    Raises: FcdpError for a parameter, whose shape the layout of the home shards has.
+    """
+    tensor = args[0]
+    if isinstance(tensor, nn.Parameter):
+        raise FcdpError(
+            f"{func} would change the shape of a sharded parameter, {tuple(tensor.shape)}; change shapes "
+            "before fcdp_compile.shard, or compute with a view (parameter.unsqueeze(0))"
+        )
+    found = _run(_RESHAPES[func], args, kwargs)
+    reshape_wrapper(func, args, kwargs)
+    tensor._spec = found._spec
+    tensor._set_local(_SLOT.__get__(found))
+    return tensor
 
 
 def _run_by_dtensor(func: Any, args: Any, kwargs: Any, *, is_traced: bool) -> Any:
@@ -305,8 +330,8 @@ def _mark_copies(func: Any, source: Any, found: Any) -> None:
             setattr(view, _COPY, True)
 
 
-def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Reduce or gather the arguments of an op in one collective over all ranks.
+def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
+    """Reduce or gather the arguments of an op in one collective over all ranks; None if DTensor refuses them.
 
     DTensor would use one collective for each mesh dimension.
     """
@@ -322,7 +347,9 @@ def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any]:
             args = [_whole(args[0])]
     change: dict[int, DTensor] = {}
     pending: list[HomeTensor] = []
-    for tensor, placements in wanted_placements(func, args, kwargs):
+    if (wanted := wanted_placements(func, args, kwargs)) is None:
+        return None
+    for tensor, placements in wanted:
         if isinstance(tensor, HomeTensor) and not any(p.is_partial() for p in placements):
             if _is_pending(tensor):
                 pending.append(tensor)
@@ -393,5 +420,15 @@ _SLOT: Any = DTensor.__dict__["_local_tensor"]
 _aten = torch.ops.aten
 _COPY = "_fcdp_copy"
 """The attribute of a copy that torch takes for a view of a sharded tensor; it is read-only."""
+
+_RESHAPES = {
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+}
+"""Ops that change the shape of their first argument in place, and those that return a view instead."""
 
 _VIEWS = {_aten.view, _aten._unsafe_view}

@@ -239,14 +239,17 @@ def communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:
 
 
 def for_norm(func: Any, args: Sequence[Any], local: Tensor) -> Tensor:
-    """The local tensor for an op; for a norm of no rows, an element that changes no norm of all rows.
+    """The local tensor for an op; for a norm over no rows, one row that changes no norm of all rows.
 
     torch refuses the infinity norm of an empty tensor.
     """
     if local.numel() or func.overloadpacket not in _NORMS or type(local) is not Tensor:
         return local
+    over = args[2] if len(args) > 2 and args[2] is not None else range(local.dim())
+    if all(local.shape[dim] for dim in over):
+        return local
     is_least = len(args) > 1 and args[1] < 0
-    return local.new_full((1,) * local.dim(), float("inf") if is_least else 0)
+    return local.new_full([n or 1 for n in local.shape], float("inf") if is_least else 0)
 
 
 def loses_home_nodes(func: Any, args: Sequence[Any], tensors: Sequence[DTensor]) -> bool:

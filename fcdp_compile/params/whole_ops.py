@@ -182,8 +182,14 @@ def _dtensor(local: Tensor, like: DTensor, placements: Sequence[Any], whole: Ten
 
 def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments whose values an op does not read."""
-    first = list(args[:1]) if draws(func) and func.overloadpacket in _FILLS else []
-    return first + (written_by(func, args, kwargs) if takes_out(func) else [])
+    if draws(func) and func.overloadpacket in _FILLS:
+        return list(args[:1])
+    if not takes_out(func):
+        return []
+    outs = {name for _, name in reached(func, only_written=True)}
+    read = list(flat((*args, *(v for name, v in kwargs.items() if name not in outs))))
+    written = written_by(func, args, kwargs)
+    return [out for out in written if not any(out is tensor for tensor in read)]
 
 
 _FILLS = {

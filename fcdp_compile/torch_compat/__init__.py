@@ -50,8 +50,10 @@ from fcdp_compile.torch_compat.distributed import (
 from fcdp_compile.torch_compat.distributed import comes_from_peers as comes_from_peers
 from fcdp_compile.torch_compat.distributed import gloo_context_count as gloo_context_count
 from fcdp_compile.torch_compat.distributed import gloo_timeout as gloo_timeout
+from fcdp_compile.torch_compat.distributed import has_rule as has_rule
 from fcdp_compile.torch_compat.distributed import nccl_timeout as nccl_timeout
 from fcdp_compile.torch_compat.distributed import rendezvous_store as rendezvous_store
+from fcdp_compile.torch_compat.distributed import reshape_wrapper as reshape_wrapper
 from fcdp_compile.torch_compat.distributed import start_fake_group as start_fake_group
 from fcdp_compile.torch_compat.distributed import takes_plain_tensors as takes_plain_tensors
 from fcdp_compile.torch_compat.distributed import wanted_placements as wanted_placements

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _dispatch_has_kernel_for_dispatch_key
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
 
@@ -105,17 +107,45 @@ def takes_plain_tensors() -> bool:
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
+def has_rule(op: OpOverload) -> bool:
+    """Whether DTensor has a right rule for an op, or takes the op apart, as it does with composite ops.
+
+    Without a rule of its own, DTensor (torch 2.12 and later) derives one from the op's decomposition.  That
+    rule is wrong where the op depends on the number of elements, as elementwise ops never do: the mean of a
+    loss becomes the mean of the ranks' means.
+    """
+    dispatcher = DTensor._op_dispatcher
+    rules = dispatcher.sharding_propagator
+    tables = (
+        *(getattr(rules, name, {}) for name in ("op_strategy_funcs", "op_single_dim_strategy_funcs")),
+        *(rules.op_to_rules, dispatcher._custom_op_handlers),
+    )
+    if op is torch.ops.aten.as_strided.default:  # its rule refuses all but the strides that are there
+        return False
+    return (
+        torch.Tag.pointwise in op.tags
+        or op is torch.ops.aten._local_scalar_dense.default
+        or any(op in table for table in tables)
+        or _dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    )
+
+
 def wanted_placements(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[tuple[DTensor, tuple[Placement, ...]]]:
-    """The arguments that DTensor will redistribute before it runs an op, and their new placements."""
+) -> list[tuple[DTensor, tuple[Placement, ...]]] | None:
+    """The arguments that DTensor will redistribute before it runs an op, and their new placements.
+
+    None if DTensor's rule refuses these arguments.
+    """
     dispatcher = DTensor._op_dispatcher
     call = dispatcher.unwrap_to_op_info(op, tuple(args), dict(kwargs))
     assert call.schema is not None, op
     try:
         sharding: Any = dispatcher.sharding_propagator.propagate_op_sharding(call.schema)
-    except (NotImplementedError, RuntimeError):
-        return []  # DTensor runs this op in another way, or will raise its own error
+    except NotImplementedError:
+        return []  # DTensor runs this op in another way, or will raise this error
+    except Exception:  # torch's rules raise errors of many classes
+        return None
     if not sharding.needs_redistribute or sharding.redistribute_schema is None:
         return []
     given, wanted = args, sharding.redistribute_schema.args_schema
@@ -128,6 +158,11 @@ def wanted_placements(
         and isinstance(spec, DTensorSpec)
         and tensor.placements != spec.placements
     ]
+
+
+def reshape_wrapper(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Give a tensor that is a wrapper the shape that an op such as `squeeze_` gives it, and nothing else."""
+    return_and_correct_aliasing(op, args, dict(kwargs), args[0])
 
 
 def start_fake_group(ranks: int) -> None:
