@@ -170,8 +170,13 @@ def has_part_of_shape(tensor: DTensor, shape: Sequence[int]) -> bool:
 
 
 def cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:
-    """Whether a view to this shape cannot be taken shard by shard; DTensor refuses such views."""
+    """Whether a view to this shape cannot be taken shard by shard; DTensor refuses such views, or fails.
+
+    shape: as for torch's `view`; one size may be -1.
+    """
     cut = {p.dim for p in tensor.placements if isinstance(p, Shard)}
-    if not cut or list(shape[: max(cut) + 1]) == list(tensor.shape[: max(cut) + 1]):
+    sizes = torch.empty(tensor.shape, device="meta").view(shape).shape
+    if not cut or sizes[: max(cut) + 1] == tensor.shape[: max(cut) + 1]:
         return False
-    return cut != {0} or bool(tensor.shape[0] % tensor.device_mesh.size())
+    ranks = tensor.device_mesh.size()
+    return cut != {0} or bool(tensor.shape[0] % ranks or sizes[0] % ranks)

@@ -245,7 +245,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         refuse_collective(func)
         if not takes_plain_tensors() and meets_plain(func, args, kwargs, tensors[0]):
             return _run_whole(func, args, kwargs, cuts_results=False)
-    if loses or not has_rule(func):
+    if loses or not has_rule(func, args):
         return _run_whole(func, args, kwargs)
     if not (is_traced or communicates_never(func, tensors)):
         prepared = _prepared(func, args, kwargs)
@@ -287,6 +287,10 @@ def _run_by_dtensor(func: Any, args: Any, kwargs: Any, *, is_traced: bool) -> An
         if not isinstance(tensor, HomeTensor):
             return tensor
         local = for_norm(func, args, tensor.present())
+        if func in _VIEWS and tensor.is_contiguous():
+            local = (
+                local.contiguous()
+            )  # results of torch's rules need not have the strides that they claim
         given.append((_plain(tensor, local), tensor))
         return given[-1][0]
 
@@ -331,11 +335,12 @@ def _mark_copies(func: Any, source: Any, found: Any) -> None:
 
 
 def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
-    """Reduce or gather the arguments of an op in one collective over all ranks; None if DTensor refuses them.
+    """Reduce or gather the arguments of an op in one collective over all ranks.
 
+    Returns None if DTensor's rule refuses them, or would write to a gathered copy of an argument.
     DTensor would use one collective for each mesh dimension.
     """
-    if func.overloadpacket in _VIEWS and cuts_rows(args[0], args[1]):
+    if func in _VIEWS and cuts_rows(args[0], args[1]):
         args = [_whole(args[0]), *args[1:]]
     is_item = func.overloadpacket is _aten._local_scalar_dense
     if is_in_place(func) or is_item:
@@ -347,7 +352,9 @@ def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
             args = [_whole(args[0])]
     change: dict[int, DTensor] = {}
     pending: list[HomeTensor] = []
-    if (wanted := wanted_placements(func, args, kwargs)) is None:
+    wanted = wanted_placements(func, args, kwargs)
+    written = {id(tensor) for tensor in written_by(func, args, kwargs)}
+    if wanted is None or any(id(tensor) in written for tensor, _ in wanted):
         return None
     for tensor, placements in wanted:
         if isinstance(tensor, HomeTensor) and not any(p.is_partial() for p in placements):
@@ -431,4 +438,4 @@ _RESHAPES = {
 }
 """Ops that change the shape of their first argument in place, and those that return a view instead."""
 
-_VIEWS = {_aten.view, _aten._unsafe_view}
+_VIEWS = {_aten.view.default, _aten.view_copy.default, _aten._unsafe_view.default}

@@ -107,27 +107,38 @@ def takes_plain_tensors() -> bool:
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
-def has_rule(op: OpOverload) -> bool:
-    """Whether DTensor has a right rule for an op, or takes the op apart, as it does with composite ops.
+def has_rule(op: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether DTensor (torch 2.11 to 2.15) has a right rule for a call of an op, or takes the op apart.
 
     Without a rule of its own, DTensor (torch 2.12 and later) derives one from the op's decomposition.  That
     rule is wrong where the op depends on the number of elements, as elementwise ops never do: the mean of a
     loss becomes the mean of the ranks' means.
     """
+    is_over = len(args) > 1 and op._schema.arguments[1].name == "dim"
+    # No dimensions stand for all of them, but the rules of reductions leave the tensor cut.
+    if is_over and args[1] == [] or op.overloadpacket in _WRONG_RULES:
+        return False
     dispatcher = DTensor._op_dispatcher
     rules = dispatcher.sharding_propagator
-    tables = (
-        *(getattr(rules, name, {}) for name in ("op_strategy_funcs", "op_single_dim_strategy_funcs")),
-        *(rules.op_to_rules, dispatcher._custom_op_handlers),
-    )
-    if op is torch.ops.aten.as_strided.default:  # its rule refuses all but the strides that are there
-        return False
+    kinds = "op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules"
+    tables = dispatcher._custom_op_handlers, *(getattr(rules, kind, {}) for kind in kinds)
     return (
         torch.Tag.pointwise in op.tags
-        or op is torch.ops.aten._local_scalar_dense.default
+        or op is _aten._local_scalar_dense.default
         or any(op in table for table in tables)
         or _dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
     )
+
+
+_aten = torch.ops.aten
+
+_WRONG_RULES = {
+    # They take any two tensors for cut alike, but an index may have fewer rows than what it indexes.
+    *(_aten.gather, _aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_),
+    *(_aten.scatter_reduce, _aten.scatter_reduce_),
+    # They refuse rows that are cut over two dimensions of a mesh, and all strides but those that are there.
+    *(_aten.convolution, _aten.convolution_backward, _aten.as_strided),
+}
 
 
 def wanted_placements(
