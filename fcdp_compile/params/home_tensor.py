@@ -287,10 +287,8 @@ def _run_by_dtensor(func: Any, args: Any, kwargs: Any, *, is_traced: bool) -> An
         if not isinstance(tensor, HomeTensor):
             return tensor
         local = for_norm(func, args, tensor.present())
-        if func in _VIEWS and tensor.is_contiguous():
-            local = (
-                local.contiguous()
-            )  # results of torch's rules need not have the strides that they claim
+        if func in _VIEWS:
+            local = _ordered(local, tensor.stride())
         given.append((_plain(tensor, local), tensor))
         return given[-1][0]
 
@@ -302,6 +300,18 @@ def _run_by_dtensor(func: Any, args: Any, kwargs: Any, *, is_traced: bool) -> An
             raise
         return _run_whole(func, args, kwargs)
     return next((mine for made, mine in given if made is found), found)
+
+
+def _ordered(local: Tensor, stride: Sequence[int]) -> Tensor:
+    """A local tensor whose dimensions are in the order in memory that the strides of the whole tensor tell.
+
+    The results of torch's rules need not have the strides that they claim, which decide about views.
+    """
+    order = sorted(range(local.dim()), key=lambda dim: -stride[dim])
+    ordered = local.permute(order)
+    if ordered.is_contiguous():
+        return local
+    return ordered.contiguous().permute([order.index(dim) for dim in range(local.dim())])
 
 
 def _run_whole(func: Any, args: Any, kwargs: Any, *, cuts_results: bool = True) -> Any:

@@ -116,7 +116,7 @@ def has_rule(op: OpOverload, args: Sequence[Any]) -> bool:
     """
     is_over = len(args) > 1 and op._schema.arguments[1].name == "dim"
     # No dimensions stand for all of them, but the rules of reductions leave the tensor cut.
-    if is_over and args[1] == [] or op.overloadpacket in _WRONG_RULES:
+    if (is_over and args[1] == []) or op.overloadpacket in _WRONG_RULES:
         return False
     dispatcher = DTensor._op_dispatcher
     rules = dispatcher.sharding_propagator
