@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -64,15 +65,28 @@ def _halve(weight: Tensor) -> None:
     weight.mul_(0.5)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("write", [_halve, _set])
 def test_a_write_in_a_forward_that_is_not_compiled_is_refused(
-    write: Callable[[Tensor], object],
+    write: Callable[[Tensor], object], mode: Callable[[], AbstractContextManager[None]]
 ) -> None:
     model = fcdp_compile.shard(Writes(write))
-    with pytest.raises(
-        FcdpError, match=r"writes to parameter 'inner\.weight' \(in Writes\.forward\)"
+    with (
+        mode(),
+        pytest.raises(
+            FcdpError, match=r"writes to parameter 'inner\.weight' \(in Writes\.forward\)"
+        ),
     ):
         model(torch.ones(2, 4))
+
+
+def test_an_error_of_the_forward_itself_is_not_hidden_by_a_write() -> None:
+    def write(weight: Tensor) -> None:
+        _halve(weight)
+        raise ValueError("of the forward")
+
+    with pytest.raises(ValueError, match="of the forward"):
+        fcdp_compile.shard(Writes(write))(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("read", [lambda w: w.clone().mul_(2), lambda w: (w * 2).add_(1)])

@@ -47,14 +47,17 @@ class Gate:
 
         The gathered parameters live until it ends, because nobody can ask a dead tensor for its version.
         """
-        before, self.reads = self.reads, []
+        before = self.reads
+        reads: list[Read] = []
+        self.reads = reads
         try:
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
         finally:
-            reads, self.reads = self.reads, before
-            for read in reads:
-                if read.full._version != read.version:
-                    raise lost_write(read.key, f"in {forward.__qualname__}")
+            self.reads = before
+        for read in reads:
+            if read.full._version != read.version:
+                raise lost_write(read.key, f"in {forward.__qualname__}")
+        return result
 
 
 # All classes share its code, and Dynamo counts recompilations by code object.

@@ -169,6 +169,21 @@ def has_part_of_shape(tensor: DTensor, shape: Sequence[int]) -> bool:
     return tuple(shape) == tuple(largest)
 
 
+def leaves_ranks_empty(tensor: DTensor) -> bool:
+    """Whether there are ranks that have no element of a sharded tensor."""
+    sizes = [{size} for size in tensor.shape]
+    for over, placement in enumerate(tensor.placements):
+        dim: int | None = getattr(placement, "dim", None)
+        if dim is not None and not isinstance(placement, NodeShard):
+            ranks, matrices = tensor.device_mesh.size(over), matrices_in(placement)
+            sizes[dim] = {
+                sum(run.rows for run in rows_of_part(size, ranks, rank, matrices))
+                for size in sizes[dim]
+                for rank in range(ranks)
+            }
+    return any(0 in found for found in sizes)
+
+
 def cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:
     """Whether a view to this shape cannot be taken shard by shard; DTensor refuses such views, or fails.
 

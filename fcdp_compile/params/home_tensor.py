@@ -28,6 +28,7 @@ from fcdp_compile.params.home_collectives import (
     cuts_rows,
     everywhere,
     greatest_of_all_ranks,
+    leaves_ranks_empty,
     naming_ranks_lost_in,
     redistributed,
     reduced,
@@ -248,7 +249,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if loses or not has_rule(func, args):
         return _run_whole(func, args, kwargs)
     if not (is_traced or communicates_never(func, tensors)):
-        prepared = _prepared(func, args, kwargs)
+        # On a rank without elements an op may fail that others run, such as the largest of no elements.
+        is_empty = not returns_views(func) and any(map(leaves_ranks_empty, tensors))
+        prepared = None if is_empty else _prepared(func, args, kwargs)
         if prepared is None:
             return _run_whole(func, args, kwargs)
         args = prepared

@@ -9,7 +9,8 @@ without fcdp.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -128,7 +129,8 @@ def _gathering_property(name: str) -> property:
         elif isinstance(parameter, DTensor):
             local = parameter.to_local()
         if not torch.compiler.is_compiling():
-            full: Tensor = UNSHARD(local, state.keys[name])
+            with _counting_writes():
+                full: Tensor = UNSHARD(local, state.keys[name])
             if state.gate.reads is not None and not full.is_inference():
                 state.gate.reads.append(Read(state.keys[name], full, full._version))
         else:
@@ -144,6 +146,16 @@ def _gathering_property(name: str) -> property:
         )
 
     return property(get, put)
+
+
+@contextmanager
+def _counting_writes() -> Iterator[None]:
+    """Make tensors in inference mode that have a version, by which writes to them are noticed."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 # Constant for Dynamo, as `_fcdp_refuse_new_parameters` is.  Dynamo guards the arguments and not the key, so
@@ -224,6 +236,16 @@ def _requiring_grad(module: nn.Module, result: Any) -> Any:
         module._fcdp_only_asks_for_gradients
     )  # nn.Module's attributes are typed as tensors and modules
     return REQUIRE_GRAD(result, _state(module).gate.anchor) if asks() else result
+
+
+@contextmanager
+def _counting_writes() -> Iterator[None]:
+    """Make tensors in inference mode that have a version, by which writes to them are noticed."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 # Constant for Dynamo, as `_fcdp_refuse_new_parameters` is; Dynamo's own guards notice other hooks.

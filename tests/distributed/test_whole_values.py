@@ -180,6 +180,11 @@ MEETINGS: dict[str, Act] = {
     "taken by a mask": _read(lambda p: p[_rows(p)]),
     "matmul": _read(lambda p: torch.ones(3, len(p)) @ p),
     "out": _read(lambda p: torch.add(p, 1, out=torch.empty_like(p))),
+    "out that is read": _put(lambda p: torch.add(p.data, p.data, alpha=2, out=p.data)),
+    "out read by another name": _put(lambda p: torch.cumsum(held := p.detach(), 0, out=held)),
+    "two outs": _read(lambda p: torch.sort(p, 0, out=(p, torch.zeros_like(p, dtype=torch.long)))[0]),
+    "mean loss": _read(lambda p: functional.mse_loss(p, p * p)),
+    "unsqueeze_": _read(lambda p: p.clone().unsqueeze_(0).squeeze_(0).t_() * 2),
     "out of whole values": _read(lambda p: torch.cumsum(p, 0, out=torch.zeros_like(p))),
     "list": _read(lambda p: torch.tensor(p.tolist())),
     "no rule": _read(lambda p: torch.trapezoid(p, dim=0)),
@@ -201,6 +206,8 @@ def _refusals(mesh: DeviceMesh, sharded: Any) -> None:
         weight[0] = 0
     with pytest.raises(FcdpError, match="the shape"):
         torch.add(grad, 1, out=torch.empty_like(sharded[0].weight.grad))
+    with pytest.raises(FcdpError, match="would change the shape"), torch.no_grad():
+        weight.t_()
     with pytest.raises(MixedTensorsError, match="which it writes to"):
         torch.zeros(grad.shape).add_(grad)
     narrow = fcdp_compile.shard(nn.Linear(8, 4), mesh).weight.detach()

@@ -19,6 +19,7 @@ from tests.peers.report import write_report
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ROOT / "docs" / "peers" / "outcomes.json"
 SUITES = {
+    "operators": "tests.peers.operators",
     "modules": "tests.peers.modules",
     "peft": "tests.peers.peft_models",
     "accelerate": "tests.peers.accelerate_scripts",

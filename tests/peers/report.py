@@ -23,6 +23,8 @@ compares with the model that is not sharded, in the same process. `make peers PE
 runs one suite, `--again` also runs the cases that were equal. Nothing of these projects is in this
 repository: pip downloads sources that are in no wheel, in the installed version.
 
+* **operators**: torch's own table of operators (`torch.testing._internal.common_methods_invocations`), with
+  values and gradients, on tensors that are all home shards. At most 10 inputs of each operator.
 * **modules**: torch's own table of modules (`torch.testing._internal.common_modules`), in train and eval
   mode, float32 and float64, compiled and not. At most 4 inputs of each module.
 * **peft**: the table of `tests/test_custom_models.py`: three steps in which only adapters change, then

@@ -16,6 +16,11 @@ _MODULES = [
     f"{name} train float32 compiled"
     for name in ("Linear", "Conv2d", "LayerNorm", "Embedding", "PReLU")
 ]
+_OPERATORS = [
+    *("amax", "gather", "index_put", "linalg.vector_norm", "masked_select", "matmul", "scatter_add", "view"),
+    *("nn.functional.conv1d", "nn.functional.huber_loss", "nn.functional.linear_cross_entropy"),
+    *("nn.functional.mse_loss", "nn.functional.normalize", "stft"),
+]
 _PEFT = [
     "Vanilla MLP 4 LoRA, compiled",
     "Vanilla MLP 4 LoRA, eager",
@@ -41,6 +46,11 @@ def _run(suite: str, cases: list[str]) -> None:
     found = dict(serving.outcomes(suite, cases))
     wrong = {case: one for case, one in found.items() if one.status is not Status.EQUAL}
     assert not wrong, wrong
+
+
+def test_operators_of_torch() -> None:
+    pytest.importorskip("expecttest", reason="torch's table of operators needs expecttest")
+    _run("tests.peers.operators", _OPERATORS)
 
 
 def test_modules_of_torch() -> None:
