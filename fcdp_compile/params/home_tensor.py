@@ -202,6 +202,16 @@ class HomeTensor(DTensor):
         detached: Any = self.detach()  # typed as a Tensor
         return detached.full_tensor().tolist()
 
+    def __format__(self, spec: str) -> str:
+        """Format a single number, such as the norm of all gradients; communicates nothing."""
+        if self.dim() or not spec:
+            return super().__format__(spec)
+        if not all(p.is_replicate() for p in self.placements):
+            raise FcdpError(
+                f"format {spec!r} of a sharded value that is not reduced yet; call item() on every rank"
+            )
+        return format(self.present().item(), spec)
+
     def numpy(self, *, force: bool = False) -> Any:
         raise FcdpError(
             f"numpy() of a sharded tensor of shape {tuple(self.shape)}: this rank has only a part; call "

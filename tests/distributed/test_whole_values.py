@@ -208,6 +208,10 @@ def _refusals(mesh: DeviceMesh, sharded: Any) -> None:
         torch.add(grad, 1, out=torch.empty_like(sharded[0].weight.grad))
     with pytest.raises(FcdpError, match="would change the shape"), torch.no_grad():
         weight.t_()
+    with pytest.raises(FcdpError, match="not reduced yet"):
+        f"{grad.sum():.3f}"
+    norm = nn.utils.clip_grad_norm_(sharded.parameters(), 1e9)
+    assert f"{norm:.3f}" == f"{norm.item():.3f}"
     with pytest.raises(MixedTensorsError, match="which it writes to"):
         torch.zeros(grad.shape).add_(grad)
     narrow = fcdp_compile.shard(nn.Linear(8, 4), mesh).weight.detach()

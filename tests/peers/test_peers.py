@@ -17,7 +17,16 @@ _MODULES = [
     for name in ("Linear", "Conv2d", "LayerNorm", "Embedding", "PReLU")
 ]
 _OPERATORS = [
-    *("amax", "gather", "index_put", "linalg.vector_norm", "masked_select", "matmul", "scatter_add", "view"),
+    *(
+        "amax",
+        "gather",
+        "index_put",
+        "linalg.vector_norm",
+        "masked_select",
+        "matmul",
+        "scatter_add",
+        "view",
+    ),
     *("nn.functional.conv1d", "nn.functional.huber_loss", "nn.functional.linear_cross_entropy"),
     *("nn.functional.mse_loss", "nn.functional.normalize", "stft"),
 ]
