@@ -205,7 +205,7 @@ class HomeTensor(DTensor):
     def __format__(self, spec: str) -> str:
         """Format a single number, such as the norm of all gradients; communicates nothing."""
         if self.dim() or not spec:
-            return super().__format__(spec)
+            return object.__format__(self, spec)
         if not all(p.is_replicate() for p in self.placements):
             raise FcdpError(
                 f"format {spec!r} of a sharded value that is not reduced yet; call item() on every rank"

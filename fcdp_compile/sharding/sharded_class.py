@@ -238,16 +238,6 @@ def _requiring_grad(module: nn.Module, result: Any) -> Any:
     return REQUIRE_GRAD(result, _state(module).gate.anchor) if asks() else result
 
 
-@contextmanager
-def _counting_writes() -> Iterator[None]:
-    """Make tensors in inference mode that have a version, by which writes to them are noticed."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 # Constant for Dynamo, as `_fcdp_refuse_new_parameters` is; Dynamo's own guards notice other hooks.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _fcdp_only_asks_for_gradients(module: nn.Module) -> bool:
