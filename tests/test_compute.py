@@ -175,6 +175,20 @@ def test_no_segment_is_recorded_as_a_cuda_graph(monkeypatch: pytest.MonkeyPatch)
     assert seen == [False]
 
 
+def test_no_matrix_product_is_padded_by_what_one_rank_measures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    monkeypatch.setattr(
+        torch_compat.compilers,
+        "inductor_joint_graph_passes",
+        lambda joint: seen.append(inductor_config.shape_padding),
+    )
+    with inductor_config.patch({"shape_padding": True}):
+        Compute("inductor").prepare_joint(scaled())
+    assert seen == [False]
+
+
 def test_modes_are_inductors() -> None:
     assert inductor_settings(None) == inductor_settings("default") == {}
     assert inductor_settings("max-autotune-no-cudagraphs")["max_autotune"] is True

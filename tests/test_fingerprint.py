@@ -180,7 +180,7 @@ def test_zeros() -> None:
 
 
 class _Kernels(TorchDispatchMode):
-    """Counts the kernels that a device would launch."""
+    """Counts the kernels that a device would launch, and finds the largest tensor that they make."""
 
     _VIEWS = (
         "view",
@@ -197,11 +197,15 @@ class _Kernels(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.largest_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).split(".")[1]
         self.count += not name.startswith(self._VIEWS) and "empty" not in name
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not name.startswith(("view", "detach", "slice", "_unsafe")):
+            self.largest_bytes = max(self.largest_bytes, made.nbytes)
+        return made
 
 
 @pytest.mark.parametrize("tensors", [1, 30, 300])
@@ -212,3 +216,10 @@ def test_how_many_kernels(tensors: int) -> None:
     with _Kernels() as kernels:
         fingerprints(shards)
     assert kernels.count < 40
+
+
+def test_a_large_tensor_needs_little_memory_besides_its_own() -> None:
+    shards = [[torch.empty(1 << 28, dtype=torch.uint8, device="meta")]]
+    with _Kernels() as kernels:
+        fingerprints(shards)
+    assert kernels.largest_bytes <= 16 << 20

@@ -36,7 +36,8 @@ class CheckedDevice(StreamDevice):
         self.check = StreamCheck(device.torch, device.current_stream)
 
     total_bytes, free_bytes = _of_device("total_bytes"), _of_device("free_bytes")
-    allocated_bytes, peak_bytes = _of_device("allocated_bytes"), _of_device("peak_bytes")
+    used_bytes, peak_bytes = _of_device("used_bytes"), _of_device("peak_bytes")
+    enter_thread = _of_device("enter_thread")
     runs_on_stream = _of_device("runs_on_stream")
     rng_state, set_rng_state = _of_device("rng_state"), _of_device("set_rng_state")
     name, identity = map(_of_device, ("name", "identity"))

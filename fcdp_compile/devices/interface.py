@@ -78,6 +78,9 @@ class Device(ABC):
         """Whether this thread's current stream is being captured into a graph that may be replayed later."""
         return False
 
+    def enter_thread(self) -> None:  # noqa: B027  # there is one host
+        """Make the device the current one of this thread; each thread begins with the first device."""
+
     def synchronize(self) -> None:  # noqa: B027  # nothing to do on the host
         """Make the Python thread wait for its current stream."""
 
@@ -104,8 +107,11 @@ class Device(ABC):
         """The memory that no process uses; None if the device is the host."""
         return None
 
-    def allocated_bytes(self) -> int:
-        """The memory of this process's tensors; 0 if the device does not count it."""
+    def used_bytes(self) -> int:
+        """The memory that new tensors of this process cannot have; 0 if the device does not count it.
+
+        Its tensors, and what libraries, the driver and other processes use; not what torch keeps for tensors.
+        """
         return 0
 
     def peak_bytes(self) -> int | None:

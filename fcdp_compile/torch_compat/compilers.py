@@ -131,7 +131,11 @@ def why_no_inductor(device_type: str) -> str | None:
 
 def joint_graph_passes(joint: GraphModule, settings: Mapping[str, Any]) -> GraphModule:
     """Run Inductor's passes over a joint graph: patterns such as attention, and its own random numbers."""
-    with inductor_config.patch(dict(settings)), V.set_fake_mode(_fake_mode_of(joint)):
+    # To decide whether to pad a matrix product, Inductor measures it: ranks would get different graphs.
+    with (
+        inductor_config.patch({**settings, "shape_padding": False}),
+        V.set_fake_mode(_fake_mode_of(joint)),
+    ):
         inductor_joint_graph_passes(joint)
     # Inductor's own op has the seed's number as a constant, so no two layers would be equal.  A seed that is
     # a view can be taken outside of the segment that uses it.

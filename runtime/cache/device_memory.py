@@ -41,7 +41,7 @@ class DeviceMemory:
         if capacity_bytes is None:
             return None
         return DeviceMemory(
-            capacity_bytes=capacity_bytes, threshold=threshold, used_bytes=device.allocated_bytes
+            capacity_bytes=capacity_bytes, threshold=threshold, used_bytes=device.used_bytes
         )
 
     def is_short(self) -> bool:

@@ -46,8 +46,8 @@ class ThreadLane:
             self._stream = StreamLane(device, is_urgent=is_urgent)
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._is_quiet = Event()
-        finisher = _Finisher(f"{name} end", exiting)
-        _start_thread(self._tasks, name, exiting, self._is_quiet, finisher)
+        finisher = _Finisher(f"{name} end", exiting, device)
+        _start_thread(self._tasks, name, exiting, self._is_quiet, device, finisher)
 
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
         call: Callable[[], object] = partial(_run_here, run, after, held)
@@ -138,25 +138,33 @@ _Tasks = SimpleQueue[_Task | None] | Queue[_Task | None]
 
 
 def _start_thread(
-    tasks: _Tasks, name: str, exiting: Event, is_quiet: Event, finisher: _Finisher | None
+    tasks: _Tasks,
+    name: str,
+    exiting: Event,
+    is_quiet: Event,
+    device: Device,
+    finisher: _Finisher | None,
 ) -> None:
-    args = (tasks, name, exiting, is_quiet, finisher)
+    args = (tasks, name, exiting, is_quiet, device, finisher)
     Thread(target=_work, args=args, name=name, daemon=True).start()
 
 
 class _Finisher:
     """The thread that finishes tasks that another thread has begun; started with the first such task."""
 
-    def __init__(self, name: str, exiting: Event) -> None:
+    def __init__(self, name: str, exiting: Event, device: Device) -> None:
         self._name = name
         self._exiting = exiting
+        self._device = device
         self._begun: Queue[_Task | None] | None = None
         self._is_quiet = Event()
 
     def put(self, begun: _Task) -> None:
         if self._begun is None:
             self._begun = Queue(_BEGUN)
-            _start_thread(self._begun, self._name, self._exiting, self._is_quiet, None)
+            _start_thread(
+                self._begun, self._name, self._exiting, self._is_quiet, self._device, None
+            )
         self._begun.put(begun)
 
     def end(self) -> None:
@@ -167,9 +175,15 @@ class _Finisher:
 
 
 def _work(
-    tasks: _Tasks, name: str, exiting: Event, is_quiet: Event, finisher: _Finisher | None
+    tasks: _Tasks,
+    name: str,
+    exiting: Event,
+    is_quiet: Event,
+    device: Device,
+    finisher: _Finisher | None,
 ) -> None:
     name_thread(name)
+    device.enter_thread()
     with torch.no_grad():
         while (task := tasks.get()) is not None:
             if exiting.is_set() and not task.is_begun:

@@ -70,7 +70,7 @@ class Sim(StreamDevice):
         found = extension().memory()
         return int(found["total"] - found["used"])
 
-    def allocated_bytes(self) -> int:
+    def used_bytes(self) -> int:
         return int(extension().memory()["used"])
 
     def peak_bytes(self) -> int:

@@ -85,7 +85,7 @@ class SimulatedDevice(StreamDevice):
         self._is_blocking = is_blocking
         self._random = random.Random(seed)
         self._current = threading.local()
-        self.used_bytes = 0
+        self.used = 0
         self.time = 0  # kernels that ran, so that every one takes a millisecond
         self.streams: list[Stream] = []
         self.compute = self._new_stream()
@@ -105,8 +105,8 @@ class SimulatedDevice(StreamDevice):
     def total_bytes(self) -> None:
         return None
 
-    def allocated_bytes(self) -> int:
-        return self.used_bytes
+    def used_bytes(self) -> int:
+        return self.used
 
     @property
     def registers(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcdp_compile.devices import Cpu, current_device
+from fcdp_compile.devices import Cpu, Cuda, current_device
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 
 CPU = torch.device("cpu")
@@ -39,6 +39,15 @@ def test_a_cpu_has_no_memory_for_a_cache_unless_told() -> None:
     told = DeviceMemory.of(Cpu(), capacity_bytes=10, threshold=0.9)
     assert told is not None
     assert (told.capacity_bytes, told.is_short(), Cpu().peak_bytes()) == (10, False, None)
+
+
+def test_what_others_use_on_a_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 bytes 20 are free, and torch keeps 5 of its 30 for tensors to come: 75 are used, 50 by others."""
+    figures = {"reserved_bytes": 30, "allocated_bytes": 25}
+    stats = {of: {"all": {"current": n}} for of, n in figures.items()}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20, 100))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    assert Cuda(torch.device("cuda", 0)).used_bytes() == 75
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

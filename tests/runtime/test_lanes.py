@@ -33,6 +33,19 @@ def lanes() -> Lanes:
     return Lanes(Cpu(), is_blocking=True)
 
 
+def test_each_thread_uses_the_device_of_its_rank() -> None:
+    """Also the thread that finishes what another has begun; torch starts each with the first device."""
+    entered = list[str]()
+
+    class Second(Cpu):
+        def enter_thread(self) -> None:
+            entered.append(threading.current_thread().name)
+
+    lanes = Lanes(Second(), is_blocking=True)
+    start(lanes, Lane.INTER, lambda: Begun(lambda: None)).wait()
+    assert entered == ["fcdp inter", "fcdp inter end"]
+
+
 class TestOrder:
     def test_a_lane_keeps_the_order_of_its_tasks(self, lanes: Lanes) -> None:
         gate, done = Gate(), list[int]()
