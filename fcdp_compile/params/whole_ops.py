@@ -158,26 +158,23 @@ def run_whole(
             return originals.get(id(result), result)
         if not cuts_results:
             return result
-        if result.shape == like.shape:
+        if result.shape == like.shape and not all(p.is_replicate() for p in like.placements):
             part = part_of(like, result).clone(memory_format=torch.contiguous_format)
-            return _dtensor(part, like, like.placements, result)
-        return _dtensor(result, like, everywhere(like.device_mesh), result)
+            stride = torch.empty(result.shape, device="meta").stride()
+            return _dtensor(part, like, like.placements, result.shape, stride)
+        whole = everywhere(like.device_mesh)
+        return _dtensor(result, like, whole, result.shape, result.stride())
 
     return cut(found)
 
 
-def _dtensor(local: Tensor, like: DTensor, placements: Sequence[Any], whole: Tensor) -> DTensor:
-    stride = torch.empty(whole.shape, device="meta").stride()
+def _dtensor(
+    local: Tensor, like: DTensor, placements: Sequence[Any], shape: torch.Size, stride: Any
+) -> DTensor:
     # On meta: `from_local` would bring a part in host memory to the mesh's device.
-    made = DTensor.from_local(
-        local.to("meta"),
-        like.device_mesh,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=stride,
-    )
-    return DTensor(local.contiguous(), made._spec, requires_grad=False)
+    layout: dict[str, Any] = {"run_check": False, "shape": shape, "stride": stride}
+    made = DTensor.from_local(local.to("meta"), like.device_mesh, placements, **layout)
+    return DTensor(local, made._spec, requires_grad=False)
 
 
 def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -42,7 +42,7 @@ def test_a_cpu_has_no_memory_for_a_cache_unless_told() -> None:
 
 
 def test_what_others_use_on_a_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 bytes 20 are free, and torch keeps 5 of its 30 for tensors to come: 75 are used, 50 by others."""
+    """Of 100 bytes 20 are free, and torch keeps 5 for tensors to come: others use 50, this process 25."""
     figures = {"reserved_bytes": 30, "allocated_bytes": 25}
     stats = {of: {"all": {"current": n}} for of, n in figures.items()}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20, 100))
