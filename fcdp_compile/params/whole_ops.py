@@ -34,8 +34,13 @@ def reached(func: Any, *, only_written: bool = False) -> tuple[tuple[int, str], 
     return tuple(
         (i, a.name)
         for i, a in arguments
-        if a.alias_info is not None and (a.alias_info.is_write or not only_written)
+        if (func, a.name) in _WRITES
+        or (a.alias_info is not None and (a.alias_info.is_write or not only_written))
     )
+
+
+_WRITES = {(_aten.native_batch_norm.default, name) for name in ("running_mean", "running_var")}
+"""Ops and names of arguments that the ops write to though their schemas do not say so."""
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

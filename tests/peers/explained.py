@@ -12,8 +12,13 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"OFT, eager",
-        r"output is off",
-        "constrained OFT writes in its forward, and [an uncompiled model loses it](limits.md#to-know)",
+        r"forward writes to parameter",
+        "constrained OFT writes in its forward, [which is refused](limits.md#to-know)",
+    ),
+    (
+        "",
+        r"a view of a sharded tensor that spans ranks is a copy|a plain one of shape .* which it writes to",
+        "torch computes the gradient in a view or in a plain tensor, where the part of a rank would be lost",
     ),
     (
         "test_param_registration_after_forward",
