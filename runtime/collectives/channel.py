@@ -8,14 +8,15 @@ on a GPU, collectives that block  through pinned memory of the host
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.devices import Device, StreamDevice
+from fcdp_compile.devices import Device, Stream, StreamDevice
 from fcdp_compile.ranks.messages import all_gather
 from fcdp_compile.ranks.waiting import Wait, finish
 from fcdp_compile.runtime.lanes.tasks import Begun
@@ -39,12 +40,37 @@ def now_or_later(last: Callable[[], None], left: Begun | None) -> Begun | None:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One collective's group, the number of ranks in it, their device, and how to wait for them."""
+    """One collective's group, the number of ranks in it, their device, and how to wait for them.
+
+    compute: the stream that starts the collective; None: the collective is not given to a stream.
+    held: the memory that the collective needs besides its result.
+    """
 
     group: dist.ProcessGroup | None
     size: int
     device: Device
     wait: Wait
+    compute: Stream | None = None
+    held: list[Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def over(group: dist.ProcessGroup | None, size: int, device: Device, wait: Wait) -> Channel:
+        """A channel for one collective that this thread's current stream is about to start."""
+        is_on_stream = isinstance(device, StreamDevice) and device.runs_on_stream(group)
+        return Channel(group, size, device, wait, device.current_stream() if is_on_stream else None)
+
+    def empty(self, like: Tensor, elements: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for a task, which whoever starts the task must hold (`held`) until compute comes after it.
+
+        It is compute's, as results are: the lane's own stream would keep what it has once used.
+        """
+        on = nullcontext()
+        if self.compute is not None:
+            on = self.device.on(self.compute)
+        with on, torch.inference_mode(False):
+            made = like.new_empty(elements, dtype=dtype)
+        self.held.append(made)
+        return made
 
     @property
     def is_on_stream(self) -> bool:

@@ -15,8 +15,20 @@ from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.tasks import Begun
 
 
+def gather(channel: Channel, out: Tensor, send: Tensor) -> Begun | None:
+    """[n] of every rank -> [size*n]."""
+    return channel.all_gather(out, send)
+
+
+def exchange(
+    channel: Channel, out: Tensor, send: Tensor, received: Sequence[int], sent: Sequence[int]
+) -> Begun | None:
+    """[sum of `sent`], one part for each rank -> [sum of `received`], one part of each rank."""
+    return channel.all_to_all(out, send, sizes=(received, sent))
+
+
 def gather_encoded(
-    out: Tensor, encoded: Tensor, send: Tensor, codec: Codec, channel: Channel
+    channel: Channel, out: Tensor, encoded: Tensor, send: Tensor, codec: Codec
 ) -> Begun | None:
     """[n] of every rank -> [size*n], and in `encoded` the encoded values as they were sent, [size*bytes]."""
     left = channel.all_gather(encoded, codec.encode(send.view(1, -1)).view(-1))
@@ -28,14 +40,14 @@ def gather_encoded(
     return now_or_later(decode, left)
 
 
-def gather_parts(out: Tensor, send: Tensor, sizes: Sequence[int], channel: Channel) -> Begun | None:
+def gather_parts(channel: Channel, out: Tensor, send: Tensor, sizes: Sequence[int]) -> Begun | None:
     """[sizes[i]] of rank i -> [sum of sizes]."""
-    return channel.all_to_all(
-        out, send.repeat(channel.size), sizes=(sizes, [send.numel()] * channel.size)
-    )
+    copies = channel.empty(send, channel.size * send.numel())
+    copies.view(channel.size, -1).copy_(send)
+    return channel.all_to_all(out, copies, sizes=(sizes, [send.numel()] * channel.size))
 
 
-def gather_own(out: Tensor, send: Tensor, codec: Codec | None, channel: Channel) -> Begun | None:
+def gather_own(channel: Channel, out: Tensor, send: Tensor, codec: Codec | None) -> Begun | None:
     """[S] of every rank of a node -> [g*S], with the values that another node would decode."""
     if codec is not None:
         send = codec.decode(codec.encode(send.view(1, -1)), send.dtype).view(-1)
@@ -43,7 +55,7 @@ def gather_own(out: Tensor, send: Tensor, codec: Codec | None, channel: Channel)
 
 
 def gather_rest(
-    out: Tensor, node_shard: Tensor, own: Tensor, node: int, channel: Channel
+    channel: Channel, out: Tensor, node_shard: Tensor, own: Tensor, node: int
 ) -> Begun | None:
     """[N*S] of every rank of node number `node`, and the node's own home shards [g*S] -> [g*N*S]."""
     slot = own.numel() * node_shard.numel() // out.numel()
@@ -52,7 +64,7 @@ def gather_rest(
         others = rows[1:] if node == 0 else rows[:-1]
     else:
         others = torch.cat([rows[:node], rows[node + 1 :]])
-    arrived = torch.empty_like(out[: out.numel() - own.numel()])
+    arrived = channel.empty(out, out.numel() - own.numel())
     left = channel.all_gather(arrived, others.reshape(-1))
 
     def assemble() -> None:
@@ -66,14 +78,14 @@ def gather_rest(
 
 
 def gather_flat(
-    out: Tensor, send: Tensor, codec: Codec | None, channel: Channel, order: Tensor
+    channel: Channel, out: Tensor, send: Tensor, codec: Codec | None, order: Tensor
 ) -> Begun | None:
     """[S] of every rank of the mesh -> [G*S]; order: the rank in the group that has each part."""
     if codec is None:
-        arrived = torch.empty_like(out)
+        arrived = channel.empty(out, out.numel())
         left = channel.all_gather(arrived, send)
     else:
-        arrived = out.new_empty(len(order) * codec.bytes, dtype=torch.uint8)
+        arrived = channel.empty(out, len(order) * codec.bytes, torch.uint8)
         left = channel.all_gather(arrived, codec.encode(send.view(1, -1)).view(-1))
 
     def assemble() -> None:
