@@ -8,7 +8,6 @@ on a GPU, collectives that block  through pinned memory of the host
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -56,19 +55,21 @@ class Channel:
     @staticmethod
     def over(group: dist.ProcessGroup | None, size: int, device: Device, wait: Wait) -> Channel:
         """A channel for one collective that this thread's current stream is about to start."""
-        is_on_stream = isinstance(device, StreamDevice) and device.runs_on_stream(group)
-        return Channel(group, size, device, wait, device.current_stream() if is_on_stream else None)
+        if isinstance(device, StreamDevice) and device.runs_on_stream(group):
+            return Channel(group, size, device, wait, device.current_stream())
+        return Channel(group, size, device, wait)
 
     def empty(self, like: Tensor, elements: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for a task, which whoever starts the task must hold (`held`) until compute comes after it.
 
         It is compute's, as results are: the lane's own stream would keep what it has once used.
         """
-        on = nullcontext()
-        if self.compute is not None:
-            on = self.device.on(self.compute)
-        with on, torch.inference_mode(False):
-            made = like.new_empty(elements, dtype=dtype)
+        with torch.inference_mode(False):
+            if self.compute is None:
+                return like.new_empty(elements, dtype=dtype)
+            assert isinstance(self.device, StreamDevice)
+            with self.device.on(self.compute):
+                made = like.new_empty(elements, dtype=dtype)
         self.held.append(made)
         return made
 

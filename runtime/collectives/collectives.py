@@ -37,8 +37,8 @@ from fcdp_compile.runtime.collectives.word_of_all import Telling
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 
-Task = partial[object]
-"""A collective and its arguments, without the channel, which comes first."""
+Task = Callable[[Channel], object]
+"""A collective on the channel that it gets."""
 
 
 class Collectives:
@@ -103,7 +103,7 @@ class Collectives:
     ) -> Pending:
         """Start a collective.  channel: by default that of the kind's group."""
         channel = channel or self._channel(kind, name)
-        run = partial(task.func, channel, *task.args)
+        run = partial(task, channel)
         return self._lanes.start(
             LANES[kind], run, out=out, reads=reads, needs=channel.held, name=name
         )

@@ -15,20 +15,20 @@ from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.tasks import Begun
 
 
-def gather(channel: Channel, out: Tensor, send: Tensor) -> Begun | None:
+def gather(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
     """[n] of every rank -> [size*n]."""
     return channel.all_gather(out, send)
 
 
 def exchange(
-    channel: Channel, out: Tensor, send: Tensor, received: Sequence[int], sent: Sequence[int]
+    out: Tensor, send: Tensor, received: Sequence[int], sent: Sequence[int], channel: Channel
 ) -> Begun | None:
     """[sum of `sent`], one part for each rank -> [sum of `received`], one part of each rank."""
     return channel.all_to_all(out, send, sizes=(received, sent))
 
 
 def gather_encoded(
-    channel: Channel, out: Tensor, encoded: Tensor, send: Tensor, codec: Codec
+    out: Tensor, encoded: Tensor, send: Tensor, codec: Codec, channel: Channel
 ) -> Begun | None:
     """[n] of every rank -> [size*n], and in `encoded` the encoded values as they were sent, [size*bytes]."""
     left = channel.all_gather(encoded, codec.encode(send.view(1, -1)).view(-1))
@@ -40,14 +40,14 @@ def gather_encoded(
     return now_or_later(decode, left)
 
 
-def gather_parts(channel: Channel, out: Tensor, send: Tensor, sizes: Sequence[int]) -> Begun | None:
+def gather_parts(out: Tensor, send: Tensor, sizes: Sequence[int], channel: Channel) -> Begun | None:
     """[sizes[i]] of rank i -> [sum of sizes]."""
     copies = channel.empty(send, channel.size * send.numel())
     copies.view(channel.size, -1).copy_(send)
     return channel.all_to_all(out, copies, sizes=(sizes, [send.numel()] * channel.size))
 
 
-def gather_own(channel: Channel, out: Tensor, send: Tensor, codec: Codec | None) -> Begun | None:
+def gather_own(out: Tensor, send: Tensor, codec: Codec | None, channel: Channel) -> Begun | None:
     """[S] of every rank of a node -> [g*S], with the values that another node would decode."""
     if codec is not None:
         send = codec.decode(codec.encode(send.view(1, -1)), send.dtype).view(-1)
@@ -55,7 +55,7 @@ def gather_own(channel: Channel, out: Tensor, send: Tensor, codec: Codec | None)
 
 
 def gather_rest(
-    channel: Channel, out: Tensor, node_shard: Tensor, own: Tensor, node: int
+    out: Tensor, node_shard: Tensor, own: Tensor, node: int, channel: Channel
 ) -> Begun | None:
     """[N*S] of every rank of node number `node`, and the node's own home shards [g*S] -> [g*N*S]."""
     slot = own.numel() * node_shard.numel() // out.numel()
@@ -78,7 +78,7 @@ def gather_rest(
 
 
 def gather_flat(
-    channel: Channel, out: Tensor, send: Tensor, codec: Codec | None, order: Tensor
+    out: Tensor, send: Tensor, codec: Codec | None, order: Tensor, channel: Channel
 ) -> Begun | None:
     """[S] of every rank of the mesh -> [G*S]; order: the rank in the group that has each part."""
     if codec is None:

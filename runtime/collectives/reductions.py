@@ -17,7 +17,7 @@ from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.tasks import Begun
 
 
-def reduce_scatter(channel: Channel, out: Tensor, send: Tensor) -> Begun | None:
+def reduce_scatter(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
     """[size*n] of every rank -> the average of this rank's part [n]; sums in fp32 or wider, rounded once."""
     if channel.is_on_stream and not is_narrow(send.dtype):
         channel.reduce_scatter(out, send)
@@ -29,7 +29,7 @@ def reduce_scatter(channel: Channel, out: Tensor, send: Tensor) -> Begun | None:
     return now_or_later(average, channel.all_to_all(parts, send))
 
 
-def reduce_parts(channel: Channel, out: Tensor, send: Tensor, sizes: Sequence[int]) -> Begun | None:
+def reduce_parts(out: Tensor, send: Tensor, sizes: Sequence[int], channel: Channel) -> Begun | None:
     """[sum of sizes] of every rank -> the average of this rank's part; sums as in `reduce_scatter`."""
     parts = channel.empty(send, channel.size * out.numel())
     left = channel.all_to_all(parts, send, sizes=([out.numel()] * channel.size, sizes))
@@ -44,17 +44,17 @@ def _average(channel: Channel, out: Tensor, parts: Tensor) -> None:
         out.copy_(total)
 
 
-def all_reduce(channel: Channel, out: Tensor, send: Tensor) -> Begun | None:
+def all_reduce(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
     """The average of [n] in `out`, which is as long as n rounded up to a multiple of the group's size."""
     whole = padded(send, channel.size)
     mine = channel.empty(out, out.numel() // channel.size)
-    left = reduce_scatter(channel, mine, whole)
+    left = reduce_scatter(mine, whole, channel)
     if left is not None:
         left.finish()  # not on another thread: it would meet the next collective out of order
     return channel.all_gather(out, mine)
 
 
-def reduce_encoded(channel: Channel, out: Tensor, send: Tensor, codec: Codec) -> Begun | None:
+def reduce_encoded(out: Tensor, send: Tensor, codec: Codec, channel: Channel) -> Begun | None:
     """[size*n] of every rank -> the average of this rank's part [n]; encoded once, summed when decoded."""
     encoded = codec.encode(send.view(channel.size, -1)).view(-1)
     parts = channel.empty(encoded, encoded.numel())

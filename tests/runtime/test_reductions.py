@@ -44,7 +44,7 @@ def average(rows: Tensor, patch: pytest.MonkeyPatch) -> Tensor:
     out, send = torch.empty_like(rows[0]), torch.empty(rows.numel(), dtype=rows.dtype)
     wait: Any = None
     over = OnStream(None, len(rows), Cpu(), wait)
-    assert reductions.reduce_scatter(over, out, send) is None, "waits for nothing"
+    assert reductions.reduce_scatter(out, send, over) is None, "waits for nothing"
     return out
 
 
@@ -97,7 +97,7 @@ def test_gloo_leaves_the_wait_to_whoever_needs_the_result(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
     out, send, wait = torch.zeros(2), torch.arange(4.0), cast(Any, None)
-    left = reductions.reduce_scatter(Channel(None, 2, Cpu(), wait), out, send)
+    left = reductions.reduce_scatter(out, send, Channel(None, 2, Cpu(), wait))
     assert isinstance(left, Begun)
     assert out.tolist() == [0.0, 0.0]
     left.finish()
@@ -145,7 +145,7 @@ def test_memory_of_a_collective_is_that_of_compute(
     over = Channel.over(None, 2, device, cast(Any, None))
     out = torch.empty(received, dtype=torch.bfloat16)
     send = torch.ones(sent, dtype=torch.bfloat16)
-    run = partial(task, over, out, send)
+    run = partial(task, out, send, channel=over)
     with _Allocations(device) as noted:
         Lanes(device, is_blocking=False).start(
             Lane.INTER, run, out=out, reads=[send], needs=over.held, name=name

@@ -83,7 +83,7 @@ def _cases(channel: Channel, elements: int, device: torch.device) -> list[_LaneC
 
     def encoded(out: Tensor, send: Tensor) -> Run:
         travels = torch.empty(fitting(out).bytes, dtype=torch.uint8, device=device)
-        return partial(gather_encoded, channel, out, travels, send, fitting(out))
+        return partial(gather_encoded, out, travels, send, fitting(out), channel)
 
     return [
         _LaneCase(name="copy", lane=Lane.INTRA, run=lambda out, send: partial(out.copy_, send)),
@@ -96,28 +96,28 @@ def _cases(channel: Channel, elements: int, device: torch.device) -> list[_LaneC
         _LaneCase(
             name="all-gather, own",
             lane=Lane.INTRA,
-            run=lambda out, send: partial(gather_own, channel, out, send, None),
+            run=lambda out, send: partial(gather_own, out, send, None, channel),
         ),
         _LaneCase(
             name="all-gather, flat",
             lane=Lane.INTER,
-            run=lambda out, send: partial(gather_flat, channel, out, send, None, order),
+            run=lambda out, send: partial(gather_flat, out, send, None, order, channel),
         ),
         _LaneCase(
             name="reduce-scatter",
             lane=Lane.INTRA,
-            run=lambda out, send: partial(reduce_scatter, channel, out, send),
+            run=lambda out, send: partial(reduce_scatter, out, send, channel),
         ),
         _LaneCase(
             name="reduce-scatter, int8",
             lane=Lane.INTER,
-            run=lambda out, send: partial(reduce_encoded, channel, out, send, fitting(out)),
+            run=lambda out, send: partial(reduce_encoded, out, send, fitting(out), channel),
             tolerance=rounding,
         ),
         _LaneCase(
             name="all-reduce",
             lane=Lane.INTER,
-            run=lambda out, send: partial(all_reduce, channel, out, send),
+            run=lambda out, send: partial(all_reduce, out, send, channel),
         ),
     ]
 
