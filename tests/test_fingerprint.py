@@ -201,9 +201,10 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).split(".")[1]
-        self.count += not name.startswith(self._VIEWS) and "empty" not in name
+        is_new = "empty" in name or not name.startswith(self._VIEWS)
+        self.count += is_new and "empty" not in name
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and not name.startswith(("view", "detach", "slice", "_unsafe")):
+        if is_new:
             self.largest_bytes = max(self.largest_bytes, made.nbytes)
         return made
 

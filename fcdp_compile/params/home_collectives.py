@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fcdp_compile.params.layout import rows_of_part
+from fcdp_compile.params.layout import chunk_rows, rows_of_part
 from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
 from fcdp_compile.torch_compat import NodeShard, matrices_in
@@ -159,29 +159,27 @@ def has_part_of_shape(tensor: DTensor, shape: Sequence[int]) -> bool:
     """Whether a shape is that of the first rank's part of a sharded tensor, the largest, and not its own."""
     if len(shape) != tensor.ndim or tuple(shape) == tuple(tensor.shape) or set(shape) == {1}:
         return False
-    largest = list(tensor.shape)
-    for over, placement in enumerate(tensor.placements):
-        dim: int | None = getattr(placement, "dim", None)
-        if dim is not None and not isinstance(placement, NodeShard):
-            ranks = tensor.device_mesh.size(over)
-            runs = rows_of_part(largest[dim], ranks, 0, matrices_in(placement))
-            largest[dim] = sum(run.rows for run in runs)
-    return tuple(shape) == tuple(largest)
+    return tuple(shape) == tuple(map(max, _sizes_of_parts(tensor)))
 
 
 def leaves_ranks_empty(tensor: DTensor) -> bool:
     """Whether there are ranks that have no element of a sharded tensor."""
+    return any(0 in sizes for sizes in _sizes_of_parts(tensor))
+
+
+def _sizes_of_parts(tensor: DTensor) -> list[set[int]]:
+    """For each dimension of a sharded tensor, the sizes that ranks' parts have in it."""
     sizes = [{size} for size in tensor.shape]
     for over, placement in enumerate(tensor.placements):
         dim: int | None = getattr(placement, "dim", None)
         if dim is not None and not isinstance(placement, NodeShard):
             ranks, matrices = tensor.device_mesh.size(over), matrices_in(placement)
             sizes[dim] = {
-                sum(run.rows for run in rows_of_part(size, ranks, rank, matrices))
+                rows * matrices
                 for size in sizes[dim]
-                for rank in range(ranks)
+                for rows in chunk_rows(size // matrices, ranks)
             }
-    return any(0 in found for found in sizes)
+    return sizes
 
 
 def cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:
@@ -190,7 +188,9 @@ def cuts_rows(tensor: DTensor, shape: Sequence[int]) -> bool:
     shape: as for torch's `view`; one size may be -1.
     """
     cut = {p.dim for p in tensor.placements if isinstance(p, Shard)}
-    sizes = torch.empty(tensor.shape, device="meta").view(shape).shape
+    sizes = tuple(shape)
+    if -1 in sizes:
+        sizes = torch.empty(tensor.shape, device="meta").view(shape).shape
     if not cut or sizes[: max(cut) + 1] == tensor.shape[: max(cut) + 1]:
         return False
     ranks = tensor.device_mesh.size()

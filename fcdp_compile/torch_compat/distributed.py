@@ -108,11 +108,11 @@ def takes_plain_tensors() -> bool:
 
 
 def has_rule(op: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether DTensor (torch 2.11 to 2.15) has a right rule for a call of an op, or takes the op apart.
+    """Whether DTensor has a right rule for a call of an op, or takes the op apart; tried on torch 2.13.
 
-    Without a rule of its own, DTensor (torch 2.12 and later) derives one from the op's decomposition.  That
-    rule is wrong where the op depends on the number of elements, as elementwise ops never do: the mean of a
-    loss becomes the mean of the ranks' means.
+    Without a rule of its own, DTensor derives one from the op's decomposition.  The derived rule is wrong
+    where the op depends on the number of elements, as elementwise ops never do: the mean of a loss becomes
+    the mean of the ranks' means.
     """
     is_over = len(args) > 1 and op._schema.arguments[1].name == "dim"
     # No dimensions stand for all of them, but the rules of reductions leave the tensor cut.

@@ -8,14 +8,14 @@ on a GPU, collectives that block  through pinned memory of the host
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.devices import Device, Stream, StreamDevice
+from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.ranks.messages import all_gather
 from fcdp_compile.ranks.waiting import Wait, finish
 from fcdp_compile.runtime.lanes.tasks import Begun
@@ -39,39 +39,12 @@ def now_or_later(last: Callable[[], None], left: Begun | None) -> Begun | None:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One collective's group, the number of ranks in it, their device, and how to wait for them.
-
-    compute: the stream that starts the collective; None: the collective is not given to a stream.
-    held: the memory that the collective needs besides its result.
-    """
+    """One collective's group, the number of ranks in it, their device, and how to wait for them."""
 
     group: dist.ProcessGroup | None
     size: int
     device: Device
     wait: Wait
-    compute: Stream | None = None
-    held: list[Tensor] = field(default_factory=list)
-
-    @staticmethod
-    def over(group: dist.ProcessGroup | None, size: int, device: Device, wait: Wait) -> Channel:
-        """A channel for one collective that this thread's current stream is about to start."""
-        if isinstance(device, StreamDevice) and device.runs_on_stream(group):
-            return Channel(group, size, device, wait, device.current_stream())
-        return Channel(group, size, device, wait)
-
-    def empty(self, like: Tensor, elements: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory for a task, which whoever starts the task must hold (`held`) until compute comes after it.
-
-        It is compute's, as results are: the lane's own stream would keep what it has once used.
-        """
-        with torch.inference_mode(False):
-            if self.compute is None:
-                return like.new_empty(elements, dtype=dtype)
-            assert isinstance(self.device, StreamDevice)
-            with self.device.on(self.compute):
-                made = like.new_empty(elements, dtype=dtype)
-        self.held.append(made)
-        return made
 
     @property
     def is_on_stream(self) -> bool:

@@ -18,8 +18,6 @@ from fcdp_compile.ranks.waiting import Wait
 from fcdp_compile.runtime.collectives.channel import Channel
 from fcdp_compile.runtime.collectives.counters import AGREE, EXCHANGE, FLAT_WITHIN, Counters
 from fcdp_compile.runtime.collectives.gathers import (
-    exchange,
-    gather,
     gather_encoded,
     gather_flat,
     gather_own,
@@ -36,9 +34,6 @@ from fcdp_compile.runtime.collectives.reductions import (
 from fcdp_compile.runtime.collectives.word_of_all import Telling
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending, passed_on
-
-Task = Callable[[Channel], object]
-"""A collective on the channel that it gets."""
 
 
 class Collectives:
@@ -89,24 +84,7 @@ class Collectives:
 
     def _over(self, group: dist.ProcessGroup | None, size: int, name: str) -> Channel:
         wait = Wait(partial(self.during, name), self._lanes.exiting)
-        return Channel.over(group, size, self._lanes.device, wait)
-
-    def _start(
-        self,
-        kind: Kind,
-        task: Task,
-        *,
-        out: Tensor,
-        reads: Sequence[Tensor | Pending],
-        name: str,
-        channel: Channel | None = None,
-    ) -> Pending:
-        """Start a collective.  channel: by default that of the kind's group."""
-        channel = channel or self._channel(kind, name)
-        run = partial(task, channel)
-        return self._lanes.start(
-            LANES[kind], run, out=out, reads=reads, needs=channel.held, name=name
-        )
+        return Channel(group, size, self._lanes.device, wait)
 
     def group_size(self, kind: Kind) -> int:
         """How many ranks take part in a collective of this kind."""
@@ -138,14 +116,14 @@ class Collectives:
         if not out.nbytes:
             return Pending(out)
         if sizes is not None:
-            task: Task = partial(gather_parts, out, own, sizes)
-            return self._start(kind, task, out=out, reads=[send], name=name)
+            run = partial(gather_parts, out, own, sizes, self._channel(kind, name))
+            return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
         if codec is None:
-            task = partial(gather, out, own)
-            return self._start(kind, task, out=out, reads=[send], name=name)
+            run = partial(self._channel(kind, name).all_gather, out, own)
+            return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
         encoded = _empty(own, size * sent_bytes, torch.uint8)
-        task = partial(gather_encoded, out, encoded, own, codec)
-        pending = self._start(kind, task, out=out, reads=[send, encoded], name=name)
+        run = partial(gather_encoded, out, encoded, own, codec, self._channel(kind, name))
+        pending = self._lanes.start(LANES[kind], run, out=out, reads=[send, encoded], name=name)
         pending.encoded = encoded
         return pending
 
@@ -164,8 +142,8 @@ class Collectives:
         out = _empty(own, size * own.numel())
         if not own.nbytes:
             return Pending(out)
-        task = partial(gather_own, out, own, codec)
-        return self._start(kind, task, out=out, reads=[send], name=name)
+        run = partial(gather_own, out, own, codec, self._channel(kind, name))
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def rest_all_gather(
         self, kind: Kind, send: Tensor | Pending, own: Tensor | Pending, name: str
@@ -178,8 +156,8 @@ class Collectives:
         if not node_shard.nbytes:
             return Pending(out)
         node = self._topology.node
-        task = partial(gather_rest, out, node_shard, mine, node)
-        return self._start(kind, task, out=out, reads=[send, own], name=name)
+        run = partial(gather_rest, out, node_shard, mine, node, self._channel(kind, name))
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send, own], name=name)
 
     def make_flat_group(self) -> None:
         """Make the group of `flat_all_gather`; all ranks of the mesh must call it."""
@@ -205,8 +183,8 @@ class Collectives:
             with torch.inference_mode(False):
                 self._order = torch.tensor(self._flat.order, device=own.device)
         channel = self._over(self._flat.group, self._topology.ranks, name)
-        task = partial(gather_flat, out, own, codec, self._order)
-        return self._start(kind, task, out=out, reads=[send], name=name, channel=channel)
+        run = partial(gather_flat, out, own, codec, channel, self._order)
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduce_scatter(
         self,
@@ -236,12 +214,12 @@ class Collectives:
         if not whole.nbytes:
             return Pending(out)
         if sizes is not None:
-            task: Task = partial(reduce_parts, out, whole, sizes)
+            run = partial(reduce_parts, out, whole, sizes, self._channel(kind, name))
         elif codec is None:
-            task = partial(reduce_scatter, out, whole)
+            run = partial(reduce_scatter, out, whole, self._channel(kind, name))
         else:
-            task = partial(reduce_encoded, out, whole, codec)
-        return self._start(kind, task, out=out, reads=[send], name=name)
+            run = partial(reduce_encoded, out, whole, codec, self._channel(kind, name))
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def all_reduce(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
         """Start an averaging all-reduce: a reduce-scatter, and an all-gather of its result.
@@ -256,7 +234,8 @@ class Collectives:
             return passed_on(send)
         parts = _empty(own, -(-own.numel() // size) * size)
         out = parts.narrow(0, 0, own.numel())
-        return self._start(kind, partial(all_reduce, parts, own), out=out, reads=[send], name=name)
+        run = partial(all_reduce, parts, own, self._channel(kind, name))
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def exchange(
         self, send: Tensor, *, received: Sequence[int], sent: Sequence[int], name: str
@@ -269,8 +248,8 @@ class Collectives:
         self.counters.add(EXCHANGE, (send.numel() - sent[place]) * send.itemsize)
         out = _empty(send, sum(received))
         kind = Kind.INTRA_ALL_GATHER
-        task = partial(exchange, out, send, received, sent)
-        return self._start(kind, task, out=out, reads=[send], name=name)
+        run = partial(self._channel(kind, name).all_to_all, out, send, sizes=(received, sent))
+        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
 
     def reduction(
         self,

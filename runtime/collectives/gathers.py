@@ -15,18 +15,6 @@ from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.tasks import Begun
 
 
-def gather(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
-    """[n] of every rank -> [size*n]."""
-    return channel.all_gather(out, send)
-
-
-def exchange(
-    out: Tensor, send: Tensor, received: Sequence[int], sent: Sequence[int], channel: Channel
-) -> Begun | None:
-    """[sum of `sent`], one part for each rank -> [sum of `received`], one part of each rank."""
-    return channel.all_to_all(out, send, sizes=(received, sent))
-
-
 def gather_encoded(
     out: Tensor, encoded: Tensor, send: Tensor, codec: Codec, channel: Channel
 ) -> Begun | None:
@@ -42,9 +30,9 @@ def gather_encoded(
 
 def gather_parts(out: Tensor, send: Tensor, sizes: Sequence[int], channel: Channel) -> Begun | None:
     """[sizes[i]] of rank i -> [sum of sizes]."""
-    copies = channel.empty(send, channel.size * send.numel())
-    copies.view(channel.size, -1).copy_(send)
-    return channel.all_to_all(out, copies, sizes=(sizes, [send.numel()] * channel.size))
+    return channel.all_to_all(
+        out, send.repeat(channel.size), sizes=(sizes, [send.numel()] * channel.size)
+    )
 
 
 def gather_own(out: Tensor, send: Tensor, codec: Codec | None, channel: Channel) -> Begun | None:
@@ -64,7 +52,7 @@ def gather_rest(
         others = rows[1:] if node == 0 else rows[:-1]
     else:
         others = torch.cat([rows[:node], rows[node + 1 :]])
-    arrived = channel.empty(out, out.numel() - own.numel())
+    arrived = torch.empty_like(out[: out.numel() - own.numel()])
     left = channel.all_gather(arrived, others.reshape(-1))
 
     def assemble() -> None:
@@ -78,14 +66,14 @@ def gather_rest(
 
 
 def gather_flat(
-    out: Tensor, send: Tensor, codec: Codec | None, order: Tensor, channel: Channel
+    out: Tensor, send: Tensor, codec: Codec | None, channel: Channel, order: Tensor
 ) -> Begun | None:
     """[S] of every rank of the mesh -> [G*S]; order: the rank in the group that has each part."""
     if codec is None:
-        arrived = channel.empty(out, out.numel())
+        arrived = torch.empty_like(out)
         left = channel.all_gather(arrived, send)
     else:
-        arrived = channel.empty(out, len(order) * codec.bytes, torch.uint8)
+        arrived = out.new_empty(len(order) * codec.bytes, dtype=torch.uint8)
         left = channel.all_gather(arrived, codec.encode(send.view(1, -1)).view(-1))
 
     def assemble() -> None:

@@ -24,30 +24,27 @@ def reduce_scatter(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
         return None
     # NCCL's reduce_scatter rounds to the dtype at every hop, and Gloo's is an all-reduce underneath, which
     # moves twice the bytes; all-to-all moves each byte once, and the sum is taken here.
-    parts = channel.empty(send, send.numel())
-    average = partial(_average, channel, out, parts)
+    parts = torch.empty_like(send)
+    average = partial(_average, out, parts, channel.size)
     return now_or_later(average, channel.all_to_all(parts, send))
 
 
 def reduce_parts(out: Tensor, send: Tensor, sizes: Sequence[int], channel: Channel) -> Begun | None:
     """[sum of sizes] of every rank -> the average of this rank's part; sums as in `reduce_scatter`."""
-    parts = channel.empty(send, channel.size * out.numel())
+    parts = send.new_empty(channel.size * out.numel())
     left = channel.all_to_all(parts, send, sizes=([out.numel()] * channel.size, sizes))
-    return now_or_later(partial(_average, channel, out, parts), left)
+    return now_or_later(partial(_average, out, parts, channel.size), left)
 
 
-def _average(channel: Channel, out: Tensor, parts: Tensor) -> None:
+def _average(out: Tensor, parts: Tensor, size: int) -> None:
     wide = torch.promote_types(parts.dtype, torch.float32)
-    total = out if out.dtype == wide else channel.empty(out, out.numel(), wide)
-    torch.sum(parts.view(channel.size, -1), 0, dtype=wide, out=total).div_(channel.size)
-    if total is not out:
-        out.copy_(total)
+    out.copy_(parts.view(size, -1).sum(0, dtype=wide).div_(size))
 
 
 def all_reduce(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
     """The average of [n] in `out`, which is as long as n rounded up to a multiple of the group's size."""
     whole = padded(send, channel.size)
-    mine = channel.empty(out, out.numel() // channel.size)
+    mine = torch.empty_like(out[: out.numel() // channel.size])
     left = reduce_scatter(mine, whole, channel)
     if left is not None:
         left.finish()  # not on another thread: it would meet the next collective out of order
@@ -57,7 +54,7 @@ def all_reduce(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
 def reduce_encoded(out: Tensor, send: Tensor, codec: Codec, channel: Channel) -> Begun | None:
     """[size*n] of every rank -> the average of this rank's part [n]; encoded once, summed when decoded."""
     encoded = codec.encode(send.view(channel.size, -1)).view(-1)
-    parts = channel.empty(encoded, encoded.numel())
+    parts = torch.empty_like(encoded)
 
     def average() -> None:
         wide = torch.promote_types(out.dtype, torch.float32)

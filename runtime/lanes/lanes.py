@@ -83,24 +83,15 @@ class Lanes:
         return lanes[device.torch]
 
     def start(
-        self,
-        lane: Lane,
-        run: Run,
-        *,
-        out: Tensor,
-        reads: Sequence[Tensor | Pending],
-        name: str,
-        needs: Sequence[Tensor] = (),
+        self, lane: Lane, run: Run, *, out: Tensor, reads: Sequence[Tensor | Pending], name: str
     ) -> Pending:
         """Run `run`, which reads `reads` and fills `out`, on a lane.
-
-        needs: other memory that it uses; held as `out` is.
 
         The caller must allocate `out`: memory belongs to the compute stream, and a lane touches it only
         after the work that the compute stream got before.
         """
         after = [r.done for r in reads if isinstance(r, Pending) and r.done is not None]
-        held: list[object] = [out, *reads, needs]
+        held: list[object] = [out, *reads]
         task = self._task(lane, name, run)
         if not isinstance(self.device, StreamDevice):
             return Pending(out, done=self._lane(lane).start(task, after, held))

@@ -44,25 +44,23 @@ class ThreadLane:
         self._stream: StreamLane | None = None
         if isinstance(device, StreamDevice):
             self._stream = StreamLane(device, is_urgent=is_urgent)
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._is_quiet = Event()
-        finisher = _Finisher(f"{name} end", exiting, device)
-        _start_thread(self._tasks, name, exiting, self._is_quiet, device, finisher)
+        end = partial(_Worker, Queue(_BEGUN), f"{name} end", exiting, device)
+        self._worker = _Worker(SimpleQueue(), name, exiting, device, _Finisher(end))
 
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
         call: Callable[[], object] = partial(_run_here, run, after, held)
         if self._stream is not None:
             call = self._stream.prepared(run, after)
         future: Future[object] = Future()
-        self._tasks.put(_Task(call, future))
+        self._worker.tasks.put(_Task(call, future))
         return _InThread(future)
 
     def close(self) -> None:
         """Let the thread end after its tasks."""
-        self._tasks.put(None)
+        self._worker.tasks.put(None)
 
     def join(self) -> None:
-        self._is_quiet.wait(_END_S)
+        self._worker.is_quiet.wait(_END_S)
 
 
 def _run_here(run: Run, after: Sequence[Done], held: list[object]) -> Begun | None:
@@ -134,66 +132,57 @@ class _Task:
         self._future.cancel()
 
 
-_Tasks = SimpleQueue[_Task | None] | Queue[_Task | None]
+class _Worker:
+    """A thread that runs tasks in order.  finisher: of the tasks that it has only begun."""
 
-
-def _start_thread(
-    tasks: _Tasks,
-    name: str,
-    exiting: Event,
-    is_quiet: Event,
-    device: Device,
-    finisher: _Finisher | None,
-) -> None:
-    args = (tasks, name, exiting, is_quiet, device, finisher)
-    Thread(target=_work, args=args, name=name, daemon=True).start()
-
-
-class _Finisher:
-    """The thread that finishes tasks that another thread has begun; started with the first such task."""
-
-    def __init__(self, name: str, exiting: Event, device: Device) -> None:
+    def __init__(
+        self,
+        tasks: SimpleQueue[_Task | None] | Queue[_Task | None],
+        name: str,
+        exiting: Event,
+        device: Device,
+        finisher: _Finisher | None = None,
+    ) -> None:
+        self.tasks = tasks
+        self.is_quiet = Event()
         self._name = name
         self._exiting = exiting
         self._device = device
-        self._begun: Queue[_Task | None] | None = None
-        self._is_quiet = Event()
+        self._finisher = finisher
+        Thread(target=self._work, name=name, daemon=True).start()
+
+    def _work(self) -> None:
+        name_thread(self._name)
+        self._device.enter_thread()
+        with torch.no_grad():
+            while (task := self.tasks.get()) is not None:
+                if self._exiting.is_set() and not task.is_begun:
+                    task.cancel()
+                    continue
+                left = task.settle()
+                if left is not None:
+                    assert self._finisher is not None, "what finishes a task has begun another"
+                    self._finisher.put(left)
+                del left
+        if self._finisher is not None:
+            self._finisher.end()
+        self.is_quiet.set()
+
+
+class _Finisher:
+    """Finishes tasks that a thread has begun, on a thread that starts with the first such task."""
+
+    def __init__(self, start: Callable[[], _Worker]) -> None:
+        self._start = start
+        self._worker: _Worker | None = None
 
     def put(self, begun: _Task) -> None:
-        if self._begun is None:
-            self._begun = Queue(_BEGUN)
-            _start_thread(
-                self._begun, self._name, self._exiting, self._is_quiet, self._device, None
-            )
-        self._begun.put(begun)
+        if self._worker is None:
+            self._worker = self._start()
+        self._worker.tasks.put(begun)
 
     def end(self) -> None:
         """Wait until all tasks are finished, or given up."""
-        if self._begun is not None:
-            self._begun.put(None)
-            self._is_quiet.wait()
-
-
-def _work(
-    tasks: _Tasks,
-    name: str,
-    exiting: Event,
-    is_quiet: Event,
-    device: Device,
-    finisher: _Finisher | None,
-) -> None:
-    name_thread(name)
-    device.enter_thread()
-    with torch.no_grad():
-        while (task := tasks.get()) is not None:
-            if exiting.is_set() and not task.is_begun:
-                task.cancel()
-                continue
-            left = task.settle()
-            if left is not None:
-                assert finisher is not None, "what finishes a task has begun another"
-                finisher.put(left)
-            del left
-    if finisher is not None:
-        finisher.end()
-    is_quiet.set()
+        if self._worker is not None:
+            self._worker.tasks.put(None)
+            self._worker.is_quiet.wait()

@@ -52,12 +52,13 @@ def main(arguments: Sequence[str]) -> int:
     if args.torch_tests:
         os.environ[fsdp_tests.FOLDER] = str(args.torch_tests.resolve())
     failed = False
+    # The page also shows what was run before, beside the number of all cases.
+    for suite in _FETCHED.keys() & {*args.suite, *read(args.outcomes)}:
+        sources.fetch(_FETCHED[suite])
     for suite in args.suite:
         if suite == "fsdp" and not args.torch_tests:
             print("fsdp is left out: --torch-tests names a folder with PyTorch's tests of FSDP2")
             continue
-        if suite in _FETCHED:
-            sources.fetch(_FETCHED[suite])
         known = read(args.outcomes).get(suite, {})
         names = importlib.import_module(SUITES[suite]).cases()
         wanted = [

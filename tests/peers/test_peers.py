@@ -17,18 +17,10 @@ _MODULES = [
     for name in ("Linear", "Conv2d", "LayerNorm", "Embedding", "PReLU")
 ]
 _OPERATORS = [
-    *(
-        "amax",
-        "gather",
-        "index_put",
-        "linalg.vector_norm",
-        "masked_select",
-        "matmul",
-        "scatter_add",
-        "view",
-    ),
-    *("nn.functional.conv1d", "nn.functional.huber_loss", "nn.functional.linear_cross_entropy"),
-    *("nn.functional.mse_loss", "nn.functional.normalize", "stft"),
+    *("amax", "gather", "index_put", "linalg.vector_norm", "masked_select", "matmul", "stft"),
+    *("scatter_add", "view"),
+    *(f"nn.functional.{name}" for name in ("conv1d", "huber_loss", "linear_cross_entropy")),
+    *(f"nn.functional.{name}" for name in ("mse_loss", "normalize")),
 ]
 _PEFT = [
     "Vanilla MLP 4 LoRA, compiled",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,18 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcdp_compile.devices import Cpu
 from fcdp_compile.params.packing import is_narrow
-from fcdp_compile.plan import Lane
-from fcdp_compile.runtime.collectives import channel, gathers, reductions
+from fcdp_compile.runtime.collectives import channel, reductions
 from fcdp_compile.runtime.collectives.channel import Channel
-from fcdp_compile.runtime.collectives.quantize import Codec
-from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.tasks import Begun
-from fcdp_compile.strategy.formats import Format
-from tests.runtime.simulated_device import SimulatedDevice
 
 NODES, PLACES, ELEMENTS = 8, 8, 2000
 ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -102,54 +94,3 @@ def test_gloo_leaves_the_wait_to_whoever_needs_the_result(monkeypatch: pytest.Mo
     assert out.tolist() == [0.0, 0.0]
     left.finish()
     assert out.tolist() == [1.0, 2.0]
-
-
-class _Allocations(TorchDispatchMode):
-    """Notes the stream that is current whenever memory is asked for."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        super().__init__()
-        self._device = device
-        self.streams: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "empty" in func.name():
-            self.streams.append(self._device.current_stream())
-        return func(*args, **(kwargs or {}))
-
-
-CODEC = Codec(Format.INT8, [4])
-TASKS: dict[str, tuple[int, int, Callable[..., object]]] = {
-    "reduce-scatter": (4, 8, reductions.reduce_scatter),
-    "reduce-scatter, uneven": (4, 7, partial(reductions.reduce_parts, sizes=[4, 3])),
-    "reduce-scatter, int8": (4, 8, partial(reductions.reduce_encoded, codec=CODEC)),
-    "all-reduce": (8, 8, reductions.all_reduce),
-    "all-gather, uneven": (7, 4, partial(gathers.gather_parts, sizes=[4, 3])),
-    "all-gather, flat": (8, 4, partial(gathers.gather_flat, codec=None, order=torch.arange(2))),
-    "all-gather, flat, int8": (
-        8, 4, partial(gathers.gather_flat, codec=CODEC, order=torch.arange(2)),
-    ),
-    "all-gather, rest": (16, 8, partial(gathers.gather_rest, own=torch.ones(8), node=0)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_memory_of_a_collective_is_that_of_compute(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A lane's stream would keep what it has once used, and no other stream could have it."""
-    received, sent, task = TASKS[name]
-    monkeypatch.setattr(dist, "all_to_all_single", lambda out, send, **_: out.zero_())
-    monkeypatch.setattr(channel, "all_gather", lambda out, send, **_: out.zero_())
-    device = SimulatedDevice(0)
-    over = Channel.over(None, 2, device, cast(Any, None))
-    out = torch.empty(received, dtype=torch.bfloat16)
-    send = torch.ones(sent, dtype=torch.bfloat16)
-    run = partial(task, out, send, channel=over)
-    with _Allocations(device) as noted:
-        Lanes(device, is_blocking=False).start(
-            Lane.INTER, run, out=out, reads=[send], needs=over.held, name=name
-        )
-    mine = [stream for stream in noted.streams if stream is device.compute]
-    assert len(over.held) == len(mine) > 0
-    assert noted.streams == mine or "int8" in name, "a codec has memory of its own"

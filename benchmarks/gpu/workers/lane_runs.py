@@ -101,7 +101,7 @@ def _cases(channel: Channel, elements: int, device: torch.device) -> list[_LaneC
         _LaneCase(
             name="all-gather, flat",
             lane=Lane.INTER,
-            run=lambda out, send: partial(gather_flat, out, send, None, order, channel),
+            run=lambda out, send: partial(gather_flat, out, send, None, channel, order),
         ),
         _LaneCase(
             name="reduce-scatter",

@@ -112,8 +112,8 @@ def _row_hashes(table: Tensor) -> Tensor:
     weights = _weights(0, table.device)
     high_weights = _weights(_WORDS, table.device)
     hashes = []
-    # On a CPU a block stays in a core's cache for its second reading; a GPU needs few launches instead, and
-    # memory for three times a block of 16 MiB.
+    # On a CPU a block stays in a core's cache for its second reading; a GPU needs few launches instead, with
+    # blocks of 16 MiB, because the results of some of the kernels are as large.
     blocks = table.split(1 << 8 if on_cpu else 1 << 13)
     halves = torch.empty_like(blocks[0])
     for block in blocks:
