@@ -10,6 +10,8 @@ of uneven shards.  So a `HomeTensor` is a DTensor that
 * runs elementwise ops, such as an optimizer's, on the local tensors (`local_ops`).
 
 Results of ops on HomeTensors are HomeTensors.
+
+[Note: long file] The class and how its ops run call each other.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ from fcdp_compile.params.home_collectives import (
 )
 from fcdp_compile.params.late import LateTensor
 from fcdp_compile.params.local_ops import (
+    RESHAPES,
+    VIEWS,
     communicates_never,
+    fitted,
     flat,
-    for_norm,
     has_home_node,
     is_in_place,
     loses_home_nodes,
@@ -235,7 +239,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             "to it would be lost; assign to the elements of the tensor itself (tensor[rows] = values), or "
             "write to the parameter within a block of fcdp_compile.gathered(model)"
         )
-    if func in _RESHAPES:
+    if func in RESHAPES:
         return _reshape_in_place(func, args, kwargs)
     source = args[0] if args else None  # taken before its rows are gathered
     done = run_locally(func, args, kwargs, _present)
@@ -282,7 +286,7 @@ def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
             f"{func} would change the shape of a sharded parameter, {tuple(tensor.shape)}; change shapes "
             "before fcdp_compile.shard, or compute with a view (parameter.unsqueeze(0))"
         )
-    found = _run(_RESHAPES[func], args, kwargs)
+    found = _run(RESHAPES[func], args, kwargs)
     reshape_wrapper(func, args, kwargs)
     tensor._spec = found._spec
     tensor._set_local(_SLOT.__get__(found))
@@ -299,9 +303,7 @@ def _run_by_dtensor(func: Any, args: Any, kwargs: Any, *, is_traced: bool) -> An
     def plain(tensor: DTensor) -> DTensor:
         if not isinstance(tensor, HomeTensor):
             return tensor
-        local = for_norm(func, args, tensor.present())
-        if func in _VIEWS:
-            local = _ordered(local, tensor.stride())
+        local = fitted(func, args, tensor.present(), tensor.stride())
         given.append((_plain(tensor, local), tensor))
         return given[-1][0]
 
@@ -315,18 +317,6 @@ def _run_by_dtensor(func: Any, args: Any, kwargs: Any, *, is_traced: bool) -> An
             raise
         return _run_whole(func, args, kwargs)
     return next((mine for made, mine in given if made is found), found)
-
-
-def _ordered(local: Tensor, stride: Sequence[int]) -> Tensor:
-    """A local tensor whose dimensions are in the order in memory that the strides of the whole tensor tell.
-
-    The results of torch's rules need not have the strides that they claim, which decide about views.
-    """
-    order = sorted(range(local.dim()), key=lambda dim: -stride[dim])
-    ordered = local.permute(order)
-    if ordered.is_contiguous():
-        return local
-    return ordered.contiguous().permute([order.index(dim) for dim in range(local.dim())])
 
 
 def _run_whole(func: Any, args: Any, kwargs: Any, *, cuts_results: bool = True) -> Any:
@@ -365,7 +355,7 @@ def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
     Returns None if DTensor's rule refuses them, or would write to a gathered copy of an argument.
     DTensor would use one collective for each mesh dimension.
     """
-    if func in _VIEWS and cuts_rows(args[0], args[1]):
+    if func in VIEWS and cuts_rows(args[0], args[1]):
         args = [_whole(args[0]), *args[1:]]
     is_item = func.overloadpacket is _aten._local_scalar_dense
     if is_in_place(func) or is_item:
@@ -452,15 +442,3 @@ _SLOT: Any = DTensor.__dict__["_local_tensor"]
 _aten = torch.ops.aten
 _COPY = "_fcdp_copy"
 """The attribute of a copy that torch takes for a view of a sharded tensor; it is read-only."""
-
-_RESHAPES = {
-    _aten.squeeze_.default: _aten.squeeze.default,
-    _aten.squeeze_.dim: _aten.squeeze.dim,
-    _aten.squeeze_.dims: _aten.squeeze.dims,
-    _aten.t_.default: _aten.t.default,
-    _aten.transpose_.default: _aten.transpose.int,
-    _aten.unsqueeze_.default: _aten.unsqueeze.default,
-}
-"""Ops that change the shape of their first argument in place, and those that return a view instead."""
-
-_VIEWS = {_aten.view.default, _aten.view_copy.default, _aten._unsafe_view.default}

@@ -238,11 +238,19 @@ def communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:
     return is_elementwise and not any(p.is_partial() for p in tensors[0].placements)
 
 
-def for_norm(func: Any, args: Sequence[Any], local: Tensor) -> Tensor:
-    """The local tensor for an op; for a norm over no rows, one row that changes no norm of all rows.
+def fitted(func: Any, args: Sequence[Any], local: Tensor, stride: Sequence[int]) -> Tensor:
+    """The local tensor with which DTensor runs an op on a tensor of these strides.
 
-    torch refuses the infinity norm of an empty tensor.
+    For a norm over no rows it is one row that changes no norm of all rows: torch refuses the infinity norm of
+    an empty tensor.  For a view its dimensions are in the order in memory that the strides tell: results of
+    torch's rules need not have the strides that they claim, which decide about views.
     """
+    if func in VIEWS:
+        order = sorted(range(local.dim()), key=lambda dim: -stride[dim])
+        ordered = local.permute(order)
+        if not ordered.is_contiguous():
+            local = ordered.contiguous().permute([order.index(dim) for dim in range(local.dim())])
+        return local
     if local.numel() or func.overloadpacket not in _NORMS or type(local) is not Tensor:
         return local
     over = args[2] if len(args) > 2 and args[2] is not None else range(local.dim())
@@ -263,3 +271,15 @@ def loses_home_nodes(func: Any, args: Sequence[Any], tensors: Sequence[DTensor])
 
 _NORMS = {_aten.linalg_vector_norm, _aten._foreach_norm}
 _LOCAL = {*_NORMS, _aten.detach, _aten.zeros_like}
+
+VIEWS = {_aten.view.default, _aten.view_copy.default, _aten._unsafe_view.default}
+
+RESHAPES = {
+    _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.squeeze_.dim: _aten.squeeze.dim,
+    _aten.squeeze_.dims: _aten.squeeze.dims,
+    _aten.t_.default: _aten.t.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten.unsqueeze_.default: _aten.unsqueeze.default,
+}
+"""Ops that change the shape of their first argument in place, and those that return a view instead."""
