@@ -260,7 +260,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         refuse_collective(func)
         if not takes_plain_tensors() and meets_plain(func, args, kwargs, tensors[0]):
             return _run_whole(func, args, kwargs, cuts_results=False)
-    if loses or not has_rule(func, args):
+    # DTensor's rule of views never ends on a tensor without elements.
+    is_void = not (is_traced or all(t.numel() for t in tensors))
+    if is_void or loses or not has_rule(func, args):
         return _run_whole(func, args, kwargs)
     if not (is_traced or communicates_never(func, tensors)):
         # On a rank without elements an op may fail that others run, such as the largest of no elements.

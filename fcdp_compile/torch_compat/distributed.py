@@ -136,6 +136,8 @@ _WRONG_RULES = {
     # They take any two tensors for cut alike, but an index may have fewer rows than what it indexes.
     *(_aten.gather, _aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_),
     *(_aten.scatter_reduce, _aten.scatter_reduce_),
+    # Its results share one mask, so a second lookup fails while the first one's sum is pending.
+    _aten.embedding,
     # They refuse rows that are cut over two dimensions of a mesh, and all strides but those that are there.
     *(_aten.convolution, _aten.convolution_backward, _aten.as_strided),
 }

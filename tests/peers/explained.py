@@ -52,7 +52,23 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("", r"FSDP2's own state", "fcdp has no such state"),
     ("test_post_optim_event", r"set_post_optim_event", "an event of FSDP2's own streams"),
-    ("", r"Accelerator expected|_cuda_setDevice", "the test needs a GPU"),
+    (
+        "",
+        r"Accelerator expected|_cuda_setDevice|Cannot access accelerator device",
+        "the test needs a GPU",
+    ),
+    (
+        "",
+        r"_flat_weights",
+        "[a limit](limits.md#not-there): torch's RNNs keep their parameters in a list",
+    ),
+    ("", r"resize_\.default cannot give", "each rank holds rows of the shape that the tensor had"),
+    (
+        "tensor_split",
+        r"data is not allocated",
+        "torch reads where to split from a tensor's memory, of which each rank has a part",
+    ),
+    ("to_sparse", r"SparseCPU", "a sharded tensor is dense, and so is what is made of it"),
     (
         "",
         r"Some tensors share memory",
