@@ -7,6 +7,7 @@ covers all combinations of options that a method tries, but for those that fcdp 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -55,6 +56,9 @@ _EDITS = (
 _DOUBLE = ("test_clip_grad_norm_2d",)
 """Tests whose gradients are zero but for rounding, of which Adam makes whole steps: they run in float64."""
 
+_ATTENDING = ("test_clip_grad_norm_2d",)
+"""Tests of attention with tensor parallelism."""
+
 
 def version() -> str:
     return f"torch {torch.__version__}"
@@ -66,6 +70,7 @@ def cases() -> list[str]:
 
 def run(mesh: DeviceMesh, case: str) -> None:
     """Call one test method on this rank."""
+    from torch.distributed.tensor.experimental import implicit_replication
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.testing._internal import common_fsdp
     from torch.testing._internal.common_utils import set_default_dtype, set_rng_seed
@@ -85,7 +90,9 @@ def run(mesh: DeviceMesh, case: str) -> None:
         mock.patch.dict(vars(script), ours),
         mock.patch.dict(vars(common_fsdp), {n: ours[n] for n in ("fully_shard", "checkpoint")}),
         sharding.noticing_uses(),
-        sdpa_kernel(SDPBackend.MATH),  # DTensor has no rule for the CPU's own kernels
+        # DTensor has no rule for the CPU's own attention, whose general form makes a mask.
+        sdpa_kernel(SDPBackend.MATH),
+        implicit_replication() if method in _ATTENDING else contextlib.nullcontext(),
     ):
         test.attempt(functools.partial(inspect.unwrap(getattr(kind, method)), test))
     # What fcdp refused is worth more than what was left out, and some combinations may be left out.
