@@ -260,8 +260,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         refuse_collective(func)
         if not takes_plain_tensors() and meets_plain(func, args, kwargs, tensors[0]):
             return _run_whole(func, args, kwargs, cuts_results=False)
-    # DTensor's rule of views never ends on a tensor without elements.
-    is_void = not (is_traced or all(t.numel() for t in tensors))
+    # DTensor's rule of these views never ends on a tensor without elements.
+    is_void = func in VIEWS and not is_traced and args[0].numel() == 0
     if is_void or loses or not has_rule(func, args):
         return _run_whole(func, args, kwargs)
     if not (is_traced or communicates_never(func, tensors)):

@@ -135,7 +135,7 @@ def _reads(mesh: DeviceMesh) -> dict[str, int]:
     torch.manual_seed(0)
     plain = _Net()
     model = fcdp_compile.shard(copy.deepcopy(plain), mesh)
-    net = torch.compile(model, backend="fcdp")
+    net = torch.compile(model, backend="fcdp", options={"device_memory": 1})
     net(torch.ones(2, 7)).sum().backward()
     counters = state_of(model).counters
     before = dict(counters.sent)

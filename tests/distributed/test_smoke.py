@@ -19,18 +19,18 @@ def _train(mesh: DeviceMesh, name: str) -> list[float]:
     model = fcdp_compile.shard(case.model(), mesh)
     net = torch.compile(model, backend="fcdp", options={"bucket_mb": 0.05})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
+    losses, device = [], torch.get_default_device()
     for step in range(3):
         ids = batch(case, step=step, rank=torch.distributed.get_rank())
         # A user may be building another model, so fcdp names the device of each tensor that it makes.
-        torch.set_default_device("meta" if step != 1 else "cpu")
+        torch.set_default_device("meta" if step != 1 else device)
         try:
             loss = case.loss(net, ids)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         finally:
-            torch.set_default_device("cpu")
+            torch.set_default_device(device)
         losses.append(loss.item())
     return losses
 
