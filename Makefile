@@ -62,10 +62,8 @@ bench: | $(BIN)/python  ## measure against other systems on simulated nodes; nee
 	@$(MAKE) --no-print-directory $(STAMPS)/editable-bench $(STAMPS)/deepspeed
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-# Nothing is fetched: the machine has torch, and may have no network.
+# Nothing is fetched or installed: the machine has torch, and may have no network and no usable pip.
 gpu:  ## run what one CUDA GPU can show, in ten minutes, into docs/gpu.md
-	@$(GPU_PYTHON) -c 'import fcdp_compile.runtime' 2>/dev/null || \
-	    $(GPU_PYTHON) -m pip install --no-deps --no-build-isolation --editable .
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 # Not part of CI: hours, and gigabytes for each torch that has no CPU build.

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.gpu.linked import link_tree
 from benchmarks.gpu.parts import GpuPart
 from benchmarks.gpu.results import Ending, Outcome, read_found, write_outcome
 from benchmarks.running.machine import MachineRecord
@@ -28,10 +29,12 @@ Command = Callable[[GpuPart, Path, float], list[str]]
 """Makes the command of a part's processes, from the part, the file to write and the seconds to use."""
 
 EXIT_NOT_RUN = 77  # the last line of output says why
+STACKS = signal.SIGUSR1
+"""A part's process prints the stacks of its threads on it."""
 
-_ROOT = Path(__file__).resolve().parents[2]
 _LOOK_S = 0.05
 _PEERS_S = 3.0  # time for the other ranks to report their errors once one rank has failed
+_STACKS_S = 0.5
 _KEPT_LINES = 20
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Errors)(: |$)")  # at the end of a traceback
 _OWN_SHARE = 0.8  # of its limit; after this time a part skips all optional work
@@ -56,20 +59,30 @@ def run_parts(
 ) -> list[Outcome]:
     """Run the parts; each outcome is written to PART.json in the folder and passed to `ended` at once.
 
+    What the ranks of a part print stays in PART-RANK.log beside it, unless the part is done.
+
     device: the hardware's name in the outcomes.
     """
     until_s = time.monotonic() + budget_s
     machine = MachineRecord.here()
     outcomes = []
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
+        tree = link_tree(Path(scratch) / "tree")
         for i, part in enumerate(parts):
             left_s = until_s - time.monotonic()
             limit_s = left_s * part.weight / sum(p.weight for p in parts[i:])
             found_file = Path(scratch) / part.name / "found.json"
             found_file.parent.mkdir()
             began_s = time.monotonic()
-            result = _run(part, command(part, found_file, limit_s * _OWN_SHARE), limit_s, scratch)
+            logs = [folder / f"{part.name}-{rank}.log" for rank in range(part.ranks)]
+            result = _run(
+                part, command(part, found_file, limit_s * _OWN_SHARE), limit_s, logs, tree
+            )
             state, reason = _told(result, limit_s)
+            if state is Ending.DONE:
+                for log in logs:
+                    log.unlink()
             outcome = Outcome(
                 part=part.name,
                 state=state,
@@ -90,10 +103,11 @@ def run_parts(
     return outcomes
 
 
-def _run(part: GpuPart, command: list[str], limit_s: float, scratch: str) -> _Ended:
-    logs = [Path(scratch) / part.name / f"log-{rank}" for rank in range(part.ranks)]
+def _run(
+    part: GpuPart, command: list[str], limit_s: float, logs: Sequence[Path], tree: Path
+) -> _Ended:
     until_s = time.monotonic() + limit_s
-    with _started(part, command, logs) as processes:
+    with _started(part, command, logs, tree) as processes:
         codes: list[int | None] = [None] * part.ranks
         while None in codes and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
@@ -102,13 +116,17 @@ def _run(part: GpuPart, command: list[str], limit_s: float, scratch: str) -> _En
                 until_s = min(until_s, time.monotonic() + _PEERS_S)
         bad = [rank for rank, code in enumerate(codes) if code]
         running = [rank for rank, code in enumerate(codes) if code is None]
+        if running:
+            for rank in running:
+                processes[rank].send_signal(STACKS)
+            time.sleep(_STACKS_S)
     worst = (bad or running or [0])[0]
     return _Ended(code=codes[worst], lines=_last_lines(logs[worst]))
 
 
 @contextlib.contextmanager
 def _started(
-    part: GpuPart, command: list[str], logs: Sequence[Path]
+    part: GpuPart, command: list[str], logs: Sequence[Path], tree: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start a process for each rank, in a session of its own; kill them all on exit."""
     with socket.socket() as free:
@@ -121,8 +139,8 @@ def _started(
                 processes.append(
                     subprocess.Popen(
                         command,
-                        env=_environment(part, rank, port),
-                        cwd=_ROOT,
+                        env=_environment(part, rank, port, tree),
+                        cwd=tree,
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -135,8 +153,8 @@ def _started(
             _kill(process)
 
 
-def _environment(part: GpuPart, rank: int, port: int) -> dict[str, str]:
-    found = {**os.environ, **part.environment, "PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": "1"}
+def _environment(part: GpuPart, rank: int, port: int, tree: Path) -> dict[str, str]:
+    found = {**os.environ, **part.environment, "PYTHONPATH": str(tree), "PYTHONUNBUFFERED": "1"}
     if part.ranks > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": part.ranks, "MASTER_PORT": port}
         found |= {name: str(value) for name, value in place.items()}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 class GpuPart:
     """One part, which runs in processes of its own.
 
+    runs: the function of `benchmarks.gpu.workers` that runs it, "module.function", and `arguments` for it.
+    Only this module is imported, so what one part lacks stops no other part.
     weight: its share of the time left when it starts, relative to the weights of the parts still to come.
     No weight is small: merely starting Python with torch can take 20 s on a machine that has just started.
     environment: variables for its processes, besides those of this process.
@@ -18,41 +20,97 @@ class GpuPart:
     name: str
     title: str
     weight: int
+    runs: str
+    arguments: tuple[str, ...] = ()
     ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 PARTS = (
-    GpuPart(name="copies", title="copies of the pinned pool against cudaMemcpy", weight=6),
+    GpuPart(
+        name="copies",
+        runs="copies.copies",
+        title="copies of the pinned pool against cudaMemcpy",
+        weight=6,
+    ),
     GpuPart(
         name="lanes",
+        runs="lane_runs.lane_runs",
         title="lanes and collectives in an NCCL group of one rank, called directly",
         weight=7,
     ),
     GpuPart(
-        name="fcdp-full", title="steps of a large model: fcdp, weights in host memory", weight=16
+        name="fcdp-full",
+        runs="training.train",
+        arguments=("fcdp", "full"),
+        title="steps of a large model: fcdp, weights in host memory",
+        weight=16,
     ),
-    GpuPart(name="fsdp2-full", title="the same: FSDP2", weight=6),
-    GpuPart(name="plain-full", title="the same: no sharding, compiled by blocks", weight=6),
+    GpuPart(
+        name="fsdp2-full",
+        runs="training.train",
+        arguments=("fsdp2", "full"),
+        title="the same: FSDP2",
+        weight=6,
+    ),
+    GpuPart(
+        name="plain-full",
+        runs="training.train",
+        arguments=("plain", "full"),
+        title="the same: no sharding, compiled by blocks",
+        weight=6,
+    ),
     GpuPart(
         name="parity",
+        runs="parity.parity",
         title="parity of four Gloo ranks on one card, checkpointing and dropout",
         weight=14,
         ranks=4,
     ),
-    GpuPart(name="tests", title="the tests that need a CUDA device", weight=7),
-    GpuPart(name="sanitizer", title="steps under torch's CUDA sanitizer", weight=6),
+    GpuPart(
+        name="tests",
+        runs="cuda_tests.cuda_tests",
+        title="the tests that need a CUDA device",
+        weight=7,
+    ),
+    GpuPart(
+        name="sanitizer",
+        runs="watched.sanitizer",
+        title="steps under torch's CUDA sanitizer",
+        weight=6,
+    ),
     GpuPart(
         name="streams",
+        runs="watched.streams",
         title="steps with FCDP_CHECK_STREAMS=1",
         weight=6,
         environment={"FCDP_CHECK_STREAMS": "1"},
     ),
-    GpuPart(name="fcdp-lora", title="LoRA: fcdp, weights in host memory", weight=12),
-    GpuPart(name="plain-lora", title="LoRA: no sharding, compiled by blocks", weight=5),
-    GpuPart(name="segments-full", title="the large model: no sharding, fcdp's segments", weight=8),
+    GpuPart(
+        name="fcdp-lora",
+        runs="training.train",
+        arguments=("fcdp", "lora"),
+        title="LoRA: fcdp, weights in host memory",
+        weight=12,
+    ),
+    GpuPart(
+        name="plain-lora",
+        runs="training.train",
+        arguments=("plain", "lora"),
+        title="LoRA: no sharding, compiled by blocks",
+        weight=5,
+    ),
+    GpuPart(
+        name="segments-full",
+        runs="training.train",
+        arguments=("segments", "full"),
+        title="the large model: no sharding, fcdp's segments",
+        weight=8,
+    ),
     GpuPart(
         name="megatron-full",
+        runs="training.train",
+        arguments=("megatron", "full"),
         title="the large model: megatron-fsdp, optimizer over all ranks",
         weight=6,
     ),

@@ -25,13 +25,10 @@ F = TypeVar("F", CudaTests, Copies, LaneRuns, Parity, Watched)
 LOSS_TOLERANCE = 1e-4
 PARAMETER_TOLERANCE = 1e-3
 
-_RUN = """Run the benchmark with `make gpu`. On a machine whose Python already has torch, run
-
-    pip install --no-deps --no-build-isolation -e .
-    python -m benchmarks.gpu
-
-It takes at most ten minutes and needs one GPU and no network. Every part runs in its own processes,
-within a share of the remaining time, and writes `docs/benchmarks/gpu/PART.json` when it ends. `--parts`
+_RUN = """Run the benchmark with `make gpu`, or `python -m benchmarks.gpu` in a checkout. It needs a
+Python with torch and one GPU, installs nothing, needs no network and takes at most ten minutes. Every part
+runs in its own processes, within a share of the remaining time, and writes `docs/benchmarks/gpu/PART.json`
+when it ends; if it fails, `PART-RANK.log` beside it has all that its ranks printed. `--parts`
 chooses parts, `--seconds` sets another limit, and `--device cpu --quick` tries the benchmark on a CPU in
 `build/gpu-trial`.
 """

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from tabulate import tabulate
-
 from benchmarks.gpu.results import Trained
 
 _NAMES = {
@@ -85,5 +83,6 @@ def _places(found: Trained) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    """Return a table in Markdown."""
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    """Return a table in Markdown; a bare machine has no tabulate."""
+    lines = [headers, ["-" * max(3, len(h)) for h in headers], *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

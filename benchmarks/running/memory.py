@@ -7,6 +7,7 @@ tensors of a small model.  Memory mapped without malloc, such as the slabs of fc
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS.split()]
 
 
-def _find_mallinfo2() -> Callable[[], _Mallinfo2]:
+@functools.cache
+def _mallinfo2() -> Callable[[], _Mallinfo2]:
     try:
         function = ctypes.CDLL(None).mallinfo2
     except AttributeError as error:
@@ -34,12 +36,9 @@ def _find_mallinfo2() -> Callable[[], _Mallinfo2]:
     return found
 
 
-_mallinfo2 = _find_mallinfo2()
-
-
 def heap_bytes() -> int:
     """Return the bytes that malloc has handed out and not got back, over all threads."""
-    info = _mallinfo2()
+    info = _mallinfo2()()
     return int(info.uordblks + info.hblkhd)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tabulate import tabulate
 from torch import nn
 
 from fcdp_compile.plan import INNER, Direction, Lane, Plan, Schedule
 from fcdp_compile.report.memory import Memory, memory
+from fcdp_compile.report.table import table
 from fcdp_compile.sharding import sharded_class
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import graph_break_places, graph_breaks
@@ -76,7 +76,7 @@ class Explanation:
             ]
             for p in self.passes
         ]
-        return tabulate(rows, headers=headers, tablefmt="simple")
+        return table(rows, headers)
 
     def _uncovered(self) -> str:
         if not self.uncovered:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tabulate import tabulate
 from torch import nn
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Kind
+from fcdp_compile.report.table import table
 from fcdp_compile.runtime.collectives.counters import (
     AGREE,
     EXCHANGE,
@@ -96,7 +96,7 @@ class Traffic:
         if not rows:
             return f"{title}: nothing so far"
         headers = ["link", "kind", "last step [B]", "total [B]", "what"]
-        return f"{title}:\n\n{tabulate(rows, headers=headers, tablefmt='simple')}"
+        return f"{title}:\n\n{table(rows, headers)}"
 
 
 def traffic(model: nn.Module) -> Traffic:

@@ -199,6 +199,7 @@ def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
         GpuPart(
             name=name,
             title=name,
+            runs="",
             weight=2 if name == "hangs" else 10,
             ranks=3 if name == "ranks" else 1,
         )
