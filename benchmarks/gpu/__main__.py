@@ -20,7 +20,7 @@ from benchmarks.gpu.results import Ending, Outcome
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 570.0  # with this process's start and end, ten minutes
 _ASK = """
-import torch
+import numpy, torch  # torch's collectives of objects need numpy
 found = torch.cuda.get_device_properties(0)
 print(f"{found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
 """
@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder (default docs; on a CPU build/gpu-trial)")
     args = parser.parse_args(argv)
     out = args.out or _ROOT / ("docs" if args.device == "cuda" else "build/gpu-trial")
-    device = _name_of(args.device)
+    device, why = _name_of(args.device)
     if device is None:
         print(
-            "benchmarks.gpu: there is no CUDA device; try it out with --device cpu --quick",
+            f"benchmarks.gpu: no CUDA device can be used ({why}); try it out with --device cpu --quick",
             file=sys.stderr,
         )
         return 1
@@ -69,21 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(outcome.state in bad for outcome in outcomes) else 0
 
 
-def _name_of(device: str) -> str | None:
-    """Return the device's name; None without a device.  Another process asks, so this one uses no GPU."""
+def _name_of(device: str) -> tuple[str | None, str]:
+    """The device's name, or None and why there is none.  Another process asks, so this one uses no GPU."""
     if device == "cpu":
-        return "cpu"
+        return "cpu", ""
     asked = subprocess.run(
         [sys.executable, "-c", _ASK], capture_output=True, text=True, check=False
     )
     if asked.returncode != 0:
-        return None
+        return None, (asked.stderr.strip().splitlines() or ["its process died"])[-1]
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         driver = "of an unknown version"
-    return f"{asked.stdout.strip()}, driver {driver}"
+    return f"{asked.stdout.strip()}, driver {driver}", ""
 
 
 if __name__ == "__main__":

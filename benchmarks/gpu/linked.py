@@ -1,4 +1,4 @@
-"""The package as pip would lay it out, but as links to the checkout: a machine may have torch and no usable pip."""
+"""The package as pip would lay it out, but as links to the checkout: not every machine with torch has pip."""
 
 from __future__ import annotations
 

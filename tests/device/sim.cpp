@@ -503,6 +503,21 @@ static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   if (writes) push_written(schema, args, stack);
 }
 
+static c10::OperatorHandle operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+// torch asks a device like this one for convolutions of its own.
+static void convolution(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  fallback(operator_named("aten::convolution"), keys, stack);
+}
+
+static void convolution_backward(
+    const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  stack->insert(stack->end() - 7, c10::IValue());  // the sizes of the bias
+  fallback(operator_named("aten::convolution_backward"), keys, stack);
+}
+
 static at::Tensor empty(
     at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
@@ -571,6 +586,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", item);
   m.impl("resize_", resized);
   m.impl("record_stream", record_stream);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl(
+      "convolution_backward_overrideable",
+      torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Storage", set_whole_storage);
 }

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
+from fcdp_compile import devices
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.params.seals.seal import seal
 from tests.distributed.beside import Beside, named
@@ -214,6 +215,7 @@ def _captured(mesh: DeviceMesh) -> None:
     seal([parameter])
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(devices._classes, "sim", raising=False)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for act in (parameter.detach, optimizer.step):

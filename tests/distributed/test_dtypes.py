@@ -267,7 +267,7 @@ def _without_arithmetic(mesh: DeviceMesh, folder: str) -> None:
     # An error of this rank's own is no lost rank, and the groups still work.
     own = pytest.raises(RuntimeError, match="Invalid scalar type")
     with own as raised, naming_lost_ranks(None, "a sum"):
-        dist.all_reduce(torch.ones(2, dtype=torch.int16))
+        dist.all_reduce(torch.ones(2, dtype=torch.int16, device="cpu"))
     assert not isinstance(raised.value, LostRankError)
     with pytest.raises(RuntimeError, match="memory") as raised:
         finish(_OwnFailure(), None, Wait(lambda: "a gather"))  # type: ignore[arg-type]  # a stub

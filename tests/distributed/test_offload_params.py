@@ -89,7 +89,10 @@ def _bytes(mesh: DeviceMesh, strategy: str) -> tuple[int, int, dict[str, int], d
     sizes = [r.local().nbytes for r in model.records.values()]
     # torch's pinned allocator gives powers of two.
     home = sum(1 << (n - 1).bit_length() if n and model.device.registers else n for n in sizes)
-    assert (model.host_memory.home_bytes, fcdp_compile.memory(pair.model).host_bytes) == (home, home)
+    assert (model.host_memory.home_bytes, fcdp_compile.memory(pair.model).host_bytes) == (
+        home,
+        home,
+    )
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, home)
     assert model.host_memory.unplanned_bytes == 2 * max(everywhere)
