@@ -91,6 +91,12 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         r"join_uneven_inputs lets",
         "[a limit](accelerate.md): every rank has a part of the model, so all take every step",
     ),
+    (
+        "",
+        r"no values that could be compared",
+        "it returns memory as it is, or takes complex numbers only",
+    ),
+    ("", r"refuses the inputs of the table", "the operator is for GPUs, or for other arguments"),
     ("", r"the table has no|has no expert parallel plan", "the suite itself leaves it out"),
     ("", r"has no parameters", "there is nothing to shard"),
 )

@@ -71,7 +71,7 @@ def _section(item: tuple[str, Mapping[str, Outcome]]) -> str:
         return ""
     order = list(Status)
     rows = [
-        [status, len(found), _shown(found), _cell(text), reason(found[0], text)]
+        [status, len(found), _shown(found), _cell(text), reason(found[0], cases[found[0]].text)]
         for (status, text), found in sorted(
             groups.items(), key=lambda g: (-order.index(g[0][0]), -len(g[1]))
         )
