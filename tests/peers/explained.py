@@ -11,7 +11,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "[a limit](limits.md#not-there): no tensor can take the place of a sharded parameter",
     ),
     (
-        r"OFT, eager",
+        r"OFT, ",
         r"forward writes to parameter",
         "constrained OFT writes in its forward, [which is refused](limits.md#to-know)",
     ),
