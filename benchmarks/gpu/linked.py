@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tomllib
 from pathlib import Path
 
@@ -12,8 +11,7 @@ _BESIDE = ("benchmarks", "tests", "pyproject.toml")
 
 
 def link_tree(folder: Path) -> Path:
-    """Make the folder anew and return it: as working folder, it has the package and its entry points."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Fill a new folder and return it: as working folder, it has the package and its entry points."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project, mapped = settings["project"], settings["tool"]["setuptools"]["package-dir"]
     for package, source in sorted(mapped.items()):

@@ -26,6 +26,16 @@ class GpuPart:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+def _steps(system: str, mode: str, title: str, *, weight: int) -> GpuPart:
+    return GpuPart(
+        name=f"{system}-{mode}",
+        runs="training.train",
+        arguments=(system, mode),
+        title=title,
+        weight=weight,
+    )
+
+
 PARTS = (
     GpuPart(
         name="copies",
@@ -39,27 +49,9 @@ PARTS = (
         title="lanes and collectives in an NCCL group of one rank, called directly",
         weight=7,
     ),
-    GpuPart(
-        name="fcdp-full",
-        runs="training.train",
-        arguments=("fcdp", "full"),
-        title="steps of a large model: fcdp, weights in host memory",
-        weight=16,
-    ),
-    GpuPart(
-        name="fsdp2-full",
-        runs="training.train",
-        arguments=("fsdp2", "full"),
-        title="the same: FSDP2",
-        weight=6,
-    ),
-    GpuPart(
-        name="plain-full",
-        runs="training.train",
-        arguments=("plain", "full"),
-        title="the same: no sharding, compiled by blocks",
-        weight=6,
-    ),
+    _steps("fcdp", "full", "steps of a large model: fcdp, weights in host memory", weight=16),
+    _steps("fsdp2", "full", "the same: FSDP2", weight=6),
+    _steps("plain", "full", "the same: no sharding, compiled by blocks", weight=6),
     GpuPart(
         name="parity",
         runs="parity.parity",
@@ -86,32 +78,10 @@ PARTS = (
         weight=6,
         environment={"FCDP_CHECK_STREAMS": "1"},
     ),
-    GpuPart(
-        name="fcdp-lora",
-        runs="training.train",
-        arguments=("fcdp", "lora"),
-        title="LoRA: fcdp, weights in host memory",
-        weight=12,
-    ),
-    GpuPart(
-        name="plain-lora",
-        runs="training.train",
-        arguments=("plain", "lora"),
-        title="LoRA: no sharding, compiled by blocks",
-        weight=5,
-    ),
-    GpuPart(
-        name="segments-full",
-        runs="training.train",
-        arguments=("segments", "full"),
-        title="the large model: no sharding, fcdp's segments",
-        weight=8,
-    ),
-    GpuPart(
-        name="megatron-full",
-        runs="training.train",
-        arguments=("megatron", "full"),
-        title="the large model: megatron-fsdp, optimizer over all ranks",
-        weight=6,
+    _steps("fcdp", "lora", "LoRA: fcdp, weights in host memory", weight=12),
+    _steps("plain", "lora", "LoRA: no sharding, compiled by blocks", weight=5),
+    _steps("segments", "full", "the large model: no sharding, fcdp's segments", weight=8),
+    _steps(
+        "megatron", "full", "the large model: megatron-fsdp, optimizer over all ranks", weight=6
     ),
 )

@@ -312,9 +312,8 @@ def _run_by_dtensor(func: Any, args: Any, kwargs: Any, *, is_traced: bool) -> An
     values = dict(zip(kwargs, mapped(plain, kwargs.values()), strict=True))
     try:
         found = func(*mapped(plain, args), **values)
-    except (
-        NotImplementedError
-    ):  # for an elementwise op, or a part of a composite op, without a rule
+    except NotImplementedError:
+        # DTensor has no rule for this elementwise op, or for a part of this composite op.
         if is_traced:
             raise
         return _run_whole(func, args, kwargs)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.driver import EXIT_NOT_RUN, run_parts
+from benchmarks.gpu.linked import link_tree
 from benchmarks.gpu.parts import PARTS, GpuPart
 from benchmarks.gpu.report import page, page_before
 from benchmarks.gpu.results import (
@@ -234,8 +235,39 @@ def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
     )
     assert found["ranks"].reason.endswith("rank 2 is lost")
     assert found["hangs"].state is Ending.TIMEOUT
+    logs = {file.stem for file in tmp_path.glob("*.log")}
+    assert logs == {
+        "raises-0",
+        "killed-0",
+        "elsewhere-0",
+        "ranks-0",
+        "ranks-1",
+        "ranks-2",
+        "hangs-0",
+    }
+    assert "it is broken" in (tmp_path / "raises-0.log").read_text()
     child = int(found["hangs"].printed[-1])
     assert not is_running(child), "what a part has started ends with it"
+
+
+def test_links_to_the_checkout_are_the_package(tmp_path: Path) -> None:
+    asked = (
+        "import fcdp_compile.runtime as r, fcdp_compile.passes, importlib.metadata as m; "
+        "print(r.__file__, next(e.value for e in m.entry_points(name='fcdp') "
+        "if e.group == 'torch_dynamo_backends'), m.distribution('fcdp').locate_file('').resolve())"
+    )
+    tree = link_tree(tmp_path / "tree")
+    ran = subprocess.run(
+        [sys.executable, "-c", asked],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    runtime, backend, distribution = ran.stdout.split()
+    assert Path(runtime).is_relative_to(tree)
+    assert (backend, tree.samefile(distribution)) == ("fcdp_compile.backend:fcdp", True)
 
 
 def is_running(pid: int) -> bool:

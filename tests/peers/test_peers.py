@@ -18,9 +18,9 @@ _MODULES = [
 ]
 _OPERATORS = [
     *("amax", "gather", "index_put", "linalg.vector_norm", "masked_select", "matmul", "stft"),
-    *("scatter_add", "view"),
+    *("scatter_add", "unflatten", "view"),
     *(f"nn.functional.{name}" for name in ("conv1d", "huber_loss", "linear_cross_entropy")),
-    *(f"nn.functional.{name}" for name in ("mse_loss", "normalize")),
+    *(f"nn.functional.{name}" for name in ("embedding", "mse_loss", "normalize")),
 ]
 _PEFT = [
     "Vanilla MLP 4 LoRA, compiled",
