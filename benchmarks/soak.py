@@ -82,7 +82,7 @@ def soak(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     rank, rows, began_s = dist.get_rank(), [], time.perf_counter()
     with tempfile.TemporaryDirectory() as mine:
-        folders = [mine]
+        folders, wait = [mine], _nothing
         dist.broadcast_object_list(folders, src=0)
         for step in range(1, args.steps + 1):
             loss = forward(_batch(step, rank))
@@ -94,10 +94,11 @@ def soak(args: argparse.Namespace) -> None:
                 with torch.no_grad():
                     forward(_batch(0, rank))
                 net.train()
-                save(Path(folders[0]), optimizer, step, step // args.save_every % 2 == 1)
+                wait = save(Path(folders[0]), optimizer, step, step // args.save_every % 2 == 1)
             if step % args.every == 0:
                 seconds = time.perf_counter() - began_s
                 rows.append((step, loss.item(), *_held(net, args.system), seconds))
+        wait()
         dist.barrier()
     if rank == 0:
         print(
@@ -108,16 +109,17 @@ def soak(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-Save = Callable[[Path, torch.optim.Optimizer, int, bool], object]
+Wait = Callable[[], None]
+Save = Callable[[Path, torch.optim.Optimizer, int, bool], Wait]
 
 
 def _fcdp(net: nn.Module) -> tuple[Any, Save]:
     fcdp_compile.shard(net, fcdp_compile.make_mesh(nodes=RANKS))
 
-    def save(folder: Path, optimizer: torch.optim.Optimizer, step: int, later: bool) -> object:
+    def save(folder: Path, optimizer: torch.optim.Optimizer, step: int, later: bool) -> Wait:
         return fcdp_compile.save(
             folder / "saved", model=net, optimizer=optimizer, step=step, asynchronous=later
-        )
+        ).wait
 
     return torch.compile(net, backend="fcdp"), save
 
@@ -129,11 +131,16 @@ def _fsdp2(net: ResidualNet) -> tuple[Any, Save]:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
 
-    def save(folder: Path, optimizer: torch.optim.Optimizer, step: int, later: bool) -> object:
+    def save(folder: Path, optimizer: torch.optim.Optimizer, step: int, later: bool) -> Wait:
         model, moments = get_state_dict(net, optimizer)
-        return dcp.save({"model": model, "optimizer": moments}, checkpoint_id=folder / "saved")
+        dcp.save({"model": model, "optimizer": moments}, checkpoint_id=folder / "saved")
+        return _nothing
 
     return net, save
+
+
+def _nothing() -> None:
+    """Return at once: nothing is being written."""
 
 
 def _batch(step: int, rank: int) -> Tensor:
