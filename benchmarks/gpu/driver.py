@@ -1,7 +1,8 @@
 """Run parts one after the other, each in processes of its own, within one limit of time.
 
 A part gets a share of the time left, by its weight among the parts still to come; time that a part does not
-need goes to the parts after it.  However a part ends, the next part starts.
+need goes to the parts after it.  However a part ends, the next part starts.  A part that fails may run once
+more the plain way, which tells a maintainer more than the first run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,26 +26,41 @@ from benchmarks.gpu.parts import GpuPart
 from benchmarks.gpu.results import Ending, Outcome, read_found, write_outcome
 from benchmarks.running.machine import MachineRecord
 
-Command = Callable[[GpuPart, Path, float], list[str]]
-"""Makes the command of a part's processes, from the part, the file to write and the seconds to use."""
+Command = Callable[[GpuPart, Path, float, bool], list[str]]
+"""Makes the command of a part's processes: the part, the file to write, the seconds to use, whether plain."""
 
 EXIT_NOT_RUN = 77  # the last line of output says why
-STACKS = signal.SIGUSR1
-"""A part's process prints the stacks of its threads on it."""
+STACKS, FLIGHTS = signal.SIGUSR1, signal.SIGUSR2
+"""A part's process prints the stacks of its threads on one, and writes its last collectives on the other."""
+PLAIN = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+    "TORCH_DISABLE_ADDR2LINE": "1",  # names of functions will do; files and lines take minutes
+}
+"""A part that runs again the plain way has these variables too."""
 
+_EVERY_PART = {"TORCH_FR_BUFFER_SIZE": "2000"}
+"""The flight recorder of torch's collectives."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK_S = 0.05
 _PEERS_S = 3.0  # time for the other ranks to report their errors once one rank has failed
-_STACKS_S = 0.5
+_STACKS_S = 1.0
 _KEPT_LINES = 20
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Errors)(: |$)")  # at the end of a traceback
+_FRAME = re.compile(r'  File ".*?(?P<file>[^/"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+_SHOWN_CALLS = 6
 _OWN_SHARE = 0.8  # of its limit; after this time a part skips all optional work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ended:
-    """How the processes of a part ended.  code: of the first failed rank; None if time ran out."""
+    """How the processes of a part ended, and what the first failed rank printed.
+
+    code: its exit status; None if time ran out.  told: where it was then, else the last error or line.
+    """
 
     code: int | None
+    told: str
     lines: list[str]
 
 
@@ -55,13 +71,15 @@ def run_parts(
     folder: Path,
     budget_s: float,
     device: str,
+    cards: int,
     ended: Callable[[Outcome], None],
 ) -> list[Outcome]:
     """Run the parts; each outcome is written to PART.json in the folder and passed to `ended` at once.
 
-    What the ranks of a part print stays in PART-RANK.log beside it, unless the part is done.
+    What the ranks of a part print stays in PART-RANK.log beside it, unless the part is done; what they print
+    when the part runs again, in PART-again-RANK.log.
 
-    device: the hardware's name in the outcomes.
+    device: the hardware's name in the outcomes.  cards: how many GPUs there are.
     """
     until_s = time.monotonic() + budget_s
     machine = MachineRecord.here()
@@ -70,37 +88,74 @@ def run_parts(
     with tempfile.TemporaryDirectory() as scratch:
         tree = link_tree(Path(scratch) / "tree")
         for i, part in enumerate(parts):
-            left_s = until_s - time.monotonic()
-            limit_s = left_s * part.weight / sum(p.weight for p in parts[i:])
-            found_file = Path(scratch) / part.name / "found.json"
-            found_file.parent.mkdir()
-            began_s = time.monotonic()
-            logs = [folder / f"{part.name}-{rank}.log" for rank in range(part.ranks)]
-            result = _run(
-                part, command(part, found_file, limit_s * _OWN_SHARE), limit_s, logs, tree
+            share = part.weight / sum(p.weight for p in parts[i:])
+            runs = _Runs(
+                part=_fitted(part, cards),
+                command=command,
+                folder=folder,
+                scratch=Path(scratch) / part.name,
+                tree=tree,
             )
-            state, reason = _told(result, limit_s)
-            if state is Ending.DONE:
-                for log in logs:
-                    log.unlink()
+            runs.scratch.mkdir()
+            began_s, limit_s, again = time.monotonic(), (until_s - time.monotonic()) * share, ""
+            if cards < part.cards:
+                reason = f"it needs {part.cards} GPUs, and this machine has {cards}"
+                state, lines = Ending.NOT_RUN, list[str]()
+            else:
+                state, reason, lines = runs.run(limit_s)
+            if state in (Ending.FAILED, Ending.TIMEOUT) and part.tries_again:
+                ending, told, _ = runs.run((until_s - time.monotonic()) * share, is_plain=True)
+                again = f"{ending.value}{told and ': '}{told}"
             outcome = Outcome(
                 part=part.name,
                 state=state,
                 reason=reason,
+                again=again,
                 elapsed_s=round(time.monotonic() - began_s, 1),
                 limit_s=round(limit_s, 1),
                 date=datetime.now(UTC).isoformat(timespec="seconds"),
                 device=device,
                 machine=machine,
-                printed=result.lines,
-                found=read_found(found_file),
+                printed=lines,
+                found=read_found(runs.scratch / "found.json"),
             )
             write_outcome(folder / f"{part.name}.json", outcome)
-            for more in found_file.parent.glob("*.gz"):
+            for more in runs.scratch.glob("*.gz"):
                 shutil.copy(more, folder / more.name)
             outcomes.append(outcome)
             ended(outcome)
     return outcomes
+
+
+def _fitted(part: GpuPart, cards: int) -> GpuPart:
+    """A part for several GPUs has a rank on each of them, and as many ranks on one node as on the other."""
+    return part if part.cards == 1 else replace(part, ranks=min(part.ranks, cards // 2 * 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """What the runs of one part have in common.  scratch: for what its processes write."""
+
+    part: GpuPart
+    command: Command
+    folder: Path
+    scratch: Path
+    tree: Path
+
+    def run(self, limit_s: float, *, is_plain: bool = False) -> tuple[Ending, str, list[str]]:
+        """Run the part; returns how it ended, a sentence if it is not done, and its last lines."""
+        part, name = self.part, self.part.name
+        if is_plain:
+            part, name = replace(part, environment={**part.environment, **PLAIN}), f"{name}-again"
+        file = self.scratch / ("again.json" if is_plain else "found.json")
+        logs = [self.folder / f"{name}-{rank}.log" for rank in range(part.ranks)]
+        command = self.command(part, file, limit_s * _OWN_SHARE, is_plain)
+        result = _run(part, command, limit_s, logs, self.tree)
+        state, reason = _told(result, limit_s)
+        if state is Ending.DONE:
+            for log in logs:
+                log.unlink()
+        return state, reason, result.lines
 
 
 def _run(
@@ -118,10 +173,17 @@ def _run(
         running = [rank for rank, code in enumerate(codes) if code is None]
         if running:
             for rank in running:
+                processes[rank].send_signal(FLIGHTS)
                 processes[rank].send_signal(STACKS)
             time.sleep(_STACKS_S)
     worst = (bad or running or [0])[0]
-    return _Ended(code=codes[worst], lines=_last_lines(logs[worst]))
+    lines = _lines(logs[worst])
+    told = stuck_at(lines) if codes[worst] is None else ""
+    if not told:
+        # C++ frames may follow an error, more than are kept.
+        raised = [line for line in lines if _RAISED.match(line)]
+        told = "its last line: " + (raised or lines or ["it printed nothing"])[-1]
+    return _Ended(code=codes[worst], told=told, lines=lines[-_KEPT_LINES:])
 
 
 @contextlib.contextmanager
@@ -154,7 +216,10 @@ def _started(
 
 
 def _environment(part: GpuPart, rank: int, port: int, tree: Path) -> dict[str, str]:
-    found = {**os.environ, **part.environment, "PYTHONPATH": str(tree), "PYTHONUNBUFFERED": "1"}
+    found = {**os.environ, **_EVERY_PART, "PYTHONPATH": str(tree), "PYTHONUNBUFFERED": "1"}
+    if part.cards == 1:
+        found[_VISIBLE] = os.environ.get(_VISIBLE, "0").split(",")[0]
+    found |= part.environment
     if part.ranks > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": part.ranks, "MASTER_PORT": port}
         found |= {name: str(value) for name, value in place.items()}
@@ -170,22 +235,28 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _told(result: _Ended, limit_s: float) -> tuple[Ending, str]:
-    raised = [line for line in result.lines if _RAISED.match(line)]
-    last = (raised or result.lines or ["it printed nothing"])[-1]
     if result.code is None:
-        return Ending.TIMEOUT, f"it was ended after {limit_s:.0f} s; its last line: {last}"
+        return Ending.TIMEOUT, f"it was ended after {limit_s:.0f} s; {result.told}"
     if result.code == 0:
         return Ending.DONE, ""
     if result.code == EXIT_NOT_RUN:
-        return Ending.NOT_RUN, last
+        return Ending.NOT_RUN, result.lines[-1]
     if result.code < 0:
         name = signal.Signals(-result.code).name
-        return Ending.FAILED, f"{name} ended it; its last line: {last}"
-    return Ending.FAILED, f"it failed with exit status {result.code}: {last}"
+        return Ending.FAILED, f"{name} ended it; {result.told}"
+    return Ending.FAILED, f"it failed with exit status {result.code}; {result.told}"
 
 
-def _last_lines(log: Path) -> list[str]:
-    """Return the last lines of a log that are not empty, without torch's prefixes."""
+def stuck_at(lines: Sequence[str]) -> str:
+    """Read the innermost calls of the main thread, which faulthandler prints last; empty if there are none."""
+    starts = [i for i, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    calls = [_FRAME.match(line) for line in lines[starts[-1] + 1 :]] if starts else []
+    shown = [f"{call['function']} ({call['file']}:{call['line']})" for call in calls if call]
+    return f"its main thread was in {', in '.join(shown[:_SHOWN_CALLS])}" if shown else ""
+
+
+def _lines(log: Path) -> list[str]:
+    """Return the lines of a log that are not empty, without torch's prefixes."""
     lines = log.read_text(errors="replace").splitlines()
     told = [re.sub(r"^\[rank\d+\]:\s?", "", line).rstrip() for line in lines]
-    return [line for line in told if line and not line.startswith("USDT:")][-_KEPT_LINES:]
+    return [line for line in told if line and not line.startswith("USDT:")]

@@ -14,6 +14,9 @@ class GpuPart:
     Only this module is imported, so what one part lacks stops no other part.
     weight: its share of the time left when it starts, relative to the weights of the parts still to come.
     No weight is small: merely starting Python with torch can take 20 s on a machine that has just started.
+    ranks: its processes, all on the first GPU; if it needs several GPUs (`cards`), one for each GPU, an even
+    number of them and at most `ranks`.
+    tries_again: if it fails, run it once more the plain way: no Inductor, one kernel at a time.
     environment: variables for its processes, besides those of this process.
     """
 
@@ -23,6 +26,8 @@ class GpuPart:
     runs: str
     arguments: tuple[str, ...] = ()
     ranks: int = 1
+    cards: int = 1
+    tries_again: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -33,6 +38,7 @@ def _steps(system: str, mode: str, title: str, *, weight: int) -> GpuPart:
         arguments=(system, mode),
         title=title,
         weight=weight,
+        tries_again=system in ("fcdp", "segments"),
     )
 
 
@@ -48,6 +54,26 @@ PARTS = (
         runs="lane_runs.lane_runs",
         title="lanes and collectives in an NCCL group of one rank, called directly",
         weight=7,
+        tries_again=True,
+    ),
+    GpuPart(
+        name="parity-eager",
+        runs="parity.parity",
+        arguments=("gloo", "eager"),
+        title="parity of four Gloo ranks on one card, without Inductor",
+        weight=10,
+        ranks=4,
+        tries_again=True,
+    ),
+    GpuPart(
+        name="nccl",
+        runs="parity.parity",
+        arguments=("nccl", "all"),
+        title="parity of two nodes over NCCL, one rank on each of several cards",
+        weight=16,
+        ranks=8,
+        cards=2,
+        tries_again=True,
     ),
     _steps("fcdp", "full", "steps of a large model: fcdp, weights in host memory", weight=16),
     _steps("fsdp2", "full", "the same: FSDP2", weight=6),
@@ -55,9 +81,11 @@ PARTS = (
     GpuPart(
         name="parity",
         runs="parity.parity",
-        title="parity of four Gloo ranks on one card, checkpointing and dropout",
+        arguments=("gloo", "inductor"),
+        title="parity of four Gloo ranks on one card, with Inductor",
         weight=14,
         ranks=4,
+        tries_again=True,
     ),
     GpuPart(
         name="tests",
@@ -76,6 +104,7 @@ PARTS = (
         runs="watched.streams",
         title="steps with FCDP_CHECK_STREAMS=1",
         weight=6,
+        tries_again=True,
         environment={"FCDP_CHECK_STREAMS": "1"},
     ),
     _steps("fcdp", "lora", "LoRA: fcdp, weights in host memory", weight=12),

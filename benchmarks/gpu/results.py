@@ -63,15 +63,18 @@ class LaneRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityCase:
-    """Four ranks on one device, compared with each rank's own copy of the model.
+    """Ranks of two nodes, compared with each rank's own copy of the model.
 
     device_memory: the option, empty for the default.  is_checkpointed: with activation checkpointing and
     dropout.  losses, plain_losses: mean over the ranks, by step.  parameters_off: the largest difference of a
     parameter after the last step, relative to the largest value of its tensor.  host_bytes: in slabs of one
-    rank.  traffic: bytes that one rank moved in the last step, by "link kind".
+    rank.  traffic: bytes that one rank moved in the last step, by "link kind".  unplanned: which of them are
+    not those of the plan.
     """
 
     mode: str
+    strategy: str
+    dtype: str
     compute: str
     device_memory: str
     is_checkpointed: bool
@@ -80,6 +83,7 @@ class ParityCase:
     parameters_off: float
     host_bytes: int
     traffic: dict[str, int]
+    unplanned: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,13 +166,15 @@ class Ending(Enum):
 class Outcome:
     """The outcome of one part.
 
-    reason: a sentence if the part is not done.  printed: the last lines that the part printed.
-    found: the last findings that the part wrote before it ended.
+    reason: a sentence if the part is not done.  again: how it ended when it ran again the plain way, empty if
+    it did not.  printed: the last lines that the part printed.  found: the last findings that the part wrote
+    before it ended.
     """
 
     part: str
     state: Ending
     reason: str
+    again: str
     elapsed_s: float
     limit_s: float
     date: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,16 @@ from fcdp_compile.checkpointing.format.record import CutTensor, LeftOut
 from fcdp_compile.checkpointing.format.tree import Encoded, encode
 from fcdp_compile.checkpointing.optimizers import class_of, parts_of
 from fcdp_compile.checkpointing.rng import rng_state
+from fcdp_compile.devices import Device
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.quantised.weight import quantised_weights
+from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
+
+_ALIGNED = 64
+"""Bytes: copies start at multiples of it, so any dtype can view them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +64,30 @@ class JobContents:
 
 
 class HostCopies:
-    """Host memory for copies of a model's tensors, kept from one save to the next.
+    """Pinned host memory for copies of a model's tensors, kept from one save to the next.
 
     New memory would double the cost of a copy: the system clears each page at its first use.
     """
 
-    def __init__(self) -> None:
-        self._by_name: dict[str, Tensor] = {}
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pool = PinnedPool(device)
+        self._slab: Tensor | None = None
 
-    def take(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a copy of the tensor, valid until the next copy under this name."""
-        kept = self._by_name.get(name)
-        if kept is None or (kept.dtype, kept.shape) != (tensor.dtype, tensor.shape):
-            kept = self._by_name[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return kept.copy_(tensor)
-
-    def keep(self, names: Collection[str]) -> None:
-        """Free the memory of copies under other names."""
-        self._by_name = {n: t for n, t in self._by_name.items() if n in names}
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the tensors, valid until the next call."""
+        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors.values()]
+        slab = self._slab
+        if slab is None or slab.numel() != sum(sizes):
+            if slab is not None:
+                self._pool.give_back(slab)
+            slab = self._slab = self._pool.take(sum(sizes), torch.uint8)
+        copies = {}
+        for (name, tensor), room in zip(tensors.items(), slab.split(sizes), strict=True):
+            copy = room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = copy.copy_(tensor, non_blocking=True)
+        self._device.synchronize()
+        return copies
 
 
 def contents_of(
@@ -158,9 +169,9 @@ def _cut_and_encoded(
         made = cut(name, dtype, spec, mesh, sharers, index)
         tensors += made
         if any(state.topology.number in tensor.files for tensor in made):
-            parts[name] = local if copies is None else copies.take(name, local)
+            parts[name] = local
     if copies is not None:
-        copies.keep(parts)
+        parts = copies.of(parts)
     encoded = {n: encode(value, n, copy=copies is not None) for n, value in values.items()}
     return JobContents(tensors=tensors, left_out=left_out, parts=parts, values=encoded)
 

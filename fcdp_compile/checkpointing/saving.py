@@ -19,6 +19,7 @@ from fcdp_compile.checkpointing.contents import HostCopies, JobContents, JobObje
 from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.checkpointing.progress import need_bar
 from fcdp_compile.checkpointing.writing import Write
+from fcdp_compile.devices import Device
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.files.text_diff import text_diff
 from fcdp_compile.params.mesh import Topology, new_control_group
@@ -74,9 +75,9 @@ class PendingSave:
 class _Saver:
     """A model's last save, and the process group and host memory of its asynchronous saves."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
         self.pending = PendingSave()
-        self.copies = HostCopies()
+        self.copies = HostCopies(device)
         self._group: dist.ProcessGroup | None = None
 
     def group(self, topology: Topology) -> dist.ProcessGroup | None:
@@ -172,7 +173,9 @@ def save_on(
     """Do as `save`, on a given disk, which tests can watch."""
     path = Path(folder).absolute()  # a thread may write after the working directory has changed
     root, state = model_of(model), state_of(model)
-    saver = _savers.setdefault(state, _Saver())
+    if state not in _savers:
+        _savers[state] = _Saver(state.device)
+    saver = _savers[state]
     saver.pending.end()
     state.unset.refuse("a checkpoint")
     _refuse_waiting_gradients(state)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES,
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.parameters.validity import read
+from fcdp_compile.torch_compat import copy_all
 
 _PARAMETER, _GRADIENT = "fcdp::parameter", "fcdp::gradient"
 """The names of the places of a bucket that are no states; no optimizer has such names."""
@@ -146,10 +148,8 @@ class HostSteps:
             return None
         self._counters.add(what, sum(source.nbytes for _, source in copies))
 
-        def run() -> None:
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
-
+        targets, sources = map(list, zip(*copies, strict=True))
+        run = partial(copy_all, targets, sources)
         # All tensors of both sides are held until the copies are done.
         held = [tensor for pair in copies for tensor in pair]
         name = f"fcdp::{what} {bucket.number}"

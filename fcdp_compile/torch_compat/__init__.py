@@ -80,6 +80,7 @@ from fcdp_compile.torch_compat.storages import storage_id as storage_id
 from fcdp_compile.torch_compat.storages import storage_uses as storage_uses
 from fcdp_compile.torch_compat.tensors import MemoryLayout as MemoryLayout
 from fcdp_compile.torch_compat.tensors import WrapperTensor as WrapperTensor
+from fcdp_compile.torch_compat.tensors import copy_all as copy_all
 
 DispatchMode = TorchDispatchMode
 NormWithStatistics = _NormBase

@@ -1,7 +1,8 @@
-"""Subclasses of tensors."""
+"""Subclasses of tensors, and copies of many tensors in one call."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,3 +40,8 @@ class WrapperTensor(Tensor):
         )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # typed as a method
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Start to copy each source to its target, in one call of torch."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)

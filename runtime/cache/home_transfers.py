@@ -20,6 +20,7 @@ from fcdp_compile.plan import LANES, Bucket, Kind
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.lanes.pending import Done, Pending
+from fcdp_compile.torch_compat import copy_all
 
 
 def shard_to_device(
@@ -59,7 +60,8 @@ class HomeTransfers:
 
         def run() -> None:
             # A copy between host and device that also casts would make the Python thread wait.
-            here = [torch.empty_like(s, device=device).copy_(s, non_blocking=True) for s in shards]
+            here = [torch.empty_like(s, device=device) for s in shards]
+            copy_all(here, shards)
             out.copy_(pack_home(here, layouts, dtype, self._node))
 
         self._counters.add(Kind.LOAD_HOME, elements * shards[0].itemsize)

@@ -1,8 +1,9 @@
 """The cache: node shards in pinned host memory or on the device, or whole buckets on the device.
 
 A bucket has at most one copy, of one generation: where its plan wants it, or on the host if the device has no
-room.  Host slabs have the exact size.  A resident bucket writes to its slab again and again, until the copy
-leaves the host or is dropped.  `load` reads a copy and does not move it; `make_room` moves it.
+room.  Host slabs have the exact size.  A bucket writes to its slab again and again, until its copies go to
+the device or it is dropped: a new slab for each step would be registered in each step.  `load` reads a copy
+and does not move it; `make_room` moves it.
 
 [Note: full parameters] If there is room, the device keeps the whole gathered bucket, which then is not
 gathered again within the node either.  All ranks of a node must leave out this all-gather, or none, so ranks
@@ -76,10 +77,11 @@ class _Copy:
 
 @dataclass(slots=True)
 class _State:
-    """The cache's state of one bucket."""
+    """The cache's state of one bucket.  slab: host memory for its copies, also while it has none."""
 
     place: _Where = _Where.PLANNED
     copy: _Copy | None = None
+    slab: Tensor | None = None
 
     @property
     def is_in_full(self) -> bool:
@@ -147,7 +149,7 @@ class NodeShardCache:
         copy = state.copy
         if not state.is_in_full or copy is None or copy.generation != generation:
             return
-        self._give_back(copy)
+        self._free_slab(state)
         kept = Pending(full.tensor, done=full.done)
         state.copy = _Copy(kept, generation, copy.uses, Tier.GPU_FULL)
 
@@ -206,11 +208,9 @@ class NodeShardCache:
     ) -> Pending:
         """Replace the bucket's copy by the node shard, on the host or on the device."""
         state = self._states[bucket.id]
-        before = state.copy
         if tier is Tier.GPU:
             done = node_shard.done if isinstance(node_shard, Pending) else None
-            if before is not None:
-                self._give_back(before)
+            self._free_slab(state)
             kept = Pending(tensor_of(node_shard), done=done)
             state.copy = _Copy(kept, generation, uses, Tier.GPU)
             self._counters.add(Kind.STORE, 0)
@@ -218,7 +218,7 @@ class NodeShardCache:
         encoded = node_shard.encoded if isinstance(node_shard, Pending) else None
         is_encoded = bucket.host_format is not Format.FULL and encoded is not None
         source = encoded if encoded is not None and is_encoded else tensor_of(node_shard)
-        slab = self._slab(before, source)
+        slab = self._slab(state, source)
         self._counters.add(Kind.STORE, source.nbytes)
         stored = self._lanes.start(
             LANES[Kind.STORE],
@@ -232,14 +232,13 @@ class NodeShardCache:
         state.copy = _Copy(kept, generation, uses, Tier.HOST, codec)
         return stored
 
-    def _slab(self, before: _Copy | None, like: Tensor) -> Tensor:
-        """The slab of the copy `before` if it has the right dtype and shape, or a new slab."""
-        if before is not None and before.tier is Tier.HOST:
-            slab = before.kept.tensor
-            if (slab.dtype, slab.shape) == (like.dtype, like.shape):
-                return slab
-            self._give_back(before)
-        return self._pool.take(like.numel(), like.dtype)
+    def _slab(self, state: _State, like: Tensor) -> Tensor:
+        """The bucket's slab if it has the right dtype and shape, or a new slab."""
+        slab = state.slab
+        if slab is None or (slab.dtype, slab.shape) != (like.dtype, like.shape):
+            self._free_slab(state)
+            slab = state.slab = self._pool.take(like.numel(), like.dtype)
+        return slab
 
     def load(self, bucket: Bucket, generation: int) -> Pending:
         """The node shard [N*S] of this generation, or the whole bucket [G*S], on the device.
@@ -254,7 +253,6 @@ class NodeShardCache:
             copy.uses -= 1
             if not copy.uses:
                 state.copy = None
-                self._give_back(copy)
         if copy.tier is Tier.HOST:
             return self._from_host(bucket, copy)
         self._counters.add(Kind.LOAD, 0)
@@ -300,12 +298,13 @@ class NodeShardCache:
     def drop(self, bucket_id: int) -> None:
         """Give the bucket's copy back, if it has one, and forget the bucket."""
         state = self._states.pop(bucket_id, None)
-        if state is not None and state.copy is not None:
-            self._give_back(state.copy)
+        if state is not None:
+            self._free_slab(state)
 
-    def _give_back(self, copy: _Copy) -> None:
-        if copy.tier is Tier.HOST:
-            self._pool.give_back(copy.kept.tensor)
+    def _free_slab(self, state: _State) -> None:
+        if state.slab is not None:
+            self._pool.give_back(state.slab)
+            state.slab = None
 
 
 def _gone(bucket: Bucket) -> StaleParameterError:

@@ -1,7 +1,8 @@
 """Host memory of exact size for node shards, registered with the device.
 
 torch's own pinned allocator rounds every block up to a power of two, which for a whole model can double the
-memory that a node needs.  A slab here is anonymous memory of whole pages, less than one page too large.
+memory that a node needs.  A slab here is anonymous memory of whole pages, less than one page too large, in
+huge pages where the system has them: registering touches each page first, and of 4 KiB there are millions.
 Its pages are on the NUMA node of the thread that registers it, which is the first to touch them: on the
 GPU's NUMA node if the launcher has bound the process to that node's cores.
 
@@ -13,6 +14,7 @@ stays valid.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -25,6 +27,9 @@ from fcdp_compile.devices import Device
 from fcdp_compile.errors import ArgumentError
 
 log = logging.getLogger(__name__)
+
+_HUGE = 1 << 21
+"""The size of a huge page, on most machines."""
 
 
 class PinnedPool:
@@ -89,6 +94,9 @@ class _Memory:
     def __init__(self, slab_bytes: int) -> None:
         # Private: shared memory is counted and limited as files of /dev/shm are.
         mapping = mmap.mmap(-1, slab_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if slab_bytes >= _HUGE:
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = (ctypes.c_char * slab_bytes).from_buffer(mapping)
         self.address = ctypes.addressof(self.buffer)
         self._mapping = mapping

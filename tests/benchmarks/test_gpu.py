@@ -2,22 +2,24 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.driver import EXIT_NOT_RUN, run_parts
+from benchmarks.gpu.driver import EXIT_NOT_RUN, FLIGHTS, STACKS, run_parts, stuck_at
 from benchmarks.gpu.linked import link_tree
 from benchmarks.gpu.parts import PARTS, GpuPart
-from benchmarks.gpu.report import page, page_before
+from benchmarks.gpu.report import faults, page, page_before
 from benchmarks.gpu.results import (
     Copies,
     CudaTests,
@@ -52,6 +54,8 @@ COPIES = Copies(
 )
 CASE = ParityCase(
     mode="lora",
+    strategy="fcdp",
+    dtype="float32",
     compute="inductor",
     device_memory="",
     is_checkpointed=True,
@@ -60,6 +64,7 @@ CASE = ParityCase(
     parameters_off=1e-7,
     host_bytes=2**20,
     traffic={"inter all_gather": 7},
+    unplanned="",
 )
 PLAIN = Trained(
     system="plain",
@@ -105,6 +110,7 @@ def outcome(name: str, found: Found | None, *, device: str = "Card") -> Outcome:
         part=name,
         state=Ending.FAILED if found is None else Ending.DONE,
         reason="CUDA error: out of memory" if found is None else "",
+        again="",
         elapsed_s=1.0,
         limit_s=2.0,
         date="2026-01-02T03:04:05+00:00",
@@ -142,21 +148,55 @@ def test_page_shows_what_was_found_and_why_the_rest_was_not() -> None:
     assert "WRONG" not in text
 
 
-def test_page_says_what_is_wrong() -> None:
-    wrong: list[tuple[str, Found, str]] = [
-        ("parity", Parity(planned=1, cases=[replace(CASE, losses=[5.0, 4.1])]), "**WRONG**"),
-        ("parity", Parity(planned=1, cases=[replace(CASE, parameters_off=0.1)]), "**WRONG**"),
+def test_the_page_and_its_verdict_say_what_is_wrong() -> None:
+    def parity(**more: Any) -> Parity:
+        return Parity(planned=1, cases=[replace(CASE, **more)])
+
+    wrong: list[tuple[str, Found, str, str]] = [
+        ("parity", parity(losses=[5.0, 4.1]), "**WRONG**", "losses are off by 2.5e-02"),
+        ("parity", parity(losses=[5.0, math.nan]), "**WRONG**", "losses are off by inf"),
+        ("parity", parity(parameters_off=0.1), "**WRONG**", "parameters are off by 1.0e-01"),
+        ("parity", parity(unplanned="load 1 instead of 2"), "**WRONG**", "load 1 instead of 2"),
         (
             "lanes",
             replace(LANES, runs=[LaneRun(name="copy", is_right=False, issue_us=1.0)]),
             "**WRONG**",
+            "'copy' has a wrong result",
         ),
-        ("copies", replace(COPIES, is_pinned=False), "**not registered with CUDA**"),
-        ("sanitizer", Watched(by="csan", steps=3, finds_planted=False), "**It did not find"),
+        (
+            "copies",
+            replace(COPIES, is_pinned=False),
+            "**not registered with CUDA**",
+            "the slab is not registered",
+        ),
+        (
+            "sanitizer",
+            Watched(by="csan", steps=3, finds_planted=False),
+            "**It did not find",
+            "`csan` did not find a race",
+        ),
+        ("plain-full", replace(PLAIN, losses=[math.nan]), "", "a loss is not finite"),
     ]
-    for name, found, expected in wrong:
-        assert expected in page([outcome(name, found)])
-        assert expected not in page([outcome(name, FOUND[name])])
+    for name, found, told, verdict in wrong:
+        text, right = page([outcome(name, found)]), page([outcome(name, FOUND[name])])
+        assert told in text
+        assert verdict in text.partition("## Verdict")[2]
+        assert not told or told not in right
+        assert "No fault was found. 1 of" in right.partition("## Verdict")[2]
+    assert not faults(outcome("parity", parity(losses=[5.0, 4.01], dtype="bfloat16")))
+
+
+@pytest.mark.parametrize(
+    ("again", "expected"),
+    [("done", "it ends: the fault is"), ("failed: no memory", "failed: no memory"), ("", "")],
+)
+def test_a_part_that_failed_twice_is_another_fault_than_one_that_failed_once(
+    again: str, expected: str
+) -> None:
+    found = faults(replace(outcome("fcdp-full", None), again=again))
+    assert found[0] == "CUDA error: out of memory"
+    assert expected in "".join(found[1:])
+    assert len(found) == 1 + bool(again)
 
 
 def test_a_trial_on_a_cpu_is_no_finding() -> None:
@@ -191,7 +231,8 @@ THEN = {
     "elsewhere": f"print('there is no card'); sys.exit({EXIT_NOT_RUN})",
     "ranks": "import os, time\nif os.environ['RANK'] == '2': sys.exit('rank 2 is lost')\ntime.sleep(99)",
     "hangs": "import subprocess as s\np = s.Popen(['sleep', '99'])\nprint(p.pid, flush=True)\np.wait()",
-    "last": "",
+    "many": "",
+    "last": "import os; assert os.environ['CUDA_VISIBLE_DEVICES'] == '0'",
 }
 
 
@@ -203,13 +244,16 @@ def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
             runs="",
             weight=2 if name == "hangs" else 10,
             ranks=3 if name == "ranks" else 1,
+            cards=2 if name == "many" else 1,
+            tries_again=name in ("raises", "killed"),
         )
         for name in THEN
     ]
 
-    def command(part: GpuPart, file: Path, seconds: float) -> list[str]:
+    def command(part: GpuPart, file: Path, seconds: float, is_plain: bool) -> list[str]:
         written = WRITES.format(root=str(ROOT), file=str(file))
-        return [sys.executable, "-c", f"{written}\n{THEN[part.name]}"]
+        then = "" if is_plain and part.name == "raises" else THEN[part.name]
+        return [sys.executable, "-c", f"{written}\n{then}"]
 
     told: list[str] = []
 
@@ -219,16 +263,24 @@ def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
 
     began_s = time.monotonic()
     outcomes = run_parts(
-        parts, command=command, folder=tmp_path, budget_s=60.0, device="cpu", ended=ended
+        parts, command=command, folder=tmp_path, budget_s=60.0, device="cpu", cards=1, ended=ended
     )
     assert time.monotonic() - began_s < 60
     assert told == list(THEN)
     found = {o.part: o for o in outcomes}
-    assert all(o.found == Watched(by="a test", steps=1, finds_planted=None) for o in outcomes)
+    many = found.pop("many")
+    assert (many.state, many.reason) == (
+        Ending.NOT_RUN,
+        "it needs 2 GPUs, and this machine has 1",
+    )
+    assert all(o.found == Watched(by="a test", steps=1, finds_planted=None) for o in found.values())
     assert [found[n].state for n in ("good", "last")] == [Ending.DONE] * 2
     assert found["raises"].state is Ending.FAILED
     assert found["raises"].reason.endswith("ValueError: it is broken")
+    assert found["raises"].again == "done"
     assert found["killed"].reason.startswith("SIGKILL ended it")
+    assert found["killed"].again.startswith("failed: SIGKILL ended it")
+    assert found["hangs"].again == ""
     assert (found["elsewhere"].state, found["elsewhere"].reason) == (
         Ending.NOT_RUN,
         "there is no card",
@@ -239,6 +291,7 @@ def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
     assert logs == {
         "raises-0",
         "killed-0",
+        "killed-again-0",
         "elsewhere-0",
         "ranks-0",
         "ranks-1",
@@ -248,6 +301,48 @@ def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
     assert "it is broken" in (tmp_path / "raises-0.log").read_text()
     child = int(found["hangs"].printed[-1])
     assert not is_running(child), "what a part has started ends with it"
+
+
+STUCK = """
+import sys, threading, types
+from benchmarks.gpu import worker
+from benchmarks.gpu.parts import GpuPart
+
+def wait_for_ever(setting):
+    print("stuck", flush=True)
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+sys.modules["benchmarks.gpu.workers.stuck"] = types.SimpleNamespace(wait_for_ever=wait_for_ever)
+part = GpuPart(name="stuck", title="", weight=1, runs="stuck.wait_for_ever")
+worker._BY_NAME = {"stuck": part}
+worker.main(["stuck", "--device", "cpu", "--seconds", "9", "--out", sys.argv[1]])
+"""
+
+
+def test_a_part_that_is_stuck_tells_where_before_it_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(tmp_path / "found.json")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+        process.send_signal(FLIGHTS)
+        flights = tmp_path / "stuck-flight-0.json.gz"
+        until_s = time.monotonic() + 60
+        while not flights.exists() and time.monotonic() < until_s:
+            time.sleep(0.05)
+        process.send_signal(STACKS)
+        time.sleep(1.0)
+        process.kill()
+        _, told = process.communicate()
+    assert stuck_at(told.splitlines()).startswith("its main thread was in wait_for_ever (<string>:")
+    assert "version" in json.loads(gzip.decompress(flights.read_bytes()))
 
 
 def test_links_to_the_checkout_are_the_package(tmp_path: Path) -> None:

@@ -125,7 +125,8 @@ def _planned(plan: Plan, *variants: tuple[Direction, Variant], refresh: bool) ->
 def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **more: Any) -> Measured:
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folders)
-    options = {"bucket_mb": bucket_mb, "dump": folders[0], **more}
+    # One byte: no device has room for a cache, so every cache is on the host.
+    options = {"bucket_mb": bucket_mb, "dump": folders[0], "device_memory": 1, **more}
     pair = Beside(mesh, CASES[case], strategy=strategy, options=options)
     trained = [p for p in pair.model.parameters() if p.requires_grad]
     hooks = [p.register_hook(partial(_check_layout, p)) for p in trained]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BACKEND = "nccl_echo"
-"""The name contains "nccl" so that fcdp and FSDP2 treat CUDA tensors as with NCCL, on streams."""
+"""The name contains "nccl" so that fcdp and FSDP2 treat a card's tensors as with NCCL, on streams."""
 
 _OF_EQUALS = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 """Reductions that do not change a value that is equal on all ranks."""
@@ -155,10 +155,14 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def init_echo(nodes: int, ranks_per_node: int) -> None:
-    """Make an echo group of nodes x ranks_per_node ranks the default group; this process is rank 0."""
+def init_echo(nodes: int, ranks_per_node: int, device: str = "cuda") -> None:
+    """Make an echo group of nodes x ranks_per_node ranks the default group; this process is rank 0.
+
+    device: the kind of device whose tensors the group takes, besides the CPU's.
+    """
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
+        devices = list(dict.fromkeys(["cpu", device]))
+        dist.Backend.register_backend(BACKEND, _make, devices=devices)
     dist.init_process_group(
         BACKEND, store=dist.HashStore(), rank=0, world_size=nodes * ranks_per_node
     )

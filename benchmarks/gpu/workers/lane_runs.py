@@ -1,4 +1,4 @@
-"""Transfers and collectives on lanes, called directly, in a group of one rank: NCCL on a GPU, Gloo on a CPU.
+"""Transfers and collectives on lanes, called directly, in a group of one rank: NCCL on a GPU.
 
 `Collectives` skips collectives of one rank, so this module gives tasks to the lanes itself.  The compute
 stream reads each result right after `wait`, while the lane may still be busy.
@@ -48,7 +48,7 @@ class _LaneCase:
 
 def lane_runs(setting: Setting) -> LaneRuns:
     """Check and time each kind of task."""
-    backend = "nccl" if setting.is_cuda else "gloo"
+    backend = device_of(setting.device).backends
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
     assert group is not None

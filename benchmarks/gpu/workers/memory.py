@@ -1,4 +1,4 @@
-"""The peak memory of one process: on a GPU as torch's allocator counts it, on a CPU the heap's peak."""
+"""The peak memory of one process: on a device as torch's allocator counts it, on a CPU the heap's peak."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ class Peak:
 def used_bytes(device: torch.device) -> int:
     """Return the bytes allocated now."""
     gc.collect()
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else heap_bytes()
+    if device.type == "cpu":
+        return heap_bytes()
+    return int(torch.get_device_module(device).memory_allocated(device))
 
 
 @contextlib.contextmanager
 def peak_over(baseline_bytes: int, device: torch.device) -> Iterator[Peak]:
     """Measure how far the memory rises above a baseline within the block."""
     found = Peak()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cpu":
+        counts = torch.get_device_module(device)
+        counts.reset_peak_memory_stats(device)
         yield found
-        found.bytes = torch.cuda.max_memory_allocated(device) - baseline_bytes
+        found.bytes = counts.max_memory_allocated(device) - baseline_bytes
         return
     with HeapPeak() as heap:
         yield found

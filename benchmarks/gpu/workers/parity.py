@@ -1,14 +1,18 @@
-"""Four ranks on one device over Gloo, as two nodes, compared with each rank's own copy of the model.
+"""Ranks as two nodes, compared with each rank's own copy of the model: Gloo on one card, or NCCL on several.
 
-NCCL does not allow two ranks on one GPU, so transfers go through host memory, on lanes with threads instead
-of streams.  torch's own backends compile the copy, and this module averages its gradients.  With dropout,
-model and copy draw random numbers with eager kernels, in equal order.
+NCCL does not allow two ranks on one GPU, so on one card transfers go through host memory, on lanes with
+threads instead of streams.  torch's own backends compile the copy, and this module averages its gradients.
+With dropout, model and copy draw random numbers in equal order: with eager kernels where Inductor compiles,
+since its own numbers depend on the operators' positions in the graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from dataclasses import dataclass
+import importlib
+import importlib.util
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fcdp_compile
 from benchmarks.gpu.results import Parity, ParityCase
-from benchmarks.gpu.workers.setting import Setting
-from benchmarks.systems.model import Gpt, make_batch, make_model
+from benchmarks.gpu.workers.setting import NotRunError, Setting
+from benchmarks.systems.model import make_batch, make_model
 from benchmarks.systems.shape import Shape
+from fcdp_compile.devices import device_of
+from fcdp_compile.plan import Direction, Variant
+from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import eager_random
 
@@ -34,6 +41,8 @@ TIGHT = "1MB"
 _STEPS = 4
 _DROPOUT = 0.1
 _CASE_S = 15.0  # least time of a case; with less time left, no case begins
+_QUICK_CASES = 2
+_QLORA_NEEDS = ("bitsandbytes", "transformers", "peft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,39 +50,59 @@ class _ParityMode:
     mode: str
     compute: str
     device_memory: str = ""
-    is_checkpointed: bool = True
+    is_checkpointed: bool = False
+    dtype: str = "float32"
+    strategy: str = "fcdp"
 
 
-_QUICK = (
-    _ParityMode(mode="full", compute="eager", device_memory=TIGHT),
-    _ParityMode(mode="lora", compute="eager", is_checkpointed=False),
-)
-# The two cases that differ most come first: time may run out.
-_CASES = (
-    _ParityMode(mode="full", compute="inductor", device_memory=TIGHT),
-    _ParityMode(mode="lora", compute="eager"),
-    _ParityMode(mode="full", compute="eager", device_memory=TIGHT),
-    _ParityMode(mode="lora", compute="inductor", device_memory=TIGHT),
-    _ParityMode(mode="full", compute="inductor"),
-    _ParityMode(mode="lora", compute="inductor"),
-    _ParityMode(mode="full", compute="eager"),
-    _ParityMode(mode="lora", compute="eager", device_memory=TIGHT),
-    _ParityMode(mode="full", compute="inductor", is_checkpointed=False),
-)
+# The simplest first, then those that differ most: time may run out.
+_CASES = {
+    "eager": (
+        _ParityMode(mode="full", compute="eager"),
+        _ParityMode(mode="full", compute="eager", device_memory=TIGHT),
+        _ParityMode(mode="lora", compute="eager", device_memory=TIGHT, is_checkpointed=True),
+        _ParityMode(mode="lora", compute="eager"),
+        _ParityMode(mode="full", compute="eager", is_checkpointed=True),
+    ),
+    "inductor": (
+        _ParityMode(mode="full", compute="inductor"),
+        _ParityMode(mode="full", compute="inductor", device_memory=TIGHT, is_checkpointed=True),
+        _ParityMode(mode="lora", compute="inductor", device_memory=TIGHT, is_checkpointed=True),
+        _ParityMode(mode="full", compute="inductor", is_checkpointed=True),
+        _ParityMode(mode="lora", compute="inductor", is_checkpointed=True),
+    ),
+    "all": (
+        _ParityMode(mode="full", compute="eager"),
+        _ParityMode(mode="full", compute="inductor", device_memory=TIGHT),
+        _ParityMode(mode="lora", compute="inductor", device_memory=TIGHT, dtype="bfloat16"),
+        _ParityMode(mode="full", compute="eager", device_memory=TIGHT, is_checkpointed=True),
+        _ParityMode(mode="qlora", compute="eager", device_memory=TIGHT),
+        _ParityMode(mode="full", compute="inductor", dtype="bfloat16", is_checkpointed=True),
+        _ParityMode(mode="full", compute="inductor", strategy="zero3"),
+        _ParityMode(mode="lora", compute="inductor", is_checkpointed=True),
+    ),
+}
 
 
-def parity(setting: Setting) -> Parity:
-    """Train the model of each case and its copy."""
-    dist.init_process_group("cpu:gloo,cuda:gloo" if setting.is_cuda else "gloo")
+def parity(group: str, cases: str, setting: Setting) -> Parity:
+    """Train the model of each case of a list and its copy; "gloo": all ranks share a card."""
+    device = device_of(setting.device)
+    shares_card = group == "gloo" and setting.is_cuda
+    dist.init_process_group("cpu:gloo,cuda:gloo" if shares_card else device.backends)
     mesh = fcdp_compile.make_mesh(nodes=NODES)
     assert mesh is not None, "several ranks have one"
-    cases = _QUICK if setting.is_quick else _CASES
-    found = Parity(planned=len(cases), cases=[])
-    for case in cases:
+    chosen = _CASES[cases]
+    if not setting.has_inductor:
+        chosen = tuple(dict.fromkeys(replace(case, compute="eager") for case in chosen))
+    if setting.is_quick:
+        chosen = chosen[:_QUICK_CASES]
+    found = Parity(planned=len(chosen), cases=[])
+    for case in chosen:
         if not _all_have_time(setting):
             break
         torch.compiler.reset()
-        found.cases.append(_run(case, mesh, setting.device))
+        with contextlib.suppress(NotRunError):
+            found.cases.append(_run(case, mesh, setting.device))
         setting.write(found)
     return found
 
@@ -105,18 +134,18 @@ class _Checkpointed(nn.Module):
 def _run(case: _ParityMode, mesh: DeviceMesh, device: torch.device) -> ParityCase:
     model = _model(case, device)
     plain = copy.deepcopy(model)
-    fcdp_compile.shard(model, mesh, strategy="fcdp")
+    fcdp_compile.shard(model, mesh, strategy=case.strategy)
     options: dict[str, Any] = {"compute": case.compute, "bucket_mb": 0.1}
     if case.device_memory:
         options["device_memory"] = case.device_memory
+    is_inductor = case.compute == "inductor"
     nets = [
         torch.compile(model, backend="fcdp", options=options),
-        torch.compile(plain, backend="inductor" if case.compute == "inductor" else "aot_eager"),
+        torch.compile(plain, backend="inductor" if is_inductor else "aot_eager"),
     ]
     optimizers = [_sgd(model), _sgd(plain)]
     losses: list[list[float]] = [[], []]
-    # Without this, Inductor draws other numbers, which depend on the operators' positions in the graph.
-    with eager_random():
+    with eager_random() if is_inductor else contextlib.nullcontext():
         for number in range(_STEPS):
             ids = make_batch(SHAPE, rank=dist.get_rank(), number=number).to(device)
             for net, kept in zip(nets, losses, strict=True):
@@ -129,24 +158,52 @@ def _run(case: _ParityMode, mesh: DeviceMesh, device: torch.device) -> ParityCas
                 optimizer.step()
                 optimizer.zero_grad()
     moved = fcdp_compile.traffic(model).last_step.rows
+    state = state_of(model)
     return ParityCase(
         mode=case.mode,
+        strategy=case.strategy,
+        dtype=case.dtype,
         compute=case.compute,
         device_memory=case.device_memory,
         is_checkpointed=case.is_checkpointed,
         losses=losses[0],
         plain_losses=losses[1],
         parameters_off=_parameters_off(model, plain),
-        host_bytes=state_of(model).pool.slab_bytes,
+        host_bytes=state.pool.slab_bytes,
         traffic={f"{link} {kind}": count for link, kind, count in moved if count},
+        unplanned=_unplanned(state),
     )
 
 
-def _model(case: _ParityMode, device: torch.device) -> Gpt:
+def _unplanned(state: ShardedModel) -> str:
+    """Return the bytes of the last step that are not those of the plans, by kind; empty if all agree."""
+    planned: dict[str, int] = {}
+    for plan in state.plans.values():
+        forward = next(s for s in plan.schedules if s.direction is Direction.FORWARD)
+        backwards = [s for s in plan.schedules if s.direction is Direction.BACKWARD]
+        chosen = [forward, *(s for s in backwards if s.variant is Variant.COLD)]
+        for kind, count in (pair for s in chosen for pair in s.bytes_by_kind().items()):
+            planned[kind.value] = planned.get(kind.value, 0) + count
+    moved = state.counters.last_step
+    return ", ".join(
+        f"{kind} {moved.get(kind, 0)} instead of {count}"
+        for kind, count in planned.items()
+        if moved.get(kind, 0) != count
+    )
+
+
+def _model(case: _ParityMode, device: torch.device) -> nn.Module:
+    if case.mode == "qlora":
+        if any(importlib.util.find_spec(name) is None for name in _QLORA_NEEDS):
+            raise NotRunError(f"QLoRA needs {', '.join(_QLORA_NEEDS)}")
+        qlora: nn.Module = importlib.import_module("benchmarks.qlora.model").make_model(
+            SHAPE, case.mode
+        )
+        return qlora.to(device)
     model = make_model(SHAPE, case.mode)
     if case.is_checkpointed:
         model.blocks = nn.ModuleList(_Checkpointed(block) for block in model.blocks)
-    return model.to(device)
+    return model.to(device, getattr(torch, case.dtype))
 
 
 def _sgd(model: nn.Module) -> torch.optim.SGD:
@@ -156,7 +213,7 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def _mean(loss: Tensor) -> float:
-    mean = loss.detach().cpu()
+    mean = loss.detach().float().cpu()
     dist.all_reduce(mean)
     return mean.item() / dist.get_world_size()
 
@@ -164,7 +221,7 @@ def _mean(loss: Tensor) -> float:
 def _average_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
-            mean = parameter.grad.cpu()
+            mean = parameter.grad.float().cpu()
             dist.all_reduce(mean)
             parameter.grad.copy_(mean / dist.get_world_size())
 
@@ -172,7 +229,8 @@ def _average_gradients(model: nn.Module) -> None:
 def _parameters_off(model: nn.Module, plain: nn.Module) -> float:
     worst = 0.0
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert isinstance(mine, DTensor)
+        if not theirs.is_floating_point() or not isinstance(mine, DTensor):
+            continue  # a quantised weight
         off = (mine.detach().full_tensor() - theirs.detach()).abs().max()
         worst = max(worst, (off / theirs.detach().abs().max().clamp(min=1e-3)).item())
     return worst

@@ -20,12 +20,14 @@ class NotRunError(Exception):
 class Setting:
     """One part's device and time.
 
-    is_quick: run the smallest form of the part, as a trial.  until_s: time of `time.monotonic` after which
-    the part skips optional work.  folder: for files besides the JSON.  write: saves the findings so far.
+    is_quick: run the smallest form of the part, as a trial.  is_plain: without Inductor, to find the cause of
+    a failure.  until_s: time of `time.monotonic` after which the part skips optional work.  folder: for files
+    besides the JSON.  write: saves the findings so far.
     """
 
     device: torch.device
     is_quick: bool
+    is_plain: bool
     until_s: float
     folder: Path
     write: Callable[[Found], None]
@@ -34,6 +36,26 @@ class Setting:
     def is_cuda(self) -> bool:
         """Whether there is a GPU to measure."""
         return self.device.type == "cuda"
+
+    @property
+    def has_inductor(self) -> bool:
+        """Whether Inductor compiles: it knows GPUs; elsewhere a trial need not wait for it."""
+        return self.is_cuda and not self.is_plain
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a large model.  The simulated device has the CPU's kernels, whose norms in bf16 differ."""
+        return torch.float32 if self.device.type == "sim" else torch.bfloat16
+
+    @property
+    def compute(self) -> str:
+        """The option of the backend "fcdp" for this setting."""
+        return "inductor" if self.has_inductor else "eager"
+
+    @property
+    def backend(self) -> str:
+        """The backend of torch that compares with `compute`."""
+        return "inductor" if self.has_inductor else "aot_eager"
 
     def has_time(self, seconds: float = 0.0) -> bool:
         """Whether this many seconds are left."""

@@ -30,17 +30,16 @@ from benchmarks.systems.train_torch import TorchTrainer, make_adamw, make_comput
 from benchmarks.systems.trainer import RankOfNodes
 
 NODES, RANKS_PER_NODE = 2, 8
-DTYPE = torch.bfloat16
 
 _SHAPES = (
-    (100e9, Shape(layers=24, width=4096, vocabulary=32000, batch=2, length=2048)),  # 5.1 billion
-    (70e9, Shape(layers=16, width=4096, vocabulary=32000, batch=2, length=2048)),  # 3.5 billion
-    (38e9, Shape(layers=12, width=4096, vocabulary=32000, batch=1, length=2048)),  # 2.7 billion
-    (22e9, Shape(layers=20, width=2048, vocabulary=32000, batch=2, length=2048)),  # 1.1 billion
+    (100e9, Shape(layers=6, width=8192, vocabulary=32000, batch=1, length=2048)),  # 5.4 billion
+    (70e9, Shape(layers=4, width=8192, vocabulary=32000, batch=1, length=2048)),  # 3.7 billion
+    (38e9, Shape(layers=8, width=4096, vocabulary=32000, batch=1, length=2048)),  # 1.9 billion
+    (22e9, Shape(layers=4, width=4096, vocabulary=32000, batch=1, length=2048)),  # 1.1 billion
 )
-_SMALLEST = Shape(layers=12, width=1024, vocabulary=32000, batch=1, length=1024)
+_SMALLEST = Shape(layers=4, width=1024, vocabulary=32000, batch=1, length=1024)
 """A model by the least bytes of a card: the card holds the model with its gradients, which `plain` needs.
-More layers would take too long to compile."""
+Few and wide layers, because the time to compile grows with their number and a part has about a minute."""
 
 
 def shape_for(setting: Setting) -> Shape:
@@ -53,24 +52,23 @@ def shape_for(setting: Setting) -> Shape:
 
 def make_trainer(system: str, mode: str, shape: Shape, setting: Setting) -> TorchTrainer:
     """Make the model on the device and wrap it in the named system."""
-    backend = "inductor" if setting.is_cuda else "aot_eager"
     if system == "megatron" and importlib.util.find_spec("megatron_fsdp") is None:
         raise NotRunError("megatron-fsdp is not installed")
     if system not in ("plain", "segments"):
-        init_echo(NODES, RANKS_PER_NODE)
-    with _defaults(setting.device):
+        init_echo(NODES, RANKS_PER_NODE, setting.device.type)
+    with _defaults(setting):
         model = make_model(shape, mode)
     if system == "fcdp":
         mesh = fcdp_compile.make_mesh(nodes=NODES)
         fcdp_compile.shard(model, mesh, strategy="fcdp")
         # One byte: every bucket stays on the host, however much memory the card has.
-        return FcdpTrainer(model, {"device_memory": 1, "compute": _compute(setting)})
+        return FcdpTrainer(model, {"device_memory": 1, "compute": setting.compute})
     if system == "segments":
         fcdp_compile.shard(model, None, strategy="fcdp")
-        trainer = FcdpTrainer(model, {"compute": _compute(setting)})
+        trainer = FcdpTrainer(model, {"compute": setting.compute})
         trainer.optimizer = make_compute_trainer(model, _PLACE).optimizer
         return trainer
-    _compile_blocks(model, backend, is_hooked=system == "megatron")
+    _compile_blocks(model, setting.backend, is_hooked=system == "megatron")
     if system == "plain":
         return make_compute_trainer(model, _PLACE)
     if system == "fsdp2":
@@ -88,17 +86,13 @@ def make_trainer(system: str, mode: str, shape: Shape, setting: Setting) -> Torc
 _PLACE = RankOfNodes(rank=0, nodes=NODES, ranks_per_node=RANKS_PER_NODE)
 
 
-def _compute(setting: Setting) -> str:
-    return "inductor" if setting.is_cuda else "eager"
-
-
 @contextmanager
-def _defaults(device: torch.device) -> Iterator[None]:
+def _defaults(setting: Setting) -> Iterator[None]:
     """Within the block, make parameters on the device and in the benchmark's dtype."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPE)
+    torch.set_default_dtype(setting.dtype)
     try:
-        with device:
+        with setting.device:
             yield
     finally:
         torch.set_default_dtype(before)

@@ -21,7 +21,7 @@ from benchmarks.gpu.results import Gaps, Trained
 from benchmarks.gpu.workers.copies import synchronize, timed
 from benchmarks.gpu.workers.memory import peak_over, used_bytes
 from benchmarks.gpu.workers.setting import Setting
-from benchmarks.gpu.workers.systems import DTYPE, NODES, RANKS_PER_NODE, make_trainer, shape_for
+from benchmarks.gpu.workers.systems import NODES, RANKS_PER_NODE, make_trainer, shape_for
 from benchmarks.gpu.workers.traces import FORWARD, gaps_of, kept_events
 from benchmarks.systems.model import make_batch, make_model
 from benchmarks.systems.shape import Shape
@@ -59,7 +59,7 @@ class _Loop:
 def train(system: str, mode: str, setting: Setting) -> Trained:
     """Train with a system and measure; writes the findings before the trace, which may fail."""
     shape = shape_for(setting)
-    baseline_bytes = 0 if setting.is_cuda else used_bytes(setting.device)
+    baseline_bytes = used_bytes(setting.device)
     trainer = make_trainer(system, mode, shape, setting)
     ids = make_batch(shape, rank=0, number=0).to(setting.device)
     loop = _Loop(trainer=trainer, ids=ids)
@@ -79,10 +79,10 @@ def train(system: str, mode: str, setting: Setting) -> Trained:
         system=system,
         mode=mode,
         shape=shape,
-        dtype=str(DTYPE).removeprefix("torch."),
+        dtype=str(setting.dtype).removeprefix("torch."),
         nodes=NODES,
         ranks_per_node=RANKS_PER_NODE,
-        parameter_bytes=_parameter_bytes(shape, mode),
+        parameter_bytes=_parameter_bytes(shape, mode, setting.dtype),
         first_step_s=first_step_s,
         step_s=seconds,
         losses=losses,
@@ -97,9 +97,9 @@ def train(system: str, mode: str, setting: Setting) -> Trained:
     return replace(found, gaps=_trace(loop, setting, f"{system}-{mode}"))
 
 
-def _parameter_bytes(shape: Shape, mode: str) -> int:
+def _parameter_bytes(shape: Shape, mode: str, dtype: torch.dtype) -> int:
     with torch.device("meta"):
-        return sum(p.numel() for p in make_model(shape, mode).parameters()) * DTYPE.itemsize
+        return sum(p.numel() for p in make_model(shape, mode).parameters()) * dtype.itemsize
 
 
 def _with_places(found: Trained, trainer: TorchTrainer) -> Trained:

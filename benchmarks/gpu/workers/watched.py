@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 import fcdp_compile
 from benchmarks.gpu.results import Watched
+from benchmarks.gpu.workers.copies import synchronize
 from benchmarks.gpu.workers.echo import init_echo
 from benchmarks.gpu.workers.setting import NotRunError, Setting
 from benchmarks.gpu.workers.systems import NODES, RANKS_PER_NODE
@@ -27,7 +28,7 @@ from benchmarks.systems.model import make_batch, make_model
 from benchmarks.systems.shape import QUICK
 from benchmarks.systems.train_torch import make_adamw
 from fcdp_compile.backend import fcdp
-from fcdp_compile.devices import CheckedDevice, device_of
+from fcdp_compile.devices import CheckedDevice, StreamDevice, device_of
 from fcdp_compile.plan import Kind
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import Sanitizer, cuda_sanitizer
@@ -56,10 +57,11 @@ def sanitizer(setting: Setting) -> Watched:
 
 def streams(setting: Setting) -> Watched:
     """Train with FCDP_CHECK_STREAMS=1, which the driver has set; the checker prints what it finds."""
-    if not setting.is_cuda:
+    device = device_of(setting.device)
+    if not isinstance(device, StreamDevice):
         _train(setting, contextlib.nullcontext)
         raise NotRunError("a CPU has no streams to check")
-    if not isinstance(device_of(setting.device), CheckedDevice):
+    if not isinstance(device, CheckedDevice):
         raise RuntimeError(f"{STREAMS}=1 has no effect, so nothing would be checked")
     return Watched(
         by=f"{STREAMS}=1", steps=_train(setting, contextlib.nullcontext), finds_planted=None
@@ -68,7 +70,7 @@ def streams(setting: Setting) -> Watched:
 
 def _train(setting: Setting, around: Around) -> int:
     """Train a small model with host-cached weights; returns the number of the last steps, within `around`."""
-    init_echo(NODES, RANKS_PER_NODE)
+    init_echo(NODES, RANKS_PER_NODE, setting.device.type)
     is_watched = False
 
     def now() -> AbstractContextManager[object]:
@@ -95,8 +97,7 @@ def _train(setting: Setting, around: Around) -> int:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    if setting.is_cuda:
-        torch.cuda.synchronize()
+    synchronize(setting.device)
     if not state_of(model).counters.sent.get(Kind.LOAD.value):
         raise RuntimeError("no step has loaded from host memory, so no program of ours was watched")
     return _STEPS
