@@ -248,7 +248,7 @@ def _told(result: _Ended, limit_s: float) -> tuple[Ending, str]:
 
 
 def stuck_at(lines: Sequence[str]) -> str:
-    """Read the innermost calls of the main thread, which faulthandler prints last; empty if there are none."""
+    """Read the innermost calls of the main thread, which faulthandler prints last; empty without any."""
     starts = [i for i, line in enumerate(lines) if line.endswith("(most recent call first):")]
     calls = [_FRAME.match(line) for line in lines[starts[-1] + 1 :]] if starts else []
     shown = [f"{call['function']} ({call['file']}:{call['line']})" for call in calls if call]

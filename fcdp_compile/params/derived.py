@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -185,7 +185,7 @@ def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
     if not torch.is_grad_enabled():
         return
     values = tree_leaves((args, kwargs))
-    if (plain := next((v for v in values if type(v) is Tensor), None)) is None:
+    if (plain := next((v for v in values if _is_ordinary(v)), None)) is None:
         return
     # DistributedDataParallel concatenates parameters and buffers before it broadcasts them.
     wrapped = func is torch.ops.aten.cat.default
@@ -201,6 +201,11 @@ def _refuse_plain(func: Any, args: Any, kwargs: Any) -> None:
         "gradient is averaged over the ranks"
         + ("; do not wrap a sharded model in DistributedDataParallel" if wrapped else "")
     )
+
+
+def _is_ordinary(value: object) -> bool:
+    """Whether a value is a plain tensor or parameter, and not one that stands for others in a trace."""
+    return type(value) is Tensor or (isinstance(value, nn.Parameter) and is_plain(value))
 
 
 def _derived(func: Any, result: Any, args: Any) -> Any:

@@ -22,11 +22,18 @@ class Calls:
 
 
 class Read(NamedTuple):
-    """A gathered parameter, and its version at that time."""
+    """What was gathered, without its memory, and its version at that time."""
 
     key: str
-    full: Tensor
+    counter: Tensor
     version: int
+
+    @staticmethod
+    def of(key: str, full: Tensor) -> Read:
+        """A whole parameter that was just gathered."""
+        counter = full.detach()  # shares the count of writes
+        counter.data = full.new_empty(0)
+        return Read(key, counter, full._version)
 
 
 class Gate:
@@ -43,10 +50,7 @@ class Gate:
         self.reads: list[Read] | None = None
 
     def watch(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a forward, and refuse writes to the parameters that it gathers; graphs have their own check.
-
-        The gathered parameters live until it ends, because nobody can ask a dead tensor for its version.
-        """
+        """Run a forward, and refuse writes to the parameters that it gathers; graphs have their own check."""
         before = self.reads
         reads: list[Read] = []
         self.reads = reads
@@ -55,7 +59,7 @@ class Gate:
         finally:
             self.reads = before
         for read in reads:
-            if read.full._version != read.version:
+            if read.counter._version != read.version:
                 raise lost_write(read.key, f"in {forward.__qualname__}")
         return result
 

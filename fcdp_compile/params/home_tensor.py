@@ -153,9 +153,12 @@ class HomeTensor(DTensor):
         found: DTensor = self
         with naming_ranks_lost_in(self.device_mesh, held := _held(self)):
             if placements is not None and device_mesh in (None, self.device_mesh):
-                if _is_pending(self) and all(isinstance(p, Replicate) for p in placements):
+                if are_pending(self.placements) and all(
+                    isinstance(p, Replicate) for p in placements
+                ):
                     _settle([self])
-                if type(held) is Tensor and not (self.requires_grad and torch.is_grad_enabled()):
+                is_recorded = self.requires_grad and torch.is_grad_enabled()
+                if type(held) is Tensor and not is_recorded and not options:
                     gathered: DTensor = HomeTensor.adopt(redistributed(_plain(self), placements))
                     return gathered
                 for step in steps_between(self.placements, placements):
@@ -183,7 +186,8 @@ class HomeTensor(DTensor):
 
         It takes memory for the whole tensor; nothing is communicated unless `value` or `index` is sharded.
         """
-        if isinstance(index, DTensor):  # a mask that is cut like this tensor
+        has_rows = isinstance(value, Tensor) and value.dim() > 0
+        if isinstance(index, DTensor) and not has_rows:  # a mask that is cut like this tensor
             return super().__setitem__(index, value)
         if torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.requires_grad for t in (self, value)
@@ -274,7 +278,15 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     found = _run_by_dtensor(func, args, kwargs, is_traced=is_traced)
     if not is_traced:
         _mark_copies(func, source, found := _adopted(found))
+    elif all(type(t) is HomeTensor for t in tensors):
+        # Hooks of a compiled backward get gradients of the class that they have in the trace.
+        found = tree_map_only(DTensor, _as_home_tensor, found)
     return found
+
+
+def _as_home_tensor(traced: DTensor) -> DTensor:
+    traced.__class__ = HomeTensor
+    return traced
 
 
 def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
@@ -321,14 +333,13 @@ def _run_by_dtensor(func: Any, args: Any, kwargs: Any, *, is_traced: bool) -> An
 
 
 def _run_whole(func: Any, args: Any, kwargs: Any, *, cuts_results: bool = True) -> Any:
-    _settle(t for t in written_by(func, args, kwargs) if _is_pending(t))
+    _settle(t for t in flat((*args, *kwargs.values())) if _is_pending(t))
     found = run_whole(func, args, kwargs, _gathered, _present, cuts_results=cuts_results)
     _mark_copies(func, args[0] if args else None, found := _adopted(found))
     return found
 
 
 def _gathered(tensor: DTensor) -> Tensor:
-    _settle([tensor] if _is_pending(tensor) else [])
     return _held(_whole(tensor))
 
 
@@ -383,18 +394,22 @@ def _prepared(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
 
 
 def _is_pending(tensor: object) -> TypeGuard[HomeTensor]:
-    return isinstance(tensor, HomeTensor) and are_pending(tensor.placements)
+    """Whether a value is still to be reduced over ranks, of all of its elements or of this rank's."""
+    return isinstance(tensor, HomeTensor) and any(p.is_partial() for p in tensor.placements)
 
 
 def _settle(tensors: Iterable[HomeTensor]) -> None:
-    """Reduce pending values over all ranks, values of one kind together; each tensor keeps its result."""
+    """Make pending values whole on all ranks, values of one kind together; each tensor keeps its result."""
     kinds: dict[tuple[tuple[Placement, ...], torch.dtype], dict[int, HomeTensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.placements, tensor.dtype), {})[id(tensor)] = tensor
     for (placements, _), by_id in kinds.items():
         alike = list(by_id.values())
         mesh = alike[0].device_mesh
-        results = reduced([_held(t) for t in alike], mesh, placements)
+        if are_pending(placements):
+            results = reduced([_held(t) for t in alike], mesh, placements)
+        else:  # parts of them are on other ranks, of "tp" or of the mesh
+            results = [_held(_whole(t)) for t in alike]
         for tensor, whole in zip(alike, results, strict=True):
             made = DTensor.from_local(whole, mesh, everywhere(mesh), run_check=False)
             tensor._spec = made._spec

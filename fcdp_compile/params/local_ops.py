@@ -95,6 +95,8 @@ def run_locally(
     if not (args and any(map(has_home_node, args[0] if is_on_lists else args[:1]))):
         local_of = partial(_untraced, local_of)
     try:
+        if func is _aten.index_put_.default and isinstance(args[2], Tensor) and args[2].dim():
+            raise _Elsewhere  # its values are rows that the mask counts, not a tensor of the shape
         if is_elementwise and (is_in_place(func) or _needs_local(args)):
             main = args[0] if is_in_place(func) else _widest(args)
             locals_ = [

@@ -23,8 +23,9 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from fcdp_compile.torch_compat import storage_id
+from fcdp_compile.torch_compat import gradient_hooks, storage_id
 
 _TABLES = ("_parameters", "_modules")
 """The attributes that `shard` handles itself."""
@@ -37,11 +38,11 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, Refere
 class Reference:
     """A tensor outside of the tables that is a parameter or shares its memory.
 
-    module: name of the module that has the tensor, "" for the model.  path: in the module, like `weights[0]`.
+    owner: what has the tensor.  path: in the owner, like `weights[0]`.
     parameter: name of the parameter.  is_copy: whether it takes no part in training, like `weight.data`.
     """
 
-    module: str
+    owner: str
     path: str
     parameter: str
     is_copy: bool
@@ -51,21 +52,35 @@ def find_references(model: nn.Module, parameters: Mapping[str, Tensor]) -> list[
     """All tensors in a model, outside of the tables, that are one of these parameters or share its memory.
 
     parameters: by name.
-    The search covers attributes, hooks and buffers of the modules and everything in them: lists,
-    dictionaries, objects, functions and their closures.
+    The search covers attributes, hooks and buffers of the modules, hooks on gradients, and everything in
+    them: lists, dictionaries, objects, functions and their closures.
     """
     owners = {storage_id(p): name for name, p in parameters.items()}
     # Modules of the model are searched separately, under their own name.
     walk = _Walk(owners, {id(m) for m in model.modules()})
+    held = [
+        (name or "the model", key, value)
+        for name, module in model.named_modules()
+        for key, value in (*vars(module).items(), *_methods(module))
+        if key not in _TABLES
+    ]
+    held += [
+        (f"a hook on the gradient of parameter {name!r}", "closure", hook)
+        for name, parameter in parameters.items()
+        for hook in gradient_hooks(parameter)
+    ]
     found = []
-    for name, module in model.named_modules():
-        own = [(k, v) for k, v in vars(module).items() if k not in _TABLES]
-        for key, value in [*own, *_methods(module)]:
-            for path, tensor in walk.visit(value, key):
-                owner = owners[storage_id(tensor)]
-                is_copy = not (tensor.requires_grad or isinstance(tensor, nn.Parameter))
-                is_copy = is_copy and key != "_buffers"
-                found.append(Reference(module=name, path=path, parameter=owner, is_copy=is_copy))
+    for owner, key, value in held:
+        for path, tensor in walk.visit(value, key):
+            is_copy = not (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+            found.append(
+                Reference(
+                    owner=owner,
+                    path=path,
+                    parameter=owners[storage_id(tensor)],
+                    is_copy=is_copy and key != "_buffers",
+                )
+            )
     return found
 
 
@@ -119,6 +134,9 @@ def _parts(value: Any, path: str) -> Iterator[tuple[object, str]]:
     elif isinstance(value, FunctionType):
         held = (value.__closure__ or (), value.__defaults__ or (), value.__kwdefaults__ or {})
         yield from ((v, path) for v in held)
+    elif isinstance(value, Node):
+        if (variable := getattr(value, "variable", None)) is not None:
+            yield variable, path  # of a leaf; torch's hooks on several gradients keep such nodes
     elif isinstance(value, CellType):
         yield from ((v, path) for v in _content(value))
     else:

@@ -177,14 +177,12 @@ def is_ignored(parameter: object) -> bool:
 def _check_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     """Refuse references that would go on using a parameter's old values, and warn of those that may."""
     for found in find_references(model, parameters):
-        where = (
-            f"{found.module or 'the model'} keeps parameter {found.parameter!r} in its {found.path}"
-        )
+        where = f"{found.owner} keeps parameter {found.parameter!r} in its {found.path}"
         if not found.is_copy:
             raise ArgumentError(
                 f"{where}, where shard cannot replace it, so code that reads it there would use values "
-                "that are never trained; read "
-                "the parameter through the module that it belongs to (self.layer.weight) where it is used"
+                "that are never trained; read the parameter through the module that it belongs to "
+                "(model.layer.weight) where it is used"
             )
         log.warning(
             "%s, which shares memory with the parameter now, but will not after shard", where

@@ -132,7 +132,7 @@ def _gathering_property(name: str) -> property:
             with _counting_writes():
                 full: Tensor = UNSHARD(local, state.keys[name])
             if state.gate.reads is not None and not full.is_inference():
-                state.gate.reads.append(Read(state.keys[name], full, full._version))
+                state.gate.reads.append(Read.of(state.keys[name], full))
         else:
             own: Any = self
             full = UNSHARD(local, own._fcdp_key_of(name, state.alike[name]))

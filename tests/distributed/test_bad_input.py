@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -110,6 +111,14 @@ def test_adapters_that_exchange_a_parameter_are_refused(options: dict[str, list[
         (
             lambda: _keeping(lambda m, w: m.register_forward_hook(lambda m, i, o: o + w.sum())),
             "in its _forward_hooks",
+        ),
+        (
+            lambda: _keeping(lambda m, w: w.register_hook(lambda g: g + w)),
+            "a hook on the gradient of parameter '0.weight' keeps parameter '0.weight' in its closure",
+        ),
+        (
+            lambda: _keeping(lambda m, w: register_multi_grad_hook([w], print) and None),
+            "a hook on the gradient of parameter '0.weight' keeps",
         ),
         (lambda: _keeping(_parametrise), "1.parametrizations.weight.0 keeps .* in its forward"),
         (lambda: nn.ReLU(), "has no parameters"),

@@ -143,6 +143,7 @@ def _reads(mesh: DeviceMesh) -> dict[str, int]:
     sent = {k: v - before.get(k, 0) for k, v in counters.sent.items()}
     for meet, name in (
         (lambda w: torch.ones(3, 5).mul(w), "parameter 'head.weight'"),
+        (lambda w: torch.mul(w, nn.Parameter(torch.ones(5))), "parameter 'head.weight'"),
         (lambda w: nn.functional.linear(torch.ones(2, 5), w), "a value of sharded parameters"),
     ):
         with pytest.raises(FcdpError, match=rf"combines {name}, .*fcdp_compile.full\(parameter\)"):

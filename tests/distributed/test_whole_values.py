@@ -5,6 +5,7 @@ Each check does the same to a sharded model and to one that is whole, and compar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,8 @@ DRAWS: dict[str, Act] = {
     "bernoulli": lambda p, g: torch.bernoulli(p.detach().sigmoid()),
     "poisson": lambda p, g: torch.poisson(p.detach().abs()),
     "normal": lambda p, g: torch.normal(p.detach(), p.detach().abs()),
+    "like a sum": lambda p, g: torch.randn_like(p.detach().sum(0)) if p.dim() else None,
+    "of a sum": lambda p, g: p.detach().sum(-1).normal_() if p.dim() else None,
     "of a gradient": lambda p, g: p.grad + torch.randn_like(p.grad),
 }  # fmt: skip
 
@@ -131,6 +134,10 @@ def _rows(p: Any) -> Tensor:
     return torch.arange(p.numel()).view(p.shape) % 3 == 0
 
 
+def _numbers(mask: Any) -> Tensor:
+    return torch.arange(float(mask.sum().item()))
+
+
 def _put(change: Callable[[Any], Any]) -> Act:
     """Make a check of what changes a parameter, and then its gradient."""
 
@@ -165,6 +172,8 @@ MEETINGS: dict[str, Act] = {
     "mask of rows": _assign(lambda p: torch.arange(len(p)) < 2, lambda p: p.detach().clone()[:2]),
     "mask": _assign(_rows, lambda p: 2.0),
     "own mask": _assign(lambda p: p > 0, lambda p: 1.0),
+    "own mask, from values": _assign(lambda p: p > 0, lambda p: _numbers(p > 0)),
+    "index_put_": _put(lambda p: p.index_put_((p > 0,), _numbers(p > 0)) if p.dim() else None),
     "last": _assign(lambda p: (..., -1), lambda p: 5),
     "numbers": _assign(lambda p: torch.tensor([2, 0]), lambda p: torch.ones(2, *p.shape[1:])),
     "copy_": _put(lambda p: p.copy_(torch.full(p.shape, 2.0))),
@@ -210,6 +219,8 @@ def _refusals(mesh: DeviceMesh, sharded: Any) -> None:
         weight.t_()
     with pytest.raises(FcdpError, match="not reduced yet"):
         f"{grad.sum():.3f}"
+    read = weight.detach().redistribute(placements=[Replicate()] * 2, forward_dtype=torch.bfloat16)
+    assert read.dtype is torch.bfloat16
     norm = nn.utils.clip_grad_norm_(sharded.parameters(), 1e9)
     assert f"{norm:.3f}" == f"{norm.item():.3f}"
     with pytest.raises(MixedTensorsError, match="which it writes to"):
@@ -221,6 +232,14 @@ def _refusals(mesh: DeviceMesh, sharded: Any) -> None:
         narrow.add_(local)
 
 
+class _Looks(nn.Linear):
+    """Sees whether a gathered parameter lives on after nobody uses it any more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lives = weakref.ref(self.weight)() is not None
+        return super().forward(x)
+
+
 def _meetings(mesh: DeviceMesh) -> list[str]:
     models = _pair(mesh)
     found = _differences(models, MEETINGS)
@@ -229,6 +248,11 @@ def _meetings(mesh: DeviceMesh) -> list[str]:
         if made[0] is not None and not torch.allclose(*map(_value, made), atol=1e-5):
             found.append("eye")
     _refusals(mesh, models[1])
+    looks = fcdp_compile.shard(_Looks(7, 13), mesh)
+    with torch.no_grad():
+        looks(torch.ones(3, 7))
+    if looks.lives:
+        found.append("a dropped parameter")
     return found
 
 
@@ -237,16 +261,20 @@ def test_plain_tensors_meet_parameters_and_gradients() -> None:
 
 
 def _hooked(seen: list[Any]) -> tuple[nn.Module, Any]:
-    model = _model()
+    model: Any = _model()
+    twice = nn.Linear(13, 13)  # its gradient is a sum
+    model.insert(1, twice)
+    model.insert(1, twice)
     mask = torch.arange(13)[:, None] > 4
     model[0].weight.register_hook(lambda g: g * mask)
-    handle = model[1].weight.register_hook(lambda g: g * 3)
+    twice.weight.register_hook(lambda g: (g * mask).masked_fill_(mask.T, 2) + torch.randn_like(g))
+    handle = model[3].weight.register_hook(lambda g: g * 3)
 
     def after(p: Any) -> None:
         seen.append(p)
         p.grad.mul_(5)
 
-    model[2].weight.register_post_accumulate_grad_hook(after)
+    model[4].weight.register_post_accumulate_grad_hook(after)
     return model, handle
 
 
@@ -260,6 +288,7 @@ def hooks_stay(mesh: DeviceMesh | None, backend: str | None) -> None:
     for _ in range(2):
         for model, call in ((whole, whole), (sharded, called)):
             model.zero_grad()
+            torch.manual_seed(5)
             call(torch.ones(3, 7)).square().sum().backward()
         for a, b in zip(whole.parameters(), sharded.parameters(), strict=True):
             if a.grad is not None:
@@ -268,7 +297,7 @@ def hooks_stay(mesh: DeviceMesh | None, backend: str | None) -> None:
         handle.remove()
         sharded_handle.remove()
     assert len(seen) == 2
-    assert seen[0] is sharded[2].weight
+    assert seen[0] is sharded[4].weight
 
 
 @pytest.mark.parametrize("backend", [None, "fcdp"])
