@@ -91,6 +91,10 @@ def test_round_trip(profile: ClusterProfile) -> None:
     assert profile_to_json(FORMAT.from_json(text, source="x.json")) == text
 
 
+_LATER = {"shares_memory"}
+"""Written only where it is not the default."""
+
+
 def test_text_has_every_field_under_its_name() -> None:
     for cls, record in (
         (ClusterProfile, DOCUMENT),
@@ -98,11 +102,11 @@ def test_text_has_every_field_under_its_name() -> None:
         (Link, DOCUMENT["machine"]["inter"]),
         (Sample, DOCUMENT["samples"][0]),
     ):
-        assert set(record) - {"schema"} == {f.name for f in dataclasses.fields(cls)}
+        assert set(record) - {"schema"} == {f.name for f in dataclasses.fields(cls)} - _LATER
 
 
 FIELDS = [
-    *[(f.name,) for f in dataclasses.fields(ClusterProfile)],
+    *[(f.name,) for f in dataclasses.fields(ClusterProfile) if f.name not in _LATER],
     *[("machine", f.name) for f in dataclasses.fields(Machine)],
     *[("machine", "h2d", f.name) for f in dataclasses.fields(Link)],
 ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fcdp_compile.params.spec import Home, fit_strategy
 from fcdp_compile.sharding.refusals import warn_of_no_frozen
 from fcdp_compile.strategy import PRESETS, Cache, GradientOn, Life, Scope, Strategy
 from fcdp_compile.strategy.formats import Format
@@ -52,6 +53,16 @@ def test_where_gradients_accumulate() -> None:
     for strategy in PRESETS.values():
         accumulates = strategy.gradient is not Scope.GLOBAL
         assert strategy.accumulates_on is (GradientOn.AUTO if accumulates else None)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "fcdp+c4", "fcdp+w8+g4+c8", "fcdp+matrix"])
+def test_nothing_waits_in_the_memory_of_the_host_if_the_gpu_has_the_same(name: str) -> None:
+    strategy = Strategy.parse(name)
+    mesh = Home(nodes=2, ranks_per_node=2, node=0, place=0)
+    fitted = fit_strategy(strategy, mesh, shares_memory=True)
+    assert not fitted.uses_host
+    assert fitted.is_resident == strategy.is_resident
+    assert fitted.home is strategy.home
 
 
 def test_gradients_that_do_not_accumulate_cannot_wait_on_the_host() -> None:

@@ -7,12 +7,12 @@ simulator the whole profile.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
 from fcdp_compile.errors import FcdpError, ProfileError
-from fcdp_compile.files.json_records import RecordFormat, fail
+from fcdp_compile.files.json_records import LATER, RecordFormat, fail
 from fcdp_compile.plan.cost import Link, Machine
 from fcdp_compile.suggestion import did_you_mean
 
@@ -56,6 +56,7 @@ class ClusterProfile:
     intra_over_host_link: whether transfers between ranks of a node use that link too (no NVLink between all
     of them).  machine: its h2d and d2h are of one whole host link, which these ranks may all use at once;
     `rank_machine` has a rank's share.  source: where the figures come from, for people.
+    shares_memory: whether device and host memory are one memory.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ClusterProfile:
     machine: Machine
     source: str
     samples: tuple[Sample, ...] = ()
+    shares_memory: bool = field(default=False, metadata=LATER)
 
     @property
     def rank_machine(self) -> Machine:
@@ -182,7 +184,32 @@ def _a40x8(network: str) -> ClusterProfile:
     )
 
 
+def _gb10_pair() -> ClusterProfile:
+    memory_bytes_per_s = 0.8 * 273e9
+    copy = Link(latency_s=10e-6, bytes_per_s=memory_bytes_per_s / 2)  # reads and writes one memory
+    return ClusterProfile(
+        name="gb10x1-200g",
+        device_type="cuda",
+        nodes=None,
+        ranks_per_node=1,
+        device_memory_bytes=128 * 10**9,
+        host_memory_bytes=128 * 10**9,
+        ranks_per_host_link=1,
+        intra_over_host_link=False,
+        machine=Machine(
+            inter=Link(latency_s=10e-6, bytes_per_s=0.8 * 200e9 / 8),
+            intra=copy,
+            h2d=copy,
+            d2h=copy,
+            flops_per_s=0.75 * 125e12,  # an eighth of the data sheet's sparse fp4
+            memory_bytes_per_s=memory_bytes_per_s,
+        ),
+        source="DGX Spark data sheet, nothing measured",
+        shares_memory=True,
+    )
+
+
 CLUSTERS: dict[str, ClusterProfile] = {
-    profile.name: profile for profile in map(_a40x8, _TABLE_III_S)
+    profile.name: profile for profile in (*map(_a40x8, _TABLE_III_S), _gb10_pair())
 }
 """Built-in profiles by name."""

@@ -85,6 +85,10 @@ class CheckedDevice(StreamDevice):
     def note(self, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
         self.check.note(reads, writes, what)
 
+    @property
+    def shares_memory(self) -> bool:
+        return self._device.shares_memory
+
     # --- memory of the host -------------------------------------------------------------------------------
 
     def pinned_like(self, tensor: Tensor) -> Tensor:

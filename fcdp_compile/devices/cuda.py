@@ -84,6 +84,10 @@ class Cuda(StreamDevice):
         return int(torch.cuda.max_memory_allocated(self.torch))
 
     @property
+    def shares_memory(self) -> bool:
+        return bool(torch.cuda.get_device_properties(self.torch).is_integrated)
+
+    @property
     def registers(self) -> bool:
         return True
 

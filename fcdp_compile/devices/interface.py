@@ -118,6 +118,11 @@ class Device(ABC):
         """The peak memory of this process's tensors; None if the device does not count it."""
         return None
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether a device with memory of its own in torch has the host's memory in fact."""
+        return False
+
     # --- memory of the host -------------------------------------------------------------------------------
 
     @property

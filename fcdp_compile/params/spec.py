@@ -43,13 +43,15 @@ class Home:
         )
 
 
-def fit_strategy(strategy: Strategy, mesh: Home) -> Strategy:
-    """Adapt a strategy to the number of nodes and of ranks per node.
+def fit_strategy(strategy: Strategy, mesh: Home, *, shares_memory: bool) -> Strategy:
+    """Adapt a strategy to the number of nodes and of ranks per node, and to the memory that there is.
 
-    mesh: this rank among all ranks.
+    mesh: this rank among all ranks.  shares_memory: whether the GPU's memory is the host's.
 
     Raises: ValueError if the strategy makes no sense there.
     """
+    if shares_memory:
+        strategy = strategy.without_host()
     if strategy.offloads and mesh.of(strategy.home).ranks == 1:
         raise ArgumentError(
             f"strategy {strategy} offloads home shards, but here every rank has all parameters; use more "

@@ -136,7 +136,8 @@ class _Estimation:
                 "any size of the first dimension of its inputs, remove graph breaks, or plan a "
                 f"batch of {traced.batch}"
             )
-        specs = specs_of(traced, fit_strategy(strategy, job.mesh), job.mesh)
+        fitting = fit_strategy(strategy, job.mesh, shares_memory=job.profile.shares_memory)
+        specs = specs_of(traced, fitting, job.mesh)
         self._book = BucketBook(specs)
         self._base = PassContext(
             nodes=job.nodes,

@@ -83,5 +83,7 @@ class Job:
 
     @property
     def host_bytes_per_rank(self) -> int:
-        """Bytes of a node's memory that caches may take, for each of its ranks."""
+        """Bytes of a node's memory that caches may take, for each of its ranks; 0 if GPUs have it all."""
+        if self.profile.shares_memory:
+            return 0
         return int(HOST_USABLE * self.profile.host_memory_bytes) // self.ranks_per_node

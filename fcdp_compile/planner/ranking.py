@@ -81,7 +81,7 @@ def sensible(traced: TracedModel, job: Job, names: Sequence[str] = SENSIBLE) -> 
     for name in names:
         strategy = Strategy.parse(name)
         try:
-            on_mesh = fit_strategy(strategy, job.mesh)
+            on_mesh = fit_strategy(strategy, job.mesh, shares_memory=job.profile.shares_memory)
         except ValueError:  # the strategy needs several nodes
             continue
         if job.accumulate == 1:  # no gradients accumulate, so their scope does not matter

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
@@ -64,6 +65,8 @@ from fcdp_compile.strategy import Strategy
 from fcdp_compile.torch_compat import move_gradient_hooks
 
 M = TypeVar("M", bound=nn.Module)
+
+log = logging.getLogger(__name__)
 
 
 def shard(
@@ -142,7 +145,10 @@ def _fitting_state(
     state, records = _new_state(root, names, strategies, topology, dtypes)
     gpu_bytes = agree_on_gpus(topology, state.collectives, state.device)
     held = [(r.spec, p.requires_grad) for p, r in records.items()]
-    if offload_params == "auto" and fills(gpu_bytes, held):
+    shares_memory = state.device.shares_memory
+    if offload_params is True and shares_memory and topology.number == 0:
+        log.warning("offload_params saves nothing here: the GPU's memory is the host's")
+    if offload_params == "auto" and not shares_memory and fills(gpu_bytes, held):
         strategies = on_hosts(strategies, topology.position, where_possible=True)
         state, records = _new_state(root, names, strategies, topology, dtypes)
     state.gpu_bytes = gpu_bytes
@@ -158,7 +164,10 @@ def _new_state(
 ) -> tuple[ShardedModel, dict[nn.Parameter, ParamRecord]]:
     """Make the run-time state of a model that is not sharded yet, and the records of its parameters."""
     device = _device_of(names, topology)
-    fitting = {s: fit_strategy(s, topology.position) for s in dict.fromkeys(strategies.values())}
+    fitting = {
+        s: fit_strategy(s, topology.position, shares_memory=device.shares_memory)
+        for s in dict.fromkeys(strategies.values())
+    }
     number, packed = registry.new_model_number(), packed_parameters(root)
     matrices = [p for p in matrices_of(root, names) if fitting[strategies[p]].whole_matrices]
     check_home_nodes(matrices, topology.tp)

@@ -221,6 +221,17 @@ class Strategy:
         """The same strategy, but nothing is cached."""
         return replace(self, cache=Cache.NONE, life=Life.UNTIL_BACKWARD)
 
+    def without_host(self) -> Strategy:
+        """The same strategy for a GPU whose memory is the host's: what would wait there stays on the GPU."""
+        full = Format.FULL
+        return replace(
+            self,
+            cache=Cache.GPU if self.keeps_on_host else self.cache,
+            gradient_on=GradientOn.GPU,
+            host_format=full,
+            frozen_format=full,
+        )
+
     def with_gradients_on(self, place: str) -> Strategy:
         """The same strategy with accumulated gradients in the given place.
 

@@ -86,7 +86,7 @@ def places(whole: Tensor, of: Ranks) -> list[Place]:
             "p",
             shape=tuple(part.shape),
             dtype=torch.float32,
-            strategy=fit_strategy(Strategy.parse(name), here),
+            strategy=fit_strategy(Strategy.parse(name), here, shares_memory=False),
             mesh=here,
             inner=inner,
         )

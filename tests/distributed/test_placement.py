@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fcdp_compile
 from fcdp_compile.backend import bound_graphs
+from fcdp_compile.devices import Cpu
 from fcdp_compile.passes.memory.choose_tiers import choose_tiers
 from fcdp_compile.passes.memory.predict import MemoryPrediction, StepMemory
 from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
@@ -19,6 +20,7 @@ from fcdp_compile.plan.json import from_json, to_json
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.sharding.shard import state_of
+from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, batch
 from tests.distributed.parity import adamw, check_equal, fresh, rank_and_ranks, values
 from tests.distributed.ranks import run
@@ -311,3 +313,19 @@ def test_the_predicted_peak_is_near_the_measured_one(name: str) -> None:
     (predicted,) = {p for _, p in found}
     measured = min(m for m, _ in found)
     assert predicted / 1.1 <= measured <= 1.3 * predicted
+
+
+def _with_one_memory(mesh: DeviceMesh) -> dict[str, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cpu, "shares_memory", True)
+        pair = Beside(mesh, CASES["odd-lora"], options={"device_memory": 1})
+        pair.train(3)
+    pair.compare_parameters()
+    state = state_of(pair.model)
+    return {**state.counters.sent, "slabs": state.pool.slab_bytes}
+
+
+def test_where_the_gpu_has_the_memory_of_the_host_nothing_is_copied_there() -> None:
+    for moved in run(_with_one_memory, nodes=2, ranks_per_node=2):
+        assert not any(moved.get(name) for name in ("load", "store", "slabs"))
+        assert moved["inter_all_gather"] > 0

@@ -114,6 +114,17 @@ def test_on_one_node_frozen_shards_wait_on_the_host_only_where_nothing_else_fits
     assert short.rows[0].step_s > roomy.rows[0].step_s, "loading takes time"
 
 
+def test_a_gpu_with_the_memory_of_the_host_keeps_all_and_counts_it_once() -> None:
+    profile = _profile(device_memory_bytes=MODEL_BYTES)
+    rows = {}
+    for shares in (False, True):
+        job = make_job(profile=replace(profile, shares_memory=shares))
+        (rows[shares],) = _rank(job, is_frozen=True, names=("fcdp",)).rows
+    assert rows[False].host_bytes_per_node > 0
+    assert rows[True].host_bytes_per_node == 0
+    assert rows[True].peak_gpu_bytes > rows[False].peak_gpu_bytes
+
+
 def test_among_equals_the_one_that_takes_least() -> None:
     job = make_job(profile=_profile(bytes_per_s=1e12))
     compute_bound = replace(job.profile, machine=replace(job.profile.machine, flops_per_s=1e6))
