@@ -42,6 +42,7 @@ FOUND = Findings(
     ranks_on_machine=8,
     device_memory_bytes=48 * 2**30,
     host_memory_bytes=2**40,
+    shares_memory=False,
     inter=times_of(Link(latency_s=5e-5, bytes_per_s=1e9)),
     intra=times_of(Link(latency_s=2e-5, bytes_per_s=20e9)),
     h2d=times_of(BUS),

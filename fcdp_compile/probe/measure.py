@@ -141,6 +141,7 @@ class Findings:
     ranks_on_machine: int
     device_memory_bytes: int
     host_memory_bytes: int
+    shares_memory: bool
     inter: Sequence[Timed]
     intra: Sequence[Timed]
     h2d: Sequence[Timed]
@@ -191,6 +192,7 @@ def _measure(
         ranks_on_machine=ranks_on_machine(topology),
         device_memory_bytes=device_memory,
         host_memory_bytes=host_memory,
+        shares_memory=device.shares_memory,
         inter=[Timed(g * t.bytes, t.seconds) for t in inter],
         intra=intra,
         h2d=h2d,
@@ -231,6 +233,7 @@ def profile_of(found: Findings, request: ProbeRequest) -> ClusterProfile:
         ranks_per_node=found.ranks_per_node,
         device_memory_bytes=found.device_memory_bytes,
         host_memory_bytes=found.host_memory_bytes,
+        shares_memory=found.shares_memory,
         ranks_per_host_link=sharing,
         intra_over_host_link=(found.gather_slowdown or 1.0) > _SLOWER,
         machine=Machine(
