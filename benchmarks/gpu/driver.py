@@ -97,15 +97,13 @@ def run_parts(
                 tree=tree,
             )
             runs.scratch.mkdir()
-            began_s, limit_s, again = time.monotonic(), (until_s - time.monotonic()) * share, ""
+            began_s = time.monotonic()
+            limit_s = (until_s - began_s) * share
             if cards < part.cards:
                 reason = f"it needs {part.cards} GPUs, and this machine has {cards}"
-                state, lines = Ending.NOT_RUN, list[str]()
+                state, again, lines = Ending.NOT_RUN, "", list[str]()
             else:
-                state, reason, lines = runs.run(limit_s)
-            if state in (Ending.FAILED, Ending.TIMEOUT) and part.tries_again:
-                ending, told, _ = runs.run((until_s - time.monotonic()) * share, is_plain=True)
-                again = f"{ending.value}{told and ': '}{told}"
+                state, reason, again, lines = runs.run_twice_at_most(until_s, share)
             outcome = Outcome(
                 part=part.name,
                 state=state,
@@ -141,6 +139,19 @@ class _Runs:
     folder: Path
     scratch: Path
     tree: Path
+
+    def run_twice_at_most(self, until_s: float, share: float) -> tuple[Ending, str, str, list[str]]:
+        """Run the part, and again the plain way if that may tell more, each in a share of the time left.
+
+        Returns how the part ended, a sentence if it is not done, how it ended the second time, and its last
+        lines of the first time.
+        """
+        state, reason, lines = self.run((until_s - time.monotonic()) * share)
+        again = ""
+        if state in (Ending.FAILED, Ending.TIMEOUT) and self.part.tries_again:
+            ending, told, _ = self.run((until_s - time.monotonic()) * share, is_plain=True)
+            again = f"{ending.value}{told and ': '}{told}"
+        return state, reason, again, lines
 
     def run(self, limit_s: float, *, is_plain: bool = False) -> tuple[Ending, str, list[str]]:
         """Run the part; returns how it ended, a sentence if it is not done, and its last lines."""

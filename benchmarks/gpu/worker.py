@@ -22,6 +22,7 @@ from benchmarks.gpu.driver import EXIT_NOT_RUN, FLIGHTS, STACKS
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.results import Found, write_found
 from benchmarks.gpu.workers.setting import NotRunError, Setting
+from fcdp_compile.torch_compat import last_collectives
 
 _BY_NAME = {part.name: part for part in PARTS}
 
@@ -81,10 +82,7 @@ def _write_flights_on_signal(file: Path) -> None:
 
     def write() -> None:
         signal.sigwait([FLIGHTS])
-        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-            if (dump := getattr(torch._C._distributed_c10d, name, None)) is not None:
-                file.write_bytes(gzip.compress(dump()))
-                return
+        file.write_bytes(gzip.compress(last_collectives()))
 
     threading.Thread(target=write, name="flights", daemon=True).start()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.params.registry import lost_write
-from fcdp_compile.torch_compat import skip_frame
+from fcdp_compile.torch_compat import is_in_transform, skip_frame
 
 
 class Calls:
@@ -32,7 +32,8 @@ class Read(NamedTuple):
     def of(key: str, full: Tensor) -> Read:
         """A whole parameter that was just gathered."""
         counter = full.detach()  # shares the count of writes
-        counter.data = full.new_empty(0)
+        if not is_in_transform():  # torch.func allows no other memory there
+            counter.data = full.new_empty(0)
         return Read(key, counter, full._version)
 
 

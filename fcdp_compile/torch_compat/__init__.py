@@ -24,6 +24,7 @@ from fcdp_compile.torch_compat.autograd import backward_number as backward_numbe
 from fcdp_compile.torch_compat.autograd import every_thread as every_thread
 from fcdp_compile.torch_compat.autograd import gradient_hooks as gradient_hooks
 from fcdp_compile.torch_compat.autograd import is_in_derivative as is_in_derivative
+from fcdp_compile.torch_compat.autograd import is_in_transform as is_in_transform
 from fcdp_compile.torch_compat.autograd import is_profiling as is_profiling
 from fcdp_compile.torch_compat.autograd import is_recomputing as is_recomputing
 from fcdp_compile.torch_compat.autograd import move_gradient_hooks as move_gradient_hooks
@@ -51,6 +52,7 @@ from fcdp_compile.torch_compat.distributed import comes_from_peers as comes_from
 from fcdp_compile.torch_compat.distributed import gloo_context_count as gloo_context_count
 from fcdp_compile.torch_compat.distributed import gloo_timeout as gloo_timeout
 from fcdp_compile.torch_compat.distributed import has_rule as has_rule
+from fcdp_compile.torch_compat.distributed import last_collectives as last_collectives
 from fcdp_compile.torch_compat.distributed import nccl_timeout as nccl_timeout
 from fcdp_compile.torch_compat.distributed import rendezvous_store as rendezvous_store
 from fcdp_compile.torch_compat.distributed import reshape_wrapper as reshape_wrapper

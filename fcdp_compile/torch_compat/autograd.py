@@ -48,6 +48,11 @@ def move_gradient_hooks(old: Tensor, new: Tensor) -> None:
         new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
+def is_in_transform() -> bool:
+    """Whether a transform of torch.func, such as vmap, is running."""
+    return bool(get_interpreter_stack())
+
+
 def is_in_derivative() -> bool:
     """Whether a transform of torch.func that differentiates (grad, vjp, jvp, jacrev) is running."""
     found = get_interpreter_stack() or ()

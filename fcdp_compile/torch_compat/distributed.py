@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _dispatch_has_kernel_for_dispatch_key
+from torch._C import _dispatch_has_kernel_for_dispatch_key, _distributed_c10d
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import _get_default_store
@@ -100,6 +100,15 @@ def rendezvous_store() -> Any:
     """The store by which the ranks of a job have found each other, over a separate connection."""
     store: Any = _get_default_store()
     return store.clone() if hasattr(store, "clone") else store
+
+
+def last_collectives() -> bytes:
+    """What torch's flight recorder has of the last collectives, as JSON: NCCL's if torch has NCCL."""
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    found: bytes = next(
+        getattr(_distributed_c10d, n) for n in names if hasattr(_distributed_c10d, n)
+    )()
+    return found
 
 
 def takes_plain_tensors() -> bool:

@@ -20,6 +20,7 @@ from fcdp_compile.plan import Direction, Kind, Lane, Plan, Tier, Variant
 from fcdp_compile.plan.json import read_plan
 from fcdp_compile.runtime.collectives.counters import FLAT_WITHIN
 from tests import formulas
+from tests.device.choice import is_simulated
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES
 from tests.distributed.ranks import run
@@ -125,8 +126,9 @@ def _planned(plan: Plan, *variants: tuple[Direction, Variant], refresh: bool) ->
 def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **more: Any) -> Measured:
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folders)
-    # One byte: no device has room for a cache, so every cache is on the host.
-    options = {"bucket_mb": bucket_mb, "dump": folders[0], "device_memory": 1, **more}
+    options = {"bucket_mb": bucket_mb, "dump": folders[0], **more}
+    if is_simulated():  # one byte: as on a CPU, every cache is on the host
+        options["device_memory"] = 1
     pair = Beside(mesh, CASES[case], strategy=strategy, options=options)
     trained = [p for p in pair.model.parameters() if p.requires_grad]
     hooks = [p.register_hook(partial(_check_layout, p)) for p in trained]
