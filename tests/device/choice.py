@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 
@@ -18,6 +19,24 @@ def prepare_test_device() -> None:
         from tests.device.build import extension
 
         extension()
+
+
+def issued() -> list[str]:
+    """The collectives that this process has issued on the simulated device."""
+    if not is_simulated():
+        return []
+    from tests.device.build import extension
+
+    return list(extension().issued())
+
+
+def issued_in_other_orders(logs: Sequence[Sequence[str]]) -> str:
+    """What two ranks issued in different orders on the simulated device, or nothing."""
+    if not any(logs):
+        return ""
+    from tests.device import sim
+
+    return sim.issued_in_other_orders(logs)
 
 
 def on_test_device() -> AbstractContextManager[None]:

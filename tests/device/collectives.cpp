@@ -15,7 +15,7 @@ using Tensors = std::vector<at::Tensor>;
 using Given = c10::intrusive_ptr<c10d::Work>;
 
 static std::mutex log_mutex;
-static std::vector<std::string> issued;
+static std::vector<std::string> issued;  // "group operation elements", with the group's name on all ranks
 static std::atomic<int> failing{-1}, stalling{-1}, stall_ms{0};  // collectives until one fails or stalls
 
 // At most so many collectives at once.
@@ -83,8 +83,8 @@ struct Order {
 
 class Group final : public c10d::Backend {
  public:
-  Group(c10::intrusive_ptr<c10d::Backend> gloo, int index)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), index_(index) {}
+  Group(c10::intrusive_ptr<c10d::Backend> gloo, std::string id)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), id_(std::move(id)) {}
 
   const std::string getBackendName() const override { return "simccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override {
@@ -294,7 +294,7 @@ class Group final : public c10d::Backend {
     int64_t count = 0;
     for (auto& t : tensors) count += t.numel();
     std::lock_guard<std::mutex> lock(log_mutex);
-    issued.push_back(std::to_string(index_) + " " + name + " " + std::to_string(count));
+    issued.push_back(id_ + " " + name + " " + std::to_string(count));
   }
 
   static void disturbed() {
@@ -348,15 +348,15 @@ class Group final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
-  int index_;
+  std::string id_;
   c10::StreamId own_ = new_stream();
   std::shared_ptr<Order> order_ = std::make_shared<Order>();
   std::map<std::pair<int, char>, c10::StreamId> pairs_;
 };
 
 void bind_collectives(pybind11::module_& m) {
-  m.def("make_group", [](c10::intrusive_ptr<c10d::Backend> gloo, int index) {
-    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Group>(std::move(gloo), index));
+  m.def("make_group", [](c10::intrusive_ptr<c10d::Backend> gloo, std::string id) {
+    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Group>(std::move(gloo), std::move(id)));
   });
   m.def("issued", [] {
     std::lock_guard<std::mutex> lock(log_mutex);

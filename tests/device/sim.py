@@ -10,9 +10,8 @@ import functools
 import itertools
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +24,8 @@ from tests.device.build import extension
 
 KIND = "sim"
 _GROUPS = "simccl"
-_numbers = itertools.count()
-"""Of the groups of this process: all ranks make the same ones in the same order."""
+_OF_TWO = ("send", "recv")
+"""Operations that only two ranks of a group take part in."""
 
 
 class Sim(StreamDevice):
@@ -135,10 +134,26 @@ def _module() -> ModuleType:
     return module
 
 
-def _group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _group(made: Any, options: Any) -> Any:
     """A group of the device: `collectives.cpp` around one of Gloo."""
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-    return extension().make_group(gloo, next(_numbers))
+    gloo = dist.ProcessGroupGloo(made.store, made.group_rank, made.group_size, made.timeout)
+    return extension().make_group(gloo, made.group_id)
+
+
+def issued_in_other_orders(logs: Sequence[Sequence[str]]) -> str:
+    """Compare what ranks have issued, in each pair's common groups; returns the first difference, or nothing.
+
+    Ranks that issue to two groups in different orders may wait for each other for ever: collectives that wait
+    for their peers hold processors of the device.  logs: by rank, "group operation elements".
+    """
+    for one, other in itertools.combinations(range(len(logs)), 2):
+        entries = [[entry.split()[:2] for entry in logs[rank]] for rank in (one, other)]
+        common = set.intersection(*({group for group, _ in of} for of in entries))
+        both = [[e for e in of if e[0] in common and e[1] not in _OF_TWO] for of in entries]
+        for i, (here, there) in enumerate(itertools.zip_longest(*both)):
+            if here != there:
+                return f"collective {i} of ranks {one} and {other}: {here} and {there}"
+    return ""
 
 
 @functools.cache
@@ -148,7 +163,7 @@ def use() -> None:
     torch.utils.rename_privateuse1_backend(KIND)
     torch._register_device_module(KIND, _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    dist.Backend.register_backend(_GROUPS, _group, devices=[KIND])
+    dist.Backend.register_backend(_GROUPS, _group, extended_api=True, devices=[KIND])
     register(Sim)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.distributed.ranks import run
+from tests.distributed.ranks import RankError, run
 
 pytestmark = [
     pytest.mark.distributed,
@@ -133,6 +133,25 @@ def test_collectives_of_several_ranks() -> None:
         assert found["part"] == [4.0] * 3
         assert found["sum"] == [6.0] * 3
         assert found["issued"] == ranks[0]["issued"], "all ranks issue in one order"
+
+
+def _disordered(mesh: DeviceMesh, is_turned: bool) -> None:
+    groups = [mesh.get_group("inter"), mesh.get_group("intra"), dist.group.WORLD]
+    values = [torch.ones(3) for _ in groups]
+    works: list[Any] = []
+    turned = dist.get_rank() == 3 and is_turned
+    for group, value in list(zip(groups, values, strict=True))[:: -1 if turned else 1]:
+        # On streams of their own: on one stream they would wait for each other for ever.
+        works.append(dist.all_reduce(value, group=group, async_op=True))
+    for work in works:
+        work.wait()
+    assert [value.sum().item() for value in values] == [6.0, 6.0, 12.0]
+
+
+def test_ranks_that_issue_in_different_orders_are_noticed() -> None:
+    run(_disordered, False, nodes=2, ranks_per_node=2)
+    with pytest.raises(RankError, match=r"collective \d+ of ranks \d and 3: "):
+        run(_disordered, True, nodes=2, ranks_per_node=2)
 
 
 def _failing(mesh: DeviceMesh) -> str:

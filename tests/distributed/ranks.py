@@ -19,7 +19,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from tests.device.choice import on_test_device, prepare_test_device
+from tests.device.choice import (
+    issued,
+    issued_in_other_orders,
+    on_test_device,
+    prepare_test_device,
+)
 
 _PRELOAD = ["tests.distributed.preload"]
 TIMEOUT_S = 900.0
@@ -43,7 +48,8 @@ def run(
     """Call `function(mesh, *args)` on every rank and return the result of each (picklable).
 
     Function and arguments must be picklable: module-level functions.  Each rank is a fresh process with one
-    thread, a gloo group and a mesh of nodes x ranks_per_node; all are killed if one fails or is late.
+    thread, a gloo group and a mesh of nodes x ranks_per_node; all are killed if one fails or is late.  On the
+    simulated device, ranks must issue the collectives of their common groups in one order.
     """
     processes, pipes = start(function, *args, nodes=nodes, ranks_per_node=ranks_per_node)
     try:
@@ -55,6 +61,8 @@ def run(
             raise RankError(
                 "\n".join(f"--- rank {r}\n{text}" for r, text in sorted(errors.items()))
             )
+        if disorder := issued_in_other_orders([pipe.recv() for pipe in pipes]):
+            raise RankError(f"ranks issue collectives in different orders: {disorder}")
         return [results[rank] for rank in range(nodes * ranks_per_node)]
     finally:
         kill(processes)
@@ -152,6 +160,7 @@ def _rank(
         with on_test_device():
             mesh: DeviceMesh | None = fcdp_compile.make_mesh(nodes=nodes, timeout=wait_s)
             pipe.send((False, function(mesh, *args)))
+            pipe.send(issued())
     except BaseException:
         pipe.send((True, traceback.format_exc()))
     finally:
