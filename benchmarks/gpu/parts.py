@@ -42,6 +42,21 @@ def _steps(system: str, mode: str, title: str, *, weight: int) -> GpuPart:
     )
 
 
+def _parity(
+    name: str, group: str, cases: str, title: str, *, weight: int, ranks: int = 4, cards: int = 1
+) -> GpuPart:
+    return GpuPart(
+        name=name,
+        runs="parity.parity",
+        arguments=(group, cases),
+        title=title,
+        weight=weight,
+        ranks=ranks,
+        cards=cards,
+        tries_again=True,
+    )
+
+
 PARTS = (
     GpuPart(
         name="copies",
@@ -56,36 +71,31 @@ PARTS = (
         weight=7,
         tries_again=True,
     ),
-    GpuPart(
-        name="parity-eager",
-        runs="parity.parity",
-        arguments=("gloo", "eager"),
-        title="parity of four Gloo ranks on one card, without Inductor",
+    _parity(
+        "parity-eager",
+        "gloo",
+        "eager",
+        "parity of four Gloo ranks on one card, without Inductor",
         weight=10,
-        ranks=4,
-        tries_again=True,
     ),
-    GpuPart(
-        name="nccl",
-        runs="parity.parity",
-        arguments=("nccl", "all"),
-        title="parity of two nodes over NCCL, one rank on each of several cards",
+    _parity(
+        "nccl",
+        "nccl",
+        "all",
+        "parity of two nodes over NCCL, one rank on each of several cards",
         weight=16,
         ranks=8,
         cards=2,
-        tries_again=True,
     ),
     _steps("fcdp", "full", "steps of a large model: fcdp, weights in host memory", weight=16),
     _steps("fsdp2", "full", "the same: FSDP2", weight=6),
     _steps("plain", "full", "the same: no sharding, compiled by blocks", weight=6),
-    GpuPart(
-        name="parity",
-        runs="parity.parity",
-        arguments=("gloo", "inductor"),
-        title="parity of four Gloo ranks on one card, with Inductor",
+    _parity(
+        "parity",
+        "gloo",
+        "inductor",
+        "parity of four Gloo ranks on one card, with Inductor",
         weight=14,
-        ranks=4,
-        tries_again=True,
     ),
     GpuPart(
         name="tests",

@@ -259,6 +259,8 @@ def _parity(found: Parity) -> list[str]:
         "compiled by torch. Differences are relative; those of losses and of parameters are wrong beyond "
         f"{limits}, and bytes are wrong if they are not the plan's."
     )
+    if found.missing:
+        intro += f" QLoRA was left out, because {', '.join(found.missing)} is not installed."
     return [intro, table(rows, headers)]
 
 

@@ -88,10 +88,11 @@ class ParityCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The cases that there was time for, of `planned` cases."""
+    """The cases that there was time for, of `planned` cases.  missing: packages that QLoRA lacks."""
 
     planned: int
     cases: list[ParityCase]
+    missing: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

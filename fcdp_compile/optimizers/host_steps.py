@@ -148,8 +148,7 @@ class HostSteps:
             return None
         self._counters.add(what, sum(source.nbytes for _, source in copies))
 
-        targets, sources = map(list, zip(*copies, strict=True))
-        run = partial(copy_all, targets, sources)
+        run = partial(copy_all, *zip(*copies, strict=True))
         # All tensors of both sides are held until the copies are done.
         held = [tensor for pair in copies for tensor in pair]
         name = f"fcdp::{what} {bucket.number}"

@@ -182,7 +182,7 @@ def _check_references(model: nn.Module, parameters: dict[str, nn.Parameter]) -> 
             raise ArgumentError(
                 f"{where}, where shard cannot replace it, so code that reads it there would use values "
                 "that are never trained; read the parameter through the module that it belongs to "
-                "(model.layer.weight) where it is used"
+                "(model.layer.weight) where it is used; a hook may also be set after shard"
             )
         log.warning(
             "%s, which shares memory with the parameter now, but will not after shard", where

@@ -99,7 +99,7 @@ FOUND: dict[str, Found] = {
     "lanes": LANES,
     "fcdp-full": FCDP,
     "plain-full": PLAIN,
-    "parity": Parity(planned=9, cases=[CASE]),
+    "parity": Parity(planned=9, cases=[CASE], missing=["peft"]),
     "tests": CudaTests(passed=10, failed=1, skipped=0, failures=["a::b: it is 1 | 2"]),
     "sanitizer": Watched(by="csan", steps=3, finds_planted=True),
 }
@@ -150,7 +150,7 @@ def test_page_shows_what_was_found_and_why_the_rest_was_not() -> None:
 
 def test_the_page_and_its_verdict_say_what_is_wrong() -> None:
     def parity(**more: Any) -> Parity:
-        return Parity(planned=1, cases=[replace(CASE, **more)])
+        return Parity(planned=1, cases=[replace(CASE, **more)], missing=[])
 
     wrong: list[tuple[str, Found, str, str]] = [
         ("parity", parity(losses=[5.0, 4.1]), "**WRONG**", "losses are off by 2.5e-02"),

@@ -235,8 +235,13 @@ def _refusals(mesh: DeviceMesh, sharded: Any) -> None:
 class _Looks(nn.Linear):
     """Sees whether a gathered parameter lives on after nobody uses it any more."""
 
+    def __init__(self, change: Callable[[Tensor], object]) -> None:
+        super().__init__(7, 13)
+        self.change = change
+
     def forward(self, x: Tensor) -> Tensor:
         self.lives = weakref.ref(self.weight)() is not None
+        self.change(self.weight)
         return super().forward(x)
 
 
@@ -248,10 +253,12 @@ def _meetings(mesh: DeviceMesh) -> list[str]:
         if made[0] is not None and not torch.allclose(*map(_value, made), atol=1e-5):
             found.append("eye")
     _refusals(mesh, models[1])
-    looks = fcdp_compile.shard(_Looks(7, 13), mesh)
+    looks, writes = (fcdp_compile.shard(_Looks(c), mesh) for c in (Tensor.dim, Tensor.zero_))
     with torch.no_grad():
         looks(torch.ones(3, 7))
-    if looks.lives:
+        with pytest.raises(FcdpError, match=r"'weight'.*would be lost"):
+            writes(torch.ones(3, 7))
+    if looks.lives or writes.lives:
         found.append("a dropped parameter")
     return found
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fcdp_compile
 from benchmarks.gpu.results import Parity, ParityCase
-from benchmarks.gpu.workers.setting import NotRunError, Setting
+from benchmarks.gpu.workers.setting import Setting
 from benchmarks.systems.model import make_batch, make_model
 from benchmarks.systems.shape import Shape
 from fcdp_compile.devices import device_of
@@ -91,20 +91,27 @@ def parity(group: str, cases: str, setting: Setting) -> Parity:
     dist.init_process_group("cpu:gloo,cuda:gloo" if shares_card else device.backends)
     mesh = fcdp_compile.make_mesh(nodes=NODES)
     assert mesh is not None, "several ranks have one"
-    chosen = _CASES[cases]
-    if not setting.has_inductor:
-        chosen = tuple(dict.fromkeys(replace(case, compute="eager") for case in chosen))
+    chosen = list(dict.fromkeys(_fitting(case, setting) for case in _CASES[cases]))
     if setting.is_quick:
         chosen = chosen[:_QUICK_CASES]
-    found = Parity(planned=len(chosen), cases=[])
+    missing = [name for name in _QLORA_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        chosen = [case for case in chosen if case.mode != "qlora"]
+    found = Parity(planned=len(chosen), cases=[], missing=missing)
     for case in chosen:
         if not _all_have_time(setting):
             break
         torch.compiler.reset()
-        with contextlib.suppress(NotRunError):
-            found.cases.append(_run(case, mesh, setting.device))
+        found.cases.append(_run(case, mesh, setting.device))
         setting.write(found)
     return found
+
+
+def _fitting(case: _ParityMode, setting: Setting) -> _ParityMode:
+    """The case without what the setting lacks: Inductor, or norms in bf16 (`Setting.dtype`)."""
+    compute = case.compute if setting.has_inductor else "eager"
+    dtype = case.dtype if setting.dtype is torch.bfloat16 else "float32"
+    return replace(case, compute=compute, dtype=dtype)
 
 
 def _all_have_time(setting: Setting) -> bool:
@@ -194,8 +201,6 @@ def _unplanned(state: ShardedModel) -> str:
 
 def _model(case: _ParityMode, device: torch.device) -> nn.Module:
     if case.mode == "qlora":
-        if any(importlib.util.find_spec(name) is None for name in _QLORA_NEEDS):
-            raise NotRunError(f"QLoRA needs {', '.join(_QLORA_NEEDS)}")
         qlora: nn.Module = importlib.import_module("benchmarks.qlora.model").make_model(
             SHAPE, case.mode
         )
