@@ -24,8 +24,11 @@ from benchmarks.gpu.training_report import table, training
 
 F = TypeVar("F", CudaTests, Copies, LaneRuns, Parity, Watched)
 
-TOLERANCES = {"float32": (1e-4, 1e-3), "bfloat16": (2e-2, 5e-2)}
-"""The largest relative differences of losses and of parameters, by dtype."""
+TOLERANCES = {"float32": (1e-4, 1e-3), "bfloat16": (5e-3, 3e-2)}
+"""The largest relative differences of losses and of parameters, by dtype.
+
+On four CPU ranks, with ATen's kernels: 9e-8 and 4e-7 in float32, 4e-5 and 7e-3 in bfloat16.
+"""
 
 _RUN = """Run the benchmark with `make gpu`, or `python -m benchmarks.gpu` in a checkout. It needs a
 Python with torch and numpy and one GPU or several, installs nothing, needs no network and takes at most ten

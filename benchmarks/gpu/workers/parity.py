@@ -232,10 +232,13 @@ def _average_gradients(model: nn.Module) -> None:
 
 
 def _parameters_off(model: nn.Module, plain: nn.Module) -> float:
-    worst = 0.0
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        if not theirs.is_floating_point() or not isinstance(mine, DTensor):
-            continue  # a quantised weight
-        off = (mine.detach().full_tensor() - theirs.detach()).abs().max()
+    """The largest difference; by names, since `shard` gives a quantised weight's parts other places."""
+    worst, mine = 0.0, dict(model.named_parameters())
+    for name, theirs in plain.named_parameters():
+        if not theirs.is_floating_point():
+            continue  # packed: the losses depend on it, and nothing changes it
+        own = mine[name]
+        assert isinstance(own, DTensor)
+        off = (own.detach().full_tensor() - theirs.detach()).abs().max()
         worst = max(worst, (off / theirs.detach().abs().max().clamp(min=1e-3)).item())
     return worst
