@@ -2,8 +2,8 @@
 
 torch's own pinned allocator rounds every block up to a power of two, which for a whole model can double the
 memory that a node needs.  A slab here is anonymous memory of whole pages, less than one page too large, in
-huge pages where the system has them: registering touches each page first, which takes 0.5 s for a GiB of 4 KiB
-pages, and 0.1 to 0.2 s for huge ones (`mlock` on the machine of the benchmarks, memory free).
+huge pages where the system has them: registering touches each page first.  For a GiB that takes 0.5 s with
+pages of 4 KiB and 0.1 to 0.2 s with huge ones (`mlock` on the machine of the benchmarks, memory free).
 Its pages are on the NUMA node of the thread that registers it, which is the first to touch them: on the
 GPU's NUMA node if the launcher has bound the process to that node's cores.
 
