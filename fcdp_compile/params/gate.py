@@ -33,7 +33,9 @@ class Read(NamedTuple):
         """A whole parameter that was just gathered."""
         counter = full.detach()  # shares the count of writes
         if not is_in_transform():  # torch.func allows no other memory there
-            counter.data = full.new_empty(0)
+            # Devices from outside torch let no tensor of inference mode stand in for another tensor.
+            with torch.inference_mode(False):
+                counter.data = full.new_empty(0)
         return Read(key, counter, full._version)
 
 

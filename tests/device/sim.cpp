@@ -409,6 +409,14 @@ static void push_written(
     if (is_written(schema.arguments()[i])) stack->push_back(args[i]);
 }
 
+static void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  try {
+    op.callBoxed(stack);
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, c10::toString(op.operator_name()), ": ", error.what());
+  }
+}
+
 // For an operator of whose results nothing is known before it has run: on the stream's thread, awaited.
 static void run_blocking(
     const c10::OperatorHandle& op, const std::vector<c10::IValue>& args, torch::jit::Stack* stack) {
@@ -419,7 +427,7 @@ static void run_blocking(
     ++blocking_names[c10::toString(op.operator_name())];
   }
   auto found = std::make_shared<torch::jit::Stack>(given_on(at::kCPU, schema, args));
-  current().give([found, &op] { op.callBoxed(found.get()); });
+  current().give([found, &op] { call(op, found.get()); });
   current().synchronize();
   for (size_t i = 0; i < found->size(); ++i) {
     if (is_written(schema.arguments()[0]) && schema.returns()[i].alias_info()) {
@@ -489,7 +497,7 @@ static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   for (const auto& value : results) into.push_back(mapped(value, on_host));
   ++kernels;
   current().give([op, cpu = std::move(cpu), into = std::move(into)]() mutable {
-    op.callBoxed(&cpu);
+    call(op, &cpu);
     for (size_t i = 0; i < into.size(); ++i) {
       if (into[i].isTensorList()) {
         auto to = into[i].toTensorList(), from = cpu[i].toTensorList();

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from fcdp_compile.sharding.shard import state_of
+from tests.device.choice import is_simulated
 from tests.distributed.models import Case, batch
 
 TOLERANCE = 2e-5
@@ -28,7 +29,10 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Beside:
-    """`model` sharded, `net` compiled, `plain` a replicated copy that trains on every rank's batches."""
+    """`model` sharded, `net` compiled, `plain` a replicated copy that trains on every rank's batches.
+
+    caches_on_host: on a device with memory of its own, too, caches are on the host; else only if it is short.
+    """
 
     def __init__(
         self,
@@ -37,14 +41,18 @@ class Beside:
         *,
         optimizer: MakeOptimizer = sgd,
         options: dict[str, Any] | None = None,
+        caches_on_host: bool = False,
         **shard_options: Any,
     ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.case = case
         self.plain = case.model()
+        self.options = dict(options or {})
+        if caches_on_host and is_simulated():
+            self.options["device_memory"] = 1  # byte
+            shard_options.setdefault("gradient_on", "gpu")
         self.model = fcdp_compile.shard(copy.deepcopy(self.plain), mesh, **shard_options)
-        self.options = options or {}
         self.net = self.compiled(self.model)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1

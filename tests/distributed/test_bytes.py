@@ -20,7 +20,6 @@ from fcdp_compile.plan import Direction, Kind, Lane, Plan, Tier, Variant
 from fcdp_compile.plan.json import read_plan
 from fcdp_compile.runtime.collectives.counters import FLAT_WITHIN
 from tests import formulas
-from tests.device.choice import is_simulated
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES
 from tests.distributed.ranks import run
@@ -127,9 +126,7 @@ def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **mor
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folders)
     options = {"bucket_mb": bucket_mb, "dump": folders[0], **more}
-    if is_simulated():  # one byte: as on a CPU, every cache is on the host
-        options["device_memory"] = 1
-    pair = Beside(mesh, CASES[case], strategy=strategy, options=options)
+    pair = Beside(mesh, CASES[case], strategy=strategy, options=options, caches_on_host=True)
     trained = [p for p in pair.model.parameters() if p.requires_grad]
     hooks = [p.register_hook(partial(_check_layout, p)) for p in trained]
     steps, agreed = [], []

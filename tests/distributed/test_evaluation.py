@@ -70,7 +70,8 @@ def _evaluate(pair: Beside, mode: str, folder: Path) -> Evaluated:
 def _train_and_evaluate(mesh: DeviceMesh, name: str, strategy: str, mode: str) -> Evaluated:
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folders)
-    pair = Beside(mesh, CASES[name], strategy=strategy, options={"dump": folders[0]})
+    options = {"dump": folders[0]}
+    pair = Beside(mesh, CASES[name], strategy=strategy, options=options, caches_on_host=True)
     _evaluate(pair, mode, Path(folders[0]))  # before anything is trained: slabs are allocated here
     for _ in range(2):
         pair.train(2)

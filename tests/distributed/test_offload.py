@@ -93,7 +93,8 @@ MAKERS: dict[str, tuple[str, Callable[..., Optimizer]]] = {
 
 
 def _part(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
+    """This rank's values on the host: states of an offloaded optimizer are there, parameters on the device."""
+    return (value.to_local() if isinstance(value, DTensor) else value).cpu()
 
 
 def _check_same(about: str, one: Any, other: Any, same: Any = torch.equal) -> None:

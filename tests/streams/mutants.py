@@ -1,6 +1,9 @@
-"""Remove one wait, event, hold or dependence from the runtime at a time: the check must notice each.
+"""Remove one wait, event, hold or dependence from the runtime at a time: each must be noticed.
 
-    python -m tests.streams.mutants [--list] [NUMBER ...]
+    python -m tests.streams.mutants [--list] [--late] [NUMBER ...]
+
+The check of streams must notice each at once, and so must numbers on the simulated device (--late), whose
+streams are late at random: there a mutant is noticed if a loss, a parameter or the memory in use differs.
 
 A mutant is a function of the runtime, compiled from a changed syntax tree, that replaces the real function
 while the programs of `programs` run.  The places to change are found in the source, so waits that are added
@@ -15,8 +18,11 @@ later are tried, too:
 from __future__ import annotations
 
 import ast
+import faulthandler
 import gc
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +32,13 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from fcdp_compile.devices import CheckedDevice
 from tests.runtime.test_lanes_on_streams import run as random_tasks
 from tests.streams.cached import use_on_the_way
-from tests.streams.programs import PROGRAMS, Job, four_ranks
+from tests.streams.programs import PROGRAMS, Job, Late, Program, checked, four_ranks, late
 
 MODULES = (
     "lanes.stream_lane",
@@ -217,21 +227,30 @@ PARTS = (run_random_tasks, use_on_the_way)
 
 
 class Trial:
-    """Runs parts of the runtime and then programs; builds a program's job again only if it has failed."""
+    """Runs parts of the runtime and then programs; builds a program's job again only if it has failed.
+
+    make: makes the device of a job.
+    """
 
     def __init__(
-        self, names: Sequence[str], *, parts: Sequence[Callable[[], None]] = PARTS
+        self,
+        names: Sequence[str],
+        *,
+        parts: Sequence[Callable[[], None]] = PARTS,
+        make: Callable[[Program], CheckedDevice | Late] = checked,
     ) -> None:
         self.names = tuple(names)
         self._parts = parts
-        self._ready: dict[str, tuple[Job, int]] = {}
+        self._make = make
+        self._ready: dict[str, tuple[Job, list[Tensor], Outcome]] = {}
 
-    def _job(self, name: str) -> tuple[Job, int]:
+    def _job(self, name: str) -> tuple[Job, list[Tensor], Outcome]:
         if name not in self._ready:
-            job = Job(PROGRAMS[name])
+            job = Job(PROGRAMS[name], self._make)
             for _ in range(2):
                 PROGRAMS[name].once(job)
-            self._ready[name] = job, job.alive_bytes()
+            start = job.parameters()
+            self._ready[name] = job, start, _outcome(name, job, start)
         return self._ready[name]
 
     def caught(self, mutant: Mutant) -> str:
@@ -243,16 +262,14 @@ class Trial:
             except Exception as error:
                 return f"{part.__name__}: {type(error).__name__}: {error}"
         for name in self.names:
-            job, alive = self._job(name)
+            job, start, expected = self._job(name)
             try:
                 with applied(mutant):
-                    PROGRAMS[name].once(job)
-                    PROGRAMS[name].once(job)
-                    found = job.alive_bytes()
+                    found = _outcome(name, job, start)
             except Exception as error:
                 said = f"{name}: {type(error).__name__}: {error}"
             else:
-                said = f"{name}: {found} bytes alive, not {alive}" if found != alive else ""
+                said = f"{name}: {found.unlike(expected)}" if found.unlike(expected) else ""
             if said:
                 del self._ready[name], job
                 gc.collect()
@@ -260,18 +277,85 @@ class Trial:
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What two rounds of a program leave.  values: losses, what else the steps computed, and parameters."""
+
+    alive_bytes: int
+    values: list[Tensor]
+
+    def unlike(self, expected: Outcome) -> str:
+        """The first difference, or nothing."""
+        for i, (here, there) in enumerate(zip(self.values, expected.values, strict=True)):
+            if not torch.equal(here, there):
+                return f"value {i} of {len(self.values)} differs"
+        is_more = self.alive_bytes != expected.alive_bytes
+        return f"{self.alive_bytes} bytes alive, not {expected.alive_bytes}" if is_more else ""
+
+
+def _outcome(name: str, job: Job, start: Sequence[Tensor]) -> Outcome:
+    """Runs a program twice from given parameters."""
+    job.start_from(start)
+    for _ in range(2):
+        PROGRAMS[name].once(job)
+    return Outcome(job.alive_bytes(), [*job.seen, *job.parameters()])
+
+
+def _try_on_late_streams(numbers: Sequence[int]) -> None:
+    from tests.device import sim
+
+    with sim.as_default(), four_ranks(sim.KIND):
+        trial = Trial(list(PROGRAMS), parts=(), make=late)
+        for number, mutant in enumerate(mutants()):
+            if number in numbers:
+                faulthandler.dump_traceback_later(600, exit=True)
+                print(number, trial.caught(mutant)[:160], flush=True)
+                faulthandler.cancel_dump_traceback_later()
+
+
+def _caught_late(numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Yields what notices each mutant, tried in other processes, which a mutant may end or stop."""
+    left = list(numbers)
+    while left:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.streams.mutants", "--here", *map(str, left)],
+            env={"FCDP_SIM_DELAY_US": "2000"} | os.environ,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        for line in child.stdout:
+            number, _, said = line.rstrip().partition(" ")
+            left.remove(int(number))
+            yield int(number), said
+        if code := child.wait():
+            yield left.pop(0), f"the process ends with {code}"
+
+
 def main(arguments: Sequence[str]) -> int:
     chosen = {int(a) for a in arguments if not a.startswith("-")}
+    tried = [n for n in enumerate(mutants()) if not chosen or n[0] in chosen]
+    if "--here" in arguments:
+        _try_on_late_streams([n for n, _ in tried])
+        return 0
+    names = dict(tried)
     survivors = 0
+
+    def say(number: int, said: str) -> None:
+        sys.stdout.write(f"{number:3} {names[number]}\n      {said[:160] or 'NOT CAUGHT'}\n")
+        sys.stdout.flush()
+
+    if "--late" in arguments:
+        for number, said in _caught_late(list(names)):
+            survivors += not said
+            say(number, said)
+        return survivors
     with four_ranks():
         trial = Trial(list(PROGRAMS))
-        for number, mutant in enumerate(mutants()):
-            if chosen and number not in chosen:
-                continue
+        for number, mutant in tried:
             said = "" if "--list" in arguments else trial.caught(mutant)
             survivors += not said
-            sys.stdout.write(f"{number:3} {mutant}\n      {said[:160] or 'NOT CAUGHT'}\n")
-            sys.stdout.flush()
+            say(number, said)
     return survivors
 
 

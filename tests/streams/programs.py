@@ -1,12 +1,13 @@
-"""Small jobs of every kind on one rank of 2 x 2, on a simulated device that checks its streams.
+"""Small jobs of every kind on one rank of 2 x 2, on a device that shows streams without order.
 
+The device checks the order of its streams (`checked`), or has streams that are late (`late`).
 The group is an echo (`benchmarks.gpu.workers.echo`): every other rank behaves as this rank does.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ from fcdp_compile.devices import CheckedDevice
 from fcdp_compile.plan import Kind, Tier
 from fcdp_compile.sharding import shard as shard_module
 from fcdp_compile.sharding.shard import state_of
+from tests.device.build import extension
+from tests.device.sim import KIND, Sim
 from tests.runtime.simulated_device import SimulatedDevice
 
 BUCKET_MB = 0.004  # one or two layers in a bucket
@@ -62,13 +65,50 @@ def adapted() -> Stack:
     return Stack(lambda: Adapted(32))
 
 
-class Job:
-    """A model on a checked device, compiled by default; `alive` is the device memory after each round."""
+class Late(Sim):
+    """The simulated device, with the memory in use that a test wants."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, *, is_blocking: bool) -> None:
+        super().__init__(torch.device(KIND, 0))
+        self._is_blocking = is_blocking
+        self.used = 0
+
+    def used_bytes(self) -> int:
+        return self.used or super().used_bytes()
+
+    def runs_on_stream(self, group: dist.ProcessGroup | None) -> bool:
+        return not self._is_blocking
+
+
+def checked(program: Program) -> CheckedDevice:
+    """A device that raises StreamError where streams have no order; its kernels run at once."""
+    return CheckedDevice(SimulatedDevice(0, is_blocking=program.is_blocking))
+
+
+def late(program: Program) -> Late:
+    """A device whose kernels run late; the caller has made it the default (`tests.device.sim.as_default`)."""
+    return Late(is_blocking=program.is_blocking)
+
+
+def set_used_bytes(device: CheckedDevice | Late, used: int) -> None:
+    """Let the device say that this much of its memory is in use; 0: what is in use."""
+    memory = device._device if isinstance(device, CheckedDevice) else device
+    memory.used = used  # type: ignore[attr-defined]
+
+
+class Job:
+    """A model on a device, compiled by default.
+
+    seen: what the steps on a late device computed besides parameters.
+    """
+
+    def __init__(
+        self, program: Program, make: Callable[[Program], CheckedDevice | Late] = checked
+    ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.device = CheckedDevice(SimulatedDevice(0, is_blocking=program.is_blocking))
+        self.seen: list[Tensor] = []
+        self.device = make(program)
         self.model = program.build()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shard_module, "_device_of", lambda names, topology: self.device)
@@ -88,21 +128,42 @@ class Job:
                 layer.compile(backend="fcdp", options=options)
         elif program.compute is not None:
             self.net = torch.compile(self.model, backend="fcdp", options=options)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.SGD(trained, lr=0.1)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(self.trained, lr=0.1)
 
     def loss(self, depth: int = 6) -> Tensor:
         found: Tensor = self.net(torch.ones(4, 32), depth).square().mean()
+        self.see(found)
         return found
+
+    def see(self, found: Tensor) -> None:
+        """Copy a result to the host in the order of this thread's stream."""
+        if isinstance(self.device, Late):
+            copy = self.device.pinned_like(found)
+            self.seen.append(copy.copy_(found.detach(), non_blocking=True))
 
     def step(self) -> None:
         self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def parameters(self) -> list[Tensor]:
+        """Copies of this rank's shards of the trained parameters, on the host."""
+        return [p.detach().to_local().cpu().clone() for p in self.trained]
+
+    def start_from(self, values: Sequence[Tensor]) -> None:
+        """Give the trained parameters the values of `parameters`; forget what was seen."""
+        self.seen.clear()
+        for parameter, value in zip(self.trained, values, strict=True):
+            parameter.detach().to_local().copy_(value)
+
     def alive_bytes(self) -> int:
+        """The device memory of the job; what a checked device frees later in stream order counts as free."""
         gc.collect()
-        return self.device.check.alive_bytes()
+        if isinstance(self.device, CheckedDevice):
+            return self.device.check.alive_bytes()
+        self.device.synchronize()
+        return int(extension().memory()["used"])
 
 
 def train(job: Job) -> None:
@@ -127,10 +188,10 @@ def evaluate_too(job: Job) -> None:
     sent = state_of(job.model).counters.sent
     with job.device.watching("what reads a parameter"):
         before = sent.get(Kind.INTER_ALL_GATHER.value, 0)
-        fcdp_compile.full(frozen).sum()
-        frozen.to_local().sum()  # type: ignore[attr-defined]
+        job.see(fcdp_compile.full(frozen).sum())
+        job.see(frozen.to_local().sum())  # type: ignore[attr-defined]
         assert sent.get(Kind.INTER_ALL_GATHER.value, 0) == before, "a copy of it is in the cache"
-        fcdp_compile.full(trained).sum()
+        job.see(fcdp_compile.full(trained).sum())
     gather_again(job)
     job.step()
 
@@ -142,11 +203,11 @@ def gather_again(job: Job) -> None:
     for bucket in known.values():
         model.records.shards(bucket)  # loads shards that only the cache has
         model.cache.drop(bucket.id)
-        before = job.device.check.alive_bytes()
+        before = job.alive_bytes()
         with job.device.watching("what gathers again"):
             model.upkeep.refresh(bucket)
         if model.placements[bucket.id].tier is Tier.HOST:
-            assert job.device.check.alive_bytes() == before, (
+            assert job.alive_bytes() == before, (
                 f"bucket {bucket.id} left something on the device"
             )
             model.upkeep.release_shards(bucket)
@@ -180,11 +241,10 @@ def fall_back(job: Job) -> None:
     """The device runs short of memory after it has kept buckets."""
     gather_again(job)
     job.step()
-    memory = job.device._device
-    memory.used = 10**9  # type: ignore[attr-defined]
+    set_used_bytes(job.device, 10**9)
     for _ in range(3):  # one look at the memory answers many questions
         job.step()
-    memory.used = 0  # type: ignore[attr-defined]
+    set_used_bytes(job.device, 0)
 
 
 class _PeerIsGoneError(Exception):
@@ -202,7 +262,7 @@ def fail_midway(job: Job) -> None:
         job.optimizer.zero_grad()
         if job.is_layered:  # what has started for the next program is dropped in the next forward
             job.step()
-        assert job.alive_bytes() <= before, "what a failed step had started is still held"
+        assert job.alive_bytes() <= before + FINGERPRINT_BYTES, "what a failed step had started is still held"
     job.step()
 
 
@@ -215,7 +275,7 @@ def offload_gradients(job: Job) -> None:
         now = device.record()
         with device.on(stream), device.watching("a hook on another stream"):
             stream.wait_event(now)
-            device.note([parameter.grad.to_local()], [], "a hook's read")  # type: ignore[union-attr]
+            job.see(parameter.grad.to_local().sum())  # type: ignore[union-attr]
 
     handles = [p.register_post_accumulate_grad_hook(read) for p in job.model.parameters()]
     for _ in range(2):
@@ -269,6 +329,9 @@ class Program:
     offload_params: bool = False
 
 
+FINGERPRINT_BYTES = 512
+"""A model that has once failed keeps a number on the device; an allocator's smallest block."""
+
 PACKED = {"bucket_mb": 4 * BUCKET_MB}
 """Several parameters in a bucket, so that the gather sends a copy and not a home shard itself."""
 
@@ -321,9 +384,12 @@ PROGRAMS = {
 
 
 @contextmanager
-def four_ranks() -> Iterator[None]:
-    """Within the block, the default group is an echo group of four ranks; this process is rank 0."""
-    init_echo(2, 2)
+def four_ranks(device: str = "cpu") -> Iterator[None]:
+    """Within the block, the default group is an echo group of four ranks; this process is rank 0.
+
+    device: the kind of device that it takes tensors of.
+    """
+    init_echo(2, 2, device)
     try:
         yield
     finally:
