@@ -17,6 +17,7 @@ from fcdp_compile.passes.graph.inline import fake_flat, inline
 from fcdp_compile.passes.graph.views import copy_returned, same_values
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.plan.cost import assembled_bytes
+from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
 
 
@@ -88,9 +89,11 @@ def _start(
     if crosses:
         sent = (bucket.nodes - 1) * bucket.wire_bytes
         sizes = bucket.sizes()
-        copies = 0 if sizes is None else bucket.nodes * sizes[ctx.node] * bucket.itemsize
+        scratch = 0 if sizes is None else bucket.nodes * sizes[ctx.node] * bucket.itemsize
+        if bucket.wire is not Format.FULL:
+            scratch = (bucket.nodes + 1) * bucket.wire_bytes + bucket.node_bytes
         slots = bucket.slots_per_node_shard
-        buffer = steps.add(ops.inter_all_gather, [home], slots, sent, scratch_bytes=copies)
+        buffer = steps.add(ops.inter_all_gather, [home], slots, sent, scratch_bytes=scratch)
     is_overlapped = crosses and bucket.algorithm is Algorithm.HO_RING
     own = steps.add_own(home) if is_overlapped else None
     if source is Source.GATHER_AND_STORE:
@@ -137,19 +140,41 @@ class _Steps:
         )
 
     def add_flat(self, home: Node) -> Node:
-        ranks, copied = self.bucket.ranks, assembled_bytes(self.bucket)
-        sent = (ranks - 1) * self.bucket.wire_bytes
-        return self.add(ops.flat_all_gather, [home], ranks, sent, accessed_bytes=copied)
+        bucket, ranks = self.bucket, self.bucket.ranks
+        decoded = bucket.wire_bytes + bucket.full_bytes if self._is_encoded else 0
+        return self.add(
+            ops.flat_all_gather,
+            [home],
+            ranks,
+            (ranks - 1) * bucket.wire_bytes,
+            accessed_bytes=assembled_bytes(bucket),
+            scratch_bytes=ranks * bucket.wire_bytes + decoded,
+        )
 
     def add_own(self, home: Node) -> Node:
-        ranks = self.bucket.ranks_per_node
-        return self.add(ops.intra_own_all_gather, [home], ranks, self._own_bytes)
+        bucket, ranks = self.bucket, self.bucket.ranks_per_node
+        scratch = bucket.wire_bytes + bucket.slot_bytes if self._is_encoded else 0
+        op = ops.intra_own_all_gather
+        return self.add(op, [home], ranks, self._own_bytes, scratch_bytes=scratch)
 
     def add_rest(self, node_shard: Node, own: Node) -> Node:
         bucket = self.bucket
-        sent, copied = self._own_bytes * (bucket.nodes - 1), assembled_bytes(bucket)
-        args = [node_shard, own]
-        return self.add(ops.intra_rest_all_gather, args, bucket.ranks, sent, accessed_bytes=copied)
+        others = bucket.nodes - 1
+        together = (
+            others if others > 1 else 0
+        )  # of the nodes before and after this one; counted on all
+        return self.add(
+            ops.intra_rest_all_gather,
+            [node_shard, own],
+            bucket.ranks,
+            self._own_bytes * others,
+            accessed_bytes=assembled_bytes(bucket),
+            scratch_bytes=(bucket.ranks_per_node * others + together) * bucket.slot_bytes,
+        )
+
+    @property
+    def _is_encoded(self) -> bool:
+        return self.bucket.wire is not Format.FULL
 
     @property
     def _own_bytes(self) -> int:

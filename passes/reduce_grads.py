@@ -97,7 +97,7 @@ def _reduce_packed(
     is_on_host = specs[0].computes_on is not None
     for op, size in _reduction_steps(bucket, ctx, is_on_host=is_on_host):
         moved, result = (size - 1) * elements * bucket.reduce_itemsize, dtype
-        scratch = _scratch_bytes(op, bucket, dtype, elements, size)
+        scratch = _scratch_bytes(op, bucket, slots, elements, size)
         if op in (ops.collect, ops.accumulate):
             on_host = ctx.placements[bucket.id].gradient_tier is Tier.HOST
             moved = elements * wide.itemsize if on_host else 0
@@ -132,11 +132,19 @@ def _device(op: Callable[..., Any], packed: Node) -> torch.device:
 
 
 def _scratch_bytes(
-    op: Callable[..., Any], bucket: Bucket, dtype: torch.dtype, elements: int, size: int
+    op: Callable[..., Any], bucket: Bucket, slots: Sequence[int], elements: int, size: int
 ) -> int:
-    is_encoded = op is ops.inter_reduce_scatter and bucket.reduce_wire is not Format.FULL
-    sums = op in (ops.intra_reduce_scatter, ops.inter_reduce_scatter, ops.inter_all_reduce)
-    return narrow_sum_bytes(dtype, elements, size) if sums and not is_encoded else 0
+    """The bytes that a step takes besides its input and result.  elements: of its input."""
+    dtype = getattr(torch, bucket.reduce_dtype)
+    if op is ops.inter_reduce_scatter and bucket.reduce_wire is not Format.FULL:
+        encoded = size * row_bytes(slots, bucket.reduce_wire, bucket.reduce_itemsize)
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        return 2 * encoded + (elements + elements // size) * wide
+    if op is ops.inter_all_reduce:
+        part = -(-elements // size) * bucket.reduce_itemsize
+        return part + narrow_sum_bytes(dtype, elements, size)
+    sums = op in (ops.intra_reduce_scatter, ops.inter_reduce_scatter)
+    return narrow_sum_bytes(dtype, elements, size) if sums else 0
 
 
 def _variant(bucket: Bucket, ctx: PassContext) -> Variant:

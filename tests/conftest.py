@@ -8,6 +8,8 @@ from contextlib import suppress
 
 import pytest
 
+from tests.device.choice import is_simulated
+
 with suppress(ImportError):  # a machine with a card may lack it; `make gpu` installs nothing
     import hypothesis
 
@@ -25,11 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m, so that fixtures see the tests that run
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of one part: the same ones in every run, whichever others there are."""
-    if (asked := config.getoption("--part")) is None:
-        return
-    part, parts = map(int, asked.split("/"))
-    chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
+    """Keep the tests of the device and of one part: the same in every run, whichever others there are."""
+    chosen = items
+    if is_simulated():
+        chosen = [item for item in chosen if item.get_closest_marker("cpu") is None]
+    if (asked := config.getoption("--part")) is not None:
+        part, parts = map(int, asked.split("/"))
+        chosen = [item for item in chosen if zlib.crc32(item.nodeid.encode()) % parts == part]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
 

@@ -131,7 +131,7 @@ def _whole_sequences(part: Tensor, context: Context) -> Tensor:
     if missing := -part.shape[1] % context.ranks:
         part = pad(part, (0, 0, 0, 0, 0, missing))
     batch, heads, _, width = part.shape
-    sent = part.unflatten(1, (context.ranks, heads // context.ranks)).movedim(1, 0)
+    sent = _split(part, context.ranks)
     got = all_to_all_of_equals(sent.contiguous(), context.group)  # [c, B, H/c, S/c, D]
     return got.permute(1, 2, 0, 3, 4).reshape(batch, heads // context.ranks, -1, width)
 
@@ -139,10 +139,16 @@ def _whole_sequences(part: Tensor, context: Context) -> Tensor:
 def _own_part(whole: Tensor, heads: int, context: Context) -> Tensor:
     """[B, S, ceil(H/c), D] -> [B, S/c, H, D]."""
     batch, length, _, width = whole.shape
-    sent = whole.unflatten(1, (context.ranks, length // context.ranks)).movedim(1, 0)
+    sent = _split(whole, context.ranks)
     got = all_to_all_of_equals(sent.contiguous(), context.group)  # [c, B, S/c, H/c, D]
     own = got.permute(1, 2, 0, 3, 4).reshape(batch, length // context.ranks, -1, width)
     return own[:, :, :heads].contiguous()
+
+
+def _split(tensor: Tensor, ranks: int) -> Tensor:
+    """[B, c*n, ...] -> [c, B, n, ...]."""
+    # Not the method: with torch.set_default_device, Dynamo cannot trace it.
+    return torch.unflatten(tensor, 1, (ranks, tensor.shape[1] // ranks)).movedim(1, 0)
 
 
 def _mask(

@@ -9,9 +9,9 @@
     free(full)                full bucket               the last entry that has it
 
 Memory is counted by storage: views share one.  Symbolic sizes (batch, sequence length) count with the values
-that the caller gives.  The scratch memory of a reduction is noted on its node (`params.packing`, [Note:
-narrow sums]).  Other memory that an operator or a collective allocates for itself alone (workspaces, Gloo's
-staging) is in no graph and is not counted.
+that the caller gives.  Memory that a collective takes for itself, as long as it holds its inputs, is noted on
+its node: parts that arrive before they are summed or put in order, and encoded and decoded values.  What
+kernels and Gloo take for themselves (workspaces, staging) is in no graph and is not counted.
 """
 
 from __future__ import annotations
@@ -195,9 +195,8 @@ def _lives(
         for storage in storages(event.uses, device_type):
             if storage in lives:
                 lives[storage].dies = max(lives[storage].dies, until)
-        if scratch := _scratch_bytes(event.node):
-            # Its lane's stream can use it again once the step is issued.  No storage has a negative number.
-            lives[-1 - i] = _Life(born=i, dies=i, bytes=scratch)
+        if scratch := _scratch_bytes(event.node):  # no storage has a negative number
+            lives[-1 - i] = _Life(born=i, dies=until, bytes=scratch)
     return {storage: life for storage, life in lives.items() if storage not in on_host}
 
 

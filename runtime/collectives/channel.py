@@ -18,6 +18,7 @@ from torch import Tensor
 from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.ranks.messages import all_gather
 from fcdp_compile.ranks.waiting import Wait, finish
+from fcdp_compile.runtime.lanes.lanes import Scratch
 from fcdp_compile.runtime.lanes.tasks import Begun
 
 # torch 2.13 renamed it and warns of the older name; torch 2.11 has only the older name.
@@ -39,12 +40,16 @@ def now_or_later(last: Callable[[], None], left: Begun | None) -> Begun | None:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One collective's group, the number of ranks in it, their device, and how to wait for them."""
+    """One collective's group, the number of ranks in it, their device, and how to wait for them.
+
+    scratch: the memory for what only the collective needs.
+    """
 
     group: dist.ProcessGroup | None
     size: int
     device: Device
     wait: Wait
+    scratch: Scratch
 
     @property
     def is_on_stream(self) -> bool:

@@ -34,6 +34,7 @@ from fcdp_compile.runtime.collectives.reductions import (
 from fcdp_compile.runtime.collectives.word_of_all import Telling
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending, passed_on
+from fcdp_compile.runtime.lanes.tasks import Run
 
 
 class Collectives:
@@ -84,7 +85,19 @@ class Collectives:
 
     def _over(self, group: dist.ProcessGroup | None, size: int, name: str) -> Channel:
         wait = Wait(partial(self.during, name), self._lanes.exiting)
-        return Channel(group, size, self._lanes.device, wait)
+        return Channel(group, size, self._lanes.device, wait, self._lanes.scratch())
+
+    def _start(
+        self,
+        kind: Kind,
+        channel: Channel,
+        run: Run,
+        out: Tensor,
+        reads: Sequence[Tensor | Pending],
+        name: str,
+    ) -> Pending:
+        scratch = channel.scratch
+        return self._lanes.start(LANES[kind], run, out=out, reads=reads, name=name, scratch=scratch)
 
     def group_size(self, kind: Kind) -> int:
         """How many ranks take part in a collective of this kind."""
@@ -115,15 +128,17 @@ class Collectives:
         out = _empty(own, size * own.numel() if sizes is None else sum(sizes))
         if not out.nbytes:
             return Pending(out)
+        channel = self._channel(kind, name)
         if sizes is not None:
-            run = partial(gather_parts, out, own, sizes, self._channel(kind, name))
-            return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+            run = partial(gather_parts, out, own, sizes, channel)
+            return self._start(kind, channel, run, out, [send], name)
         if codec is None:
-            run = partial(self._channel(kind, name).all_gather, out, own)
-            return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+            return self._start(
+                kind, channel, partial(channel.all_gather, out, own), out, [send], name
+            )
         encoded = _empty(own, size * sent_bytes, torch.uint8)
-        run = partial(gather_encoded, out, encoded, own, codec, self._channel(kind, name))
-        pending = self._lanes.start(LANES[kind], run, out=out, reads=[send, encoded], name=name)
+        run = partial(gather_encoded, out, encoded, own, codec, channel)
+        pending = self._start(kind, channel, run, out, [send, encoded], name)
         pending.encoded = encoded
         return pending
 
@@ -142,8 +157,9 @@ class Collectives:
         out = _empty(own, size * own.numel())
         if not own.nbytes:
             return Pending(out)
-        run = partial(gather_own, out, own, codec, self._channel(kind, name))
-        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+        channel = self._channel(kind, name)
+        run = partial(gather_own, out, own, codec, channel)
+        return self._start(kind, channel, run, out, [send], name)
 
     def rest_all_gather(
         self, kind: Kind, send: Tensor | Pending, own: Tensor | Pending, name: str
@@ -155,9 +171,9 @@ class Collectives:
         out = _empty(node_shard, size * node_shard.numel())
         if not node_shard.nbytes:
             return Pending(out)
-        node = self._topology.node
-        run = partial(gather_rest, out, node_shard, mine, node, self._channel(kind, name))
-        return self._lanes.start(LANES[kind], run, out=out, reads=[send, own], name=name)
+        channel = self._channel(kind, name)
+        run = partial(gather_rest, out, node_shard, mine, self._topology.node, channel)
+        return self._start(kind, channel, run, out, [send, own], name)
 
     def make_flat_group(self) -> None:
         """Make the group of `flat_all_gather`; all ranks of the mesh must call it."""
@@ -184,7 +200,7 @@ class Collectives:
                 self._order = torch.tensor(self._flat.order, device=own.device)
         channel = self._over(self._flat.group, self._topology.ranks, name)
         run = partial(gather_flat, out, own, codec, channel, self._order)
-        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+        return self._start(kind, channel, run, out, [send], name)
 
     def reduce_scatter(
         self,
@@ -213,13 +229,14 @@ class Collectives:
         out = _empty(whole, mine)
         if not whole.nbytes:
             return Pending(out)
+        channel = self._channel(kind, name)
         if sizes is not None:
-            run = partial(reduce_parts, out, whole, sizes, self._channel(kind, name))
+            run = partial(reduce_parts, out, whole, sizes, channel)
         elif codec is None:
-            run = partial(reduce_scatter, out, whole, self._channel(kind, name))
+            run = partial(reduce_scatter, out, whole, channel)
         else:
-            run = partial(reduce_encoded, out, whole, codec, self._channel(kind, name))
-        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+            run = partial(reduce_encoded, out, whole, codec, channel)
+        return self._start(kind, channel, run, out, [send], name)
 
     def all_reduce(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
         """Start an averaging all-reduce: a reduce-scatter, and an all-gather of its result.
@@ -234,8 +251,9 @@ class Collectives:
             return passed_on(send)
         parts = _empty(own, -(-own.numel() // size) * size)
         out = parts.narrow(0, 0, own.numel())
-        run = partial(all_reduce, parts, own, self._channel(kind, name))
-        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+        channel = self._channel(kind, name)
+        run = partial(all_reduce, parts, own, channel)
+        return self._start(kind, channel, run, out, [send], name)
 
     def exchange(
         self, send: Tensor, *, received: Sequence[int], sent: Sequence[int], name: str
@@ -248,8 +266,9 @@ class Collectives:
         self.counters.add(EXCHANGE, (send.numel() - sent[place]) * send.itemsize)
         out = _empty(send, sum(received))
         kind = Kind.INTRA_ALL_GATHER
-        run = partial(self._channel(kind, name).all_to_all, out, send, sizes=(received, sent))
-        return self._lanes.start(LANES[kind], run, out=out, reads=[send], name=name)
+        channel = self._channel(kind, name)
+        run = partial(channel.all_to_all, out, send, sizes=(received, sent))
+        return self._start(kind, channel, run, out, [send], name)
 
     def reduction(
         self,

@@ -30,9 +30,9 @@ def gather_encoded(
 
 def gather_parts(out: Tensor, send: Tensor, sizes: Sequence[int], channel: Channel) -> Begun | None:
     """[sizes[i]] of rank i -> [sum of sizes]."""
-    return channel.all_to_all(
-        out, send.repeat(channel.size), sizes=(sizes, [send.numel()] * channel.size)
-    )
+    copies = channel.scratch.empty(send, channel.size * send.numel())
+    copies.view(channel.size, send.numel()).copy_(send)
+    return channel.all_to_all(out, copies, sizes=(sizes, [send.numel()] * channel.size))
 
 
 def gather_own(out: Tensor, send: Tensor, codec: Codec | None, channel: Channel) -> Begun | None:
@@ -51,9 +51,10 @@ def gather_rest(
     if node in (0, len(rows) - 1):
         others = rows[1:] if node == 0 else rows[:-1]
     else:
-        others = torch.cat([rows[:node], rows[node + 1 :]])
-    arrived = torch.empty_like(out[: out.numel() - own.numel()])
-    left = channel.all_gather(arrived, others.reshape(-1))
+        others = channel.scratch.empty(node_shard, node_shard.numel() - slot).view(-1, slot)
+        torch.cat([rows[:node], rows[node + 1 :]], out=others)
+    arrived = channel.scratch.empty(out, out.numel() - own.numel())
+    left = channel.all_gather(arrived, others.view(-1))
 
     def assemble() -> None:
         full = out.view(-1, len(rows), slot)
@@ -69,12 +70,10 @@ def gather_flat(
     out: Tensor, send: Tensor, codec: Codec | None, channel: Channel, order: Tensor
 ) -> Begun | None:
     """[S] of every rank of the mesh -> [G*S]; order: the rank in the group that has each part."""
-    if codec is None:
-        arrived = torch.empty_like(out)
-        left = channel.all_gather(arrived, send)
-    else:
-        arrived = out.new_empty(len(order) * codec.bytes, dtype=torch.uint8)
-        left = channel.all_gather(arrived, codec.encode(send.view(1, -1)).view(-1))
+    if codec is not None:
+        send = codec.encode(send.view(1, -1)).view(-1)
+    arrived = channel.scratch.empty(send, len(order) * send.numel())
+    left = channel.all_gather(arrived, send)
 
     def assemble() -> None:
         rows = arrived.view(len(order), -1)

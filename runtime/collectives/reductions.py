@@ -24,27 +24,32 @@ def reduce_scatter(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
         return None
     # NCCL's reduce_scatter rounds to the dtype at every hop, and Gloo's is an all-reduce underneath, which
     # moves twice the bytes; all-to-all moves each byte once, and the sum is taken here.
-    parts = torch.empty_like(send)
-    average = partial(_average, out, parts, channel.size)
+    parts = channel.scratch.empty(send, send.numel())
+    average = partial(_average, out, parts, channel)
     return now_or_later(average, channel.all_to_all(parts, send))
 
 
 def reduce_parts(out: Tensor, send: Tensor, sizes: Sequence[int], channel: Channel) -> Begun | None:
     """[sum of sizes] of every rank -> the average of this rank's part; sums as in `reduce_scatter`."""
-    parts = send.new_empty(channel.size * out.numel())
+    parts = channel.scratch.empty(send, channel.size * out.numel())
     left = channel.all_to_all(parts, send, sizes=([out.numel()] * channel.size, sizes))
-    return now_or_later(partial(_average, out, parts, channel.size), left)
+    return now_or_later(partial(_average, out, parts, channel), left)
 
 
-def _average(out: Tensor, parts: Tensor, size: int) -> None:
+def _average(out: Tensor, parts: Tensor, channel: Channel) -> None:
     wide = torch.promote_types(parts.dtype, torch.float32)
-    out.copy_(parts.view(size, -1).sum(0, dtype=wide).div_(size))
+    total = out if out.dtype is wide else channel.scratch.empty(out, out.numel(), wide)
+    torch.sum(parts.view(channel.size, out.numel()), 0, dtype=wide, out=total)
+    if total is out:
+        out.div_(channel.size)
+    else:
+        out.copy_(total.div_(channel.size))
 
 
 def all_reduce(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
     """The average of [n] in `out`, which is as long as n rounded up to a multiple of the group's size."""
     whole = padded(send, channel.size)
-    mine = torch.empty_like(out[: out.numel() // channel.size])
+    mine = channel.scratch.empty(out, out.numel() // channel.size)
     left = reduce_scatter(mine, whole, channel)
     if left is not None:
         left.finish()  # not on another thread: it would meet the next collective out of order
@@ -54,7 +59,7 @@ def all_reduce(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:
 def reduce_encoded(out: Tensor, send: Tensor, codec: Codec, channel: Channel) -> Begun | None:
     """[size*n] of every rank -> the average of this rank's part [n]; encoded once, summed when decoded."""
     encoded = codec.encode(send.view(channel.size, -1)).view(-1)
-    parts = torch.empty_like(encoded)
+    parts = channel.scratch.empty(encoded, encoded.numel())
 
     def average() -> None:
         wide = torch.promote_types(out.dtype, torch.float32)

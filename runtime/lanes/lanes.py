@@ -49,6 +49,31 @@ def range_name(kind: Kind, bucket: Bucket) -> str:
     return f"fcdp::{kind.value} {bucket.id}"
 
 
+class Scratch:
+    """Memory that only one task of a lane needs.
+
+    Where the Python thread issues to streams, the memory comes from the stream that is current when the task
+    is asked for, as the task's result does, and is held as long: compute cannot use the memory of a lane's
+    stream after the task.
+
+    device: None if the lane has a thread, which allocates for itself.
+    """
+
+    def __init__(self, device: StreamDevice | None) -> None:
+        self._device = device
+        self._stream = None if device is None else device.current_stream()
+        self._held: list[Tensor] = []
+
+    def empty(self, like: Tensor, elements: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor [elements] on the device of `like`; dtype: by default that of `like`."""
+        if self._device is None or self._stream is None:
+            return like.new_empty(elements, dtype=dtype)
+        with self._device.on(self._stream):
+            made = like.new_empty(elements, dtype=dtype)
+        self._held.append(made)
+        return made
+
+
 class Lanes:
     """The lanes of the models of one mesh on this rank.
 
@@ -82,16 +107,27 @@ class Lanes:
             lanes[device.torch] = Lanes(device, is_blocking=is_blocking)
         return lanes[device.torch]
 
+    def scratch(self) -> Scratch:
+        """Memory for the task that is started next."""
+        return Scratch(self._issued)
+
     def start(
-        self, lane: Lane, run: Run, *, out: Tensor, reads: Sequence[Tensor | Pending], name: str
+        self,
+        lane: Lane,
+        run: Run,
+        *,
+        out: Tensor,
+        reads: Sequence[Tensor | Pending],
+        name: str,
+        scratch: Scratch | None = None,
     ) -> Pending:
-        """Run `run`, which reads `reads` and fills `out`, on a lane.
+        """Run `run`, which reads `reads` and fills `out`, on a lane.  scratch: what `run` takes memory from.
 
         The caller must allocate `out`: memory belongs to the compute stream, and a lane touches it only
         after the work that the compute stream got before.
         """
         after = [r.done for r in reads if isinstance(r, Pending) and r.done is not None]
-        held: list[object] = [out, *reads]
+        held: list[object] = [out, *reads, scratch]
         task = self._task(lane, name, run)
         if not isinstance(self.device, StreamDevice):
             return Pending(out, done=self._lane(lane).start(task, after, held))

@@ -401,12 +401,16 @@ static torch::jit::Stack given_on(
   return found;
 }
 
-// The arguments that an operator returns because it has written to them.
-static void push_written(
-    const c10::FunctionSchema& schema, const std::vector<c10::IValue>& args, torch::jit::Stack* stack) {
-  if (schema.returns().empty()) return;
+// The argument that an operator returns as a result because it has written to it; none for a new result.
+static const c10::IValue* written_as(
+    const c10::FunctionSchema& schema, size_t result, const std::vector<c10::IValue>& args) {
+  const auto* alias = schema.returns()[result].alias_info();
+  if (!alias) return nullptr;
   for (size_t i = 0; i < args.size(); ++i)
-    if (is_written(schema.arguments()[i])) stack->push_back(args[i]);
+    if (is_written(schema.arguments()[i]) &&
+        schema.arguments()[i].alias_info()->beforeSets() == alias->beforeSets())
+      return &args[i];
+  return nullptr;
 }
 
 static void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -430,9 +434,9 @@ static void run_blocking(
   current().give([found, &op] { call(op, found.get()); });
   current().synchronize();
   for (size_t i = 0; i < found->size(); ++i) {
-    if (is_written(schema.arguments()[0]) && schema.returns()[i].alias_info()) {
-      push_written(schema, args, stack);
-      return;
+    if (const auto* argument = written_as(schema, i, args)) {
+      stack->push_back(*argument);
+      continue;
     }
     stack->push_back(mapped((*found)[i], [](const at::Tensor& t) {
       if (!t.defined()) return t;
@@ -472,19 +476,15 @@ static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   const auto& parameters = schema.arguments();
   std::vector<c10::IValue> args(stack->end() - parameters.size(), stack->end());
   torch::jit::drop(*stack, args.size());
-  bool writes = false, has_out = false;
-  for (const auto& parameter : parameters) {
-    writes |= is_written(parameter);
-    has_out |= is_written(parameter) && parameter.kwarg_only();
-  }
+  bool has_out = false, has_new = false;
+  for (const auto& parameter : parameters) has_out |= is_written(parameter) && parameter.kwarg_only();
+  for (const auto& result : schema.returns()) has_new |= !result.alias_info();
   torch::jit::Stack meta, given;
   std::vector<c10::IValue> results;
-  if (!writes) {
+  if (has_new) {
     if (!on_meta(op, args, meta, given)) return run_blocking(op, args, stack);
-    for (const auto& value : meta) {
+    for (const auto& value : meta)
       if (!value.isTensor() && !value.isTensorList()) return run_blocking(op, args, stack);
-      results.push_back(mapped(value, like));
-    }
   } else if (has_out && on_meta(op, args, meta, given)) {
     for (size_t i = 0; i < args.size(); ++i) {
       if (!is_written(parameters[i]) || !args[i].isTensor() || !is_here(args[i].toTensor())) continue;
@@ -493,8 +493,12 @@ static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
     }
   }
   torch::jit::Stack cpu = given_on(at::kCPU, schema, args);
-  std::vector<c10::IValue> into;
-  for (const auto& value : results) into.push_back(mapped(value, on_host));
+  std::vector<c10::IValue> into;  // for each result: where its values go, if they are not there already
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    const auto* argument = written_as(schema, i, args);
+    results.push_back(argument ? *argument : mapped(meta[i], like));
+    into.push_back(argument ? c10::IValue() : mapped(results.back(), on_host));
+  }
   ++kernels;
   current().give([op, cpu = std::move(cpu), into = std::move(into)]() mutable {
     call(op, &cpu);
@@ -502,13 +506,12 @@ static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
       if (into[i].isTensorList()) {
         auto to = into[i].toTensorList(), from = cpu[i].toTensorList();
         for (size_t k = 0; k < to.size(); ++k) to.get(k).copy_(from.get(k));
-      } else if (into[i].toTensor().defined()) {
+      } else if (into[i].isTensor() && into[i].toTensor().defined() && cpu[i].toTensor().defined()) {
         into[i].toTensor().copy_(cpu[i].toTensor());
       }
     }
   });
   for (auto& value : results) stack->push_back(std::move(value));
-  if (writes) push_written(schema, args, stack);
 }
 
 static c10::OperatorHandle operator_named(const char* name) {
@@ -524,6 +527,13 @@ static void convolution_backward(
     const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   stack->insert(stack->end() - 7, c10::IValue());  // the sizes of the bias
   fallback(operator_named("aten::convolution_backward"), keys, stack);
+}
+
+// Cards count integers; the CPU's kernel does not.
+static void histc(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  c10::IValue& counted = *(stack->end() - 4);
+  counted = counted.toTensor().to(at::kFloat);
+  fallback(op, keys, stack);
 }
 
 static at::Tensor empty(
@@ -594,6 +604,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", item);
   m.impl("resize_", resized);
   m.impl("record_stream", record_stream);
+  m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl(
       "convolution_backward_overrideable",

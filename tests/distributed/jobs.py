@@ -20,10 +20,19 @@ Verdicts = list[dict[str, str]]
 """By rank and job: WORKS, or the error that the rank raised."""
 
 
-def rows(jobs: Mapping[str, Job], *, slow: Collection[str] = ()) -> list[Any]:
-    """The jobs' names, for `pytest.mark.parametrize`; slow: those that only `make test-all` runs."""
-    assert set(slow) <= jobs.keys(), slow
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in jobs]
+def rows(
+    jobs: Mapping[str, Job], *, slow: Collection[str] = (), cpu: Collection[str] = ()
+) -> list[Any]:
+    """The jobs' names, for `pytest.mark.parametrize`.
+
+    slow: those that only `make test-all` runs.  cpu: those that are left out on the simulated device.
+    """
+    assert {*slow, *cpu} <= jobs.keys(), (slow, cpu)
+    marks = {pytest.mark.slow: slow, pytest.mark.cpu: cpu}
+    return [
+        pytest.param(name, marks=[mark for mark, of in marks.items() if name in of])
+        for name in jobs
+    ]
 
 
 def asked(request: pytest.FixtureRequest, jobs: Mapping[str, Job]) -> dict[str, Job]:

@@ -32,7 +32,7 @@ class Engine:
         """
         self._connection.send((kind, expected))
         for bucket in buckets:
-            self._connection.send([(name, tensor.numpy()) for name, tensor in bucket])
+            self._connection.send([(name, tensor.cpu().numpy()) for name, tensor in bucket])
             assert self._connection.recv() == len(bucket), "the engine has taken another bucket"
         self._connection.send([])
         verdict, logits = self._connection.recv()

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -324,9 +325,10 @@ def _one_sentence(error: type[Exception], call: Callable[[], Any], what: str) ->
 
 def _messages(mesh: DeviceMesh) -> dict[str, str]:
     """Rank 0's messages, while rank 1 waits elsewhere: no collective can have been started."""
-    flat = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-    nameless = init_device_mesh("cpu", (2, 1))
-    swapped = init_device_mesh("cpu", (2, 1), mesh_dim_names=("intra", "inter"))
+    make = partial(init_device_mesh, mesh.device_type)
+    flat = make((2,), mesh_dim_names=("data",))
+    nameless = make((2, 1))
+    swapped = make((2, 1), mesh_dim_names=("intra", "inter"))
     wrapped = DistributedDataParallel(_linear())
     fsdp = _linear()
     fully_shard(fsdp, mesh=flat)

@@ -169,7 +169,7 @@ def verdicts(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("job", rows(_JOBS, slow=_SLOW))
+@pytest.mark.parametrize("job", rows(_JOBS, slow=_SLOW, cpu=["memory"]))
 def test_on_ranks(verdicts: list[dict[str, str]], job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
 

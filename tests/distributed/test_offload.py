@@ -93,7 +93,7 @@ MAKERS: dict[str, tuple[str, Callable[..., Optimizer]]] = {
 
 
 def _part(value: Any) -> Any:
-    """This rank's values on the host: states of an offloaded optimizer are there, parameters on the device."""
+    """This rank's values on the host, where states of an offloaded optimizer are."""
     return (value.to_local() if isinstance(value, DTensor) else value).cpu()
 
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fcdp_compile
 from fcdp_compile.backend import bound_graphs
-from fcdp_compile.devices import Cpu
+from fcdp_compile.devices import current_device
 from fcdp_compile.passes.memory.choose_tiers import choose_tiers
 from fcdp_compile.passes.memory.predict import MemoryPrediction, StepMemory
 from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
@@ -211,6 +211,7 @@ def _jobs(mesh: DeviceMesh, name: str) -> list[str]:
     return _own_affairs(mesh, name, nothing)
 
 
+@pytest.mark.cpu  # a device without a limit
 @pytest.mark.parametrize("name", [pytest.param("odd", marks=pytest.mark.slow), "odd-lora"])
 def test_tiers_change_bytes_and_no_number(name: str) -> None:
     tiers = run(_jobs, name, nodes=2, ranks_per_node=2)
@@ -230,6 +231,7 @@ def _on_one_node(mesh: DeviceMesh, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_tiers_on_one_node() -> None:
     run(_on_one_node, "odd-lora", nodes=1, ranks_per_node=2)
 
@@ -317,7 +319,7 @@ def test_the_predicted_peak_is_near_the_measured_one(name: str) -> None:
 
 def _with_one_memory(mesh: DeviceMesh) -> dict[str, int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Cpu, "shares_memory", True)
+        patch.setattr(type(current_device()), "shares_memory", True)
         pair = Beside(mesh, CASES["odd-lora"], options={"device_memory": 1})
         pair.train(3)
     pair.compare_parameters()

@@ -18,6 +18,7 @@ from fcdp_compile.params.packing import rows_of
 from fcdp_compile.plan import Tier
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy.formats import CODINGS, Format
+from tests.device.choice import is_simulated
 from tests.distributed.models import VOCABULARY
 from tests.distributed.parity import (
     BUCKET_MB,
@@ -77,7 +78,8 @@ def _compare_buckets(mesh: DeviceMesh) -> None:
 
 
 def _compare_all(mesh: DeviceMesh) -> dict[str, tuple[float, float]]:
-    _compare_buckets(mesh)
+    if not is_simulated():  # it has the CPU's kernels, which take no norms of mixed dtypes
+        _compare_buckets(mesh)
     return {case: _compare(mesh, case) for case in ("odd", "odd-lora")}
 
 

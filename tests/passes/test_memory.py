@@ -218,7 +218,10 @@ def test_a_reduction_of_few_bits_takes_the_parts_of_others_besides() -> None:
         return {step: total - known for step, total, known in besides if total != known}
 
     assert during(torch.float32) == {}
-    # The bytes that a rank sends, and the sum of one part in fp32.
-    first = {"intra_reduce_scatter": 2 * 64 + 4 * 16}
-    second = {"inter_reduce_scatter": 2 * 16 + 4 * 8}
-    assert during(torch.bfloat16) == first | second
+    # The bytes that a rank sends, and the sum of one part in fp32; until compute waits for the steps.
+    first, second = 2 * 64 + 4 * 16, 2 * 16 + 4 * 8
+    assert during(torch.bfloat16) == {
+        "intra_reduce_scatter": first,
+        "inter_reduce_scatter": first + second,
+        "wait": first + second,
+    }

@@ -308,8 +308,9 @@ def _try_on_late_streams(numbers: Sequence[int]) -> None:
         trial = Trial(list(PROGRAMS), parts=(), make=late)
         for number, mutant in enumerate(mutants()):
             if number in numbers:
-                faulthandler.dump_traceback_later(600, exit=True)
-                print(number, trial.caught(mutant)[:160], flush=True)
+                faulthandler.dump_traceback_later(3000, exit=True)
+                sys.stdout.write(f"{number} {trial.caught(mutant)[:160]}\n")
+                sys.stdout.flush()
                 faulthandler.cancel_dump_traceback_later()
 
 

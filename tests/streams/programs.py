@@ -207,9 +207,7 @@ def gather_again(job: Job) -> None:
         with job.device.watching("what gathers again"):
             model.upkeep.refresh(bucket)
         if model.placements[bucket.id].tier is Tier.HOST:
-            assert job.alive_bytes() == before, (
-                f"bucket {bucket.id} left something on the device"
-            )
+            assert job.alive_bytes() == before, f"bucket {bucket.id} left something on the device"
             model.upkeep.release_shards(bucket)
             held = [r.places()[0].held for r in model.records.of(bucket)]  # type: ignore[attr-defined]
             assert all(shard.untyped_storage().nbytes() == 0 for shard in held), "not released"
@@ -262,7 +260,9 @@ def fail_midway(job: Job) -> None:
         job.optimizer.zero_grad()
         if job.is_layered:  # what has started for the next program is dropped in the next forward
             job.step()
-        assert job.alive_bytes() <= before + FINGERPRINT_BYTES, "what a failed step had started is still held"
+        assert job.alive_bytes() <= before + FINGERPRINT_BYTES, (
+            "what a failed step had started is still held"
+        )
     job.step()
 
 

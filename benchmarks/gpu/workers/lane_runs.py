@@ -28,6 +28,7 @@ from fcdp_compile.runtime.collectives.gathers import gather_encoded, gather_flat
 from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.collectives.reductions import all_reduce, reduce_encoded, reduce_scatter
 from fcdp_compile.runtime.lanes.lanes import Lanes
+from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.lanes.tasks import Run
 from fcdp_compile.strategy.formats import CODINGS, Format
 
@@ -42,7 +43,7 @@ class _LaneCase:
 
     name: str
     lane: Lane
-    run: Callable[[Tensor, Tensor], Run]
+    run: Callable[[Tensor, Tensor, Channel], Run]
     tolerance: float = 0.0
 
 
@@ -52,13 +53,13 @@ def lane_runs(setting: Setting) -> LaneRuns:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
     assert group is not None
-    channel = Channel(group, 1, device_of(setting.device), _WAIT)
-    is_blocking = not channel.is_on_stream
-    lanes = Lanes(channel.device, is_blocking=is_blocking)
+    device = device_of(setting.device)
+    is_blocking = not device.runs_on_stream(group)
+    lanes = Lanes(device, is_blocking=is_blocking)
     elements = _QUICK_ELEMENTS if setting.is_quick else _ELEMENTS
     times = _QUICK_TIMES if setting.is_quick else _TIMES
     runs: list[LaneRun] = []
-    for case in _cases(channel, elements, setting.device):
+    for case in _cases(elements, setting.device):
         is_right = _is_right(lanes, case, elements, setting.device)
         runs.append(
             LaneRun(
@@ -72,7 +73,14 @@ def lane_runs(setting: Setting) -> LaneRuns:
     return LaneRuns(backend=backend, is_blocking=is_blocking, runs=runs)
 
 
-def _cases(channel: Channel, elements: int, device: torch.device) -> list[_LaneCase]:
+def _started(lanes: Lanes, case: _LaneCase, out: Tensor, source: Tensor) -> Pending:
+    scratch = lanes.scratch()
+    channel = Channel(dist.group.WORLD, 1, lanes.device, _WAIT, scratch)
+    run = case.run(out, source, channel)
+    return lanes.start(case.lane, run, out=out, reads=[source], name="", scratch=scratch)
+
+
+def _cases(elements: int, device: torch.device) -> list[_LaneCase]:
     codec = Codec(Format.INT8, [elements])
     small = Codec(Format.INT8, [_QUICK_ELEMENTS])
     rounding = 1.0 / CODINGS[Format.INT8].largest
@@ -81,43 +89,47 @@ def _cases(channel: Channel, elements: int, device: torch.device) -> list[_LaneC
     def fitting(out: Tensor) -> Codec:
         return codec if out.numel() == elements else small
 
-    def encoded(out: Tensor, send: Tensor) -> Run:
+    def encoded(out: Tensor, send: Tensor, channel: Channel) -> Run:
         travels = torch.empty(fitting(out).bytes, dtype=torch.uint8, device=device)
         return partial(gather_encoded, out, travels, send, fitting(out), channel)
 
     return [
-        _LaneCase(name="copy", lane=Lane.INTRA, run=lambda out, send: partial(out.copy_, send)),
+        _LaneCase(
+            name="copy", lane=Lane.INTRA, run=lambda out, send, channel: partial(out.copy_, send)
+        ),
         _LaneCase(
             name="all-gather",
             lane=Lane.INTER,
-            run=lambda out, send: partial(channel.all_gather, out, send),
+            run=lambda out, send, channel: partial(channel.all_gather, out, send),
         ),
         _LaneCase(name="all-gather, int8", lane=Lane.INTER, run=encoded, tolerance=rounding),
         _LaneCase(
             name="all-gather, own",
             lane=Lane.INTRA,
-            run=lambda out, send: partial(gather_own, out, send, None, channel),
+            run=lambda out, send, channel: partial(gather_own, out, send, None, channel),
         ),
         _LaneCase(
             name="all-gather, flat",
             lane=Lane.INTER,
-            run=lambda out, send: partial(gather_flat, out, send, None, channel, order),
+            run=lambda out, send, channel: partial(gather_flat, out, send, None, channel, order),
         ),
         _LaneCase(
             name="reduce-scatter",
             lane=Lane.INTRA,
-            run=lambda out, send: partial(reduce_scatter, out, send, channel),
+            run=lambda out, send, channel: partial(reduce_scatter, out, send, channel),
         ),
         _LaneCase(
             name="reduce-scatter, int8",
             lane=Lane.INTER,
-            run=lambda out, send: partial(reduce_encoded, out, send, fitting(out), channel),
+            run=lambda out, send, channel: partial(
+                reduce_encoded, out, send, fitting(out), channel
+            ),
             tolerance=rounding,
         ),
         _LaneCase(
             name="all-reduce",
             lane=Lane.INTER,
-            run=lambda out, send: partial(all_reduce, out, send, channel),
+            run=lambda out, send, channel: partial(all_reduce, out, send, channel),
         ),
     ]
 
@@ -126,11 +138,10 @@ def _is_right(lanes: Lanes, case: _LaneCase, elements: int, device: torch.device
     """Whether the lane reads the compute stream's result, and compute the lane's, in the right order."""
     expected = torch.linspace(-1, 1, elements, device=device)
     source, out = torch.zeros_like(expected), torch.zeros_like(expected)
-    run = case.run(out, source)
     synchronize(device)
     _busy(device)
     source.copy_(expected)
-    pending = lanes.start(case.lane, run, out=out, reads=[source], name="")
+    pending = _started(lanes, case, out, source)
     off = (pending.wait() - expected).abs().max().item()
     return off <= case.tolerance
 
@@ -140,9 +151,8 @@ def _issue_us(lanes: Lanes, case: _LaneCase, device: torch.device, times: int) -
     out = torch.zeros_like(source)
     found = []
     for _ in range(times):
-        run = case.run(out, source)
         began_s = time.perf_counter()
-        pending = lanes.start(case.lane, run, out=out, reads=[source], name="")
+        pending = _started(lanes, case, out, source)
         found.append(time.perf_counter() - began_s)
         pending.wait()
         synchronize(device)
