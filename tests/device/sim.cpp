@@ -413,6 +413,25 @@ static const c10::IValue* written_as(
   return nullptr;
 }
 
+static const at::Tensor& resized(
+    const at::Tensor& t, at::IntArrayRef size, std::optional<at::MemoryFormat> = {}) {
+  int64_t bytes =
+      at::detail::computeStorageNbytesContiguous(size, t.dtype().itemsize(), t.storage_offset());
+  if (int64_t(t.storage().nbytes()) < bytes)
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(t.storage(), bytes);
+  t.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  return t;
+}
+
+// Kernels of the CPU may resize what they write to, so `out=` gets the values from tensors of their own.
+static void make_results(const c10::FunctionSchema& schema, torch::jit::Stack& given) {
+  for (size_t i = 0; i < given.size(); ++i) {
+    const auto& argument = schema.arguments()[i];
+    if (is_written(argument) && argument.kwarg_only() && given[i].isTensor())
+      given[i] = at::empty({0}, given[i].toTensor().options());
+  }
+}
+
 static void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   try {
     op.callBoxed(stack);
@@ -431,10 +450,13 @@ static void run_blocking(
     ++blocking_names[c10::toString(op.operator_name())];
   }
   auto found = std::make_shared<torch::jit::Stack>(given_on(at::kCPU, schema, args));
+  make_results(schema, *found);
   current().give([found, &op] { call(op, found.get()); });
   current().synchronize();
   for (size_t i = 0; i < found->size(); ++i) {
     if (const auto* argument = written_as(schema, i, args)) {
+      if (argument->isTensor() && (*found)[i].toTensor().data_ptr() != argument->toTensor().data_ptr())
+        host_view(resized(argument->toTensor(), (*found)[i].toTensor().sizes())).copy_((*found)[i].toTensor());
       stack->push_back(*argument);
       continue;
     }
@@ -445,16 +467,6 @@ static void run_blocking(
       return made;
     }));
   }
-}
-
-static const at::Tensor& resized(
-    const at::Tensor& t, at::IntArrayRef size, std::optional<at::MemoryFormat> = {}) {
-  int64_t bytes =
-      at::detail::computeStorageNbytesContiguous(size, t.dtype().itemsize(), t.storage_offset());
-  if (int64_t(t.storage().nbytes()) < bytes)
-    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(t.storage(), bytes);
-  t.unsafeGetTensorImpl()->set_sizes_contiguous(size);
-  return t;
 }
 
 // Run an operator on meta, for the shapes of its results; false if that is not possible.
@@ -485,7 +497,8 @@ static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
     if (!on_meta(op, args, meta, given)) return run_blocking(op, args, stack);
     for (const auto& value : meta)
       if (!value.isTensor() && !value.isTensorList()) return run_blocking(op, args, stack);
-  } else if (has_out && on_meta(op, args, meta, given)) {
+  } else if (has_out) {
+    if (!on_meta(op, args, meta, given)) return run_blocking(op, args, stack);
     for (size_t i = 0; i < args.size(); ++i) {
       if (!is_written(parameters[i]) || !args[i].isTensor() || !is_here(args[i].toTensor())) continue;
       auto size = given[i].toTensor().sizes();
@@ -493,11 +506,12 @@ static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
     }
   }
   torch::jit::Stack cpu = given_on(at::kCPU, schema, args);
+  make_results(schema, cpu);
   std::vector<c10::IValue> into;  // for each result: where its values go, if they are not there already
   for (size_t i = 0; i < schema.returns().size(); ++i) {
     const auto* argument = written_as(schema, i, args);
     results.push_back(argument ? *argument : mapped(meta[i], like));
-    into.push_back(argument ? c10::IValue() : mapped(results.back(), on_host));
+    into.push_back(argument && !has_out ? c10::IValue() : mapped(results.back(), on_host));
   }
   ++kernels;
   current().give([op, cpu = std::move(cpu), into = std::move(into)]() mutable {

@@ -119,6 +119,7 @@ def _probe(mesh: DeviceMesh, request: ProbeRequest) -> ProbeOutcome:
     return probe(request)
 
 
+@pytest.mark.cpu  # a card's matrix product would take the CPU minutes
 def test_all_ranks_find_the_same() -> None:
     """Within a job that already has groups and keeps them."""
     found = ranks.run(_probe, REQUEST, nodes=1, ranks_per_node=3)

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import fcdp_compile
+from fcdp_compile.devices import current_device
 from fcdp_compile.errors import FcdpError, MixedTensorsError
 from tests.distributed.ranks import run
 
@@ -89,7 +90,7 @@ def _pair(mesh: DeviceMesh, tp: int = 1, **options: Any) -> tuple[nn.Module, nn.
     for model in (whole, sharded):
         model(torch.ones(3, 7)).square().sum().backward()
     for a, b in zip(whole.parameters(), sharded.parameters(), strict=True):
-        a.grad = _value(b.grad)  # equal to the last bit
+        a.grad = _value(b.grad).to(a.device)  # equal to the last bit
     return whole, sharded
 
 
@@ -97,7 +98,7 @@ def _value(tensor: Any) -> Tensor:
     tensor = (
         tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
     )
-    return tensor.detach().clone()
+    return tensor.detach().cpu().clone()
 
 
 def _differences(models: tuple[nn.Module, nn.Module], acts: dict[str, Act]) -> list[str]:
@@ -111,6 +112,7 @@ def _differences(models: tuple[nn.Module, nn.Module], acts: dict[str, Act]) -> l
             given = [(p, act(p, generator)) for p in model.parameters()]
             values = [_value(p if made is None else made) for p, made in given]
             found.append([*values, *(_value(p) for p, _ in given)])
+            current_device().synchronize()  # kernels draw when they run
             found[-1] += [torch.get_rng_state(), generator.get_state()]
         if not all(map(torch.equal, *found)):
             wrong.append(name)
@@ -123,9 +125,15 @@ def _draws(mesh: DeviceMesh, options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("options", "nodes"),
-    [({}, 2), ({"strategy": "ddp"}, 2), ({"offload_params": True}, 2), ({"strategy": "fcdp+matrix"}, 1),
-     ({"tp": 2}, 2)],
-)  # fmt: skip
+    [
+        ({}, 2),
+        ({"strategy": "ddp"}, 2),
+        # Tensors on the host draw from the host's generator.
+        pytest.param({"offload_params": True}, 2, marks=pytest.mark.cpu),
+        ({"strategy": "fcdp+matrix"}, 1),
+        ({"tp": 2}, 2),
+    ],
+)
 def test_random_numbers_are_those_of_the_whole_model(options: dict[str, Any], nodes: int) -> None:
     assert run(_draws, options, nodes=nodes, ranks_per_node=2) == [[]] * 2 * nodes
 
