@@ -20,7 +20,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            torch.unflatten(t, -1, (HEADS, -1)).transpose(1, 2)
             for t in self.mix(self.norms[0](x)).chunk(3, -1)
         )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

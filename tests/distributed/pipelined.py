@@ -44,7 +44,8 @@ class Block(nn.Module):
         self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        heads = self.qkv(self.norms[0](hidden)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
+        heads = self.qkv(self.norms[0](hidden))
+        heads = torch.unflatten(heads, -1, (3 * HEADS, -1)).transpose(1, 2)
         mixed = nn.functional.scaled_dot_product_attention(*heads.chunk(3, 1), is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2)) + self.adapter(hidden)
         return hidden + self.down(nn.functional.gelu(self.up(self.norms[1](hidden))))

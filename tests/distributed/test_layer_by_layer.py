@@ -297,6 +297,7 @@ def _troubles(mesh: DeviceMesh) -> None:
         _one_rank_alone(mesh, strategy)
 
 
+@pytest.mark.cpu  # kernels of a device raise later
 def test_what_one_rank_alone_notices_lets_ranks_start_the_same() -> None:
     run(_troubles, nodes=2, ranks_per_node=1)
 

@@ -143,6 +143,7 @@ def _wrap(mesh: DeviceMesh) -> None:
         FullyShardedDataParallel(sharded(), device_id=torch.device("cpu"))
 
 
+@pytest.mark.cpu  # where FSDP1 is
 def test_wrappers_of_a_sharded_model() -> None:
     run(_wrap, nodes=2, ranks_per_node=1)
 
