@@ -65,6 +65,17 @@ def pack_home(
     )
 
 
+def home_slots(
+    out: Tensor, shards: Sequence[Tensor], layouts: Sequence[ParamLayout], node: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What fills `out` [S] as `pack_home`: views of it, the parts that go there, and views to be zero."""
+    parts = [rows_first(shard, layout) for shard, layout in zip(shards, layouts, strict=True)]
+    slots = out.split([layout.elements_of(node) for layout in layouts])
+    used = [slot[: p.numel()].view(p.shape) for slot, p in zip(slots, parts, strict=True)]
+    rest = [slot[p.numel() :] for slot, p in zip(slots, parts, strict=True)]
+    return used, parts, [r for r in rest if r.numel()]
+
+
 def unpack_full(full: Tensor, layouts: Sequence[ParamLayout]) -> list[Tensor]:
     """Take the parameters, contiguous and of their full shapes, out of the gathered buffer [G*S]."""
     slots = full.view(layouts[0].slots, -1)

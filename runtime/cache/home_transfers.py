@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.devices import Device, Stream, StreamDevice
-from fcdp_compile.params.packing import pack_home
+from fcdp_compile.params.packing import home_slots
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import LANES, Bucket, Kind
 from fcdp_compile.runtime.collectives.counters import Counters
@@ -58,16 +58,23 @@ class HomeTransfers:
         with torch.inference_mode(False):  # the lane's thread writes to it
             out = torch.empty(elements, dtype=dtype, device=device)
 
+        scratch = self._lanes.scratch()
+
         def run() -> None:
-            # A copy between host and device that also casts would make the Python thread wait.
-            here = [torch.empty_like(s, device=device) for s in shards]
+            # A copy between host and device that also casts or reorders would make the Python thread wait.
+            flat = scratch.empty(out, sum(s.numel() for s in shards), shards[0].dtype)
+            pieces = flat.split([s.numel() for s in shards])
+            here = [piece.view(s.shape) for piece, s in zip(pieces, shards, strict=True)]
             copy_all(here, shards)
-            out.copy_(pack_home(here, layouts, dtype, self._node))
+            used, parts, padding = home_slots(out, here, layouts, self._node)
+            copy_all(used, parts)
+            if padding:
+                torch._foreach_zero_(padding)
 
         self._counters.add(Kind.LOAD_HOME, elements * shards[0].itemsize)
         name = range_name(Kind.LOAD_HOME, bucket)
         loaded = self._lanes.start(
-            LANES[Kind.LOAD_HOME], run, out=out, reads=list(shards), name=name
+            LANES[Kind.LOAD_HOME], run, out=out, reads=list(shards), name=name, scratch=scratch
         )
         self._last = loaded.done
         return loaded

@@ -140,7 +140,7 @@ struct Block {
 
 static std::mutex memory_mutex;
 static std::map<std::pair<StreamId, size_t>, std::vector<void*>> free_blocks;
-static size_t used_bytes = 0, peak_bytes = 0;
+static size_t used_bytes = 0, peak_bytes = 0, aside_bytes = 0;
 
 static size_t total_bytes() {
   static const size_t found = size_t(from_environment("FCDP_SIM_MEMORY_MB", 4096)) << 20;
@@ -174,6 +174,7 @@ struct DeviceAllocator final : c10::Allocator {
       }
       used_bytes += bytes;
       peak_bytes = std::max(peak_bytes, used_bytes);
+      if (current_stream) aside_bytes += bytes;  // memory that the first stream never gets
     }
     if (bytes && !address) {
       TORCH_CHECK(posix_memalign(&address, 512, bytes) == 0);
@@ -640,7 +641,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory", [] {
     std::lock_guard<std::mutex> lock(sim::memory_mutex);
     return std::map<std::string, size_t>{
-        {"used", sim::used_bytes}, {"peak", sim::peak_bytes}, {"total", sim::total_bytes()}};
+        {"used", sim::used_bytes},
+        {"peak", sim::peak_bytes},
+        {"aside", sim::aside_bytes},
+        {"total", sim::total_bytes()}};
   });
   m.def("reset_peak", [] {
     std::lock_guard<std::mutex> lock(sim::memory_mutex);

@@ -28,11 +28,8 @@ def rows(
     slow: those that only `make test-all` runs.  cpu: those that are left out on the simulated device.
     """
     assert {*slow, *cpu} <= jobs.keys(), (slow, cpu)
-    marks = {pytest.mark.slow: slow, pytest.mark.cpu: cpu}
-    return [
-        pytest.param(name, marks=[mark for mark, of in marks.items() if name in of])
-        for name in jobs
-    ]
+    marks = ((pytest.mark.slow, slow), (pytest.mark.cpu, cpu))
+    return [pytest.param(name, marks=[m for m, of in marks if name in of]) for name in jobs]
 
 
 def asked(request: pytest.FixtureRequest, jobs: Mapping[str, Job]) -> dict[str, Job]:

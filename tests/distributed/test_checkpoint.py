@@ -67,7 +67,7 @@ def _copies_are_written_once(mesh: DeviceMesh) -> None:
             sizes[strategy] = sum(f.stat().st_size for f in files)
             dist.barrier()  # before the next save removes them
         whole = 4 * 640 * 65
-        assert all(whole < size < whole + 60_000 for size in sizes.values()), sizes
+        assert all(whole < size < whole + 80_000 for size in sizes.values()), sizes
 
 
 def _what_ranks_have_apart_comes_back(mesh: DeviceMesh) -> None:
