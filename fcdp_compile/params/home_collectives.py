@@ -92,11 +92,11 @@ def steps_between(
 
 
 def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
-    """Change the placements of a plain DTensor that autograd does not follow."""
-    mesh = tensor.device_mesh
+    """Change the placements of a plain DTensor that autograd does not follow; the result is on its device."""
+    mesh, device = tensor.device_mesh, tensor._local_tensor.device
     inter = mesh.ndim - 1
-    # Collectives run on the mesh's devices; a tensor in host memory is copied there.
-    if tensor._local_tensor.device.type != mesh.device_type:
+    # Collectives run on the mesh's devices; a tensor in host memory is copied there and back.
+    if device.type != mesh.device_type:
         here = tensor._local_tensor.to(mesh.device_type)
         tensor = DTensor(here, tensor._spec, requires_grad=False)
     for step in [*steps_between(tensor.placements, wanted), wanted]:
@@ -105,6 +105,8 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
             sent = tensor.numel() * tensor.itemsize * (mesh.size(inter) - 1)
             every.sent_bytes += sent // mesh.size(inter)
         tensor = moved(tensor, step)
+    if device.type != mesh.device_type:
+        tensor = DTensor(tensor._local_tensor.to(device), tensor._spec, requires_grad=False)
     return tensor
 
 

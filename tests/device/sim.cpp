@@ -426,6 +426,7 @@ static const at::Tensor& resized(
 
 // Kernels of the CPU may resize what they write to, so `out=` gets the values from tensors of their own.
 static void make_results(const c10::FunctionSchema& schema, torch::jit::Stack& given) {
+  c10::InferenceMode off(false);
   for (size_t i = 0; i < given.size(); ++i) {
     const auto& argument = schema.arguments()[i];
     if (is_written(argument) && argument.kwarg_only() && given[i].isTensor())

@@ -220,6 +220,7 @@ def _evaluate_and_train(mesh: DeviceMesh, node_bytes: int) -> dict[str, tuple[in
     return found
 
 
+@pytest.mark.cpu  # elsewhere copies are on the device
 def test_a_graph_takes_the_host_memory_of_copies_of_its_parameters() -> None:
     adapters, every = 3 * 12 * 12 * 4, 3 * (2 * 12 * 12 + 12) * 4
     for found in run(_evaluate_and_train, every, nodes=2, ranks_per_node=2):

@@ -292,7 +292,7 @@ def _rollouts(mesh: DeviceMesh, address: str, folder: Path) -> None:
             verdict, logits = to.load(kind, stream, at / file)
             assert verdict == "equal"
             with torch.no_grad():
-                torch.testing.assert_close(logits, plain(input_ids=ids()).logits)
+                torch.testing.assert_close(logits.cpu(), plain(input_ids=ids()).logits.cpu())
     dist.barrier()
 
 

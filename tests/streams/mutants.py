@@ -3,7 +3,7 @@
     python -m tests.streams.mutants [--list] [--late] [NUMBER ...]
 
 The check of streams must notice each at once, and so must numbers on the simulated device (--late), whose
-streams are late at random: there a mutant is noticed if a loss, a parameter or the memory in use differs.
+streams are late at random: there a mutant is noticed if a loss or a parameter differs.
 
 A mutant is a function of the runtime, compiled from a changed syntax tree, that replaces the real function
 while the programs of `programs` run.  The places to change are found in the source, so waits that are added
@@ -279,7 +279,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What two rounds of a program leave.  values: losses, what else the steps computed, and parameters."""
+    """What two rounds of a program leave.
+
+    alive_bytes: the job's device memory; 0 on a late device, which counts the memory of all jobs together.
+    values: losses, what else the steps computed, and parameters.
+    """
 
     alive_bytes: int
     values: list[Tensor]
@@ -298,7 +302,8 @@ def _outcome(name: str, job: Job, start: Sequence[Tensor]) -> Outcome:
     job.start_from(start)
     for _ in range(2):
         PROGRAMS[name].once(job)
-    return Outcome(job.alive_bytes(), [*job.seen, *job.parameters()])
+    alive = job.alive_bytes()  # waits for the device
+    return Outcome(alive if job.device.is_checked else 0, [*job.seen, *job.parameters()])
 
 
 def _try_on_late_streams(numbers: Sequence[int]) -> None:
