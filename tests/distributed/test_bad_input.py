@@ -24,10 +24,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp_compile
 from fcdp_compile.errors import FcdpError, UnshardedParameterError, UnsynchronizedGradientError
+from tests.device.choice import is_simulated
 from tests.distributed.models import CASES, batch, with_lora
 from tests.distributed.ranks import run
 
 distributed = pytest.mark.distributed
+HERE = "sim:0" if is_simulated() else "cpu"
 
 
 def _linear(weight: Tensor | None = None) -> nn.Module:
@@ -337,7 +339,7 @@ def _messages(mesh: DeviceMesh) -> dict[str, str]:
     replaced = fcdp_compile.shard(CASES["odd"].model(), mesh)
     replaced.embedding.weight = nn.Parameter(torch.rand(17, 7))  # the first to be read
     plain = fcdp_compile.shard(CASES["odd"].model(), mesh)
-    moved = fcdp_compile.shard(CASES["odd"].model(), mesh).to("cpu", torch.float32)
+    moved = fcdp_compile.shard(CASES["odd"].model(), mesh).to(mesh.device_type, torch.float32)
     found: dict[str, str] = {}
     if dist.get_rank() == 0:
 
@@ -409,8 +411,8 @@ def messages() -> dict[str, str]:
             UnshardedParameterError,
             "'embedding.weight' was added or replaced after fcdp_compile.shard",
         ),
-        ("half", FcdpError, "cannot become torch.float16 on cpu; convert the model before"),
-        ("to", FcdpError, "cannot become torch.bfloat16 on cpu; convert the model before"),
+        ("half", FcdpError, f"cannot become torch.float16 on {HERE}; convert the model before"),
+        ("to", FcdpError, f"cannot become torch.bfloat16 on {HERE}; convert the model before"),
         ("to meta", FcdpError, "cannot become torch.float32 on meta; convert the model before"),
         ("copied", TypeError, "cannot be copied or pickled"),
         ("pickled", TypeError, "cannot be copied or pickled"),
@@ -427,7 +429,7 @@ def test_bad_input_with_several_processes(
 
 def _converted(mesh: DeviceMesh) -> float:
     """`to` that changes nothing is allowed, and does nothing."""
-    model = fcdp_compile.shard(CASES["odd"].model(), mesh).to("cpu", torch.float32)
+    model = fcdp_compile.shard(CASES["odd"].model(), mesh).to(mesh.device_type, torch.float32)
     net = torch.compile(model, backend="fcdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(2):
