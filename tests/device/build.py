@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch.utils import cpp_extension
 
 _NAME = "fcdp_sim"
 _SOURCES = [Path(__file__).with_name(name) for name in ("sim.cpp", "collectives.cpp")]
@@ -37,6 +36,8 @@ def extension() -> ModuleType:
 
 def _compiled(folder: Path) -> ModuleType:
     """Build aside, since torch waits for ever for the lock that a killed build leaves in its folder."""
+    from torch.utils import cpp_extension  # needs setuptools
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as aside:
         module: ModuleType = cpp_extension.load(
