@@ -160,9 +160,8 @@ class _Steps:
     def add_rest(self, node_shard: Node, own: Node) -> Node:
         bucket = self.bucket
         others = bucket.nodes - 1
-        together = (
-            others if others > 1 else 0
-        )  # of the nodes before and after this one; counted on all
+        # A node with others before and after it puts their parts together; counted on every rank.
+        together = others if others > 1 else 0
         return self.add(
             ops.intra_rest_all_gather,
             [node_shard, own],

@@ -57,7 +57,6 @@ class HomeTransfers:
         elements = sum(layout.elements_of(self._node) for layout in layouts)
         with torch.inference_mode(False):  # the lane's thread writes to it
             out = torch.empty(elements, dtype=dtype, device=device)
-
         scratch = self._lanes.scratch()
 
         def run() -> None:
