@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
+from fcdp_compile.params.seals.fingerprint import fingerprints
 from tests.distributed.ranks import run
 from tests.distributed.test_checkpoint import shared_folder
 
@@ -68,6 +70,18 @@ _CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def _scratch_of_a_fingerprint() -> int:
+    """The device memory in bytes that the fingerprint of a large tensor takes besides the tensor."""
+    from tests.device.build import extension
+
+    large = torch.zeros(3 * 2**23)
+    torch.accelerator.synchronize()
+    extension().reset_peak()
+    before = extension().memory()["used"]
+    fingerprints([[large]])
+    return int(extension().memory()["peak"] - before)
+
+
 def _all(mesh: DeviceMesh) -> dict[str, tuple[int, int]]:
     found = {}
     for strategy, more in _CASES.items():
@@ -87,6 +101,8 @@ def _all(mesh: DeviceMesh) -> dict[str, tuple[int, int]]:
         found["saved"] = _costs(save)
     pageable = torch.empty(9, device="cpu")
     found["the control"] = _costs(lambda: pageable.copy_(torch.ones(9), non_blocking=True))
+    if not dist.get_rank():
+        assert 0 < _scratch_of_a_fingerprint() < 40 * 2**20, "two blocks of 16 MiB"
     return found
 
 
