@@ -67,8 +67,8 @@ class HomeTransfers:
             copy_all(here, shards)
             used, parts, padding = home_slots(out, here, layouts, self._node)
             copy_all(used, parts)
-            if padding:
-                torch._foreach_zero_(padding)
+            for rest in padding:
+                rest.zero_()
 
         self._counters.add(Kind.LOAD_HOME, elements * shards[0].itemsize)
         name = range_name(Kind.LOAD_HOME, bucket)
