@@ -28,14 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # after -m, so that fixtures see the tests that run
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the device and of one part: the same in every run, whichever others there are."""
-    chosen = items
-    if is_simulated():
-        chosen = [item for item in chosen if item.get_closest_marker("cpu") is None]
-    if (asked := config.getoption("--part")) is not None:
-        part, parts = map(int, asked.split("/"))
-        chosen = [item for item in chosen if zlib.crc32(item.nodeid.encode()) % parts == part]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
+    part, parts = map(int, (config.getoption("--part") or "0/1").split("/"))
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        is_here = not is_simulated() or item.get_closest_marker("cpu") is None
+        stays = is_here and zlib.crc32(item.nodeid.encode()) % parts == part
+        (kept if stays else dropped).append(item)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
 
 
 def pytest_collection_finish() -> None:

@@ -68,7 +68,10 @@ def pack_home(
 def home_slots(
     out: Tensor, shards: Sequence[Tensor], layouts: Sequence[ParamLayout], node: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What fills `out` [S] as `pack_home`: views of it, the parts that go there, and views to be zero."""
+    """How to write into `out` [S] what `pack_home` makes anew for a graph: targets, sources, padding.
+
+    Targets and padding are views of `out`; the padding must become zero.
+    """
     parts = [rows_first(shard, layout) for shard, layout in zip(shards, layouts, strict=True)]
     slots = out.split([layout.elements_of(node) for layout in layouts])
     used = [slot[: p.numel()].view(p.shape) for slot, p in zip(slots, parts, strict=True)]

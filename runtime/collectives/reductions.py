@@ -40,10 +40,9 @@ def _average(out: Tensor, parts: Tensor, channel: Channel) -> None:
     wide = torch.promote_types(parts.dtype, torch.float32)
     total = out if out.dtype is wide else channel.scratch.empty(out, out.numel(), wide)
     torch.sum(parts.view(channel.size, out.numel()), 0, dtype=wide, out=total)
-    if total is out:
-        out.div_(channel.size)
-    else:
-        out.copy_(total.div_(channel.size))
+    total.div_(channel.size)
+    if total is not out:
+        out.copy_(total)
 
 
 def all_reduce(out: Tensor, send: Tensor, channel: Channel) -> Begun | None:

@@ -314,7 +314,8 @@ def _try_on_late_streams(numbers: Sequence[int]) -> None:
         for number, mutant in enumerate(mutants()):
             if number in numbers:
                 faulthandler.dump_traceback_later(3000, exit=True)
-                sys.stdout.write(f"{number} {trial.caught(mutant)[:160]}\n")
+                said = " ".join(trial.caught(mutant).split())  # one line, for `_caught_late`
+                sys.stdout.write(f"{number} {said[:160]}\n")
                 sys.stdout.flush()
                 faulthandler.cancel_dump_traceback_later()
 
