@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.device.choice import is_simulated
+from tests.device.choice import device_kind
 
 with suppress(ImportError):  # a machine with a card may lack it; `make gpu` installs nothing
     import hypothesis
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
     for item in items:
-        is_here = not is_simulated() or item.get_closest_marker("cpu") is None
+        is_here = device_kind() == "cpu" or item.get_closest_marker("cpu") is None
         stays = is_here and zlib.crc32(item.nodeid.encode()) % parts == part
         (kept if stays else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.gpu.driver import run_parts
 from benchmarks.gpu.parts import PARTS, GpuPart
 from benchmarks.gpu.report import faults, write_page
-from benchmarks.gpu.results import Outcome
+from benchmarks.gpu.results import Outcome, read_outcome
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 570.0  # with this process's start and end, ten minutes
@@ -56,21 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    chosen = [part for part in PARTS if part.name in args.parts]
+    folder = out / "benchmarks" / "gpu"
+    earlier = _earlier(folder, chosen, device)
     outcomes: list[Outcome] = []
 
     def ended(outcome: Outcome) -> None:
         outcomes.append(outcome)
         line = f"{outcome.part}: {outcome.state.value} in {outcome.elapsed_s} s {outcome.reason}"
         print("\n    ".join([line.rstrip(), *faults(outcome)]), file=sys.stderr, flush=True)
-        write_page(out / "gpu.md", outcomes)
+        write_page(out / "gpu.md", [*earlier, *outcomes])
 
     def command(part: GpuPart, file: Path, seconds: float, is_plain: bool) -> list[str]:
         found = [sys.executable, "-m", "benchmarks.gpu.worker", part.name, "--device", args.device]
         found += ["--out", str(file), "--seconds", str(seconds)]
         return found + ["--quick"] * args.quick + ["--plain"] * is_plain
 
-    chosen = [part for part in PARTS if part.name in args.parts]
-    folder = out / "benchmarks" / "gpu"
     run_parts(
         chosen,
         command=command,
@@ -83,6 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     bundle = _pack(out)
     print(f"wrote {out / 'gpu.md'}; {bundle} has all there is to send", file=sys.stderr)
     return 1 if any(faults(outcome) for outcome in outcomes) else 0
+
+
+def _earlier(folder: Path, chosen: Sequence[GpuPart], device: str) -> list[Outcome]:
+    """The outcomes of other parts on this device, which the page keeps."""
+    files = [folder / f"{part.name}.json" for part in PARTS if part not in chosen]
+    found = [read_outcome(file) for file in files if file.exists()]
+    return [outcome for outcome in found if outcome.device == device]
 
 
 def _pack(out: Path) -> Path:

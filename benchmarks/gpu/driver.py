@@ -97,6 +97,8 @@ def run_parts(
                 tree=tree,
             )
             runs.scratch.mkdir()
+            for log in folder.glob(f"{part.name}-again-*.log"):
+                log.unlink()
             began_s = time.monotonic()
             limit_s = (until_s - began_s) * share
             if cards < part.cards:
@@ -188,13 +190,14 @@ def _run(
                 processes[rank].send_signal(STACKS)
             time.sleep(_STACKS_S)
     worst = (bad or running or [0])[0]
-    lines = _lines(logs[worst])
-    told = stuck_at(lines) if codes[worst] is None else ""
+    lines, code = _lines(logs[worst]), codes[worst]
+    # Where it was tells most of a process that ran late or that a signal ended, as faults in C++ do.
+    told = stuck_at(lines) if code is None or code < 0 else ""
     if not told:
         # C++ frames may follow an error, more than are kept.
         raised = [line for line in lines if _RAISED.match(line)]
         told = "its last line: " + (raised or lines or ["it printed nothing"])[-1]
-    return _Ended(code=codes[worst], told=told, lines=lines[-_KEPT_LINES:])
+    return _Ended(code=code, told=told, lines=lines[-_KEPT_LINES:])
 
 
 @contextlib.contextmanager

@@ -146,9 +146,9 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
 def _setting(first: Outcome) -> str:
     machine = first.machine
     return (
-        f"Measured on {first.date[:10]} by `python -m benchmarks.gpu` on {first.device} "
+        f"Measured by `python -m benchmarks.gpu` on {first.device} "
         f"({machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, "
-        f"{machine.system}; {', '.join(machine.versions)}; fcdp at {machine.commit or 'an unknown commit'})."
+        f"{machine.system}; {', '.join(machine.versions)})."
     )
 
 
@@ -157,16 +157,16 @@ def _ends(by_name: Mapping[str, Outcome]) -> str:
     for part in PARTS:
         outcome = by_name.get(part.name)
         if outcome is None:
-            rows.append(
-                (part.title, "**not run**", "", "it was not chosen, or there was no time left")
-            )
+            why = "it was not chosen, or there was no time left"
+            rows.append((part.title, "**not run**", "", "", why))
             continue
         state = (
             outcome.state.value if outcome.state is Ending.DONE else f"**{outcome.state.value}**"
         )
         took = f"{outcome.elapsed_s:.0f} of {outcome.limit_s:.0f}"
-        rows.append((part.title, state, took, _cell(outcome.reason)))
-    return table(rows, ["part", "", "s", "why"])
+        when = f"{outcome.date[:10]}, {outcome.machine.commit or 'unknown'}"
+        rows.append((part.title, state, took, when, _cell(outcome.reason)))
+    return table(rows, ["part", "", "s", "date, commit of fcdp", "why"])
 
 
 def _cell(text: str) -> str:

@@ -8,6 +8,7 @@ import gzip
 import importlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -77,11 +78,18 @@ def _device(kind: str, card: int) -> torch.device:
 
 
 def _write_flights_on_signal(file: Path) -> None:
-    """Let a thread wait for the signal: the main thread may be stuck in a collective."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [FLIGHTS])  # before any other thread starts
+    """Let a thread wait for the signal: the main thread may be stuck in a collective.
+
+    Whichever thread gets the signal, its C handler tells the waiting thread.
+    """
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    signal.set_wakeup_fd(tell.detach())
+    signal.signal(FLIGHTS, lambda number, frame: None)
 
     def write() -> None:
-        signal.sigwait([FLIGHTS])
+        while told.recv(1) != bytes([FLIGHTS]):
+            pass
         file.write_bytes(gzip.compress(last_collectives()))
 
     threading.Thread(target=write, name="flights", daemon=True).start()

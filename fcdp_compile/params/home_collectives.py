@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fcdp_compile.devices import are_on_stream
 from fcdp_compile.params.layout import chunk_rows, rows_of_part
 from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
@@ -32,6 +33,15 @@ def are_pending(placements: Sequence[Placement]) -> bool:
     # Not `is_shard`, which is false for torch's strided shard.
     is_cut = not all(p.is_replicate() or p.is_partial() for p in placements)
     return any(p.is_partial() for p in placements) and not is_cut
+
+
+def kind_of_collectives(mesh: DeviceMesh) -> str:
+    """The kind of device whose tensors the mesh's groups take: the mesh's own, or the CPU for Gloo.
+
+    Gloo's all-gather takes the memory of a GPU for the host's, which ends the process (pytorch issue 152645).
+    """
+    kind = mesh.device_type
+    return kind if are_on_stream(kind, mesh.get_group(0)) else "cpu"
 
 
 def naming_ranks_lost_in(mesh: DeviceMesh, local: Tensor) -> AbstractContextManager[None]:
@@ -57,7 +67,8 @@ def reduced(
         if len(set(rest)) == 1:
             reducing, placements = flat, rest[:1]
     packed = torch.cat([t.detach().reshape(-1) for t in parts])
-    pending = DTensor.from_local(packed, reducing, placements, run_check=False)
+    here = packed.to(kind_of_collectives(mesh))
+    pending = DTensor.from_local(here, reducing, placements, run_check=False)
     with naming_ranks_lost_in(mesh, parts[0]):
         done = pending.redistribute(placements=everywhere(reducing)).to_local()
     found = done.split([t.numel() for t in parts])
@@ -69,7 +80,9 @@ def reduced(
 def greatest_of_all_ranks(value: Tensor, mesh: DeviceMesh) -> None:
     """Replace this tensor on every rank by the elementwise maximum over all ranks."""
     if (every := all_ranks_of(mesh)) is not None:
-        here = DTensor.from_local(value, every.mesh, [Partial("max")], run_check=False)
+        here = DTensor.from_local(
+            value.to(kind_of_collectives(mesh)), every.mesh, [Partial("max")], run_check=False
+        )
         with naming_ranks_lost_in(mesh, value):
             value.copy_(here.redistribute(placements=[Replicate()]).to_local())
 
@@ -95,9 +108,10 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
     """Change the placements of a plain DTensor that autograd does not follow; the result is on its device."""
     mesh, device = tensor.device_mesh, tensor._local_tensor.device
     inter = mesh.ndim - 1
-    # Collectives run on the mesh's devices; a tensor in host memory is copied there and back.
-    if device.type != mesh.device_type:
-        here = tensor._local_tensor.to(mesh.device_type)
+    # Collectives run on one kind of device; a tensor in other memory is copied there and back.
+    kind = kind_of_collectives(mesh)
+    if device.type != kind:
+        here = tensor._local_tensor.to(kind)
         tensor = DTensor(here, tensor._spec, requires_grad=False)
     for step in [*steps_between(tensor.placements, wanted), wanted]:
         now, then = tensor.placements[inter], step[inter]
@@ -105,7 +119,7 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
             sent = tensor.numel() * tensor.itemsize * (mesh.size(inter) - 1)
             every.sent_bytes += sent // mesh.size(inter)
         tensor = moved(tensor, step)
-    if device.type != mesh.device_type:
+    if device.type != kind:
         tensor = DTensor(tensor._local_tensor.to(device), tensor._spec, requires_grad=False)
     return tensor
 

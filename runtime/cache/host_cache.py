@@ -266,7 +266,9 @@ class NodeShardCache:
             arrived = on_device = torch.empty_like(kept.tensor, device=self._lanes.device.torch)
             if codec is not None:
                 elements = kept.tensor.nbytes // codec.bytes * codec.elements
-                on_device = arrived.new_empty(elements, dtype=getattr(torch, bucket.dtype))
+                on_device = torch.empty(
+                    elements, dtype=getattr(torch, bucket.dtype), device=arrived.device
+                )
 
         def run() -> None:
             arrived.copy_(kept.tensor, non_blocking=True)

@@ -354,4 +354,4 @@ def _contiguous(send: Tensor | Pending) -> Tensor | Pending:
 def _empty(like: Tensor, elements: int, dtype: torch.dtype | None = None) -> Tensor:
     # A lane's thread is outside of the caller's inference mode, and cannot write to tensors made in it.
     with torch.inference_mode(False):
-        return like.new_empty(elements, dtype=dtype)
+        return torch.empty(elements, dtype=dtype or like.dtype, device=like.device)

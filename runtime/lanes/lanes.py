@@ -66,10 +66,12 @@ class Scratch:
 
     def empty(self, like: Tensor, elements: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor [elements] on the device of `like`; dtype: by default that of `like`."""
+        # Not `new_empty`, which torch's CUDA sanitizer takes for a read of `like`.
+        make = partial(torch.empty, elements, dtype=dtype or like.dtype, device=like.device)
         if self._device is None or self._stream is None:
-            return like.new_empty(elements, dtype=dtype)
+            return make()
         with self._device.on(self._stream):
-            made = like.new_empty(elements, dtype=dtype)
+            made: Tensor = make()
         self._held.append(made)
         return made
 

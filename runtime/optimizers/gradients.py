@@ -115,7 +115,7 @@ class Accumulation:
 
     def _cast(self, bucket: Bucket, grads: Tensor | Pending, dtype: torch.dtype) -> Pending:
         own = tensor_of(grads)
-        out = own.new_empty(own.shape, dtype=dtype)
+        out = torch.empty_like(own, dtype=dtype)
         run = partial(out.copy_, own)
         name = range_name(Kind.COLLECT, bucket)
         return self._lanes.start(LANES[Kind.COLLECT], run, out=out, reads=[grads], name=name)
@@ -127,7 +127,7 @@ class Accumulation:
         own, kept = tensor_of(grads), waiting.kept
         is_on_host = waiting.slab is not None
         total = torch.empty_like(kept, device=own.device) if is_on_host else kept
-        out = total if total.dtype == dtype else own.new_empty(own.shape, dtype=dtype)
+        out = total if total.dtype == dtype else torch.empty_like(own, dtype=dtype)
 
         def run() -> None:
             if is_on_host:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from fcdp_compile.sharding.shard import state_of
-from tests.device.choice import is_simulated
+from tests.device.choice import device_kind
 from tests.distributed.models import Case, batch
 
 TOLERANCE = 2e-5
@@ -49,7 +49,7 @@ class Beside:
         self.case = case
         self.plain = case.model()
         self.options = dict(options or {})
-        if caches_on_host and is_simulated():
+        if caches_on_host and device_kind() != "cpu":
             self.options["device_memory"] = 1  # byte
             shard_options.setdefault("gradient_on", "gpu")
         self.model = fcdp_compile.shard(copy.deepcopy(self.plain), mesh, **shard_options)

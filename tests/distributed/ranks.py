@@ -157,7 +157,7 @@ def _rank(
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     try:
-        with on_test_device():
+        with on_test_device(wait_s):
             mesh: DeviceMesh | None = fcdp_compile.make_mesh(nodes=nodes, timeout=wait_s)
             pipe.send((False, function(mesh, *args)))
             pipe.send(issued())

@@ -24,12 +24,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp_compile
 from fcdp_compile.errors import FcdpError, UnshardedParameterError, UnsynchronizedGradientError
-from tests.device.choice import is_simulated
+from tests.device.choice import device_kind
 from tests.distributed.models import CASES, batch, with_lora
 from tests.distributed.ranks import run
 
 distributed = pytest.mark.distributed
-HERE = "sim:0" if is_simulated() else "cpu"
+HERE = "cpu" if device_kind() == "cpu" else f"{device_kind()}:0"
 
 
 def _linear(weight: Tensor | None = None) -> nn.Module:

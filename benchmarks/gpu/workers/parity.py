@@ -86,9 +86,9 @@ _CASES = {
 
 def parity(group: str, cases: str, setting: Setting) -> Parity:
     """Train the model of each case of a list and its copy; "gloo": all ranks share a card."""
-    device = device_of(setting.device)
-    shares_card = group == "gloo" and setting.is_cuda
-    dist.init_process_group("cpu:gloo,cuda:gloo" if shares_card else device.backends)
+    kind = setting.device.type
+    backends = f"cpu:gloo,{kind}:gloo" if group == "gloo" else device_of(setting.device).backends
+    dist.init_process_group(backends if kind != "cpu" else "gloo")
     mesh = fcdp_compile.make_mesh(nodes=NODES)
     assert mesh is not None, "several ranks have one"
     chosen = list(dict.fromkeys(_fitting(case, setting) for case in _CASES[cases]))
