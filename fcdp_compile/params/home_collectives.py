@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from fcdp_compile.devices import are_on_stream
 from fcdp_compile.params.layout import chunk_rows, rows_of_part
 from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
-from fcdp_compile.torch_compat import NodeShard, matrices_in
+from fcdp_compile.torch_compat import NodeShard, dtensor_of, matrices_in
 
 
 def everywhere(mesh: DeviceMesh) -> list[Placement]:
@@ -67,8 +68,7 @@ def reduced(
         if len(set(rest)) == 1:
             reducing, placements = flat, rest[:1]
     packed = torch.cat([t.detach().reshape(-1) for t in parts])
-    here = packed.to(kind_of_collectives(mesh))
-    pending = DTensor.from_local(here, reducing, placements, run_check=False)
+    pending = _pending(packed, mesh, reducing, placements)
     with naming_ranks_lost_in(mesh, parts[0]):
         done = pending.redistribute(placements=everywhere(reducing)).to_local()
     found = done.split([t.numel() for t in parts])
@@ -77,12 +77,18 @@ def reduced(
     ]
 
 
+def _pending(
+    part: Tensor, mesh: DeviceMesh, reducing: DeviceMesh, placements: Sequence[Placement]
+) -> DTensor:
+    """A value to be reduced over the ranks of `reducing`, of which this rank's part is `part`, on home mesh `mesh`."""
+    here = part.to(kind_of_collectives(mesh))
+    return dtensor_of(here, reducing, placements, shape=here.shape, stride=here.stride())
+
+
 def greatest_of_all_ranks(value: Tensor, mesh: DeviceMesh) -> None:
     """Replace this tensor on every rank by the elementwise maximum over all ranks."""
     if (every := all_ranks_of(mesh)) is not None:
-        here = DTensor.from_local(
-            value.to(kind_of_collectives(mesh)), every.mesh, [Partial("max")], run_check=False
-        )
+        here = _pending(value, mesh, every.mesh, [Partial("max")])
         with naming_ranks_lost_in(mesh, value):
             value.copy_(here.redistribute(placements=[Replicate()]).to_local())
 
@@ -109,19 +115,33 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
     mesh, device = tensor.device_mesh, tensor._local_tensor.device
     inter = mesh.ndim - 1
     # Collectives run on one kind of device; a tensor in other memory is copied there and back.
-    kind = kind_of_collectives(mesh)
-    if device.type != kind:
-        here = tensor._local_tensor.to(kind)
-        tensor = DTensor(here, tensor._spec, requires_grad=False)
+    tensor = put_on(tensor, kind_of_collectives(mesh))
     for step in [*steps_between(tensor.placements, wanted), wanted]:
         now, then = tensor.placements[inter], step[inter]
         if (every := all_ranks_of(mesh)) is not None and now.is_shard() and now != then:
             sent = tensor.numel() * tensor.itemsize * (mesh.size(inter) - 1)
             every.sent_bytes += sent // mesh.size(inter)
         tensor = moved(tensor, step)
-    if device.type != kind:
-        tensor = DTensor(tensor._local_tensor.to(device), tensor._spec, requires_grad=False)
-    return tensor
+    return put_on(tensor, device.type)
+
+
+def put_on(tensor: DTensor, kind: str) -> DTensor:
+    """The DTensor with this rank's part in the memory of a kind of device; autograd follows it."""
+    if tensor._local_tensor.device.type == kind:
+        return tensor
+    put: DTensor = _PutOn.apply(tensor, kind)  # type: ignore[no-untyped-call]
+    return put
+
+
+class _PutOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, kind: str) -> DTensor:
+        ctx.kind = tensor._local_tensor.device.type
+        return DTensor(tensor._local_tensor.to(kind), tensor._spec, requires_grad=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor, None]:
+        return put_on(grads[0], ctx.kind), None
 
 
 def moved(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
@@ -135,23 +155,16 @@ def moved(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
         return DTensor.redistribute(tensor, placements=wanted)
     wanted = [Shard(p.dim % tensor.ndim) if type(p) is Shard else p for p in wanted]
     shape, stride = (*tensor.shape, tensor.itemsize), tensor.stride()
-    here = DTensor.from_local(
+    here = dtensor_of(
         local.detach().unsqueeze(-1).view(torch.uint8),
         mesh,
         tensor.placements,
-        run_check=False,
-        shape=torch.Size(shape),
+        shape=shape,
         stride=(*(n * tensor.itemsize for n in stride), 1),
     )
     there = DTensor.redistribute(here, placements=wanted)._local_tensor
-    return DTensor.from_local(
-        there.contiguous().view(tensor.dtype).squeeze(-1),
-        mesh,
-        wanted,
-        run_check=False,
-        shape=tensor.shape,
-        stride=stride,
-    )
+    whole = there.contiguous().view(tensor.dtype).squeeze(-1)
+    return dtensor_of(whole, mesh, wanted, shape=tensor.shape, stride=stride)
 
 
 def part_of(tensor: DTensor, whole: Tensor) -> Tensor:

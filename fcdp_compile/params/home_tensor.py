@@ -30,8 +30,10 @@ from fcdp_compile.params.home_collectives import (
     cuts_rows,
     everywhere,
     greatest_of_all_ranks,
+    kind_of_collectives,
     leaves_ranks_empty,
     naming_ranks_lost_in,
+    put_on,
     redistributed,
     reduced,
     steps_between,
@@ -161,9 +163,13 @@ class HomeTensor(DTensor):
                 if type(held) is Tensor and not is_recorded and not options:
                     gathered: DTensor = HomeTensor.adopt(redistributed(_plain(self), placements))
                     return gathered
+                if type(held) is Tensor:
+                    found = put_on(self, kind_of_collectives(self.device_mesh))
                 for step in steps_between(self.placements, placements):
                     found = DTensor.redistribute(found, placements=step, **options)
             found = DTensor.redistribute(found, device_mesh, placements, **options)
+            if type(held) is Tensor:
+                found = put_on(found, held.device.type)
         adopted: DTensor = HomeTensor.adopt(found)
         return adopted
 

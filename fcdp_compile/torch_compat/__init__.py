@@ -49,6 +49,7 @@ from fcdp_compile.torch_compat.distributed import (
     calls_dispatch_of_subclasses as calls_dispatch_of_subclasses,
 )
 from fcdp_compile.torch_compat.distributed import comes_from_peers as comes_from_peers
+from fcdp_compile.torch_compat.distributed import dtensor_of as dtensor_of
 from fcdp_compile.torch_compat.distributed import gloo_context_count as gloo_context_count
 from fcdp_compile.torch_compat.distributed import gloo_timeout as gloo_timeout
 from fcdp_compile.torch_compat.distributed import has_rule as has_rule

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch._C import _dispatch_has_kernel_for_dispatch_key, _distributed_c10d
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
@@ -180,6 +181,23 @@ def wanted_placements(
         and isinstance(spec, DTensorSpec)
         and tensor.placements != spec.placements
     ]
+
+
+def dtensor_of(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """A DTensor of this rank's part; unlike `DTensor.from_local`, the part stays on its device.
+
+    shape, stride: of the whole tensor.  Autograd does not follow it.
+    """
+    whole = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=whole)
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def reshape_wrapper(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

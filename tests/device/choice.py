@@ -1,6 +1,6 @@
 """The device that the distributed tests run on, FCDP_TEST_DEVICE: the CPU, or `sim`, or `cuda`.
 
-sim: the simulated device of this folder; each rank has one.
+sim: the simulated device of this folder; each rank has one.  With FCDP_TEST_GLOO=1, Gloo connects them.
 cuda: a real card, the first one, which all ranks share; NCCL connects no ranks on one card, but Gloo does.
 """
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+
 def device_kind() -> str:
     """The type of the device that tests run on."""
     return os.environ.get("FCDP_TEST_DEVICE", "cpu")
@@ -26,13 +27,13 @@ def is_simulated() -> bool:
 
 
 def prepare_test_device() -> None:
-    """Before the ranks start: compile the device, or keep the process that ranks are forked from off the card."""
+    """Compile the device, so that no rank must wait for it; keep a card free of the process that ranks fork from."""
     if is_simulated():
         from tests.device.build import extension
 
         extension()
     elif device_kind() == "cuda":
-        # Imported modules ask whether there is CUDA; asked without NVML, CUDA refuses to work in forked processes.
+        # Modules ask for CUDA when they are imported; unless NVML answers, forked processes cannot use CUDA.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
@@ -58,22 +59,34 @@ def issued_in_other_orders(logs: Sequence[Sequence[str]]) -> str:
 def on_test_device(wait_s: float | None = None) -> Iterator[None]:
     """Within the block, tensors are on the device of the tests unless code names another one.
 
-    wait_s: how long ranks on a shared card wait for each other; other devices' groups are fcdp's to make.
+    wait_s: how long ranks wait for each other, if their groups are Gloo's and so are not fcdp's to make.
     """
     kind = device_kind()
-    if kind == "sim":
+    with _as_default(kind):
+        is_gloo = kind == "cuda" or "FCDP_TEST_GLOO" in os.environ
+        if is_gloo and int(os.environ["WORLD_SIZE"]) > 1:
+            timeout = default_pg_timeout if wait_s is None else timedelta(seconds=wait_s)
+            dist.init_process_group(f"cpu:gloo,{kind}:gloo", timeout=timeout)
+        yield
+
+
+@contextlib.contextmanager
+def _as_default(kind: str) -> Iterator[None]:
+    if kind == "cpu":
+        yield
+    elif kind == "sim":
         from tests.device import sim
 
         with sim.as_default():
             yield
-    elif kind == "cpu":
-        yield
     else:
-        if int(os.environ["WORLD_SIZE"]) > 1:
-            timeout = default_pg_timeout if wait_s is None else timedelta(seconds=wait_s)
-            dist.init_process_group(f"cpu:gloo,{kind}:gloo", timeout=timeout)
         torch.set_default_device(f"{kind}:0")
         try:
             yield
         finally:
             torch.set_default_device(None)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of the default device, which is the only one that the device's factories take."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)

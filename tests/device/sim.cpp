@@ -1,7 +1,8 @@
 // A device of torch's kind PrivateUse1 on host memory, which behaves like a card:
 //   streams    threads; each kernel starts after a random delay (FCDP_SIM_DELAY_US, FCDP_SIM_SEED)
 //   memory     belongs to the stream that allocated it.  Freed memory is overwritten with NaN in that stream's
-//              order and in no other's, so use without order shows in the numbers
+//              order and in no other's, so use without order shows in the numbers.  The host cannot read it: code
+//              that does, as Gloo's all-gather, dies of SIGSEGV
 //   copies     to or from pageable host memory block the host, as CUDA's do; registered memory does not
 //   kernels    the CPU's, queued with addresses alone
 #include "sim.h"
@@ -17,11 +18,13 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <sys/mman.h>
 #include <torch/library.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <map>
+#include <set>
 
 namespace sim {
 using c10::Device;
@@ -132,6 +135,29 @@ void synchronize_all() {
 
 // --- memory of the device ----------------------------------------------------------------------------------
 
+// The memory is mapped twice: at the addresses of the device, which nobody may read, and at those of kernels.
+constexpr size_t ADDRESSES = size_t(1) << 40;
+
+static char* mapped_memory(int protection) {
+  static const int file = memfd_create("sim", MFD_CLOEXEC);
+  TORCH_CHECK(file >= 0 && ftruncate(file, ADDRESSES) == 0, "no memory for the simulated device");
+  void* found = mmap(nullptr, ADDRESSES, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
+  TORCH_CHECK(found != MAP_FAILED, "no addresses for the simulated device");
+  return static_cast<char*>(found);
+}
+
+static char* device_memory() {
+  static char* const found = mapped_memory(PROT_NONE);
+  return found;
+}
+
+// Where kernels find an address of the device; an address of the host is the same for them.
+static void* in_kernels(const void* address) {
+  static char* const found = mapped_memory(PROT_READ | PROT_WRITE);
+  size_t place = uintptr_t(address) - uintptr_t(device_memory());
+  return place < ADDRESSES ? found + place : const_cast<void*>(address);
+}
+
 struct Block {
   void* address;
   size_t bytes;
@@ -140,7 +166,7 @@ struct Block {
 
 static std::mutex memory_mutex;
 static std::map<std::pair<StreamId, size_t>, std::vector<void*>> free_blocks;
-static size_t used_bytes = 0, peak_bytes = 0, aside_bytes = 0;
+static size_t used_bytes = 0, peak_bytes = 0, aside_bytes = 0, mapped_bytes = 0;
 
 static size_t total_bytes() {
   static const size_t found = size_t(from_environment("FCDP_SIM_MEMORY_MB", 4096)) << 20;
@@ -151,7 +177,7 @@ static void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   if (void* address = block->address) {
     size_t bytes = block->bytes;
-    stream(block->owner).give([address, bytes] { memset(address, 0xff, bytes); });
+    stream(block->owner).give([address, bytes] { memset(in_kernels(address), 0xff, bytes); });
     std::lock_guard<std::mutex> lock(memory_mutex);
     free_blocks[{block->owner, bytes}].push_back(address);
     used_bytes -= bytes;
@@ -163,6 +189,7 @@ struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t asked) override {
     size_t bytes = (asked + 511) / 512 * 512;
     void* address = nullptr;
+    bool is_new = false;
     if (bytes) {
       std::lock_guard<std::mutex> lock(memory_mutex);
       TORCH_CHECK_WITH(
@@ -171,20 +198,21 @@ struct DeviceAllocator final : c10::Allocator {
       if (!found.empty()) {
         address = found.back();
         found.pop_back();
+      } else {
+        address = device_memory() + std::exchange(mapped_bytes, mapped_bytes + bytes);
+        is_new = true;
+        TORCH_CHECK(mapped_bytes <= ADDRESSES, "the simulated device has no addresses left");
       }
       used_bytes += bytes;
       peak_bytes = std::max(peak_bytes, used_bytes);
       if (current_stream) aside_bytes += bytes;  // memory that the first stream never gets
     }
-    if (bytes && !address) {
-      TORCH_CHECK(posix_memalign(&address, 512, bytes) == 0);
-      memset(address, 0xff, bytes);
-    }
+    if (is_new) memset(in_kernels(address), 0xff, bytes);
     return {address, new Block{address, bytes, current_stream}, &free_block, Device(KIND, 0)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    default_copy_data(to, from, bytes);
+    default_copy_data(in_kernels(to), in_kernels(from), bytes);
   }
 };
 
@@ -312,8 +340,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// The device's generators, which are the CPU's but for this.
+static std::set<c10::GeneratorImpl*>& generators() {
+  static std::set<c10::GeneratorImpl*> found;
+  return found;
+}
+
 static at::Generator& generator() {
   static at::Generator found = at::detail::createCPUGenerator(0);
+  generators().insert(found.unsafeGetGeneratorImpl());
   return found;
 }
 
@@ -333,11 +368,16 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   Device getDeviceFromPtr(void*) const override { return Device(KIND, 0); }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return generator(); }
+  at::Generator getNewGenerator(DeviceIndex) const override {
+    auto made = at::detail::createCPUGenerator(0);
+    generators().insert(made.unsafeGetGeneratorImpl());
+    return made;
+  }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto fresh = allocator()->allocate(bytes);
     size_t kept = std::min(bytes, storage.nbytes());
-    void* to = fresh.get();
-    const void* from = storage.data();
+    void* to = in_kernels(fresh.get());
+    const void* from = in_kernels(storage.data());
     if (kept) current().give([to, from, kept] { memcpy(to, from, kept); });
     storage.set_data_ptr_noswap(std::move(fresh));
     storage.set_nbytes(bytes);
@@ -353,7 +393,7 @@ static std::map<std::string, long> blocking_names;
 at::Tensor host_view(const at::Tensor& t) {
   c10::InferenceMode off(false);  // a stream's thread writes, whatever mode the host is in
   return at::from_blob(
-      t.unsafeGetTensorImpl()->mutable_data(), t.sizes(), t.strides(),
+      in_kernels(t.unsafeGetTensorImpl()->mutable_data()), t.sizes(), t.strides(),
       at::TensorOptions().dtype(t.dtype()).device(at::kCPU));
 }
 
@@ -395,6 +435,9 @@ static torch::jit::Stack given_on(
   bool is_host = device.is_cpu();
   for (size_t i = 0; i < args.size(); ++i) {
     const auto& kind = *schema.arguments()[i].type();
+    TORCH_CHECK(
+        !args[i].isGenerator() || generators().count(args[i].toGenerator().unsafeGetGeneratorImpl()),
+        "Expected a 'sim' device type for generator but found 'cpu'");
     if (args[i].isDevice()) found.emplace_back(device);
     else if (is_host && args[i].isNone() && kind.str() == "Generator?") found.emplace_back(generator());
     else found.push_back(mapped(args[i], is_host ? on_host : on_meta));
@@ -457,7 +500,7 @@ static void run_blocking(
   current().synchronize();
   for (size_t i = 0; i < found->size(); ++i) {
     if (const auto* argument = written_as(schema, i, args)) {
-      if (argument->isTensor() && (*found)[i].toTensor().data_ptr() != argument->toTensor().data_ptr())
+      if (argument->isTensor() && (*found)[i].toTensor().data_ptr() != in_kernels(argument->toTensor().data_ptr()))
         host_view(resized(argument->toTensor(), (*found)[i].toTensor().sizes())).copy_((*found)[i].toTensor());
       stack->push_back(*argument);
       continue;

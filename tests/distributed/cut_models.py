@@ -29,6 +29,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 import fcdp_compile
+from tests.device.choice import seeded
 
 VOCABULARY = 64
 SIZES: dict[str, Any] = {
@@ -194,7 +195,7 @@ ONE_LENGTH = {"sequence parallelism"}
 
 
 def batch_of(node: int, step: int, length: int = 16) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + node)
+    generator = seeded(10 * step + node)
     ids = torch.randint(VOCABULARY, (2, length), generator=generator)
     return {"input_ids": ids, "labels": ids}
 

@@ -31,6 +31,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from tests.device.choice import seeded
 from tests.distributed.beside import whole
 
 SIZES: dict[str, Any] = {
@@ -151,7 +152,7 @@ def make(model: Callable[[], Any]) -> Any:
 
 
 def ids() -> Tensor:
-    return torch.randint(0, 97, (2, 7), generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, 97, (2, 7), generator=seeded(1))
 
 
 def train(model: Any, plain: Any) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
+from tests.device.choice import seeded
 from tests.distributed.models import CASES
 from tests.distributed.parity import compile_with, fresh, rank_and_ranks, whole
 
@@ -18,7 +19,7 @@ class Position:
 
     def __init__(self, rank: int) -> None:
         self.given = 0
-        self.order = torch.randperm(1000, generator=torch.Generator().manual_seed(rank))
+        self.order = torch.randperm(1000, generator=seeded(rank))
 
     def next(self) -> int:
         self.given += 1
@@ -75,7 +76,7 @@ class Job:
         return [self.step() for _ in range(steps)]
 
     def step(self) -> float:
-        generator = torch.Generator().manual_seed(self.position.next())
+        generator = seeded(self.position.next())
         ids = torch.randint(0, 17, (2, 8), generator=generator)
         loss = nn.functional.cross_entropy(self.net(ids), ids.flatten())
         loss.backward()

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.device.choice import seeded
+
 VOCABULARY = 199
 
 
@@ -162,5 +164,5 @@ CASES: dict[str, Case] = {
 
 def batch(case: Case, *, step: int, rank: int, size: int = 2, length: int = 16) -> Tensor:
     """The ids that `rank` trains on in `step`; equal in every process."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = seeded(1000 * step + rank)
     return torch.randint(0, case.vocabulary, (size, length), generator=generator)

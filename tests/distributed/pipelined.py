@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fcdp_compile
 from fcdp_compile.sharding.shard import state_of
+from tests.device.choice import seeded
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 61, 24, 2, 8
 SAMPLES = 2
@@ -178,7 +179,7 @@ class Pipeline:
 
     def batch(self, step: int, replica: int, micro_batches: int) -> tuple[Tensor, Tensor]:
         """The ids and targets that the ranks of one place of all stages train on."""
-        generator = torch.Generator().manual_seed(100 * step + replica)
+        generator = seeded(100 * step + replica)
         shape = (micro_batches * SAMPLES, LENGTH + 1)
         ids = torch.randint(VOCABULARY, shape, generator=generator)
         return ids[:, :-1], ids[:, 1:]

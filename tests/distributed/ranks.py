@@ -154,6 +154,7 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     try:

@@ -29,6 +29,7 @@ from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.integrations.generation import generate_together
 from fcdp_compile.parallel.ulysses import repeats_of
 from fcdp_compile.sharding.shard import state_of
+from tests.device.choice import seeded
 from tests.distributed.parity import values
 from tests.distributed.ranks import run
 
@@ -96,7 +97,7 @@ def _qwen() -> nn.Module:
 
 
 def _full(node: int, step: int, tokens: int = 16) -> Batch:
-    generator = torch.Generator().manual_seed(10 * step + node)
+    generator = seeded(10 * step + node)
     ids = torch.randint(VOCABULARY, (2, tokens), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 

@@ -27,6 +27,7 @@ from fcdp_compile.errors import LostRankError
 from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
 from fcdp_compile.ranks.waiting import Wait, finish
 from fcdp_compile.strategy import GradientOn
+from tests.device.choice import seeded
 from tests.distributed.models import Case
 from tests.distributed.parity import (
     GRADIENT_FLOOR,
@@ -292,7 +293,7 @@ def _with_statistics() -> nn.Sequential:
 
 
 def _statistics_stay(mesh: DeviceMesh | None) -> None:
-    inputs = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(6, 3, 8, 8, generator=seeded(1))
     for backend in (None, "fcdp"):
         whole = _with_statistics().bfloat16()
         for at in (1, 2, 5):

@@ -16,6 +16,7 @@ import fcdp_compile
 from fcdp_compile import full
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.sharding.shard import state_of
+from tests.device.choice import seeded
 from tests.distributed.beside import assert_close, whole
 from tests.distributed.ranks import run
 
@@ -76,7 +77,7 @@ def _train(
     fcdp_compile.shard(model, mesh)
     net = torch.compile(model, backend="fcdp") if is_compiled else model
     rank, world = (dist.get_rank(), dist.get_world_size()) if mesh else (0, 1)
-    batches = [torch.randn(4, 7, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    batches = [torch.randn(4, 7, generator=seeded(r)) for r in range(world)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
     for _ in range(2):
         mine = loss(model, net(batches[rank]), take)

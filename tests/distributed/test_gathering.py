@@ -20,6 +20,7 @@ from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
+from tests.device.choice import seeded
 from tests.distributed.parity import Sharded, Trial, check_equal, history
 from tests.distributed.ranks import run
 
@@ -40,7 +41,7 @@ def _gather(mesh: DeviceMesh, numbering: str) -> tuple[dict[str, int], int]:
     collectives.make_flat_group()
     chunk = topology.place * topology.nodes + topology.node
     for dtype, codec in ((torch.float32, None), (torch.bfloat16, Codec(Format.INT8, [SLOT]))):
-        slots = [torch.randn(SLOT, generator=torch.manual_seed(i)).to(dtype) for i in range(6)]
+        slots = [torch.randn(SLOT, generator=seeded(i)).to(dtype) for i in range(6)]
         home = slots[chunk]
         node = collectives.all_gather(Kind.INTER_ALL_GATHER, home, "inter", codec=codec)
         own = collectives.own_all_gather(Kind.INTRA_OWN_ALL_GATHER, home, "own", codec=codec)

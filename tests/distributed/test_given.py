@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import fcdp_compile
 from fcdp_compile.errors import FcdpError, StaleParameterError
+from tests.device.choice import seeded
 from tests.distributed.beside import assert_close, whole
 from tests.distributed.ranks import run
 
@@ -36,7 +37,7 @@ class _Net(nn.Module):
 
 
 def _batch(rank: int) -> Tensor:
-    return torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(4, 7, generator=seeded(rank))
 
 
 def _pair(mesh: DeviceMesh | None, strategy: str) -> tuple[_Net, _Net]:

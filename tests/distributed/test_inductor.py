@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
+from tests.device.choice import seeded
 from tests.distributed.layered import VOCABULARY, Model
 from tests.distributed.parity import (
     GRADIENT_FLOOR,
@@ -33,7 +34,7 @@ def _loss(net: Any, ids: Tensor) -> Tensor:
 
 
 def _batch(step: int, rank: int, length: int = 6) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
+    generator = seeded(100 * step + rank)
     return torch.randint(0, VOCABULARY, (2, length), generator=generator)
 
 

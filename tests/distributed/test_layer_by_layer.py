@@ -22,6 +22,7 @@ from fcdp_compile.params.late import LateTensor
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import calls_dispatch_of_subclasses
+from tests.device.choice import seeded
 from tests.distributed.beside import Beside, assert_close, sgd
 from tests.distributed.layered import VOCABULARY, Model
 from tests.distributed.models import Case, with_lora
@@ -206,7 +207,7 @@ def _given(mesh: DeviceMesh) -> None:
     """One layer is called with other values, before and after calls with its own."""
     fresh()
     pair = Layered(mesh, Case(model=Thin, loss=_loss, vocabulary=8), options={"compute": "eager"})
-    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(pair.rank))
+    x = torch.randn(2, 5, 8, generator=seeded(pair.rank))
     every = [n for n, _ in named_layers(pair.plain)[0].named_parameters()]
     with torch.no_grad():
         for factor, i in product((0.5, 1.0), (2, 0, 1)):

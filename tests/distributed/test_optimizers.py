@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from benchmarks.optimizers import CASES, measure
+from tests.device.choice import seeded
 from tests.distributed.jobs import WORKS, Job, Verdicts, asked, message_of, run_jobs
 
 pytestmark = pytest.mark.distributed
@@ -53,7 +54,7 @@ def _build() -> nn.Sequential:
 def _pair(mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A sharded model and an equal unsharded one, both with the gradients of one batch."""
     model, plain = fcdp_compile.shard(_build(), mesh, **options), _build()
-    batch = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    batch = torch.randn(16, 6, generator=seeded(1))
     plain(batch).square().mean().backward()
     model(batch.view(4, 4, 6)[dist.get_rank()]).square().mean().backward()
     return model, plain

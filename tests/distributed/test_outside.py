@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fcdp_compile
 from fcdp_compile.sharding.shard import state_of
 from tests import formulas
+from tests.device.choice import seeded
 from tests.distributed.ranks import run
 from tests.zoo.cases import ZOO
 
@@ -61,7 +62,7 @@ class Net(nn.Module):
 
 
 def _batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(3, 12, generator=seeded(10 * step + rank))
 
 
 def _poke(model: nn.Module, step: int) -> None:
@@ -140,7 +141,7 @@ def _train_real(mesh: DeviceMesh, name: str) -> tuple[int, int, list[int]]:
     sent, counters = [], state_of(model).counters
     for step in range(3):
         before = sum(counters.sent.get(k, 0) for k in BETWEEN)
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        generator = seeded(10 * step + dist.get_rank())
         ids = torch.randint(0, case.vocabulary, (2, 16), generator=generator)
         case.loss(net, ids).backward()
         optimizer.step()

@@ -18,7 +18,7 @@ from fcdp_compile.params.packing import rows_of
 from fcdp_compile.plan import Tier
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy.formats import CODINGS, Format
-from tests.device.choice import is_simulated
+from tests.device.choice import is_simulated, seeded
 from tests.distributed.models import VOCABULARY
 from tests.distributed.parity import (
     BUCKET_MB,
@@ -201,7 +201,7 @@ def test_nf4_is_the_same_everywhere_and_what_decoded_weights_give() -> None:
 
 def _markov(step: int, rank: int) -> Tensor:
     """Sequences whose next token is mostly predictable: losses approach the entropy, not zero."""
-    made = torch.Generator().manual_seed(1000 * step + rank)
+    made = seeded(1000 * step + rank)
     ids = torch.randint(VOCABULARY, (8, 24), generator=made)
     for i in range(1, ids.shape[1]):
         known = torch.rand(len(ids), generator=made) < 0.7

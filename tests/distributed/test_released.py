@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile.params.home_shard import HomeShard
+from tests.device.choice import seeded
 from tests.distributed.beside import Beside, named, whole
 from tests.distributed.jobs import WORKS, Job, Verdicts, asked, rows, run_jobs
 from tests.distributed.models import CASES, Case, odd_lora
@@ -193,7 +194,7 @@ def _of_less_precision(mesh: DeviceMesh) -> None:
     model = fcdp_compile.shard(CASES["odd-lora"].model(), mesh, param_dtype=torch.bfloat16)
     net = torch.compile(model, backend="fcdp", options=OPTIONS)
     for step in range(2):
-        ids = torch.randint(0, 17, (2, 16), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(0, 17, (2, 16), generator=seeded(step))
         CASES["odd-lora"].loss(net, ids).backward()
     assert there(model) == [n for n, p in frozen_of(model).items() if p.held.numel()]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.sharding.shard import state_of
+from tests.device.choice import seeded
 from tests.distributed.beside import TOLERANCE, Beside, assert_close, named, sgd, whole
 from tests.distributed.models import CASES, Case, Odd, with_lora
 from tests.distributed.ranks import run
@@ -90,7 +91,7 @@ def _data_assigned(pair: Beside, name: str) -> None:
 def _data_assigned_whole(pair: Beside, name: str) -> None:
     def change(model: nn.Module) -> None:
         p = named(model, name)
-        generator = torch.Generator().manual_seed(5)
+        generator = seeded(5)
         p.data = torch.randn(p.shape, generator=generator)
 
     _each(pair, change)

@@ -20,6 +20,7 @@ import fcdp_compile
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.pretrained import load
 from fcdp_compile.pretrained.source import Files
+from tests.device.choice import seeded
 from tests.distributed.cut_models import (
     VOCABULARY,
     Cut,
@@ -64,7 +65,7 @@ class Job:
         self.steps = 0
 
     def step(self) -> float:
-        generator = torch.Generator().manual_seed(self.steps)
+        generator = seeded(self.steps)
         ids = torch.randint(VOCABULARY, (2, 16), generator=generator)
         loss: Tensor = self.model(input_ids=ids, labels=ids).loss
         loss.backward()

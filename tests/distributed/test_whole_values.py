@@ -24,6 +24,7 @@ from torch.nn import functional
 import fcdp_compile
 from fcdp_compile.devices import current_device
 from fcdp_compile.errors import FcdpError, MixedTensorsError
+from tests.device.choice import seeded
 from tests.distributed.ranks import run
 
 Act = Callable[[Any, torch.Generator], Any]
@@ -108,7 +109,7 @@ def _differences(models: tuple[nn.Module, nn.Module], acts: dict[str, Act]) -> l
         found = []
         for model in models:
             torch.manual_seed(3)
-            generator = torch.Generator().manual_seed(5)
+            generator = seeded(5)
             given = [(p, act(p, generator)) for p in model.parameters()]
             values = [_value(p if made is None else made) for p, made in given]
             found.append([*values, *(_value(p) for p, _ in given)])

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.device.choice import seeded
+
 WIDTH = 128
 
 
@@ -116,6 +118,6 @@ def adapted(kind: str, *, checkpointed: bool = False, layers: int = 2) -> nn.Mod
 
 def loss_of(model: nn.Module, step: int, rank: int = 0, world: int = 1) -> Tensor:
     """The loss of this rank's part of a step's batch."""
-    batch = torch.randn(4 * world, WIDTH, generator=torch.Generator().manual_seed(step))
+    batch = torch.randn(4 * world, WIDTH, generator=seeded(step))
     loss: Tensor = (model(batch[4 * rank : 4 * rank + 4]) ** 2).mean()
     return loss

@@ -18,6 +18,7 @@ from fcdp_compile.errors import ArgumentError, UnshardedParameterError
 from fcdp_compile.pretrained.quantising import quantised_in_pieces
 from fcdp_compile.quantised.formats import take_apart
 from fcdp_compile.quantised.weight import QuantisedWeight, unfolded
+from tests.device.choice import seeded
 from tests.quantised.layers import LAYERS, WIDTH, adapted, four_bit, loss_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -97,7 +98,7 @@ def test_a_model_that_was_evaluated_before_shard_has_its_weights_in_order(kind: 
     """The library has rounded its scales to bf16 then, and has exchanged rows and columns of some."""
     plain, model = (adapted(kind)[0].base for _ in range(2))
     model.eval()(torch.zeros(1, WIDTH))
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, WIDTH, generator=seeded(1))
     torch.testing.assert_close(
         fcdp_compile.shard(nn.Sequential(model))(x), plain(x), rtol=0, atol=5e-3
     )
@@ -132,7 +133,7 @@ def test_bytes_of_another_storage_dtype_and_of_a_shape_with_half_a_block() -> No
 @settings(deadline=None, max_examples=20)
 @given(cut=st.integers(0, 41), nested=st.booleans())
 def test_blocks_that_are_quantised_alone_are_the_librarys(cut: int, nested: bool) -> None:
-    values = torch.randn(40, 64, generator=torch.Generator().manual_seed(cut))
+    values = torch.randn(40, 64, generator=seeded(cut))
     packed, state = bitsandbytes.functional.quantize_4bit(
         values, quant_type="nf4", compress_statistics=nested
     )

@@ -1,0 +1,60 @@
+"""Ranks whose devices Gloo connects, as it does several ranks on one card: through the host's memory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.distributed.beside import Beside, assert_close, whole
+from tests.distributed.models import CASES
+from tests.distributed.ranks import run
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler builds the device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FCDP_TEST_DEVICE", "sim")
+    monkeypatch.setenv("FCDP_TEST_GLOO", "1")
+
+
+def _train(mesh: DeviceMesh, case: str) -> None:
+    """A step with clipped gradients, and the ways to read sharded values, which torch gives to Gloo."""
+    pair = Beside(mesh, CASES[case], caches_on_host=True)
+    pair.case.loss(pair.net, pair.data(0)).backward()
+    pair.plain_backward(0)
+    pair.compare_gradients()
+    for act in (_sum, _clip, _clip_largest):
+        assert_close(whole(act(pair.model)), act(pair.plain), act.__name__)
+    pair.optimize()
+    pair.compare_parameters()
+    state = get_model_state_dict(pair.model, options=StateDictOptions(full_state_dict=True))
+    for name, value in pair.plain.state_dict().items():
+        assert_close(state[name], value, f"{name} in the state dict")
+
+
+def _sum(model: nn.Module) -> Tensor:
+    return torch.stack([whole(p.detach().square().sum()) for p in model.parameters()]).sum()
+
+
+def _clip(model: nn.Module) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def _clip_largest(model: nn.Module) -> Tensor:
+    some = [p for p in model.parameters() if p.numel()]  # an empty tensor has no largest element
+    return nn.utils.clip_grad_norm_(some, 0.01, norm_type=math.inf)
+
+
+@pytest.mark.parametrize("case", ["odd", "odd-lora"])
+def test_sharded_values_are_read_and_reduced_as_on_one_rank(case: str) -> None:
+    run(_train, case, nodes=2, ranks_per_node=2)
