@@ -45,6 +45,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK_S = 0.05
 _PEERS_S = 3.0  # time for the other ranks to report their errors once one rank has failed
 _STACKS_S = 1.0
+_LEAST_AGAIN_S = 1.0  # in less time no process starts Python
 _KEPT_LINES = 20
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Errors)(: |$)")  # at the end of a traceback
 _FRAME = re.compile(r'  File ".*?(?P<file>[^/"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -149,9 +150,10 @@ class _Runs:
         lines of the first time.
         """
         state, reason, lines = self.run((until_s - time.monotonic()) * share)
-        again = ""
-        if state in (Ending.FAILED, Ending.TIMEOUT) and self.part.tries_again:
-            ending, told, _ = self.run((until_s - time.monotonic()) * share, is_plain=True)
+        again, left_s = "", (until_s - time.monotonic()) * share
+        is_bad = state in (Ending.FAILED, Ending.TIMEOUT)
+        if is_bad and self.part.tries_again and left_s >= _LEAST_AGAIN_S:
+            ending, told, _ = self.run(left_s, is_plain=True)
             again = f"{ending.value}{told and ': '}{told}"
         return state, reason, again, lines
 

@@ -221,7 +221,7 @@ def _copies(copies: Copies) -> list[str]:
         median(copies.plain_d2h_s) / median(copies.pool_d2h_s),
     )
     rows.append(("ratio", *(f"{ratio:.3f}" for ratio in ratios)))
-    pinned = "registered with CUDA" if copies.is_pinned else "**not registered with CUDA**"
+    pinned = "**not registered with CUDA**" if copies.is_pinned is False else "registered with CUDA"
     intro = (
         f"{copies.copied_bytes / 2**20:.0f} MiB at a time, GB/s, median of {len(copies.pool_h2d_s)}, taken "
         f"in turns; the slab is {pinned}; the target is a ratio of at least 0.95."

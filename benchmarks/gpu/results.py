@@ -29,11 +29,11 @@ class Copies:
     """Seconds of copies of `copied_bytes` between host and device, from our pool and plain ones in turn.
 
     pool_*: `PinnedPool` slabs, copied by `Tensor.copy_`.  plain_*: memory from cudaHostAlloc, copied by
-    cudaMemcpy.  is_pinned: whether CUDA could register the slab.
+    cudaMemcpy.  is_pinned: whether CUDA could register the slab; None where no device registers memory.
     """
 
     copied_bytes: int
-    is_pinned: bool
+    is_pinned: bool | None
     pool_h2d_s: list[float]
     plain_h2d_s: list[float]
     pool_d2h_s: list[float]

@@ -37,6 +37,7 @@ from fcdp_compile.ranks.inner_mesh import INTER, INTRA, TP
 from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import (
     NodeShard,
+    is_tracing,
     one_run_only,
     storage_id,
     storage_uses,
@@ -285,9 +286,13 @@ class HomeShard(Sharded):
             self.expose()
         return local_of(self, **options)
 
-    __tensor_flatten__ = _brought_back(
-        "__tensor_flatten__"
-    )  # a compiler is about to read the storage
+    def __tensor_flatten__(self) -> Any:
+        # A compiler is about to read the storage.  With torch 2.11 and 2.12 AOTAutograd also takes inputs
+        # apart in every call, and does not read it then.
+        if is_tracing() or self._calls is None or not self._calls.inside:
+            self.bring_back()
+        return super().__tensor_flatten__()
+
     redistribute, full_tensor = _brought_back("redistribute"), _brought_back("full_tensor")
     __repr__: Any = _brought_back("__repr__")  # perhaps while the model is being called
     __reduce_ex__ = _brought_back("__reduce_ex__")

@@ -37,6 +37,7 @@ from fcdp_compile.torch_compat.compilers import graph_break_places as graph_brea
 from fcdp_compile.torch_compat.compilers import graph_breaks as graph_breaks
 from fcdp_compile.torch_compat.compilers import inductor_decompositions as inductor_decompositions
 from fcdp_compile.torch_compat.compilers import inductor_modes as inductor_modes
+from fcdp_compile.torch_compat.compilers import is_tracing as is_tracing
 from fcdp_compile.torch_compat.compilers import joint_graph_passes as joint_graph_passes
 from fcdp_compile.torch_compat.compilers import make_dynamic as make_dynamic
 from fcdp_compile.torch_compat.compilers import own_recompiles as own_recompiles

@@ -101,6 +101,11 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     )
 
 
+def is_tracing() -> bool:
+    """Whether torch is compiling in this thread, from Dynamo to the last backend."""
+    return TracingContext.try_get() is not None
+
+
 def eager_random() -> AbstractContextManager[None]:
     """Make code that Inductor compiles in this block draw random numbers as eager kernels do."""
     patched: AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
@@ -146,6 +151,14 @@ def joint_graph_passes(joint: GraphModule, settings: Mapping[str, Any]) -> Graph
     return joint
 
 
+_SETTINGS = {"unroll_reductions_threshold": 1}
+"""Inductor's settings for segments.
+
+An unrolled sum over a few elements that reads a parameter from a gathered buffer, such as a bias for 5 labels
+on 4 ranks, becomes Triton code that does not compile: "ModularIndexing is not defined" (torch 2.11 to 2.13).
+"""
+
+
 def compile_with_inductor(
     gm: GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]
 ) -> Callable[[list[Any]], Any]:
@@ -159,7 +172,7 @@ def compile_with_inductor(
     # In the tracing context of the whole graph, a segment would report its output strides as the graph's.
     # Without a context, Inductor's cache of compiled graphs is not used, as it lacks the shapes it guards on.
     mode = _fake_mode_of(gm)
-    patched = inductor_config.patch(dict(settings))
+    patched = inductor_config.patch({**_SETTINGS, **settings})
     with patched, tracing(TracingContext(mode)), V.set_fake_mode(mode):
         compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs))
     return compiled

@@ -489,7 +489,7 @@ class Mode(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 mode = Mode()
-setting = Setting(device=torch.device("cpu"), is_quick=True, until_s=time.monotonic() + 99,
+setting = Setting(device=torch.device("cpu"), is_quick=True, is_plain=False, until_s=time.monotonic() + 99,
                   folder=Path("."), write=print)
 steps = watched._train(setting, lambda: mode)
 attention = sum("scaled_dot_product" in op for op in seen)

@@ -90,6 +90,19 @@ def _between(mesh: DeviceMesh) -> None:
         pair.optimize()
     pair.train(2)
     pair.compare_parameters()
+    forward(pair)
+    _take_apart(pair)
+
+
+def _take_apart(pair: Beside) -> None:
+    """As AOTAutograd does with torch 2.11 and 2.12 in every call, and a compiler before it reads storages."""
+    (calls,) = {p._calls for p in frozen_of(pair.model).values()}
+    assert calls is not None
+    for calls.inside in (True, False):
+        assert not there(pair.model)
+        for parameter in frozen_of(pair.model).values():
+            parameter.__tensor_flatten__()
+    assert there(pair.model)
 
 
 def _evaluation(mesh: DeviceMesh) -> None:

@@ -48,7 +48,8 @@ def measure_copies(device: torch.device, copied_bytes: int) -> Copies:
         for name, run in ways.items():
             seconds[name].append(timed(run, device))
     kept = {name: found[1:] for name, found in seconds.items()}
-    return Copies(copied_bytes=copied_bytes, is_pinned=slab.is_pinned(), **kept)
+    is_pinned = slab.is_pinned() if device_of(device).registers else None
+    return Copies(copied_bytes=copied_bytes, is_pinned=is_pinned, **kept)
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
