@@ -9,8 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from builders_plan import ranks, shapes
+from fcdp_compile import torch_compat
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from tests.passes.lockstep import cut
@@ -163,3 +166,26 @@ def test_padding_is_zero() -> None:
 def test_a_scalars_gradient_reaches_every_rank() -> None:
     layout = ParamLayout.of((), 2, 3)
     assert pack_grads([torch.tensor(7.0)], [layout], torch.float32).tolist() == [7.0] * 6
+
+
+ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_sums_over_a_few_gathered_elements_compile(device: str) -> None:
+    """Weights of 7 labels on 4 ranks: unrolled by Inductor, it is Triton code that does not compile."""
+    layouts = [ParamLayout.of(torch.Size(shape), 2, 2, None) for shape in ((8, 3), (7,))]
+
+    def weighted(full: Tensor, x: Tensor) -> tuple[Tensor]:
+        return ((x * unpack_full(full, layouts)[1]).sum(-1),)
+
+    elements = sum(x.slot_elements * x.slots for x in layouts)
+    values = (torch.randn(elements, device=device), torch.randn(4, 7, device=device))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(v) for v in values]
+        gm = make_fx(weighted, torch_compat.inductor_decompositions())(*fakes)
+    (found,) = torch_compat.compile_with_inductor(gm, fakes, {})(list(values))
+    assert torch.allclose(found, weighted(*values)[0], rtol=1e-5, atol=1e-6)

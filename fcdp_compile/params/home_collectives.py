@@ -80,7 +80,7 @@ def reduced(
 def _pending(
     part: Tensor, mesh: DeviceMesh, reducing: DeviceMesh, placements: Sequence[Placement]
 ) -> DTensor:
-    """A value to be reduced over the ranks of `reducing`, of which this rank's part is `part`, on home mesh `mesh`."""
+    """A value of a home mesh `mesh` to be reduced over the ranks of `reducing`.  part: this rank's part."""
     here = part.to(kind_of_collectives(mesh))
     return dtensor_of(here, reducing, placements, shape=here.shape, stride=here.stride())
 

@@ -154,8 +154,9 @@ def joint_graph_passes(joint: GraphModule, settings: Mapping[str, Any]) -> Graph
 _SETTINGS = {"unroll_reductions_threshold": 1}
 """Inductor's settings for segments.
 
-An unrolled sum over a few elements that reads a parameter from a gathered buffer, such as a bias for 5 labels
-on 4 ranks, becomes Triton code that does not compile: "ModularIndexing is not defined" (torch 2.11 to 2.13).
+An unrolled sum over a few elements that reads a parameter from a gathered buffer, such as the weights of 7
+labels on 4 ranks, becomes Triton code that does not compile: "ModularIndexing is not defined" (torch 2.11 to
+2.13).
 """
 
 

@@ -27,13 +27,14 @@ def is_simulated() -> bool:
 
 
 def prepare_test_device() -> None:
-    """Compile the device, so that no rank must wait for it; keep a card free of the process that ranks fork from."""
+    """Before ranks fork from a process: compile the device; keep this process away from a card."""
     if is_simulated():
         from tests.device.build import extension
 
         extension()
     elif device_kind() == "cuda":
-        # Modules ask for CUDA when they are imported; unless NVML answers, forked processes cannot use CUDA.
+        # Modules ask for CUDA when they are imported.  If NVML does not answer, CUDA does, and then works in
+        # no forked process.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 

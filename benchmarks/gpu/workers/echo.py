@@ -97,7 +97,9 @@ class EchoGroup(dist.ProcessGroup):
         # No measured system sends parts of several sizes, and echoing them would give wrong sums.
         if out_sizes or send_sizes:
             raise NotImplementedError("an echo group exchanges parts of one size")
-        _copy_to_rows(out.view(self._ranks, -1), send.view(self._ranks, -1)[self._place].view(1, -1))
+        _copy_to_rows(
+            out.view(self._ranks, -1), send.view(self._ranks, -1)[self._place].view(1, -1)
+        )
         return EchoWork()
 
     def allgather(
