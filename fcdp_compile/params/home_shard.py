@@ -291,7 +291,7 @@ class HomeShard(Sharded):
         # apart in every call, and does not read it then.
         if is_tracing() or self._calls is None or not self._calls.inside:
             self.bring_back()
-        return super().__tensor_flatten__()
+        return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
 
     redistribute, full_tensor = _brought_back("redistribute"), _brought_back("full_tensor")
     __repr__: Any = _brought_back("__repr__")  # perhaps while the model is being called
