@@ -30,8 +30,11 @@ Command = Callable[[GpuPart, Path, float, bool], list[str]]
 """Makes the command of a part's processes: the part, the file to write, the seconds to use, whether plain."""
 
 EXIT_NOT_RUN = 77  # the last line of output says why
-STACKS, FLIGHTS = signal.SIGUSR1, signal.SIGUSR2
-"""A part's process prints the stacks of its threads on one, and writes its last collectives on the other."""
+STACKS, FLIGHTS = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2
+"""A part's process prints the stacks of its threads on one, and writes its last collectives on the other.
+
+Not SIGUSR1 and SIGUSR2: LLVM within Triton, torch and its profiler have uses for them.
+"""
 PLAIN = {
     "CUDA_LAUNCH_BLOCKING": "1",
     "TORCH_SHOW_CPP_STACKTRACES": "1",

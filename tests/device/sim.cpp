@@ -143,6 +143,7 @@ static char* mapped_memory(int protection) {
   TORCH_CHECK(file >= 0 && ftruncate(file, ADDRESSES) == 0, "no memory for the simulated device");
   void* found = mmap(nullptr, ADDRESSES, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
   TORCH_CHECK(found != MAP_FAILED, "no addresses for the simulated device");
+  madvise(found, ADDRESSES, MADV_DONTDUMP);  // a core file would have a terabyte
   return static_cast<char*>(found);
 }
 
