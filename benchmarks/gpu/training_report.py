@@ -77,7 +77,7 @@ def _places(found: Trained) -> str:
         )
     if found.gaps is not None:
         told += (
-            f" Its trace is `benchmarks/gpu/trace-fcdp-{found.mode}.json.gz` (Perfetto opens it)."
+            f" Its trace is `docs/benchmarks/gpu/trace-fcdp-{found.mode}.json.gz` (Perfetto opens it)."
         )
     return told
 
