@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu.driver import run_parts
 from benchmarks.gpu.parts import PARTS, GpuPart
 from benchmarks.gpu.report import faults, write_page
 from benchmarks.gpu.results import Outcome, read_outcome
+from benchmarks.running.machine import MachineRecord
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 570.0  # with this process's start and end, ten minutes
@@ -43,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="for all parts together")
     parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART")
     parser.add_argument(
-        "--out", type=Path, help="folder (default docs; for a trial build/gpu-trial)"
+        "--out", type=Path, help="folder (default docs; for a trial or --quick build/gpu-trial)"
     )
     args = parser.parse_args(argv)
-    out = args.out or _ROOT / ("docs" if args.device == "cuda" else "build/gpu-trial")
+    is_simulated = args.device in _TRIALS
+    out = args.out or _ROOT / ("build/gpu-trial" if is_simulated or args.quick else "docs")
     try:
-        is_trial = args.device in _TRIALS
-        cards, device = (_TRIAL_CARDS, args.device) if is_trial else _found()
+        cards, device = (_TRIAL_CARDS, args.device) if is_simulated else _found()
     except LookupError as why:
         print(
             f"benchmarks.gpu: no CUDA device can be used ({why}); try it out with --device cpu --quick",
@@ -65,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes.append(outcome)
         line = f"{outcome.part}: {outcome.state.value} in {outcome.elapsed_s} s {outcome.reason}"
         print("\n    ".join([line.rstrip(), *faults(outcome)]), file=sys.stderr, flush=True)
-        write_page(out / "gpu.md", [*earlier, *outcomes])
+        names = [part.name for part in PARTS]
+        found = sorted([*earlier, *outcomes], key=lambda outcome: names.index(outcome.part))
+        write_page(out / "gpu.md", found)
 
     def command(part: GpuPart, file: Path, seconds: float, is_plain: bool) -> list[str]:
         found = [sys.executable, "-m", "benchmarks.gpu.worker", part.name, "--device", args.device]
@@ -87,10 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _earlier(folder: Path, chosen: Sequence[GpuPart], device: str) -> list[Outcome]:
-    """The outcomes of other parts on this device, which the page keeps."""
-    files = [folder / f"{part.name}.json" for part in PARTS if part not in chosen]
-    found = [read_outcome(file) for file in files if file.exists()]
-    return [outcome for outcome in found if outcome.device == device]
+    """The outcomes of other parts on this device and machine, of any commit, which the page keeps."""
+    here, kept = MachineRecord.here(), []
+    for file in [folder / f"{part.name}.json" for part in PARTS if part not in chosen]:
+        if not file.exists():
+            continue
+        try:
+            found = read_outcome(file)
+        except (KeyError, TypeError, ValueError) as error:
+            print(f"{file} is of another version and left out: {error!r}", file=sys.stderr)
+            continue
+        if found.device == device and replace(found.machine, commit=here.commit) == here:
+            kept.append(found)
+    return kept
 
 
 def _pack(out: Path) -> Path:

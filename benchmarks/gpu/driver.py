@@ -196,12 +196,12 @@ def _run(
             time.sleep(_STACKS_S)
     worst = (bad or running or [0])[0]
     lines, code = _lines(logs[worst]), codes[worst]
-    # Where it was tells most of a process that ran late or that a signal ended, as faults in C++ do.
-    told = stuck_at(lines) if code is None or code < 0 else ""
-    if not told:
-        # C++ frames may follow an error, more than are kept.
-        raised = [line for line in lines if _RAISED.match(line)]
-        told = "its last line: " + (raised or lines or ["it printed nothing"])[-1]
+    # C++ frames may follow an error, more than are kept.
+    raised = [line for line in lines if _RAISED.match(line)]
+    told = "its last line: " + (raised or lines or ["it printed nothing"])[-1]
+    # If a process is late or a signal ended it (a fault in C++), its place says most.
+    if (code is None or code < 0) and (place := stuck_at(lines)):
+        told = f"{place}; {told}" if raised else place
     return _Ended(code=code, told=told, lines=lines[-_KEPT_LINES:])
 
 
@@ -261,7 +261,8 @@ def _told(result: _Ended, limit_s: float) -> tuple[Ending, str]:
     if result.code == EXIT_NOT_RUN:
         return Ending.NOT_RUN, result.lines[-1]
     if result.code < 0:
-        name = signal.Signals(-result.code).name
+        names = {found.value: found.name for found in signal.Signals}
+        name = names.get(-result.code, f"signal {-result.code}")
         return Ending.FAILED, f"{name} ended it; {result.told}"
     return Ending.FAILED, f"it failed with exit status {result.code}; {result.told}"
 

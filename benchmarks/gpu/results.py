@@ -29,7 +29,7 @@ class Copies:
     """Seconds of copies of `copied_bytes` between host and device, from our pool and plain ones in turn.
 
     pool_*: `PinnedPool` slabs, copied by `Tensor.copy_`.  plain_*: memory from cudaHostAlloc, copied by
-    cudaMemcpy.  is_pinned: whether CUDA could register the slab; None where no device registers memory.
+    cudaMemcpy.  is_pinned: whether CUDA could register the slab; None if this device cannot register memory.
     """
 
     copied_bytes: int

@@ -76,9 +76,7 @@ def _places(found: Trained) -> str:
             f"{found.peak_bytes / 2**20:.0f} MiB: what an optimizer's kernels make besides is in no plan."
         )
     if found.gaps is not None:
-        told += (
-            f" Its trace is `docs/benchmarks/gpu/trace-fcdp-{found.mode}.json.gz` (Perfetto opens it)."
-        )
+        told += f" Its trace is `docs/benchmarks/gpu/trace-fcdp-{found.mode}.json.gz` (Perfetto opens it)."
     return told
 
 

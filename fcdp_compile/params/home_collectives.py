@@ -3,7 +3,8 @@
     pending values    all values of one kind are reduced in one all-reduce over all ranks
     rows              are gathered between nodes first, where each row crosses once, then within the node
 
-`AllRanks.sent_bytes` counts the bytes that a node sends to others.  All tensors and DTensors here are plain.
+`AllRanks.sent_bytes` counts the bytes that a node sends to others.  Tensors and DTensors here are plain; only
+`put_on` takes others, too.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ def are_pending(placements: Sequence[Placement]) -> bool:
 
 
 def kind_of_collectives(mesh: DeviceMesh) -> str:
-    """The kind of device whose tensors the mesh's groups take: the mesh's own, or the CPU for Gloo.
+    """The kind of device whose tensors the mesh's groups take: the mesh's own, or the CPU if one is Gloo's.
 
-    Gloo's all-gather takes the memory of a GPU for the host's, which ends the process (pytorch issue 152645).
+    DTensor gathers coalesced, and then Gloo takes the memory of a GPU for the host's, which ends the process
+    (torch 2.11 to 2.13, pytorch issue 152645).
     """
     kind = mesh.device_type
-    return kind if are_on_stream(kind, mesh.get_group(0)) else "cpu"
+    if kind == "cpu" or all(are_on_stream(kind, group) for group in mesh.get_all_groups()):
+        return kind
+    return "cpu"
 
 
 def naming_ranks_lost_in(mesh: DeviceMesh, local: Tensor) -> AbstractContextManager[None]:
@@ -68,7 +72,7 @@ def reduced(
         if len(set(rest)) == 1:
             reducing, placements = flat, rest[:1]
     packed = torch.cat([t.detach().reshape(-1) for t in parts])
-    pending = _pending(packed, mesh, reducing, placements)
+    pending = _pending(packed, reducing, placements)
     with naming_ranks_lost_in(mesh, parts[0]):
         done = pending.redistribute(placements=everywhere(reducing)).to_local()
     found = done.split([t.numel() for t in parts])
@@ -77,18 +81,16 @@ def reduced(
     ]
 
 
-def _pending(
-    part: Tensor, mesh: DeviceMesh, reducing: DeviceMesh, placements: Sequence[Placement]
-) -> DTensor:
-    """A value of a home mesh `mesh` to be reduced over the ranks of `reducing`.  part: this rank's part."""
+def _pending(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A value to be reduced over the ranks of a mesh.  part: this rank's part."""
     here = part.to(kind_of_collectives(mesh))
-    return dtensor_of(here, reducing, placements, shape=here.shape, stride=here.stride())
+    return dtensor_of(here, mesh, placements, shape=here.shape, stride=here.stride())
 
 
 def greatest_of_all_ranks(value: Tensor, mesh: DeviceMesh) -> None:
     """Replace this tensor on every rank by the elementwise maximum over all ranks."""
     if (every := all_ranks_of(mesh)) is not None:
-        here = _pending(value, mesh, every.mesh, [Partial("max")])
+        here = _pending(value, every.mesh, [Partial("max")])
         with naming_ranks_lost_in(mesh, value):
             value.copy_(here.redistribute(placements=[Replicate()]).to_local())
 
@@ -111,37 +113,46 @@ def steps_between(
 
 
 def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
-    """Change the placements of a plain DTensor that autograd does not follow; the result is on its device."""
+    """Change the placements of a plain DTensor that autograd does not follow; the result is on its device.
+
+    If nothing changes, it is the same memory.
+    """
+    if tuple(wanted) == tuple(tensor.placements):
+        return tensor
     mesh, device = tensor.device_mesh, tensor._local_tensor.device
     inter = mesh.ndim - 1
     # Collectives run on one kind of device; a tensor in other memory is copied there and back.
-    tensor = put_on(tensor, kind_of_collectives(mesh))
+    tensor = put_on(tensor, torch.device(kind_of_collectives(mesh)))
     for step in [*steps_between(tensor.placements, wanted), wanted]:
         now, then = tensor.placements[inter], step[inter]
         if (every := all_ranks_of(mesh)) is not None and now.is_shard() and now != then:
             sent = tensor.numel() * tensor.itemsize * (mesh.size(inter) - 1)
             every.sent_bytes += sent // mesh.size(inter)
         tensor = moved(tensor, step)
-    return put_on(tensor, device.type)
+    return put_on(tensor, device)
 
 
-def put_on(tensor: DTensor, kind: str) -> DTensor:
-    """The DTensor with this rank's part in the memory of a kind of device; autograd follows it."""
-    if tensor._local_tensor.device.type == kind:
+def put_on(tensor: DTensor, device: torch.device) -> DTensor:
+    """The DTensor with this rank's part in a device's memory; autograd follows it.
+
+    A device without an index stands for all of its kind.
+    """
+    here = tensor._local_tensor.device
+    if here == device or (device.index is None and here.type == device.type):
         return tensor
-    put: DTensor = _PutOn.apply(tensor, kind)  # type: ignore[no-untyped-call]
+    put: DTensor = _PutOn.apply(tensor, device)  # type: ignore[no-untyped-call]
     return put
 
 
 class _PutOn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, kind: str) -> DTensor:
-        ctx.kind = tensor._local_tensor.device.type
-        return DTensor(tensor._local_tensor.to(kind), tensor._spec, requires_grad=False)
+    def forward(ctx: Any, tensor: DTensor, device: torch.device) -> DTensor:
+        ctx.before = tensor._local_tensor.device
+        return DTensor(tensor._local_tensor.to(device), tensor._spec, requires_grad=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor, None]:
-        return put_on(grads[0], ctx.kind), None
+        return put_on(grads[0], ctx.before), None
 
 
 def moved(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:

@@ -8,9 +8,10 @@ reading it crashes.  So every access to the values first calls `bring_back`, whi
 again: ops (`__torch_dispatch__`), `to_local` and similar methods, `.data`, the attribute `_local_tensor`.
 
 One reader must not bring anything back: Dynamo's guards read `_local_tensor` before every call of a compiled
-model, and AOTAutograd passes the tensor on to the graph, which does not read it.  So while the model is being
-called (`Calls.inside`), the attribute returns the tensor as it is, and a graph that does read a shard asks
-for it with `bring_back_inputs`.
+model, and AOTAutograd takes the shard apart (`__tensor_flatten__`) and passes the tensor on to our graph,
+which does not read it.  So while the model is being called (`Calls.inside`) and nothing is being compiled,
+both return the tensor as it is, and a graph of ours that does read a shard asks for it with
+`bring_back_inputs`.
 
 A shard is released only if no other tensor shares its storage.  When the attribute hands out the shard's
 tensor object, the shard keeps an alias of it instead, so that the object counts as another tensor.
@@ -288,7 +289,7 @@ class HomeShard(Sharded):
 
     def __tensor_flatten__(self) -> Any:
         # A compiler is about to read the storage.  With torch 2.11 and 2.12 AOTAutograd also takes inputs
-        # apart in every call, and does not read it then.
+        # apart in every call, for graphs of ours, which do not read it.
         if is_tracing() or self._calls is None or not self._calls.inside:
             self.bring_back()
         return super().__tensor_flatten__()  # type: ignore[no-untyped-call]

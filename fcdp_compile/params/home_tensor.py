@@ -153,6 +153,7 @@ class HomeTensor(DTensor):
     ) -> DTensor:
         """Like DTensor's, with fewer collectives or fewer bytes between nodes."""
         found: DTensor = self
+        is_put = False
         with naming_ranks_lost_in(self.device_mesh, held := _held(self)):
             if placements is not None and device_mesh in (None, self.device_mesh):
                 if are_pending(self.placements) and all(
@@ -163,13 +164,16 @@ class HomeTensor(DTensor):
                 if type(held) is Tensor and not is_recorded and not options:
                     gathered: DTensor = HomeTensor.adopt(redistributed(_plain(self), placements))
                     return gathered
-                if type(held) is Tensor:
-                    found = put_on(self, kind_of_collectives(self.device_mesh))
+                if is_put := (
+                    type(held) is not LateTensor and tuple(placements) != tuple(self.placements)
+                ):
+                    kind = kind_of_collectives(self.device_mesh)
+                    found = put_on(self, torch.device(kind))
                 for step in steps_between(self.placements, placements):
                     found = DTensor.redistribute(found, placements=step, **options)
             found = DTensor.redistribute(found, device_mesh, placements, **options)
-            if type(held) is Tensor:
-                found = put_on(found, held.device.type)
+            if is_put:
+                found = put_on(found, held.device)
         adopted: DTensor = HomeTensor.adopt(found)
         return adopted
 

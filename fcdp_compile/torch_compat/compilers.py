@@ -151,8 +151,8 @@ def joint_graph_passes(joint: GraphModule, settings: Mapping[str, Any]) -> Graph
     return joint
 
 
-_SETTINGS = {"unroll_reductions_threshold": 1}
-"""Inductor's settings for segments.
+_FOR_GPUS = {"unroll_reductions_threshold": 1}
+"""Inductor's settings for segments that it compiles with Triton.
 
 An unrolled sum over a few elements that reads a parameter from a gathered buffer, such as the weights of 7
 labels on 4 ranks, becomes Triton code that does not compile: "ModularIndexing is not defined" (torch 2.11 to
@@ -173,7 +173,8 @@ def compile_with_inductor(
     # In the tracing context of the whole graph, a segment would report its output strides as the graph's.
     # Without a context, Inductor's cache of compiled graphs is not used, as it lacks the shapes it guards on.
     mode = _fake_mode_of(gm)
-    patched = inductor_config.patch({**_SETTINGS, **settings})
+    is_for_gpu = any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs)
+    patched = inductor_config.patch({**(_FOR_GPUS if is_for_gpu else {}), **settings})
     with patched, tracing(TracingContext(mode)), V.set_fake_mode(mode):
         compiled: Callable[[list[Any]], Any] = compile_fx_inner(gm, list(inputs))
     return compiled

@@ -33,8 +33,8 @@ def prepare_test_device() -> None:
 
         extension()
     elif device_kind() == "cuda":
-        # Modules ask for CUDA when they are imported.  If NVML does not answer, CUDA does, and then works in
-        # no forked process.
+        # Imported modules ask torch for CUDA.  If NVML does not answer, CUDA does, and then fails in forked
+        # processes.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
@@ -64,7 +64,7 @@ def on_test_device(wait_s: float | None = None) -> Iterator[None]:
     """
     kind = device_kind()
     with _as_default(kind):
-        is_gloo = kind == "cuda" or "FCDP_TEST_GLOO" in os.environ
+        is_gloo = kind == "cuda" or os.environ.get("FCDP_TEST_GLOO") == "1"
         if is_gloo and int(os.environ["WORLD_SIZE"]) > 1:
             timeout = default_pg_timeout if wait_s is None else timedelta(seconds=wait_s)
             dist.init_process_group(f"cpu:gloo,{kind}:gloo", timeout=timeout)

@@ -341,15 +341,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-// The device's generators, which are the CPU's but for this.
-static std::set<c10::GeneratorImpl*>& generators() {
-  static std::set<c10::GeneratorImpl*> found;
+// The device's generators, which are the CPU's but for this.  They live for ever.
+static std::set<at::Generator, bool (*)(const at::Generator&, const at::Generator&)>& generators() {
+  static std::set<at::Generator, bool (*)(const at::Generator&, const at::Generator&)> found(
+      [](const at::Generator& one, const at::Generator& other) {
+        return one.unsafeGetGeneratorImpl() < other.unsafeGetGeneratorImpl();
+      });
   return found;
 }
 
 static at::Generator& generator() {
   static at::Generator found = at::detail::createCPUGenerator(0);
-  generators().insert(found.unsafeGetGeneratorImpl());
+  generators().insert(found);
   return found;
 }
 
@@ -371,7 +374,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return generator(); }
   at::Generator getNewGenerator(DeviceIndex) const override {
     auto made = at::detail::createCPUGenerator(0);
-    generators().insert(made.unsafeGetGeneratorImpl());
+    generators().insert(made);
     return made;
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
@@ -437,7 +440,7 @@ static torch::jit::Stack given_on(
   for (size_t i = 0; i < args.size(); ++i) {
     const auto& kind = *schema.arguments()[i].type();
     TORCH_CHECK(
-        !args[i].isGenerator() || generators().count(args[i].toGenerator().unsafeGetGeneratorImpl()),
+        !args[i].isGenerator() || generators().count(args[i].toGenerator()),
         "Expected a 'sim' device type for generator but found 'cpu'");
     if (args[i].isDevice()) found.emplace_back(device);
     else if (is_host && args[i].isNone() && kind.str() == "Generator?") found.emplace_back(generator());

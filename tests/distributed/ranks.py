@@ -153,6 +153,8 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    for name in [n for n in os.environ if n.startswith("FCDP_") and n not in environment]:
+        del os.environ[name]  # of the test that started the server
     os.environ.update(environment)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
