@@ -123,6 +123,7 @@ def _module() -> ModuleType:
     module.synchronize = lambda device=None: extension().synchronize()
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.Stream = functools.partial(torch.Stream, device=KIND)
+    module.Event = functools.partial(torch.Event, device=KIND)
     module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.memory_allocated = lambda device=None: extension().memory()["used"]

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import importlib
 import importlib.util
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,8 +40,7 @@ TIGHT = "1MB"
 """A `device_memory` without room for a cache, so that node shards stay on the host."""
 
 _STEPS = 4
-_DROPOUT = 0.1
-_CASE_S = 15.0  # least time of a case; with less time left, no case begins
+_CASE_S = 15.0  # no case begins with less time left, or with less than the case before took
 _QUICK_CASES = 2
 _QLORA_NEEDS = ("bitsandbytes", "transformers", "peft")
 
@@ -98,12 +98,16 @@ def parity(group: str, cases: str, setting: Setting) -> Parity:
     if missing:
         chosen = [case for case in chosen if case.mode != "qlora"]
     found = Parity(planned=len(chosen), cases=[], missing=missing)
+    took_s = 0.0
     for case in chosen:
-        if not _all_have_time(setting):
+        is_tried = setting.is_quick and not found.cases
+        if not (is_tried or _all_have_time(setting, max(_CASE_S, took_s))):
             break
+        began_s = time.monotonic()
         torch.compiler.reset()
-        found.cases.append(_run(case, mesh, setting.device))
+        found.cases.append(_run(case, mesh, setting))
         setting.write(found)
+        took_s = time.monotonic() - began_s
     return found
 
 
@@ -114,9 +118,9 @@ def _fitting(case: _ParityMode, setting: Setting) -> _ParityMode:
     return replace(case, compute=compute, dtype=dtype)
 
 
-def _all_have_time(setting: Setting) -> bool:
+def _all_have_time(setting: Setting, seconds: float) -> bool:
     """Whether every rank has time: if one rank stopped, the others would wait for it."""
-    has = torch.tensor(float(setting.has_time(_CASE_S) or setting.is_quick))
+    has = torch.tensor(float(setting.has_time(seconds)))
     dist.all_reduce(has, op=dist.ReduceOp.MIN)
     return bool(has)
 
@@ -124,10 +128,10 @@ def _all_have_time(setting: Setting) -> bool:
 class _Checkpointed(nn.Module):
     """A block with dropout behind it, recomputed in the backward."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, dropout: float) -> None:
         super().__init__()
         self.block = block
-        self.dropout = nn.Dropout(_DROPOUT)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = checkpoint(self._compute, x, use_reentrant=False)
@@ -138,8 +142,9 @@ class _Checkpointed(nn.Module):
         return out
 
 
-def _run(case: _ParityMode, mesh: DeviceMesh, device: torch.device) -> ParityCase:
-    model = _model(case, device)
+def _run(case: _ParityMode, mesh: DeviceMesh, setting: Setting) -> ParityCase:
+    device = setting.device
+    model = _model(case, setting)
     plain = copy.deepcopy(model)
     fcdp_compile.shard(model, mesh, strategy=case.strategy)
     options: dict[str, Any] = {"compute": case.compute, "bucket_mb": 0.1}
@@ -199,16 +204,16 @@ def _unplanned(state: ShardedModel) -> str:
     )
 
 
-def _model(case: _ParityMode, device: torch.device) -> nn.Module:
+def _model(case: _ParityMode, setting: Setting) -> nn.Module:
     if case.mode == "qlora":
         qlora: nn.Module = importlib.import_module("benchmarks.qlora.model").make_model(
             SHAPE, case.mode
         )
-        return qlora.to(device)
+        return qlora.to(setting.device)
     model = make_model(SHAPE, case.mode)
     if case.is_checkpointed:
-        model.blocks = nn.ModuleList(_Checkpointed(block) for block in model.blocks)
-    return model.to(device, getattr(torch, case.dtype))
+        model.blocks = nn.ModuleList(_Checkpointed(b, setting.dropout) for b in model.blocks)
+    return model.to(setting.device, getattr(torch, case.dtype))
 
 
 def _sgd(model: nn.Module) -> torch.optim.SGD:

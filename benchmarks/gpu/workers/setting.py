@@ -48,6 +48,11 @@ class Setting:
         return torch.float32 if self.device.type == "sim" else torch.bfloat16
 
     @property
+    def dropout(self) -> float:
+        """Of checkpointed blocks.  Only for its own devices, torch repeats random numbers when it recomputes."""
+        return 0.0 if self.device.type == "sim" else 0.1
+
+    @property
     def compute(self) -> str:
         """The option of the backend "fcdp" for this setting."""
         return "inductor" if self.has_inductor else "eager"
