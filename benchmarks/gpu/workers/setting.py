@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def dropout(self) -> float:
-        """Of checkpointed blocks.  Only for its own devices, torch repeats random numbers when it recomputes."""
+        """Of checkpointed blocks; recomputing, torch repeats random numbers on its own devices alone."""
         return 0.0 if self.device.type == "sim" else 0.1
 
     @property
