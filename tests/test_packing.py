@@ -176,7 +176,7 @@ ON_GPU = (
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_sums_over_a_few_gathered_elements_compile(device: str) -> None:
-    """Weights of 7 labels on 4 ranks: unrolled by Inductor, it is Triton code that does not compile."""
+    """Weights of 7 labels on 4 ranks: unrolled by Inductor for a GPU, the sum would not compile."""
     layouts = [ParamLayout.of(torch.Size(shape), 2, 2, None) for shape in ((8, 3), (7,))]
 
     def weighted(full: Tensor, x: Tensor) -> tuple[Tensor]:

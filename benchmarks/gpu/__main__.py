@@ -67,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes.append(outcome)
         line = f"{outcome.part}: {outcome.state.value} in {outcome.elapsed_s} s {outcome.reason}"
         print("\n    ".join([line.rstrip(), *faults(outcome)]), file=sys.stderr, flush=True)
-        names = [part.name for part in PARTS]
-        found = sorted([*earlier, *outcomes], key=lambda outcome: names.index(outcome.part))
-        write_page(out / "gpu.md", found)
+        write_page(out / "gpu.md", sorted([*earlier, *outcomes], key=lambda o: names.index(o.part)))
 
     def command(part: GpuPart, file: Path, seconds: float, is_plain: bool) -> list[str]:
         found = [sys.executable, "-m", "benchmarks.gpu.worker", part.name, "--device", args.device]

@@ -33,7 +33,7 @@ EXIT_NOT_RUN = 77  # the last line of output says why
 STACKS, FLIGHTS = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2
 """A part's process prints the stacks of its threads on one, and writes its last collectives on the other.
 
-Not SIGUSR1 and SIGUSR2: LLVM within Triton, torch and its profiler have uses for them.
+Not SIGUSR1 and SIGUSR2: on a card, late processes printed no stacks on SIGUSR1; why is not known.
 """
 PLAIN = {
     "CUDA_LAUNCH_BLOCKING": "1",

@@ -192,7 +192,9 @@ class _Materialisation:
         try:
             with torch.no_grad(), self._device, watch:
                 step.act()
-        except Exception as raised:  # it may have read the values of a stand-in
+        except (
+            Exception
+        ) as raised:  # the user's code may raise anything, also over a stand-in's values
             error = raised.with_traceback(None)  # frames of a traceback would keep tensors alive
         for slot in self._below(step.module):
             if watch.slot_of(slot.held.get(slot.name)) is not slot:

@@ -37,16 +37,15 @@ def are_pending(placements: Sequence[Placement]) -> bool:
     return any(p.is_partial() for p in placements) and not is_cut
 
 
-def kind_of_collectives(mesh: DeviceMesh) -> str:
-    """The kind of device whose tensors the mesh's groups take: the mesh's own, or the CPU if one is Gloo's.
+def device_of_collectives(mesh: DeviceMesh) -> torch.device:
+    """The device, without an index, whose tensors the mesh's groups take: the CPU if one of them is Gloo's.
 
     DTensor gathers coalesced, and then Gloo takes the memory of a GPU for the host's, which ends the process
-    (torch 2.11 to 2.13, pytorch issue 152645).
+    (torch 2.11 and 2.13, pytorch issue 152645).
     """
     kind = mesh.device_type
-    if kind == "cpu" or all(are_on_stream(kind, group) for group in mesh.get_all_groups()):
-        return kind
-    return "cpu"
+    is_own = kind == "cpu" or all(are_on_stream(kind, group) for group in mesh.get_all_groups())
+    return torch.device(kind if is_own else "cpu")
 
 
 def naming_ranks_lost_in(mesh: DeviceMesh, local: Tensor) -> AbstractContextManager[None]:
@@ -83,8 +82,8 @@ def reduced(
 
 def _pending(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A value to be reduced over the ranks of a mesh.  part: this rank's part."""
-    here = part.to(kind_of_collectives(mesh))
-    return dtensor_of(here, mesh, placements, shape=here.shape, stride=here.stride())
+    pending = dtensor_of(part, mesh, placements, shape=part.shape, stride=part.stride())
+    return put_on(pending, device_of_collectives(mesh))
 
 
 def greatest_of_all_ranks(value: Tensor, mesh: DeviceMesh) -> None:
@@ -122,7 +121,7 @@ def redistributed(tensor: DTensor, wanted: Sequence[Placement]) -> DTensor:
     mesh, device = tensor.device_mesh, tensor._local_tensor.device
     inter = mesh.ndim - 1
     # Collectives run on one kind of device; a tensor in other memory is copied there and back.
-    tensor = put_on(tensor, torch.device(kind_of_collectives(mesh)))
+    tensor = put_on(tensor, device_of_collectives(mesh))
     for step in [*steps_between(tensor.placements, wanted), wanted]:
         now, then = tensor.placements[inter], step[inter]
         if (every := all_ranks_of(mesh)) is not None and now.is_shard() and now != then:

@@ -288,8 +288,8 @@ class HomeShard(Sharded):
         return local_of(self, **options)
 
     def __tensor_flatten__(self) -> Any:
-        # A compiler is about to read the storage.  With torch 2.11 and 2.12 AOTAutograd also takes inputs
-        # apart in every call, for graphs of ours, which do not read it.
+        # A compiler is about to read the storage.  With torch 2.11 AOTAutograd also takes inputs apart in
+        # every call, for graphs of ours, which do not read it.
         if is_tracing() or self._calls is None or not self._calls.inside:
             self.bring_back()
         return super().__tensor_flatten__()  # type: ignore[no-untyped-call]

@@ -28,9 +28,9 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_collectives import (
     are_pending,
     cuts_rows,
+    device_of_collectives,
     everywhere,
     greatest_of_all_ranks,
-    kind_of_collectives,
     leaves_ranks_empty,
     naming_ranks_lost_in,
     put_on,
@@ -167,8 +167,7 @@ class HomeTensor(DTensor):
                 if is_put := (
                     type(held) is not LateTensor and tuple(placements) != tuple(self.placements)
                 ):
-                    kind = kind_of_collectives(self.device_mesh)
-                    found = put_on(self, torch.device(kind))
+                    found = put_on(self, device_of_collectives(self.device_mesh))
                 for step in steps_between(self.placements, placements):
                     found = DTensor.redistribute(found, placements=step, **options)
             found = DTensor.redistribute(found, device_mesh, placements, **options)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.params.home_collectives import kind_of_collectives, moved, put_on
+from fcdp_compile.params.home_collectives import device_of_collectives, moved, put_on
 from fcdp_compile.params.layout import Within, rows_of_part
 from fcdp_compile.ranks.inner_mesh import tp_mesh_of
 from fcdp_compile.torch_compat import matrices_in
@@ -118,7 +118,7 @@ def whole_of(part: Tensor, cut: InnerCut | None, tp: DeviceMesh | None) -> Tenso
         return part
     made = InnerTensor(replace(cut, mesh=tp, sums=False)).of(part)
     assert isinstance(made, DTensor), "nothing is summed"
-    here = put_on(made, torch.device(kind_of_collectives(made.device_mesh)))
+    here = put_on(made, device_of_collectives(made.device_mesh))
     whole = here.full_tensor() if made.requires_grad else moved(here, [Replicate()])._local_tensor
     return whole.to(part.device)
 

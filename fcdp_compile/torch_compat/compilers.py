@@ -155,8 +155,8 @@ _FOR_GPUS = {"unroll_reductions_threshold": 1}
 """Inductor's settings for segments that it compiles with Triton.
 
 An unrolled sum over a few elements that reads a parameter from a gathered buffer, such as the weights of 7
-labels on 4 ranks, becomes Triton code that does not compile: "ModularIndexing is not defined" (torch 2.11 to
-2.13).
+labels on 4 ranks, becomes Triton code that does not compile: "ModularIndexing is not defined" (torch 2.11
+and 2.13).
 """
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.__main__ import _earlier, main
 from benchmarks.gpu.driver import EXIT_NOT_RUN, FLIGHTS, STACKS, run_parts, stuck_at
 from benchmarks.gpu.linked import link_tree
 from benchmarks.gpu.parts import PARTS, GpuPart
@@ -39,6 +39,7 @@ from benchmarks.gpu.results import (
 from benchmarks.gpu.workers.cuda_tests import read_report
 from benchmarks.gpu.workers.echo import EchoGroup
 from benchmarks.gpu.workers.traces import FORWARD, gaps_of, kept_events
+from benchmarks.running.machine import MachineRecord
 from benchmarks.systems.shape import QUICK
 from builders_bench import make_record
 
@@ -197,6 +198,24 @@ def test_a_part_that_failed_twice_is_another_fault_than_one_that_failed_once(
     assert found[0] == "CUDA error: out of memory"
     assert expected in "".join(found[1:])
     assert len(found) == 1 + bool(again)
+
+
+def test_the_page_keeps_what_this_machine_found_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = MachineRecord.here()
+    kinds = {
+        "copies": replace(outcome("copies", COPIES), machine=replace(here, commit="older")),
+        "lanes": replace(outcome("lanes", LANES, device="another card"), machine=here),
+        "tests": replace(outcome("tests", FOUND["tests"]), machine=replace(here, versions=[])),
+        "parity": replace(outcome("parity", FOUND["parity"]), machine=here),
+    }
+    for name, found in kinds.items():
+        write_outcome(tmp_path / f"{name}.json", found)
+    (tmp_path / "streams.json").write_text("{}")
+    chosen = [part for part in PARTS if part.name == "parity"]
+    assert _earlier(tmp_path, chosen, "Card") == [kinds["copies"]]
+    assert "streams.json is of another version" in capsys.readouterr().err
 
 
 def test_a_trial_on_a_cpu_is_no_finding() -> None:
@@ -389,6 +408,9 @@ def test_the_other_ranks_of_an_echo_group_do_what_this_one_does() -> None:
     gathered = torch.empty(6)
     group.all_gather_single(gathered, mine)
     assert gathered.tolist() == [5, 6] * 3
+    many, all_of_them = torch.arange(8.0), torch.empty(24)  # rows of 32 bytes
+    group.all_gather_single(all_of_them, many)
+    assert all_of_them.tolist() == many.tolist() * 3
     within = torch.tensor([0.0, 0.0, 5.0, 6.0, 0.0, 0.0])  # the input is a part of the output
     group.all_gather_single(within, within[2:4])
     assert within.tolist() == [5, 6] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +16,7 @@ from fcdp_compile.params.seals.fingerprint import fingerprints
 from tests.distributed.ranks import run
 from tests.distributed.test_checkpoint import shared_folder
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler builds the device"),
-]
-
-
-@pytest.fixture(autouse=True)
-def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FCDP_TEST_DEVICE", "sim")
+pytestmark = pytest.mark.distributed
 
 
 class _Job:

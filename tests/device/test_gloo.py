@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 
 import pytest
 import torch
@@ -17,15 +16,11 @@ from tests.distributed.beside import Beside, assert_close, whole
 from tests.distributed.models import CASES
 from tests.distributed.ranks import run
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler builds the device"),
-]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(autouse=True)
 def over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FCDP_TEST_DEVICE", "sim")
     monkeypatch.setenv("FCDP_TEST_GLOO", "1")
 
 

@@ -95,7 +95,7 @@ def _between(mesh: DeviceMesh) -> None:
 
 
 def _take_apart(pair: Beside) -> None:
-    """As AOTAutograd does with torch 2.11 and 2.12 in every call, and a compiler before it reads storages."""
+    """As AOTAutograd does with torch 2.11 in every call, and a compiler before it reads storages."""
     (calls,) = {p._calls for p in frozen_of(pair.model).values()}
     assert calls is not None
     for calls.inside in (True, False):
