@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -104,23 +104,18 @@ def run_parts(
             for log in folder.glob(f"{part.name}-again-*.log"):
                 log.unlink()
             began_s = time.monotonic()
-            limit_s = (until_s - began_s) * share
-            if cards < part.cards:
-                reason = f"it needs {part.cards} GPUs, and this machine has {cards}"
-                state, again, lines = Ending.NOT_RUN, "", list[str]()
-            else:
-                state, reason, again, lines = runs.run_twice_at_most(until_s, share)
+            tried = runs.tried(cards, until_s, share)
             outcome = Outcome(
                 part=part.name,
-                state=state,
-                reason=reason,
-                again=again,
+                state=tried.state,
+                reason=tried.reason,
+                again=tried.again,
                 elapsed_s=round(time.monotonic() - began_s, 1),
-                limit_s=round(limit_s, 1),
+                limit_s=round((until_s - began_s) * share, 1),
                 date=datetime.now(UTC).isoformat(timespec="seconds"),
                 device=device,
                 machine=machine,
-                printed=lines,
+                printed=tried.lines,
                 found=read_found(runs.scratch / "found.json"),
             )
             write_outcome(folder / f"{part.name}.json", outcome)
@@ -136,6 +131,16 @@ def _fitted(part: GpuPart, cards: int) -> GpuPart:
     return part if part.cards == 1 else replace(part, ranks=min(part.ranks, cards // 2 * 2))
 
 
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """How a part ended, why if it is not done, how its second run ended, what the first printed last."""
+
+    state: Ending
+    reason: str
+    again: str = ""
+    lines: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Runs:
     """What the runs of one part have in common.  scratch: for what its processes write."""
@@ -146,19 +151,21 @@ class _Runs:
     scratch: Path
     tree: Path
 
-    def run_twice_at_most(self, until_s: float, share: float) -> tuple[Ending, str, str, list[str]]:
+    def tried(self, cards: int, until_s: float, share: float) -> _Tried:
         """Run the part, and again the plain way if that may tell more, each in a share of the time left.
 
-        Returns how the part ended, a sentence if it is not done, how it ended the second time, and its last
-        lines of the first time.
+        A part that needs more than `cards` GPUs does not run.
         """
+        if cards < self.part.cards:
+            reason = f"it needs {self.part.cards} GPUs, and this machine has {cards}"
+            return _Tried(Ending.NOT_RUN, reason)
         state, reason, lines = self.run((until_s - time.monotonic()) * share)
         again, left_s = "", (until_s - time.monotonic()) * share
         is_bad = state in (Ending.FAILED, Ending.TIMEOUT)
         if is_bad and self.part.tries_again and left_s >= _LEAST_AGAIN_S:
             ending, told, _ = self.run(left_s, is_plain=True)
             again = f"{ending.value}{told and ': '}{told}"
-        return state, reason, again, lines
+        return _Tried(state, reason, again, lines)
 
     def run(self, limit_s: float, *, is_plain: bool = False) -> tuple[Ending, str, list[str]]:
         """Run the part; returns how it ended, a sentence if it is not done, and its last lines."""
