@@ -1,4 +1,4 @@
-"""Compare three all-gathers: hierarchical, HO-Ring and flat ring, of one bucket and of several in a row.
+"""Compare two all-gathers: hierarchical and HO-Ring, of one bucket and of several in a row.
 
 On simulated lanes also reduce-scatters are compared: hierarchical, and as HO-Ring would do them.
 
@@ -45,7 +45,7 @@ from fcdp_compile.plan import (
     Step,
     Variant,
 )
-from fcdp_compile.plan.cost import MACHINES, Link, Machine, assembled_bytes, simulate
+from fcdp_compile.plan.cost import MACHINES, Link, Machine, simulate
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
@@ -54,7 +54,7 @@ from fcdp_compile.strategy import PRESETS
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
 
-ALGORITHMS = (Algorithm.HIERARCHICAL, Algorithm.HO_RING, Algorithm.RING)
+ALGORITHMS = (Algorithm.HIERARCHICAL, Algorithm.HO_RING)
 MIB = (1, 4, 16, 64)
 IN_A_ROW, AHEAD = 8, 3
 ROUNDS = 5
@@ -106,7 +106,6 @@ def _work(found: Path, network: str) -> None:
     topology = topology_of(mesh)
     lanes = Lanes.shared(topology, Cpu(), is_blocking=True)
     collectives = Collectives(topology, Counters(), lanes)
-    collectives.make_flat_group()
     if topology.place == 0:
         cap(NETWORKS[network])
     dist.barrier()
@@ -160,8 +159,6 @@ def _in_a_row(collectives: Collectives, home: torch.Tensor, algorithm: Algorithm
 
 def start(collectives: Collectives, home: torch.Tensor, algorithm: Algorithm) -> Pending:
     """Start an all-gather of home buffers [S] to [G*S]."""
-    if algorithm is Algorithm.RING:
-        return collectives.flat_all_gather(Kind.FLAT_ALL_GATHER, home, "flat")
     node = collectives.all_gather(Kind.INTER_ALL_GATHER, home, "inter")
     if algorithm is Algorithm.HIERARCHICAL:
         return collectives.all_gather(Kind.INTRA_ALL_GATHER, node, "intra")
@@ -191,7 +188,7 @@ def _simulated() -> str:
             )
             for layers, how in ((1, "alone"), (LAYERS, "in a row")):
                 gathers = [schedule_of(_add_gather, a, layers) for a in ALGORITHMS]
-                reductions = [schedule_of(_add_reduction, a, layers) for a in ALGORITHMS[:2]]
+                reductions = [schedule_of(_add_reduction, a, layers) for a in ALGORITHMS]
                 row = [f"{gbit} Gbit/s, {gbyte} GB/s", how]
                 for schedules in (gathers, reductions):
                     times = [
@@ -200,7 +197,7 @@ def _simulated() -> str:
                     row += [f"{1e3 * t:.2f} ms ({t / times[0]:.3f})" for t in times]
                 rows.append(row)
     headers = ["between nodes, within", "a layer", *(a.value for a in ALGORITHMS)]
-    headers += [f"reduce-scatter, {a.value}" for a in ALGORITHMS[:2]]
+    headers += [f"reduce-scatter, {a.value}" for a in ALGORITHMS]
     return tabulate(rows, headers=headers, tablefmt="github")
 
 
@@ -219,13 +216,8 @@ def schedule_of(
 def _add_gather(steps: list[Step], algorithm: Algorithm) -> None:
     bucket = _layer(algorithm)
     between, within = NODES - 1, RANKS_PER_NODE - 1
-    own, copied = bucket.slot_bytes, assembled_bytes(bucket)
-
+    own, copied = bucket.slot_bytes, 2 * bucket.full_bytes
     add = partial(_add, steps)
-    if algorithm is Algorithm.RING:
-        sent = (NODES * RANKS_PER_NODE - 1) * own
-        add(Kind.FLAT_ALL_GATHER, sent, copied=copied)
-        return
     inter = add(Kind.INTER_ALL_GATHER, between * own)
     if algorithm is Algorithm.HIERARCHICAL:
         add(Kind.INTRA_ALL_GATHER, within * NODES * own, inter)

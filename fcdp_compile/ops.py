@@ -148,11 +148,6 @@ def intra_rest_all_gather(node: Tensor, own: Tensor, bucket: int) -> Any:
     _only_in_a_graph("intra_rest_all_gather")
 
 
-def flat_all_gather(home: Tensor, bucket: int) -> Any:
-    """Home buffer [S] of every rank -> full buffer [g*N*S], pending."""
-    _only_in_a_graph("flat_all_gather")
-
-
 def store(node: Tensor, bucket: int) -> Any:
     """Put the node shard into the bucket's tier; pending."""
     _only_in_a_graph("store")
@@ -232,7 +227,6 @@ EXPLICIT: dict[Callable[..., Any], Kind | None] = {
     intra_all_gather: Kind.INTRA_ALL_GATHER,
     intra_own_all_gather: Kind.INTRA_OWN_ALL_GATHER,
     intra_rest_all_gather: Kind.INTRA_REST_ALL_GATHER,
-    flat_all_gather: Kind.FLAT_ALL_GATHER,
     store: Kind.STORE,
     load: Kind.LOAD,
     load_home: Kind.LOAD_HOME,

@@ -15,7 +15,6 @@ from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.graph.context import META, PassContext, Use, use_of
 from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, Direction, Placement, Tier
-from fcdp_compile.plan.cost import gather_s
 from fcdp_compile.strategy import Cache, GradientOn, Strategy
 from fcdp_compile.strategy.gathering import Algorithm
 
@@ -182,7 +181,7 @@ def _make(number: int, keys: list[str], why: str, taken_bytes: int, ctx: PassCon
         made = replace(made, host_format=on_host)
     tier = _tier(made, taken_bytes, ctx)
     return Use(
-        bucket=replace(made, algorithm=_algorithm(made, tier, ctx)),
+        bucket=replace(made, algorithm=_algorithm(made)),
         placement=Placement(
             bucket=number,
             tier=tier,
@@ -192,16 +191,10 @@ def _make(number: int, keys: list[str], why: str, taken_bytes: int, ctx: PassCon
     )
 
 
-def _algorithm(made: Bucket, tier: Tier, ctx: PassContext) -> Algorithm:
+def _algorithm(made: Bucket) -> Algorithm:
     if made.nodes == 1 or made.ranks_per_node == 1:  # there is one link to gather over
         return Algorithm.HIERARCHICAL
-    if made.strategy.algorithm is not Algorithm.AUTO:
-        return made.strategy.algorithm
-    # A ring leaves no node shard to keep.
-    possible = [Algorithm.HIERARCHICAL, Algorithm.HO_RING]
-    possible += [Algorithm.RING] if tier is Tier.NONE else []
-    times = {a: gather_s(made, a, ctx.machine) for a in possible}
-    return min(possible, key=times.__getitem__)
+    return made.strategy.algorithm
 
 
 def _gradient_tier(strategy: Strategy, ctx: PassContext) -> Tier:

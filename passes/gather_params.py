@@ -16,7 +16,6 @@ from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.inline import fake_flat, inline
 from fcdp_compile.passes.graph.views import copy_returned, same_values
 from fcdp_compile.plan import Bucket, Tier
-from fcdp_compile.plan.cost import assembled_bytes
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
 
@@ -83,9 +82,6 @@ def _start(
         members = [shards[p.name] for p in bucket.params]
         buffer = home = _home(graph, bucket, members, like, ctx)
     crosses = source in (Source.GATHER, Source.GATHER_AND_STORE) and bucket.nodes > 1
-    if crosses and bucket.algorithm is Algorithm.RING:
-        assert source is Source.GATHER, f"a ring leaves nothing of bucket {bucket.id} to store"
-        return steps.add_flat(home)
     if crosses:
         sent = (bucket.nodes - 1) * bucket.wire_bytes
         sizes = bucket.sizes()
@@ -139,18 +135,6 @@ class _Steps:
             scratch_bytes=scratch_bytes,
         )
 
-    def add_flat(self, home: Node) -> Node:
-        bucket, ranks = self.bucket, self.bucket.ranks
-        decoded = bucket.wire_bytes + bucket.full_bytes if self._is_encoded else 0
-        return self.add(
-            ops.flat_all_gather,
-            [home],
-            ranks,
-            (ranks - 1) * bucket.wire_bytes,
-            accessed_bytes=assembled_bytes(bucket),
-            scratch_bytes=ranks * bucket.wire_bytes + decoded,
-        )
-
     def add_own(self, home: Node) -> Node:
         bucket, ranks = self.bucket, self.bucket.ranks_per_node
         scratch = bucket.wire_bytes + bucket.slot_bytes if self._is_encoded else 0
@@ -167,7 +151,7 @@ class _Steps:
             [node_shard, own],
             bucket.ranks,
             self._own_bytes * others,
-            accessed_bytes=assembled_bytes(bucket),
+            accessed_bytes=2 * bucket.full_bytes,  # read and written to put the parts in order
             scratch_bytes=(bucket.ranks_per_node * others + together) * bucket.slot_bytes,
         )
 

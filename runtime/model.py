@@ -35,7 +35,6 @@ from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
 from fcdp_compile.runtime.parameters.validity import Validity
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.runtime.shared_batches import SharedBatches
-from fcdp_compile.strategy.gathering import Algorithm
 from fcdp_compile.torch_compat import backward_number
 
 log = logging.getLogger(__name__)
@@ -181,12 +180,6 @@ class ShardedModel:
     def accumulate_eagerly(self, key: str, grad: Tensor) -> Tensor:
         """Let one full gradient wait for the next micro-batch's; negative zeros for autograd."""
         return self.outside.accumulate(key, grad)
-
-    def make_groups(self) -> None:
-        """Make the groups that only some strategies need; all ranks of the mesh must call it."""
-        flat = (Algorithm.RING, Algorithm.AUTO)
-        if any(strategy.algorithm in flat for strategy in self.strategies):
-            self.collectives.make_flat_group()
 
     # --- host memory --------------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from fcdp_compile.torch_compat import MemoryLayout
 _GATHERS: dict[Kind, Callable[[Collectives, Bucket], Callable[..., Pending]]] = {
     Kind.INTER_ALL_GATHER: lambda c, bucket: partial(c.all_gather, sizes=bucket.sizes()),
     Kind.INTRA_OWN_ALL_GATHER: lambda c, bucket: c.own_all_gather,
-    Kind.FLAT_ALL_GATHER: lambda c, bucket: c.flat_all_gather,
 }
 """The kinds of gathers that may send another format."""
 

@@ -107,7 +107,7 @@ def schedules(
         moves = LANE_OF[kind] is not Lane.COMPUTE
         waits = draw(st.lists(st.integers(0, i - 1), max_size=2, unique=True)) if i else []
         size = draw(st.sampled_from([0, 1, 999_999, 2_000_000, 5_000_000]))
-        assembled = kind in (Kind.FLAT_ALL_GATHER, Kind.INTRA_REST_ALL_GATHER)
+        assembled = kind is Kind.INTRA_REST_ALL_GATHER
         is_compute = kind is Kind.COMPUTE
         steps.append(
             Step(

@@ -132,7 +132,7 @@ def _memory(schedule: Schedule, full_bytes: Mapping[int, int]) -> tuple[int, ...
     layer = max(full_bytes.values())
     now, curve = total // 8, []
     for step in schedule.steps:
-        if step.kind in (Kind.INTRA_ALL_GATHER, Kind.FLAT_ALL_GATHER) and step.bucket is not None:
+        if step.kind is Kind.INTRA_ALL_GATHER and step.bucket is not None:
             held.add(step.bucket)
         curve.append(now + sum(full_bytes[b] for b in held))
         if step.kind is Kind.FREE and step.bucket is not None:

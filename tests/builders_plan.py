@@ -33,7 +33,6 @@ LANE_OF: dict[Kind, Lane] = {
     Kind.WAIT: Lane.COMPUTE,
     Kind.FREE: Lane.COMPUTE,
     Kind.INTER_ALL_GATHER: Lane.INTER,
-    Kind.FLAT_ALL_GATHER: Lane.INTER,
     Kind.INTRA_OWN_ALL_GATHER: Lane.INTRA,
     Kind.INTRA_REST_ALL_GATHER: Lane.INTRA,
     Kind.INTER_REDUCE_SCATTER: Lane.INTER,
@@ -280,7 +279,7 @@ def _buckets(draw: st.DrawFn, bucket_id: int, nodes: int, ranks_per_node: int) -
         wire=draw(st.sampled_from(Format)),
         reduce_wire=draw(st.sampled_from(Format)),
         host_format=draw(st.sampled_from(Format)),
-        algorithm=draw(st.sampled_from([a for a in Algorithm if a is not Algorithm.AUTO])),
+        algorithm=draw(st.sampled_from(Algorithm)),
         why=draw(texts),
     )
 

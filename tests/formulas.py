@@ -9,7 +9,6 @@ chunk, so a bucket of slots with S elements of b bytes costs
     store, load                 N * S * b       where a host cache is used
 
     HO-Ring   intra_own_all_gather   (g - 1) * S * b   intra_rest_all_gather  (g - 1) * (N - 1) * S * b
-    ring      flat_all_gather        (G - 1) * S * b   to the next rank, which may be on another node
 """
 
 from __future__ import annotations
@@ -101,8 +100,6 @@ def slot_elements(shape: Shape, nodes: int, ranks_per_node: int) -> int:
     return min(sizes)
 
 
-ALGORITHMS = ("ring", "ho_ring")
-
 _FROZEN = "frozen"
 _SENT = {"w8": "weights", "c8": "weights", "c4": _FROZEN, "g8": "gradients", "g4": "gradients"}
 _CODES = {"8": (8, 256, 4), "4": (4, 256, 4), "c4": (4, 64, 2)}
@@ -138,8 +135,6 @@ class _Tally:
         ranks_per_node: int,
         home: str,
         modifiers: Sequence[str] = (),
-        *,
-        crosses: bool = False,
     ) -> None:
         self._model, self._home = model, home
         self._all_nodes, self._all_g = nodes, ranks_per_node
@@ -147,8 +142,7 @@ class _Tally:
         self._g = 1 if home == "n" else ranks_per_node
         self._codes = {_SENT[m]: _code(m) for m in modifiers if m in _SENT}
         is_flat = self._nodes == 1 or self._g == 1
-        self._algorithm = "" if is_flat else "".join(m for m in modifiers if m in ALGORITHMS)
-        self._crosses = crosses
+        self._is_ho_ring = "ho_ring" in modifiers and not is_flat
         self._on_host = {_SENT[m]: _code(m) for m in modifiers if m in ("c8", "c4")}
         self._bytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -171,13 +165,9 @@ class _Tally:
 
     def gather(self, names: Bucket, *, then_kept: Callable[[], None] = int) -> None:
         """Gather home shards to full parameters, in one graph."""
-        if self._algorithm == "ring":
-            sent = (self._nodes * self._g - 1) * self._row(names, self._codes)
-            self._add("flat_all_gather" if self._crosses else "flat_all_gather_within", sent)
-            return
         self.inter("all_gather", names)
         then_kept()
-        if self._algorithm == "ho_ring":
+        if self._is_ho_ring:
             own = (self._g - 1) * self._slot(names)
             self._add("intra_own_all_gather", own)
             self._add("intra_rest_all_gather", own * (self._nodes - 1))
@@ -254,17 +244,15 @@ def training_step(
     left_out: Collection[Bucket] = (),
     micro_batches: int = 1,
     gradients_on_host: bool = False,
-    crosses: bool = False,
 ) -> Moved:
     """Count a step's forwards and backwards after all trainable parameters changed.
 
     first: nothing is cached yet.  left_out: buckets without a place in the cache.
     gradients_on_host: whether gradients accumulate on the host, in fp32.
-    crosses: whether the next rank in a ring is on another node.
     """
     strategy, *modifiers = [strategy] if strategy in POINTS else strategy.split("+")
     point = POINTS[strategy]
-    tally = _Tally(model, nodes, ranks_per_node, point.home, modifiers, crosses=crosses)
+    tally = _Tally(model, nodes, ranks_per_node, point.home, modifiers)
     on_host = point.keeps == "host"
     for number in range(micro_batches):
         for bucket in model.buckets:

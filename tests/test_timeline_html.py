@@ -257,7 +257,7 @@ def test_the_command_prints_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_every_step_that_moves_something_belongs_to_a_flow() -> None:
     assert set(Kind) - set(FLOWS) == {Kind.COMPUTE, Kind.WAIT, Kind.FREE}
-    for plan in (make_plan(), gpt_plan(3), gpt_plan(3, strategy="zero3+ring")):
+    for plan in (make_plan(), gpt_plan(3), gpt_plan(3, strategy="zero3+ho_ring")):
         for schedule in plan.schedules:
             assert sum(moved(schedule).values()) == sum(s.bytes for s in schedule.steps)
 

@@ -55,9 +55,8 @@ def compile_codecs(
 _ROWS: dict[Algorithm, Callable[[Bucket], set[int]]] = {
     Algorithm.HIERARCHICAL: lambda bucket: {bucket.nodes},
     Algorithm.HO_RING: lambda bucket: {bucket.nodes, 1},
-    Algorithm.RING: lambda bucket: {bucket.ranks},
 }
-"""How many slots are decoded at once: a node shard's (nodes), a node's own (1), or all ranks'."""
+"""How many slots are decoded at once: a node shard's (nodes) or a node's own (1)."""
 
 
 def _compile_weights(

@@ -322,44 +322,6 @@ def everyone_ranks(topology: Topology) -> dict[tuple[int, int, int], int]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class FlatGroup:
-    """All ranks of a mesh in one group.
-
-    order: for each chunk (`layout`, [Note: chunk order]), the rank in the group that owns the chunk.
-    crosses: whether this rank's successor in a ring is on another node.
-    """
-
-    group: dist.ProcessGroup
-    order: tuple[int, ...]
-    crosses: bool
-
-
-def flat_group(topology: Topology) -> FlatGroup:
-    """The lanes' group over all ranks; the first call makes the group, so every rank must call it."""
-    if topology not in _flat_groups:
-        _flat_groups[topology] = _make_flat_group(topology)
-    return _flat_groups[topology]
-
-
-_flat_groups: weakref.WeakKeyDictionary[Topology, FlatGroup] = weakref.WeakKeyDictionary()
-
-
-def _make_flat_group(topology: Topology) -> FlatGroup:
-    assert topology.home_mesh is not None, "a single process gathers nothing"
-    assert topology.inter is not None, "several nodes have groups between them"
-    on_stream = are_on_stream(topology.device_type, topology.inter)
-    positions = _positions(_data_ranks(topology))
-    group = _new_group(topology, sorted(positions), None if on_stream else cpu_backend())
-    ranks = dist.get_process_group_ranks(group)
-    successor = ranks[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
-    return FlatGroup(
-        group=group,
-        order=tuple(ranks.index(r) for r in sorted(ranks, key=lambda r: positions[r][::-1])),
-        crosses=positions[successor][0] != topology.node,
-    )
-
-
 def _positions(mesh: Tensor) -> dict[int, tuple[int, int]]:
     """Node and place of each rank; they follow from the order of ranks in a group, which torch sorts."""
     rows, columns = mesh.tolist(), mesh.T.tolist()

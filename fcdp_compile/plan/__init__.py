@@ -1,7 +1,6 @@
 """Plans as data: the records of a plan, its JSON file, and its costs."""
 
 from fcdp_compile.plan.records import (
-    ASSEMBLING,
     INNER,
     LANES,
     SCHEMA,
@@ -19,7 +18,6 @@ from fcdp_compile.plan.records import (
 )
 
 __all__ = [
-    "ASSEMBLING",
     "INNER",
     "LANES",
     "SCHEMA",

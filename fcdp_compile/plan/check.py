@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from fcdp_compile.files.json_records import MAX_INT, describe, fail
 from fcdp_compile.params.layout import ParamLayout
-from fcdp_compile.plan import ASSEMBLING, LANES, Bucket, Kind, Lane, Plan, Schedule, Step
+from fcdp_compile.plan import LANES, Bucket, Kind, Lane, Plan, Schedule, Step
 from fcdp_compile.strategy import Scope
-from fcdp_compile.strategy.gathering import Algorithm
 
 ITEMSIZES: dict[str, int] = {
     "float64": 8,
@@ -91,8 +90,6 @@ def check_layout(
 def _check_bucket(bucket: Bucket, plan: Plan, path: str) -> None:
     _check_dtype(bucket.dtype, bucket.itemsize, path, "")
     _check_dtype(bucket.reduce_dtype, bucket.reduce_itemsize, path, "reduce_")
-    if bucket.algorithm is Algorithm.AUTO:
-        fail(f"{path}.algorithm", "is auto, but a plan must name the algorithm")
     if not bucket.params:
         fail(f"{path}.params", "is empty")
     widest = max(bucket.itemsize, bucket.reduce_itemsize)
@@ -178,7 +175,7 @@ def _check_step(step: Step, ids: set[int], path: str) -> None:
         fail(f"{path}.bucket", f"is null, but {step.kind.value} needs a bucket")
     if step.bytes and lane is Lane.COMPUTE:
         fail(f"{path}.bytes", f"is {step.bytes}, but {step.kind.value} moves nothing")
-    accesses = step.accessed_bytes and step.kind not in ASSEMBLING
+    accesses = step.accessed_bytes and step.kind is not Kind.INTRA_REST_ALL_GATHER
     computes = step.flops or step.kernel_bytes or step.inner_bytes or accesses
     if computes and step.kind is not Kind.COMPUTE:
         fail(f"{path}.flops", f"says that {step.kind.value} computes, but it does not")

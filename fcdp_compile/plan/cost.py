@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
-from fcdp_compile.strategy.gathering import Algorithm
+from fcdp_compile.plan import Kind, Lane, Schedule, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +74,6 @@ class Machine:
         working = self.work_s(step)
         if step.kind is Kind.COMPUTE:
             return self.intra.time_s(step.inner_bytes) + working
-        if step.kind is Kind.FLAT_ALL_GATHER:  # as fast as the slower link
-            return working + max(self.inter.time_s(step.bytes), self.intra.time_s(step.bytes))
         links = {Lane.INTRA: self.intra, Lane.H2D: self.h2d, Lane.D2H: self.d2h}
         if step.lane is Lane.INTER:  # the ranks of a node gather at the same time
             return self.inter.time_s(step.bytes * ranks_per_node)
@@ -87,24 +84,6 @@ class Machine:
         kernels = step.kernel_bytes / self.memory_bytes_per_s
         accessing = step.accessed_bytes / self.memory_bytes_per_s
         return kernels + max(step.flops / self.flops_per_s, accessing)
-
-
-def gather_s(bucket: Bucket, algorithm: Algorithm, machine: Machine) -> float:
-    """Seconds from home shards to full parameters with an algorithm, if nothing else runs."""
-    nodes, others = bucket.nodes, bucket.ranks_per_node - 1
-    own, crossing = bucket.slot_bytes, (nodes - 1) * bucket.wire_bytes
-    between = machine.inter.time_s(bucket.ranks_per_node * crossing)
-    copying = assembled_bytes(bucket) / machine.memory_bytes_per_s
-    if algorithm is Algorithm.HIERARCHICAL:
-        return between + machine.intra.time_s(others * nodes * own)
-    if algorithm is Algorithm.HO_RING:
-        at_once = max(between, machine.intra.time_s(others * own))
-        return at_once + machine.intra.time_s(others * (nodes - 1) * own) + copying
-    assert algorithm is Algorithm.RING, algorithm
-    sent = (bucket.ranks - 1) * bucket.wire_bytes
-    # A ring goes from rank to rank; the latency is of a gather between nodes, which goes from node to node.
-    more_hops_s = ((bucket.ranks - 1) / (nodes - 1) - 1) * machine.inter.latency_s
-    return max(machine.inter.time_s(sent), machine.intra.time_s(sent)) + more_hops_s + copying
 
 
 def agreement_s(machine: Machine, nodes: int, ranks_per_node: int) -> float:
@@ -120,11 +99,6 @@ def agreement_s(machine: Machine, nodes: int, ranks_per_node: int) -> float:
 def agreement_hops(ranks: int) -> int:
     """Messages one after the other until all ranks have the words of all: to the first, then down a tree."""
     return 1 + math.ceil(math.log2(ranks)) if ranks > 1 else 0
-
-
-def assembled_bytes(bucket: Bucket) -> int:
-    """Bytes read and written to put the parts of a full buffer in order."""
-    return 2 * bucket.full_bytes
 
 
 # Round figures.  cuda: data sheets of an A100-class GPU on PCIe 4 and 10 Gbit/s Ethernet, with half of the

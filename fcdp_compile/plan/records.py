@@ -41,7 +41,6 @@ class Kind(Enum):
     INTRA_ALL_GATHER = "intra_all_gather"
     INTRA_OWN_ALL_GATHER = "intra_own_all_gather"
     INTRA_REST_ALL_GATHER = "intra_rest_all_gather"
-    FLAT_ALL_GATHER = "flat_all_gather"
     STORE = "store"
     LOAD = "load"
     LOAD_HOME = "load_home"
@@ -62,7 +61,6 @@ LANES: dict[Kind, Lane] = {
     Kind.INTRA_ALL_GATHER: Lane.INTRA,
     Kind.INTRA_OWN_ALL_GATHER: Lane.INTRA,
     Kind.INTRA_REST_ALL_GATHER: Lane.INTRA,
-    Kind.FLAT_ALL_GATHER: Lane.INTER,
     Kind.STORE: Lane.D2H,
     Kind.LOAD: Lane.H2D,
     Kind.LOAD_HOME: Lane.H2D,
@@ -81,10 +79,6 @@ LANES: dict[Kind, Lane] = {
 
 INNER = "intra (model)"
 """The name, for people, of what the model itself sends within the node: no lane, but its link."""
-
-
-ASSEMBLING = frozenset({Kind.INTRA_REST_ALL_GATHER, Kind.FLAT_ALL_GATHER})
-"""The gathers that put parts in order after they have arrived, which costs a copy."""
 
 
 class Tier(Enum):
@@ -140,7 +134,7 @@ class Bucket:
     id: number within the model. strategy: of its parameters. dtype: of all-gathers.
     reduce_dtype: of reduce-scatters. frozen: none of its parameters requires a gradient. wire, reduce_wire:
     the formats between nodes in all-gathers and reduce-scatters. host_format: the format of node shards in
-    host memory. algorithm: of gathers between nodes, never auto.
+    host memory. algorithm: of gathers between nodes.
     why: the reason for its composition, for people; it does not count when buckets are compared.
     """
 

@@ -26,7 +26,6 @@ FETCHES = frozenset(
     {
         Kind.INTER_ALL_GATHER,
         Kind.INTRA_OWN_ALL_GATHER,
-        Kind.FLAT_ALL_GATHER,
         Kind.LOAD,
         Kind.LOAD_HOME,
         Kind.INTRA_ALL_GATHER,

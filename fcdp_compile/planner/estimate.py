@@ -306,9 +306,7 @@ def sent_by_node(schedule: Schedule, ranks_per_node: int) -> int:
     total = 0
     for step in schedule.steps:
         if step.lane is Lane.INTER:
-            # In a flat ring, one rank of each node sends to the next node.
-            ranks = 1 if step.kind is Kind.FLAT_ALL_GATHER else ranks_per_node
-            total += ranks * step.bytes
+            total += ranks_per_node * step.bytes
     return total
 
 

@@ -12,7 +12,6 @@ from fcdp_compile.report.table import table
 from fcdp_compile.runtime.collectives.counters import (
     AGREE,
     EXCHANGE,
-    FLAT_WITHIN,
     LOAD_STATES,
     STORE_STATES,
     Counters,
@@ -21,7 +20,6 @@ from fcdp_compile.sharding.shard import state_of
 
 _KINDS: dict[str, tuple[str, str, str]] = {
     Kind.INTER_ALL_GATHER.value: ("inter", "all_gather", "weights from other nodes"),
-    Kind.FLAT_ALL_GATHER.value: ("inter", "flat_all_gather", "weights, in a ring over all ranks"),
     Kind.INTER_REDUCE_SCATTER.value: ("inter", "reduce_scatter", "gradients to their owners"),
     Kind.INTER_ALL_REDUCE.value: ("inter", "all_reduce", "gradients of replicated shards"),
     AGREE: ("inter", "agree", "ranks agree on a plan and on stale copies"),
@@ -32,7 +30,6 @@ _KINDS: dict[str, tuple[str, str, str]] = {
         "rest_all_gather",
         "HO-Ring: weights that came from other nodes",
     ),
-    FLAT_WITHIN: ("intra", "flat_all_gather", "weights, in a ring over all ranks"),
     Kind.INTRA_REDUCE_SCATTER.value: ("intra", "reduce_scatter", "gradients, summed in the node"),
     Kind.INTRA_GRAD_ALL_GATHER.value: ("intra", "grad_all_gather", "averaged gradients"),
     EXCHANGE: ("intra", "exchange", "matrices for Muon, and back"),

@@ -126,7 +126,6 @@ def shard(
         strategies = assign(root, names, chosen, module_strategies or {})
         state, records = _fitting_state(root, names, strategies, topology, dtypes, offload_params)
         agree_on_model(root, state, records, ignored, dtypes)
-        state.make_groups()
     _install(root, state, records, dtypes, given)
     return model
 

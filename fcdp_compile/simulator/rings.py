@@ -8,13 +8,11 @@ A flat ring passes each part on from rank to rank.  Each rank sends (G-1) parts 
 node's card; with two levels, each of a node's g ranks sends (N-1) parts.  One NCCL collective over all ranks
 does this, and leaves the full buffer: so it includes the step within the node that follows a gather (or comes
 before a reduce-scatter).  An all-reduce is two such rounds.  Ranks that pass parts on use their links within
-the node all the time.  A step that was planned as a ring (`flat_all_gather`) stays one.
+the node all the time.
 
 [Note: latency]
 The latency of `Machine.inter` is that of a whole gather between nodes, of N-1 hops; a ring has G-1, so its
-latency is (G-1)/(N-1) times as long, as in `cost.gather_s`.  But a planned `flat_all_gather` takes the time
-of `Machine.time_s`, which does not know N and counts one latency, so that a plan takes equal time here and
-wherever else its time is predicted.
+latency is (G-1)/(N-1) times as long.
 """
 
 from __future__ import annotations

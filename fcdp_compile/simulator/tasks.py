@@ -113,7 +113,7 @@ def tasks_of(
         for position, step in enumerate(steps):
             if position in within:
                 task = Task(lane=step.lane, waits=(), alone_s=0.0)
-            elif is_ring and step.lane is Lane.INTER and step.kind is not Kind.FLAT_ALL_GATHER:
+            elif is_ring and step.lane is Lane.INTER:
                 task = _ring_task(step, cluster)
             else:
                 task = _task(step, cluster)
@@ -158,8 +158,6 @@ def _task(step: Step, cluster: Cluster) -> Task:
             work_s=work_s,
             demand=_demand(Lane.INTRA, machine.intra, cluster) if step.inner_bytes else None,
         )
-    if step.kind is Kind.FLAT_ALL_GATHER:
-        return _along_nodes(step, step.bytes, alone_s, work_s, cluster)
     if step.lane is Lane.INTER:
         sent = step.bytes * cluster.ranks_per_node
         return Task(lane=step.lane, waits=(), alone_s=alone_s, is_joint=True, sent_bytes=sent)
@@ -183,26 +181,15 @@ def _ring_task(step: Step, cluster: Cluster) -> Task:
         return _task(step, cluster)
     more_hops_s = ((ranks - 1) / (cluster.nodes - 1) - 1) * machine.inter.latency_s
     moving_s = max(machine.inter.time_s(sent), machine.intra.time_s(sent))
-    task = _along_nodes(step, sent, moving_s + (more_hops_s if sent else 0.0), 0.0, cluster)
-    return replace(task, latency_s=task.latency_s + more_hops_s)
-
-
-def _along_nodes(
-    step: Step, sent_bytes: int, alone_s: float, work_s: float, cluster: Cluster
-) -> Task:
-    """Return the task of a collective from rank to rank, through every node, as fast as the slower link."""
-    machine = cluster.machine
-    link = max((machine.inter, machine.intra), key=lambda link: link.time_s(sent_bytes))
+    slower = max((machine.inter, machine.intra), key=lambda link: link.time_s(sent))
     return Task(
         lane=step.lane,
         waits=(),
-        alone_s=alone_s,
+        alone_s=moving_s + (more_hops_s if sent else 0.0),
         is_joint=True,
-        latency_s=link.latency_s,
-        after_s=work_s,
-        work_s=work_s,
-        demand=_demand(Lane.INTRA, link, cluster) if sent_bytes else None,
-        sent_bytes=sent_bytes,
+        latency_s=slower.latency_s + more_hops_s,
+        demand=_demand(Lane.INTRA, slower, cluster) if sent else None,
+        sent_bytes=sent,
     )
 
 

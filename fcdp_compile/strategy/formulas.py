@@ -19,7 +19,6 @@ import sympy
 
 from fcdp_compile.strategy import Cache, Scope, Strategy
 from fcdp_compile.strategy.formats import CODINGS, Format
-from fcdp_compile.strategy.gathering import Algorithm
 
 N, g, s = sympy.symbols("N g s", positive=True, integer=True)
 F, T = sympy.symbols("F T", nonnegative=True)
@@ -73,10 +72,6 @@ def costs(strategy: Strategy) -> Costs:
     # A frozen bucket that is kept in full is gathered within the node once; a node shard in every forward
     # and every backward.
     spread = T if is_full else sympy.Integer(0) if is_whole else 2 * s * W
-    crossing = between
-    if strategy.algorithm is Algorithm.RING:  # each slot is sent over all links but one, encoded
-        crossing = (N * g - 1) / (N * g)
-        spread = gathered * crossing
     # Gradients wait whole and are reduced once, or wait within the node, or are reduced every time.
     times = s if strategy.gradient is Scope.GLOBAL else 1
     within_node = 1 if strategy.gradient is Scope.NONE else s
@@ -99,7 +94,7 @@ def costs(strategy: Strategy) -> Costs:
         host += g * (homes + kept_gradients)
         homes = kept_gradients = sympy.Integer(0)
     return Costs(
-        inter=sympy.factor(reduced * between + (gathered * crossing if is_global else 0)),
+        inter=sympy.factor(reduced * between + (gathered * between if is_global else 0)),
         intra=sympy.factor((spread + reduced_within) * within),
         bus=bus,
         first_inter=sympy.factor(first * between if is_global else sympy.Integer(0)),

@@ -3,10 +3,8 @@
     hierarchical   inter-node all-gather [N*S], then intra-node all-gather [G*S]
     ho_ring        inter-node all-gather [N*S] | intra-node all-gather of this node's own shards [g*S],
                    then intra-node all-gather of the other nodes' shards [(N-1)*g*S]
-    ring           one all-gather over all ranks in their order [G*S]; each rank sends to the next
 
-The first two move the same bytes over the same links; HO-Ring moves some of them earlier.  A ring sends
-(G-1)*S over each node's link instead of g*(N-1)*S, and leaves no node shard to keep.
+Both move the same bytes over the same links; HO-Ring moves some of them earlier.
 
 Source: PaRO (Wu et al., 2023), section 3.4, for HO-Ring.
 """
@@ -17,9 +15,7 @@ from enum import Enum
 
 
 class Algorithm(Enum):
-    """The algorithm of gathers between nodes; auto: the cost model's fastest for each bucket."""
+    """The algorithm of gathers between nodes."""
 
     HIERARCHICAL = "hierarchical"
     HO_RING = "ho_ring"
-    RING = "ring"
-    AUTO = "auto"

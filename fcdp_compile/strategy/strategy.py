@@ -143,11 +143,6 @@ class Strategy:
                 f"strategy {self.name!r} keeps whole copies on every node and gathers nothing between nodes, "
                 f"with {self.algorithm.value!r} or without; use a strategy that shards over all ranks"
             )
-        if self.algorithm is Algorithm.RING and self.cache is not Cache.NONE:
-            raise ArgumentError(
-                f"strategy {self.name!r} keeps node shards, but a flat ring makes no node shards; use "
-                "'ho_ring', or 'ring' with a strategy that keeps nothing, such as 'zero3'"
-            )
 
     def _check_matrices(self) -> None:
         if not self.whole_matrices:
@@ -356,9 +351,7 @@ MODIFIERS: dict[str, dict[str, Format | Algorithm | bool]] = {
     "g4": {"gradient_format": Format.INT4},
     "c8": {"weight_format": Format.INT8, "host_format": Format.INT8},
     "c4": {"frozen_format": Format.NF4},
-    "ring": {"algorithm": Algorithm.RING},
     "ho_ring": {"algorithm": Algorithm.HO_RING},
-    "auto": {"algorithm": Algorithm.AUTO},
     "matrix": {"whole_matrices": True},
     "offload": {"offloads": True},
 }

@@ -31,7 +31,6 @@ class Flow(Enum):
 
 FLOWS: dict[Kind, Flow] = {
     Kind.INTER_ALL_GATHER: Flow.WEIGHTS_BETWEEN,
-    Kind.FLAT_ALL_GATHER: Flow.WEIGHTS_BETWEEN,
     Kind.INTRA_ALL_GATHER: Flow.WEIGHTS_WITHIN,
     Kind.INTRA_OWN_ALL_GATHER: Flow.WEIGHTS_WITHIN,
     Kind.INTRA_REST_ALL_GATHER: Flow.WEIGHTS_WITHIN,
@@ -115,13 +114,12 @@ def _rounded(number: float, digits: int) -> str:
     return str(Decimal(number).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
-_GATHERS = frozenset({Kind.INTER_ALL_GATHER, Kind.FLAT_ALL_GATHER})
 _ON_THE_NODE = "All its parameters are on the node already."
 
 
 def _tell_forward(plan: Plan, schedule: Schedule) -> Story:
     name = "evaluation" if schedule.direction is Direction.INFERENCE else "forward"
-    gathered, loaded = _buckets(plan, schedule, _GATHERS), _loaded(plan, schedule)
+    gathered, loaded = _buckets(plan, schedule, {Kind.INTER_ALL_GATHER}), _loaded(plan, schedule)
     if not gathered:
         kept = (
             f"No parameter has changed since it was gathered: {_use(loaded)}."
@@ -148,7 +146,7 @@ def _what_is_kept(gathered: _Placed, stored: _Placed) -> str:
 
 
 def _tell_backward(plan: Plan, schedule: Schedule) -> Story:
-    gathered, loaded = _buckets(plan, schedule, _GATHERS), _loaded(plan, schedule)
+    gathered, loaded = _buckets(plan, schedule, {Kind.INTER_ALL_GATHER}), _loaded(plan, schedule)
     used = _buckets(plan, schedule, {k for k, flow in FLOWS.items() if flow in _WEIGHTS})
     flows = moved(schedule)
     if gathered:

@@ -80,7 +80,6 @@ _KINDS: dict[Kind, str] = {
     Kind.INTRA_ALL_GATHER: "collects the other parts from the other ranks of the node",
     Kind.INTRA_OWN_ALL_GATHER: "collects the node's own parts within the node while the other parts cross",
     Kind.INTRA_REST_ALL_GATHER: "collects the parts that came from other nodes within the node",
-    Kind.FLAT_ALL_GATHER: "passes weights on from rank to rank, through all nodes",
     Kind.STORE: "keeps gathered weights for their next use",
     Kind.LOAD: "takes weights from where they were kept",
     Kind.LOAD_HOME: "takes this rank's own weights out of host memory",
@@ -96,7 +95,7 @@ _KINDS: dict[Kind, str] = {
 }
 """Each kind of step in a few words."""
 
-_LAST_GATHERS = frozenset({Kind.INTRA_ALL_GATHER, Kind.INTRA_REST_ALL_GATHER, Kind.FLAT_ALL_GATHER})
+_LAST_GATHERS = frozenset({Kind.INTRA_ALL_GATHER, Kind.INTRA_REST_ALL_GATHER})
 """The gathers that result in whole parameters."""
 
 

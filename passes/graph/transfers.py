@@ -20,7 +20,6 @@ _GATHERS = (
     ops.inter_all_gather,
     ops.intra_all_gather,
     ops.intra_rest_all_gather,
-    ops.flat_all_gather,
 )
 _REDUCTIONS = (
     ops.collect,

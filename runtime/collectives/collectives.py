@@ -10,16 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.devices import Device
-from fcdp_compile.params.mesh import FlatGroup, Topology, flat_group
+from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import LANES, Kind
 from fcdp_compile.plan.reduction import INTER_KINDS, all_reduce_bytes
 from fcdp_compile.ranks.messages import gather_at_once, gather_objects
 from fcdp_compile.ranks.waiting import Wait
 from fcdp_compile.runtime.collectives.channel import Channel
-from fcdp_compile.runtime.collectives.counters import AGREE, EXCHANGE, FLAT_WITHIN, Counters
+from fcdp_compile.runtime.collectives.counters import AGREE, EXCHANGE, Counters
 from fcdp_compile.runtime.collectives.gathers import (
     gather_encoded,
-    gather_flat,
     gather_own,
     gather_parts,
     gather_rest,
@@ -54,8 +53,6 @@ class Collectives:
         self._topology = topology
         self.counters = counters
         self._lanes = lanes
-        self._flat: FlatGroup | None = None
-        self._order: Tensor | None = None
         self.during: Callable[[str], str] = told_alone
 
     @property
@@ -174,33 +171,6 @@ class Collectives:
         channel = self._channel(kind, name)
         run = partial(gather_rest, out, node_shard, mine, self._topology.node, channel)
         return self._start(kind, channel, run, out, [send, own], name)
-
-    def make_flat_group(self) -> None:
-        """Make the group of `flat_all_gather`; all ranks of the mesh must call it."""
-        self._flat = flat_group(self._topology)
-
-    def flat_all_gather(
-        self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
-    ) -> Pending:
-        """Start an all-gather over all ranks: [S] -> [G*S], in the order of chunks.
-
-        codec: encodes what is sent.
-        """
-        assert self._flat is not None, "make_flat_group comes first"
-        send = _contiguous(send)
-        own = tensor_of(send)
-        sent_bytes = (self._topology.ranks - 1) * (own.nbytes if codec is None else codec.bytes)
-        self.counters.add(kind if self._flat.crosses else FLAT_WITHIN, sent_bytes)
-        out = _empty(own, self._topology.ranks * own.numel())
-        if not own.nbytes:
-            return Pending(out)
-        if self._order is None or self._order.device != own.device:
-            # Made once: copying from memory that is not pinned waits for the stream, and so for gathers.
-            with torch.inference_mode(False):
-                self._order = torch.tensor(self._flat.order, device=own.device)
-        channel = self._over(self._flat.group, self._topology.ranks, name)
-        run = partial(gather_flat, out, own, codec, channel, self._order)
-        return self._start(kind, channel, run, out, [send], name)
 
     def reduce_scatter(
         self,

@@ -18,7 +18,6 @@ LOAD_STATES, STORE_STATES = "load_states", "store_states"
 
 _OF_OPTIMIZERS = {EXCHANGE, LOAD_STATES, STORE_STATES}
 
-FLAT_WITHIN = "flat_all_gather_within"
 """Counter of a ring's all-gathers on a rank whose successor is in its own node."""
 
 

@@ -64,21 +64,3 @@ def gather_rest(
         full[:, node + 1 :] = parts[:, node:]
 
     return now_or_later(assemble, left)
-
-
-def gather_flat(
-    out: Tensor, send: Tensor, codec: Codec | None, channel: Channel, order: Tensor
-) -> Begun | None:
-    """[S] of every rank of the mesh -> [G*S]; order: the rank in the group that has each part."""
-    if codec is not None:
-        send = codec.encode(send.view(1, -1)).view(-1)
-    arrived = channel.scratch.empty(send, len(order) * send.numel())
-    left = channel.all_gather(arrived, send)
-
-    def assemble() -> None:
-        rows = arrived.view(len(order), -1)
-        if codec is not None:
-            rows = codec.decode(rows, out.dtype)
-        torch.index_select(rows, 0, order, out=out.view(rows.shape))
-
-    return now_or_later(assemble, left)

@@ -30,7 +30,6 @@ RANK = 32
 STEPS, BATCHES = 4, 3
 STRATEGIES = (
     ("zero3", 1),
-    ("zero3+ring", 1),
     ("zero++", 1),
     ("mics", 1),
     ("paro-iig", 1),

@@ -56,7 +56,6 @@ _CASES: dict[str, dict[str, Any]] = {
     "zero3": {"offload_params": True},
     "mics": {},
     "ddp": _NARROW,
-    "zero3+ring": {},
     "zero3+ho_ring": _NARROW,
 }
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Tier, Variant
 from fcdp_compile.plan.json import read_plan
-from fcdp_compile.runtime.collectives.counters import FLAT_WITHIN
 from tests import formulas
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.distributed
 
 STRATEGIES = tuple(formulas.POINTS)
 MICRO_BATCHES = 4
-MOVING = {k.value for k in Kind if k not in (Kind.COMPUTE, Kind.WAIT, Kind.FREE)} | {FLAT_WITHIN}
+MOVING = {k.value for k in Kind if k not in (Kind.COMPUTE, Kind.WAIT, Kind.FREE)}
 _TOGETHER, _ALONE = 25.0, 0.1 / 2**20
 """bucket_mb: all parameters of a kind in one bucket, or each in a bucket of its own."""
 
@@ -61,11 +60,10 @@ _BACKWARD = {
 class Measured:
     """One rank's counts in the first three steps, and numbers from its plan.
 
-    crosses: whether the next rank in a ring is on another node.  accumulated: counts of a fourth step, of
+    accumulated: counts of a fourth step, of
     MICRO_BATCHES with `no_sync`.
     """
 
-    crosses: bool
     steps: tuple[formulas.Moved, ...]
     agreed: tuple[int, ...]
     accumulated: formulas.Moved
@@ -161,15 +159,13 @@ def _measure(mesh: DeviceMesh, case: str, strategy: str, bucket_mb: float, **mor
     parts += [_planned(plan, *waiting, refresh=False)] * (MICRO_BATCHES - 2)
     parts += [_planned(plan, *later, refresh=False)]
     texts = {p.name: p.read_text() for p in Path(folders[0]).glob("*.txt")}
-    crosses = mesh.get_local_rank("intra") == plan.ranks_per_node - 1
     return Measured(
-        crosses=crosses,
         steps=tuple(steps),
         agreed=tuple(agreed),
         accumulated=accumulated,
-        planned_first=_on_this_rank(first, crosses=crosses),
-        planned_steady=_on_this_rank(steady, crosses=crosses),
-        planned_accumulated=_on_this_rank(_sum(parts), crosses=crosses),
+        planned_first=first,
+        planned_steady=steady,
+        planned_accumulated=_sum(parts),
         plan=plan if dist.get_rank() == 0 else None,
         texts=texts if dist.get_rank() == 0 else {},
     )
@@ -187,16 +183,6 @@ def _sum(parts: list[formulas.Moved]) -> formulas.Moved:
         sent.update(part.bytes)
         calls.update(part.calls)
     return formulas.Moved(bytes=dict(sent), calls=dict(calls))
-
-
-def _on_this_rank(planned: formulas.Moved, *, crosses: bool) -> formulas.Moved:
-    """A plan counts a ring's bytes, but does not say over which link the ring sends them."""
-    flat = Kind.FLAT_ALL_GATHER.value
-    here = {flat: flat if crosses else FLAT_WITHIN}
-    return formulas.Moved(
-        bytes={here.get(k, k): n for k, n in planned.bytes.items()},
-        calls={here.get(k, k): n for k, n in planned.calls.items()},
-    )
 
 
 def _check_traffic(pair: Beside, last: formulas.Moved) -> None:
@@ -243,7 +229,7 @@ _QUANTISED: list[Key] = [
     ("odd", "zero3+w8+g8", False),
 ]
 _ALGORITHMS: list[Key] = [
-    ("odd-lora", "zero3+w8+ring", False),
+    ("odd-lora", "zero3+w8+ho_ring", False),
     ("odd-lora", "fcdp+ho_ring", True),
     ("odd", "zero3+ho_ring", False),
 ]
@@ -271,7 +257,7 @@ _MEASURED: dict[str, tuple[int, int, list[Key]]] = {
     ),
     "2x2, all others": (2, 2, _REST),
     "4x1": (4, 1, _FEW),
-    "2x3": (2, 3, [*_FEW[1:3], ("odd", "zero3+ring", True)]),
+    "2x3": (2, 3, [*_FEW[1:3], ("odd", "zero3+ho_ring", True)]),
     "1x3": (1, 3, [("odd", "zero++", True), ("odd-lora", "ddp", False), ("odd", "zero1", True)]),
 }
 
@@ -296,9 +282,7 @@ def test_counters_plan_and_formula_agree(
         for (case, strategy, together), found in ranks.items():
             model = formula_model(case, together=together)
             for number, step in enumerate(found.steps):
-                expected = formulas.training_step(
-                    model, strategy, nodes, g, first=number == 0, crosses=found.crosses
-                )
+                expected = formulas.training_step(model, strategy, nodes, g, first=number == 0)
                 planned = found.planned_steady if number else found.planned_first
                 where = f"{case}, {strategy}, together={together}, step {number}"
                 assert step.bytes == planned.bytes == expected.bytes, where
@@ -310,7 +294,6 @@ def test_counters_plan_and_formula_agree(
                 g,
                 first=False,
                 micro_batches=MICRO_BATCHES,
-                crosses=found.crosses,
             )
             where = f"{case}, {strategy}, together={together}, {MICRO_BATCHES} micro-batches"
             accumulated = found.accumulated, found.planned_accumulated, expected
@@ -328,7 +311,7 @@ def test_no_backward_gathers_between_nodes_what_is_cached(
     for (_, strategy, _), found in results[0].items():
         assert found.plan is not None
         backward = next(s for s in found.plan.schedules if s.direction is Direction.BACKWARD)
-        crossing = {Kind.INTER_ALL_GATHER, Kind.FLAT_ALL_GATHER}
+        crossing = {Kind.INTER_ALL_GATHER}
         gathers = [s for s in backward.steps if s.kind in crossing]
         (text,) = (t for name, t in found.texts.items() if ".backward.cold" in name)
         point = formulas.POINTS[_base(strategy)]

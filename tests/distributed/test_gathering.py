@@ -1,4 +1,4 @@
-"""Hierarchical, HO-Ring and flat-ring gathers give a bucket's exact bits."""
+"""Hierarchical and HO-Ring gathers give a bucket's exact bits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.strategy.gathering import Algorithm
 from tests.device.choice import seeded
 from tests.distributed.parity import Sharded, Trial, check_equal, history
 from tests.distributed.ranks import run
@@ -29,8 +27,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SLOT = 300  # more than one block of quantised values
 
 
-def _gather(mesh: DeviceMesh, numbering: str) -> tuple[dict[str, int], int]:
-    """Gather a slot in every way; returns the counted bytes and this rank's place."""
+def _gather(mesh: DeviceMesh, numbering: str) -> dict[str, int]:
+    """Gather a slot in every way; returns the counted bytes."""
     if numbering != "forwards":
         ranks = {"backwards": mesh.mesh.flip(0, 1), "across": torch.arange(6).view(2, 3).T}
         mesh = DeviceMesh("cpu", ranks[numbering], mesh_dim_names=mesh.mesh_dim_names)
@@ -38,7 +36,6 @@ def _gather(mesh: DeviceMesh, numbering: str) -> tuple[dict[str, int], int]:
     counters = Counters()
     lanes = Lanes.shared(topology, Cpu(), is_blocking=True)
     collectives = Collectives(topology, counters, lanes)
-    collectives.make_flat_group()
     chunk = topology.place * topology.nodes + topology.node
     for dtype, codec in ((torch.float32, None), (torch.bfloat16, Codec(Format.INT8, [SLOT]))):
         slots = [torch.randn(SLOT, generator=seeded(i)).to(dtype) for i in range(6)]
@@ -46,17 +43,15 @@ def _gather(mesh: DeviceMesh, numbering: str) -> tuple[dict[str, int], int]:
         node = collectives.all_gather(Kind.INTER_ALL_GATHER, home, "inter", codec=codec)
         own = collectives.own_all_gather(Kind.INTRA_OWN_ALL_GATHER, home, "own", codec=codec)
         rest = collectives.rest_all_gather(Kind.INTRA_REST_ALL_GATHER, node, own, "rest")
-        flat = collectives.flat_all_gather(Kind.FLAT_ALL_GATHER, home, "flat", codec=codec)
         whole = collectives.all_gather(Kind.INTRA_ALL_GATHER, node, "intra").wait()
         expected = torch.cat([_crossed(s, codec) for s in slots])
-        for found in (whole, rest.wait(), flat.wait()):
+        for found in (whole, rest.wait()):
             assert torch.equal(found, expected)
     empty = torch.empty(0)
     own = collectives.own_all_gather(Kind.INTRA_OWN_ALL_GATHER, empty, "own")
     rest = collectives.rest_all_gather(Kind.INTRA_REST_ALL_GATHER, empty, own, "rest")
-    flat = collectives.flat_all_gather(Kind.FLAT_ALL_GATHER, empty, "flat")
-    assert rest.wait().numel() == flat.wait().numel() == 0
-    return dict(counters.sent), topology.place
+    assert rest.wait().numel() == 0
+    return dict(counters.sent)
 
 
 def _crossed(slot: Tensor, codec: Codec | None) -> Tensor:
@@ -69,23 +64,17 @@ def test_three_nodes_of_two(numbering: str) -> None:
     encoded = 300 + 2 * 4  # int8 values, and a scale in fp32 for each of two blocks
     each, whole = SLOT * 4, SLOT * 4 + SLOT * 2
     found = run(_gather, numbering, nodes=3, ranks_per_node=2)
-    for sent, _ in found:
+    for sent in found:
         assert sent["inter_all_gather"] == 2 * (each + encoded)
         assert sent["intra_all_gather"] == 3 * whole
         assert sent["intra_own_all_gather"] == whole
         assert sent["intra_rest_all_gather"] == 2 * whole
-    rings = [
-        (sent.get("flat_all_gather", 0), sent.get("flat_all_gather_within", 0)) for sent, _ in found
-    ]
-    crossing = (5 * (each + encoded), 0)
-    ends = 6 if numbering == "across" else 3
-    assert sorted(rings) == sorted([crossing] * ends + [crossing[::-1]] * (6 - ends))
 
 
 ALGORITHMS = [
-    ["zero3", "zero3+ring", "zero3+ho_ring", "zero3+auto"],
-    ["fcdp", "fcdp+ho_ring", "fcdp+auto"],
-    ["zero3+w8", "zero3+w8+ring", "zero3+w8+ho_ring"],
+    ["zero3", "zero3+ho_ring"],
+    ["fcdp", "fcdp+ho_ring"],
+    ["zero3+w8", "zero3+w8+ho_ring"],
 ]
 
 
@@ -97,34 +86,6 @@ def _compare(mesh: DeviceMesh) -> None:
         )
         for other, strategy in zip(others, strategies[1:], strict=True):
             check_equal(f"{strategies[0]} and {strategy}", other, first)
-
-
-_EVEN = {"bytes_per_s": 1e9, "latency_s": 0.0}
-"""Links within and between three nodes of two on which one ring gathers a lone bucket fastest."""
-
-
-def _choose(mesh: DeviceMesh) -> None:
-    """The cost model's choice, also for buckets without room in host memory."""
-    for strategy, more in (("zero3", {}), ("fcdp", {"host_memory": 600})):
-        options: dict[str, object] = {"bucket_mb": 1e-7, **more}
-        options |= {"machine": {"inter": _EVEN, "intra": _EVEN, "memory_bytes_per_s": 1e15}}
-        first, chosen = (
-            Sharded(mesh, Trial(case="odd", strategy=name), options=options)
-            for name in (strategy, f"{strategy}+auto")
-        )
-        check_equal(f"{strategy}+auto", history(chosen, 2), history(first, 2))
-        (plan,) = state_of(chosen.model).plans.values()
-        gathered = [b for b, at in plan.placed if not at.is_cached and b.slot_elements]
-        rings = [b.algorithm is Algorithm.RING for b in gathered]
-        assert rings
-        assert all(rings)
-        kept = [b.algorithm for b, at in plan.placed if at.is_cached]
-        assert Algorithm.RING not in kept
-        assert bool(kept) == (strategy == "fcdp")
-
-
-def test_what_the_cost_model_chooses() -> None:
-    run(_choose, nodes=3, ranks_per_node=2)
 
 
 def _refuse(mesh: DeviceMesh) -> None:
@@ -160,7 +121,7 @@ def _ring_over_a_part(world: DeviceMesh) -> list[bool]:
     new_group = dist.new_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", note)
-        mine = Sharded(mesh, Trial(case="odd", strategy="zero3+ring", steps=1))
+        mine = Sharded(mesh, Trial(case="odd", strategy="zero3", steps=1))
         loss = mine.loss(mine.batches(0)[mine.rank])
     loss.backward()
     torch.testing.assert_close(loss, mine.case.loss(mine.plain, mine.batches(0)[mine.rank]))

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcdp_compile
-from fcdp_compile.params.mesh import flat_group, new_control_group, topology_of
+from fcdp_compile.params.mesh import new_control_group, topology_of
 from fcdp_compile.ranks.process_groups import timeout_like
 from fcdp_compile.torch_compat import gloo_timeout
 from tests.distributed.ranks import kill, start
@@ -235,7 +235,6 @@ def _timeouts(mesh: DeviceMesh) -> dict[str, float]:
         found |= {
             f"{name} inter": seconds(topology.inter),
             f"{name} control": seconds(topology.control),
-            f"{name} flat": seconds(flat_group(topology).group),
             f"{name} of saves": seconds(new_control_group(topology)),
         }
         if name != "theirs":

@@ -87,8 +87,6 @@ def _exchange(op: Any, sent: list[Tensor], nodes: int, per_node: int) -> list[Te
     groups = [[n * per_node + p for p in range(per_node)] for n in range(nodes)]
     if op in (ops.inter_all_gather, ops.inter_reduce_scatter):
         groups = [[n * per_node + p for n in range(nodes)] for p in range(per_node)]
-    if op is ops.flat_all_gather:  # in the order of chunks
-        groups = [[n * per_node + p for p in range(per_node) for n in range(nodes)]]
     for group in groups:
         parts = [sent[r] for r in group]
         for position, r in enumerate(group):

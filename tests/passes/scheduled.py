@@ -19,7 +19,6 @@ GATHERS = (
     ops.load,
     ops.inter_all_gather,
     ops.intra_own_all_gather,
-    ops.flat_all_gather,
     *SPREADS,
 )
 REDUCTIONS = (ops.collect, ops.accumulate, ops.intra_reduce_scatter, ops.inter_reduce_scatter)

@@ -19,12 +19,11 @@ from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation,
 from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Direction
 from fcdp_compile.strategy import PRESETS, Cache, Strategy
-from fcdp_compile.strategy.gathering import Algorithm
 
 SHAPES = {"w": (12, 4), "bias": (12,), "adapter": (4, 8)}
 FROZEN = ("w", "bias")
 ADAPTIVE = replace(PRESETS["fcdp"], cache=Cache.ADAPTIVE)
-STRATEGIES = [*PRESETS.values(), ADAPTIVE, replace(PRESETS["zero3"], algorithm=Algorithm.AUTO)]
+STRATEGIES = [*PRESETS.values(), ADAPTIVE]
 
 
 @dataclass(frozen=True)

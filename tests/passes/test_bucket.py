@@ -284,25 +284,3 @@ def test_without_a_size_the_link_decides() -> None:
         for s in (1e-3, 2.0, 8.0)  # the least costs 1 MiB, 4 MiB and 8 MiB
     ]
     assert found == [8, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("latency_s", "bytes_per_s", "expected"),
-    [
-        (0.0, (1e9, 1e9), "ring"),  # 5 slots over each link; two levels: 4, then 2 or 3
-        (1e-3, (1e9, 1e9), "ho_ring"),  # small buckets: a ring has more hops
-        (0.0, (1e8, 1e9), "ho_ring"),  # the network is slow and hides the gathers beside it
-    ],
-)
-def test_the_fastest_algorithm_is_chosen(
-    latency_s: float, bytes_per_s: tuple[float, float], expected: str
-) -> None:
-    inter, intra = (Link(latency_s=latency_s, bytes_per_s=speed) for speed in bytes_per_s)
-    machine = replace(MACHINES["cuda"], inter=inter, intra=intra, memory_bytes_per_s=1e15)
-    where = Where(nodes=3, ranks_per_node=2)
-    specs = make_specs({"w": (6, 4)}, where)
-    for strategy, may_be in (("zero3", "ring"), ("fcdp", "ho_ring")):
-        ctx = replace(make_context(specs, where, strategy=f"{strategy}+auto"), machine=machine)
-        (made,) = buckets_of(bucket(toy_forward(specs), ctx))
-        kept = expected if expected != "ring" else may_be
-        assert made.algorithm.value == kept, "a ring leaves nothing to keep"

@@ -190,7 +190,7 @@ def test_padding_is_counted() -> None:
 @given(
     st.lists(shapes, min_size=1, max_size=5),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    st.sampled_from(["zero3", "zero++", "fcdp", "zero3+ring", "zero3+ho_ring", "zero+++ho_ring"]),
+    st.sampled_from(["zero3", "zero++", "fcdp", "zero3+ho_ring", "zero+++ho_ring"]),
     st.sampled_from([1, 200, 1 << 20]),
     st.data(),
 )
@@ -218,7 +218,7 @@ def test_invariants(
         check(gm, unlowered)
         gathered = len(_ids(unlowered)) if size != (1, 1) else 0
         assert len(calls(gm, ops.free)) == gathered
-    crossing = (ops.inter_all_gather, ops.flat_all_gather)
+    crossing = (ops.inter_all_gather,)
     gathers = sum(len(calls(made.backward, op)) for op in crossing)
     assert gathers == (len(_ids(bw)) if strategy.startswith("zero3") and size[0] > 1 else 0)
 

@@ -42,7 +42,7 @@ from tests.passes.scheduled import (
 quick = settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 
 
-STRATEGIES = ("zero3", "zero++", "fcdp", "zero3+ring", "zero3+ho_ring", "fcdp+ho_ring")
+STRATEGIES = ("zero3", "zero++", "fcdp", "zero3+ho_ring", "fcdp+ho_ring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

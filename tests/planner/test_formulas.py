@@ -29,7 +29,6 @@ _MORE = [
     "fcdp+c4",
     "fcdp+c4+c8",
     "zero3+w8+g8",
-    "zero3+ring",
     "fcdp+ho_ring",
     "zero+++w8",
     "fcdp+offload",

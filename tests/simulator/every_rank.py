@@ -141,8 +141,6 @@ class EveryRank:
         within = {f"intra {i}": 1.0}
         if self.profile.intra_over_host_link:
             within |= up | down
-        if step.kind is Kind.FLAT_ALL_GATHER:  # one rank of the node sends to the next node
-            return within | {f"card {node}": 1 / self.g}
         cards = {f"card {node}": 1.0}
         links = {Lane.INTER: cards, Lane.H2D: down, Lane.D2H: up}
         return links.get(step.lane, within)

@@ -24,9 +24,9 @@ INTRA_KINDS = (
 )
 
 UNSHARED = (
-    schedules(without=[Kind.FLAT_ALL_GATHER], inner_bytes=0),
+    schedules(inner_bytes=0),
     schedules(without=INTRA_KINDS, inner_bytes=0),
-    schedules(without=[Kind.FLAT_ALL_GATHER, *INTRA_KINDS]),
+    schedules(without=[*INTRA_KINDS]),
 )
 """With one of: flat rings, collectives within a node, the model's own; two of them would share a link."""
 
@@ -55,7 +55,7 @@ def test_one_part_is_what_the_lanes_take(
 
 
 @given(
-    schedule=schedules(without=[Kind.FLAT_ALL_GATHER], inner_bytes=3 * 10**6),
+    schedule=schedules(inner_bytes=3 * 10**6),
     latency_s=st.sampled_from([0.0, 50e-6, 1e-3]),
 )
 def test_both_share_the_link_within_a_node_with_the_model(

@@ -83,14 +83,13 @@ def test_nothing_is_faster_than_its_links(
         copied = profile.ranks_per_host_link * sum(s.bytes for s in steps if s.lane is lane)
         assert copied / link.bytes_per_s <= enough_s
     if collectives is Collectives.HIERARCHICAL:
-        flat = Kind.FLAT_ALL_GATHER
-        within = sum(s.bytes for s in steps if s.lane is Lane.INTRA or s.kind is flat)
+        within = sum(s.bytes for s in steps if s.lane is Lane.INTRA)
         assert within / machine.intra.bytes_per_s <= enough_s
         over_bus = within if profile.intra_over_host_link else 0
         loaded = sum(s.bytes for s in steps if s.lane is Lane.H2D)
         switch = profile.ranks_per_host_link * (over_bus + loaded)
         assert switch / machine.h2d.bytes_per_s <= enough_s
-        sent = sum(s.bytes * (1 if s.kind is flat else 4) for s in steps if s.lane is Lane.INTER)
+        sent = sum(s.bytes * 4 for s in steps if s.lane is Lane.INTER)
         assert step.bytes_sent_by_node == sent
     for nodes in step.classes:
         assert all(0 <= busy <= nodes.end_s * (1 + 1e-9) for busy in nodes.busy_s.values())

@@ -363,7 +363,6 @@ PROGRAMS = {
     "the rest": Program(gradient_on="host", once=leave_some_out),
     "w8+g4": Program(strategy="fcdp+w8+g4"),
     "c8+c4": Program(strategy="fcdp+c8+c4", build=adapted),
-    "ring": Program(strategy="zero3+ring", options=PACKED),
     "ho_ring": Program(strategy="zero3+ho_ring", options=PACKED),
     "ho_ring+w8": Program(strategy="zero3+w8+ho_ring"),
     "ddp": Program(strategy="ddp"),

@@ -48,7 +48,7 @@ def ranks() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", ["full", "adapters on one node", "zero3", "mics", "ring"])
+@pytest.mark.parametrize("name", ["full", "adapters on one node", "zero3", "mics"])
 def test_what_is_alive_is_what_was_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[CompiledPlan] = []
     make = CompiledPlan.__init__

@@ -24,7 +24,7 @@ from fcdp_compile.plan import Lane
 from fcdp_compile.ranks.waiting import Wait
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.channel import Channel
-from fcdp_compile.runtime.collectives.gathers import gather_encoded, gather_flat, gather_own
+from fcdp_compile.runtime.collectives.gathers import gather_encoded, gather_own
 from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.collectives.reductions import all_reduce, reduce_encoded, reduce_scatter
 from fcdp_compile.runtime.lanes.lanes import Lanes
@@ -84,7 +84,6 @@ def _cases(elements: int, device: torch.device) -> list[_LaneCase]:
     codec = Codec(Format.INT8, [elements])
     small = Codec(Format.INT8, [_QUICK_ELEMENTS])
     rounding = 1.0 / CODINGS[Format.INT8].largest
-    order = torch.zeros(1, dtype=torch.int64, device=device)
 
     def fitting(out: Tensor) -> Codec:
         return codec if out.numel() == elements else small
@@ -107,11 +106,6 @@ def _cases(elements: int, device: torch.device) -> list[_LaneCase]:
             name="all-gather, own",
             lane=Lane.INTRA,
             run=lambda out, send, channel: partial(gather_own, out, send, None, channel),
-        ),
-        _LaneCase(
-            name="all-gather, flat",
-            lane=Lane.INTER,
-            run=lambda out, send, channel: partial(gather_flat, out, send, None, channel, order),
         ),
         _LaneCase(
             name="reduce-scatter",
