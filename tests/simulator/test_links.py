@@ -106,7 +106,7 @@ def test_putting_parts_in_order_takes_no_link() -> None:
 
 
 def test_a_collective_of_all_nodes_is_as_fast_as_the_fullest_bus_lets_it() -> None:
-    """A ring of 15 parts takes 15 ms alone; loads of 4 ms, at 2 ms and for the straggler at 8 ms, halve it."""
+    """A ring of 15 parts takes 15 ms alone; loads of 4 ms, one on each class of nodes, halve its speed."""
     program = Program()
     program.add(Kind.INTER_ALL_GATHER, bytes=28 * MB)
     program.add(Kind.LOAD, program.compute(2 * MS), bytes=8 * MB)
